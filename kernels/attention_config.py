@@ -1,0 +1,80 @@
+"""Tile shapes of `paged_attention`: a decision table in pure Python, so that nothing is tuned at serve time."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+# A row's bits depend on its tile shapes. So nothing here may look at the batch: only at the model and the target.
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """How one specialisation of the attention kernel is compiled."""
+
+    BLOCK_M: int  # query rows of one program: BLOCK_Q query tokens times the GQA group
+    BLOCK_Q: int
+    TILE: int  # key tokens of one loop step
+    SPLIT: int  # key tokens of one program; 0: all of them
+    num_warps: int
+    num_stages: int
+
+
+@lru_cache(maxsize=256)
+def choose_config(
+    head_dim: int, group: int, dtype: torch.dtype, *, decode: bool, target: str
+) -> AttentionConfig:
+    """Return the tile shapes for one model on one target.
+
+    `group` is the number of query heads that share a key head; `target` is "sm_90", "gfx942", "interpreter"
+    and the like. Raises ValueError for a head_dim or group no kernel is made for.
+    """
+    if not 16 <= head_dim <= 256:
+        raise ValueError(f"head_dim must be between 16 and 256, got {head_dim}")
+    if not 1 <= group <= 64:
+        raise ValueError(f"the GQA group must be between 1 and 64, got {group}")
+    wide = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    if target == "interpreter":
+        rows, tile, warps, stages = 16, 16, 4, 1  # small, so that short tests cross many edges
+    elif dtype == torch.float32:
+        rows, tile, warps, stages = _FLOAT32[wide]
+    elif decode:
+        rows, tile, warps, stages = _decode(wide, target)
+    else:
+        rows, tile, warps, stages = _prefill(wide, target)
+    rows = max(rows, _next_power_of_2(group))
+    split = 64 if target == "interpreter" else 512
+    return AttentionConfig(
+        BLOCK_M=rows,
+        BLOCK_Q=1 if decode else rows // group,
+        TILE=tile,
+        SPLIT=split if decode else 0,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+# rows, tile, warps, stages by padded head_dim. float32 has no tensor cores at full precision: registers decide.
+_FLOAT32 = {64: (16, 32, 4, 2), 128: (16, 32, 4, 2), 256: (16, 16, 4, 2)}
+
+
+def _decode(wide: int, target: str) -> tuple[int, int, int, int]:
+    if target.startswith("gfx"):
+        return 16, 64 if wide <= 128 else 32, 4, 2
+    return {64: (16, 64, 4, 3), 128: (16, 64, 4, 3), 256: (16, 32, 4, 3)}[wide]
+
+
+def _prefill(wide: int, target: str) -> tuple[int, int, int, int]:
+    if target.startswith("gfx"):
+        return {64: (128, 64, 4, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)}[wide]
+    if target in _LARGE_SHARED_MEMORY:
+        return {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)}[wide]
+    return {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 4, 2)}[wide]
+
+
+_LARGE_SHARED_MEMORY = ("sm_80", "sm_90", "sm_100", "sm_103")  # 160 KiB a block or more; sm_86, 89, 120: 99
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,98 @@
+"""The five operations as one value, in the implementation asked for.
+
+Importing this module, and loading "torch", needs no Triton.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from torch import Tensor
+
+BackendName = Literal["triton", "torch"]
+BACKENDS: tuple[BackendName, ...] = ("triton", "torch")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every operation; the signatures are those of `reference`."""
+
+    name: BackendName
+    rms_norm: Callable[..., Tensor]
+    rotary: Callable[..., None]
+    silu_and_mul: Callable[..., Tensor]
+    store_kv: Callable[..., None]
+    paged_attention: Callable[..., Tensor]
+
+
+def load_kernels(name: BackendName) -> Kernels:
+    """Return the kernels of one backend.
+
+    Raises ValueError for an unknown name and ImportError where "triton" is asked for and not installed.
+    """
+    if name == "torch":
+        return _torch_kernels()
+    if name == "triton":
+        return _triton_kernels()
+    raise ValueError(f"attention_backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+
+
+def _torch_kernels() -> Kernels:
+    from . import torch_ops
+
+    return Kernels(
+        name="torch",
+        rms_norm=torch_ops.rms_norm,
+        rotary=torch_ops.rotary,
+        silu_and_mul=torch_ops.silu_and_mul,
+        store_kv=torch_ops.store_kv,
+        paged_attention=torch_ops.paged_attention,
+    )
+
+
+def _triton_kernels() -> Kernels:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "attention_backend='triton' needs Triton, which exists for Linux only: "
+            "`pip install triton`, or use attention_backend='torch'"
+        ) from error
+    from .paged_attention import paged_attention
+    from .rms_norm import rms_norm
+    from .rotary import rotary
+    from .silu_and_mul import silu_and_mul
+    from .store_kv import store_kv
+
+    return Kernels(
+        name="triton",
+        rms_norm=rms_norm,
+        rotary=rotary,
+        silu_and_mul=silu_and_mul,
+        store_kv=store_kv,
+        paged_attention=paged_attention,
+    )
+
+
+def in_interpreter() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def current_target() -> str:
+    """What kernels compile for now: "interpreter", "sm_90", "gfx942" and the like."""
+    if in_interpreter():
+        return "interpreter"
+    from triton.runtime import driver
+
+    return _target_of(driver.active.get_current_device())
+
+
+@lru_cache
+def _target_of(device: int) -> str:  # noqa: ARG001  (the cache's key: asking the driver costs microseconds)
+    from triton.runtime import driver
+
+    target: Any = driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).split(":")[0]

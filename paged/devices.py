@@ -1,0 +1,80 @@
+"""What the machine is: the device and dtype to run in, and the memory there is for KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from .config import EngineConfig
+from .errors import ConfigError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of this name, which must be here; "auto" is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}")
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        raise ConfigError(f"device {name!r} is not here: torch sees {count} GPUs; device='cpu' needs none")
+    return device
+
+
+def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
+    """The dtype to compute in: the one requested, or the checkpoint's where this device is fast in it."""
+    if requested != "auto":
+        return requested
+    if device.type == "cpu" and (checkpoint == "float16" or not cpu_has_bfloat16()):
+        return "float32"
+    return checkpoint
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively; elsewhere it is emulated, slower than float32."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def resolve_backend(requested: str, device: torch.device) -> str:
+    """The attention backend: Triton on a GPU, torch on a CPU, unless one is asked for."""
+    if requested == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    if requested == "triton" and device.type == "cpu":
+        from .kernels.backend import in_interpreter
+
+        if not in_interpreter():
+            raise ConfigError(
+                "attention_backend='triton' on a CPU runs in Triton's interpreter, for tests only: set "
+                "TRITON_INTERPRET=1 before Python starts, or use attention_backend='torch'"
+            )
+    return requested
+
+
+def kv_bytes_on_cpu(config: EngineConfig) -> int:
+    """The stated share of the RAM that is free now, within the container's limit."""
+    return int(min(psutil.virtual_memory().available, _cgroup_free_bytes()) * config.cpu_memory_utilization)
+
+
+def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
+    """What gpu_memory_utilization leaves beside others on the GPU and our own weights and activations.
+
+    peak_bytes: the most that torch held while a step of the largest size ran.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * config.gpu_memory_utilization) - others - peak_bytes
+
+
+def _cgroup_free_bytes() -> float:
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return float("inf")
+    return max(0, int(limit.read_text()) - int(used.read_text()))

@@ -1,0 +1,55 @@
+"""Every error that `paged` raises on purpose.
+
+PagedError
+├── ConfigError            an engine option is wrong, or does not fit this machine
+├── RequestError           a prompt or sampling parameter is wrong; only that request is refused
+├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
+├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
+├── CheckpointError        files that are missing, damaged, or disagree with their config
+└── UsageError             a call in the wrong state, such as freeing a block twice
+
+All are ValueErrors too, so that code written for `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PagedError(ValueError):
+    """Base of everything that `paged` raises on purpose."""
+
+
+class ConfigError(PagedError):
+    """An engine option is wrong, or does not fit this machine."""
+
+
+class RequestError(PagedError):
+    """A prompt or a sampling parameter is wrong; only that request is refused."""
+
+
+class UnknownArgumentError(PagedError, TypeError):
+    """A keyword that does not exist."""
+
+
+class UnsupportedModelError(PagedError):
+    """A model, or a feature of its config, that is not implemented."""
+
+
+class CheckpointError(PagedError):
+    """Files that are missing, damaged, or disagree with their config."""
+
+
+class UsageError(PagedError):
+    """A call in the wrong state, such as freeing a block twice."""
+
+
+def reject_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UnknownArgumentError for the first name in `given` that is not in `known`."""
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+            raise UnknownArgumentError(f"{owner} got an unknown argument {name!r}; {hint}")

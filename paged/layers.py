@@ -1,0 +1,186 @@
+"""The parts of a decoder, each thin over a kernel. Every tensor is ragged: one row per scheduled token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .batch import Batch
+from .kernels.backend import Kernels
+from .kv_cache import KVCache
+from .models.config import ModelConfig, RopeConfig
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b, with nothing initialised: the checkpoint fills it."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, hidden_size]
+        return F.embedding(token_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation, see `kernels.rms_norm`."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps, residual)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of every token's position, once per step for all layers."""
+
+    inv_freq: Tensor  # f32[head_dim // 2]
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.rope, self.head_dim = config.rope, config.head_dim
+        self.max_position_embeddings = config.max_position_embeddings
+        # Frequencies stay float32, whatever the dtype of the model.
+        with torch.device("cpu"):
+            frequencies = scaled_frequencies(config.rope, config.head_dim)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:  # cos, sin: f32[num_tokens, head_dim // 2]
+        frequencies = self._dynamic_frequencies(batch) if self.rope.type == "dynamic" else self.inv_freq
+        angles = batch.positions[:, None] * frequencies
+        return angles.cos(), angles.sin()
+
+    def _dynamic_frequencies(self, batch: Batch) -> Tensor:  # f32[num_tokens, head_dim // 2]
+        """The base grows with the sequence, as transformers does for a request that runs alone.
+
+        A token's length is fixed by its request (see Batch.rope_lens) and not by what ran before or beside
+        it, so that chunks and preemptions change nothing.
+        """
+        length = batch.rope_lens.clamp(min=self.max_position_embeddings)
+        stretch = self.rope.factor * length / self.max_position_embeddings - (self.rope.factor - 1)
+        base = self.rope.theta * stretch ** (self.head_dim / (self.head_dim - 2))
+        return inverse_frequencies(base[:, None], self.head_dim)
+
+
+def inverse_frequencies(base: Tensor, head_dim: int) -> Tensor:  # [..., 1] -> [..., head_dim // 2]
+    """theta^(-2i / head_dim), Su et al., RoFormer (2021)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=base.device) / head_dim
+    return 1.0 / base.float() ** exponent
+
+
+def scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # f32[head_dim // 2]
+    """Frequencies that depend on no length: default, linear (position interpolation) and Llama 3's."""
+    frequencies = inverse_frequencies(torch.tensor([rope.theta]), head_dim)
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type != "llama3":
+        return frequencies
+    # Llama 3.1: long wavelengths are interpolated, short ones kept, those between are blended.
+    wavelength = 2 * math.pi / frequencies
+    turns = rope.original_max_position_embeddings / wavelength
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache."""
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.layer, self.window, self.kernels = layer, config.layer_windows[layer], kernels
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.split_sizes = [q_size, kv_size, kv_size]
+        self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
+        self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, kernels) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, kernels) if config.qk_norm else None
+
+    def forward(
+        self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
+    ) -> Tensor:  # [num_tokens, hidden_size] -> the same
+        # Views into one [num_tokens, q_size + 2 * kv_size]
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(hidden).split(self.split_sizes, -1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        self.kernels.rotary(query, key, *cos_sin)
+        key_cache, value_cache = kv_cache.layer(self.layer)
+        self.kernels.store_kv(key, value, key_cache, value_cache, batch.slot_mapping)
+        attended = self.kernels.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            batch.block_tables,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            scale=self.head_dim**-0.5,
+            max_seqlen_q=batch.max_seqlen_q,
+            sliding_window=self.window,
+        )
+        out: Tensor = self.output(attended.flatten(1))
+        return out
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Views of the parameters under their Hugging Face names, relative to the layer."""
+        tensors = {"self_attn.o_proj.weight": self.output.weight}
+        names = [f"self_attn.{part}_proj" for part in "qkv"]
+        tensors |= _split_rows(names, self.qkv, self.split_sizes)
+        if self.output.bias is not None:
+            tensors["self_attn.o_proj.bias"] = self.output.bias
+        if self.q_norm is not None and self.k_norm is not None:
+            tensors["self_attn.q_norm.weight"] = self.q_norm.weight
+            tensors["self_attn.k_norm.weight"] = self.k_norm.weight
+        return tensors
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.split_sizes = [config.intermediate_size] * 2
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
+        out: Tensor = self.down(self.kernels.silu_and_mul(self.gate_up(hidden)))
+        return out
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Views of the parameters under their Hugging Face names, relative to the layer."""
+        tensors = {"mlp.down_proj.weight": self.down.weight}
+        tensors |= _split_rows(["mlp.gate_proj", "mlp.up_proj"], self.gate_up, self.split_sizes)
+        if self.down.bias is not None:
+            tensors["mlp.down_proj.bias"] = self.down.bias
+        return tensors
+
+
+def _split_rows(names: list[str], fused: Linear, sizes: list[int]) -> dict[str, Tensor]:
+    parts = dict(zip([f"{name}.weight" for name in names], fused.weight.split(sizes), strict=True))
+    if fused.bias is not None:
+        parts |= zip([f"{name}.bias" for name in names], fused.bias.split(sizes), strict=True)
+    return parts

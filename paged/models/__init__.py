@@ -1,0 +1,1 @@
+"""Models: one decoder, and what each Hugging Face architecture declares about it."""

@@ -1,0 +1,70 @@
+"""OutputProcessor: what the owner of a request sees of it, and the stop strings found on the way."""
+
+from __future__ import annotations
+
+from .request import CompletionOutput, Request, RequestOutput, RequestStatus
+from .tokenizer import Detokenizer, Tokenizer
+
+
+class OutputProcessor:
+    """Keeps the text of the requests that somebody looks at; the others cost nothing until they finish."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizers: dict[str, Detokenizer] = {}
+
+    def end_at_stop_string(self, request: Request) -> bool:
+        """Finish a request whose newest token completes one of its stop strings, and cut its text there."""
+        detokenizer = self._update(request)
+        assert detokenizer is not None, "stop strings were admitted without a tokenizer"
+        found = [(at, s) for s in request.params.stop if (at := detokenizer.text.find(s)) >= 0]
+        if not found:
+            return False
+        at, stop = min(found)
+        detokenizer.text = detokenizer.text[:at]
+        request.finish("stop", stop)
+        return True
+
+    def output(self, request: Request) -> RequestOutput:
+        """The request so far. A finished one is forgotten: ask once."""
+        finished = request.status is RequestStatus.FINISHED
+        cut = request.finish_reason == "stop" and isinstance(request.stop_reason, str)
+        detokenizer = self._detokenizers[request.request_id] if cut else self._update(request)
+        text = detokenizer.text if detokenizer is not None else ""
+        if finished:
+            self.forget(request.request_id)
+        elif request.params.stop:
+            # The end might be the beginning of a stop string: it is shown once that is known.
+            held_back = max(map(len, request.params.stop)) - 1
+            text = text[: max(0, len(text) - held_back)]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[
+                CompletionOutput(
+                    0, text, request.output_token_ids, request.finish_reason, request.stop_reason
+                )
+            ],
+            finished=finished,
+            metrics=request.metrics,
+        )
+
+    def forget(self, request_id: str) -> None:
+        """Drop the text of a request that is over."""
+        self._detokenizers.pop(request_id, None)
+
+    def _update(self, request: Request) -> Detokenizer | None:
+        """Bring the text up to the tokens. None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        detokenizer = self._detokenizers.get(request.request_id)
+        if detokenizer is None:
+            detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids)
+            self._detokenizers[request.request_id] = detokenizer
+        # The token that ended the request is not part of its text.
+        end = request.num_tokens - (request.finish_reason == "stop")
+        detokenizer.append(request.token_ids[len(request.prompt_token_ids) + detokenizer.num_tokens : end])
+        if request.status is RequestStatus.FINISHED:
+            detokenizer.finish()
+        return detokenizer

@@ -1,0 +1,116 @@
+"""Request: one prompt on its way through the engine; RequestOutput: what its owner sees of it."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. A preempted request is WAITING again."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.perf_counter`, and how often."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and the tokens generated for it.
+
+    Two counts carry the scheduling: `num_tokens` is how many tokens there are (prompt and output),
+    `num_computed_tokens` for how many of them the KV is in the cache. What is missing is computed.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_total_tokens: int  # prompt and output together, at most
+    stop_ids: frozenset[int]  # token ids that end it: EOS (unless ignored) and stop_token_ids
+    seed: int
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    num_computed_tokens: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.perf_counter()))
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    def append(self, token_id: int) -> None:
+        """Take a sampled token, and finish if it is the last one."""
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = time.perf_counter()
+        self.token_ids.append(token_id)
+        if token_id in self.stop_ids and self.num_output_tokens > self.params.min_tokens:
+            # EOS is the model's own end, for which vLLM's habit is a stop_reason of None.
+            self.finish("stop", token_id if token_id in self.params.stop_token_ids else None)
+        elif len(self.token_ids) >= self.max_total_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Mark as done; the scheduler takes its blocks back."""
+        self.status = RequestStatus.FINISHED
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.metrics.finished_time = time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """What was generated for a prompt.
+
+    finish_reason: None while it runs; "stop" (EOS, a stop string or stop token), "length" (max_tokens or
+    the end of the context), "abort", or "error" (see stop_reason for the message).
+    stop_reason: the stop string or stop token id that ended it; None for EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request as its owner sees it, so far or finished."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics

@@ -1,0 +1,110 @@
+"""Sampler: logits to tokens. Random numbers come from (request seed, position), never from a shared stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .request import Request
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
+    """One token for each row of f32[len(requests), vocab_size], which may be changed in place.
+
+    None where a row has no finite maximum: the model overflowed, and a token would be made up.
+    """
+    _mask_early_stops(logits, requests)
+    highest, tokens = logits.max(-1)
+    random_rows = [i for i, request in enumerate(requests) if not request.params.is_greedy]
+    if random_rows:
+        _sample_random_rows(logits, requests, random_rows, tokens)
+    finite = torch.isfinite(highest)
+    if finite.all():
+        chosen: list[int | None] = tokens.tolist()
+        return chosen
+    return [t if ok else None for t, ok in zip(tokens.tolist(), finite.tolist(), strict=True)]
+
+
+def _mask_early_stops(logits: Tensor, requests: Sequence[Request]) -> None:
+    for row, request in enumerate(requests):
+        if request.params.min_tokens and request.num_output_tokens < request.params.min_tokens:
+            logits[row, list(request.stop_ids)] = -torch.inf
+
+
+def _sample_random_rows(
+    logits: Tensor, requests: Sequence[Request], random_rows: list[int], tokens: Tensor
+) -> None:
+    """Write the tokens of these rows; rows that need a sort go apart from those that do not.
+
+    Whether a row is sorted must depend on its own request alone: the order of a cumulative sum decides
+    which token a random number falls on.
+    """
+    vocab_size = logits.shape[1]
+    by_need: dict[bool, list[int]] = {False: [], True: []}
+    for row in random_rows:
+        params = requests[row].params
+        by_need[0 < params.top_k < vocab_size or params.top_p < 1.0].append(row)
+    for needs_sort, rows in by_need.items():
+        if not rows:
+            continue
+        chosen = [requests[row] for row in rows]
+        index = torch.tensor(rows, device=logits.device)
+        probs = _probabilities(logits[index], chosen)
+        uniform = uniforms([r.seed for r in chosen], [r.num_tokens for r in chosen])
+        draws = torch.from_numpy(uniform).to(logits.device)
+        tokens[index] = _draw_filtered(probs, draws, chosen) if needs_sort else _draw(probs, draws)
+
+
+def _probabilities(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """softmax(logits / temperature), with min_p applied; f32, not normalised after it."""
+    column = _columns(logits.device, [(r.params.temperature, r.params.min_p) for r in requests])
+    # The maximum first: a tiny temperature then underflows to greedy instead of overflowing to NaN.
+    scaled = (logits - logits.max(-1, keepdim=True).values) / column[0].clamp(min=1e-30)
+    probs = scaled.nan_to_num_(nan=0.0).softmax(-1)
+    if any(r.params.min_p for r in requests):
+        probs = probs.where(probs >= column[1] * probs.max(-1, keepdim=True).values, 0.0)
+    return probs
+
+
+def _draw_filtered(probs: Tensor, draws: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Draw from the top_k most likely tokens, and of those from the smallest set that holds top_p."""
+    vocab_size = probs.shape[1]
+    limits = [(float(r.params.top_k if r.params.top_k > 0 else vocab_size), r.params.top_p) for r in requests]
+    top_k, top_p = _columns(probs.device, limits)
+    probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    probs = probs.where(torch.arange(vocab_size, device=probs.device) < top_k, 0.0)
+    mass_before = probs.double().cumsum(-1) - probs
+    probs = probs.where(mass_before < top_p * probs.double().sum(-1, keepdim=True), 0.0)
+    return order.gather(-1, _draw(probs, draws)[:, None]).squeeze(-1)
+
+
+def _draw(probs: Tensor, draws: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution: probs f32[n, vocab_size], draws f64[n] in [0, 1) -> i64[n]."""
+    cdf = probs.double().cumsum(-1)
+    total = cdf[:, -1:]
+    # Strictly below the total, so that the token found has a probability above zero.
+    target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).squeeze(-1)
+
+
+def _columns(device: torch.device, rows: list[tuple[float, float]]) -> Tensor:
+    """Per-request numbers as columns beside the logits: f32[2, n, 1]."""
+    return torch.tensor(rows, dtype=torch.float32).T[:, :, None].to(device)
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each (seed, position), by two rounds of SplitMix64 (Steele et al., 2014)."""
+    seed = np.array([s & (2**64 - 1) for s in seeds], np.uint64)
+    mixed = _splitmix64(_splitmix64(seed) ^ np.array(positions, np.uint64))
+    return (mixed >> np.uint64(11)) * 2.0**-53
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,173 @@
+"""Scheduler: which requests compute how many tokens in the next step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .block_manager import BlockManager
+from .request import Request, RequestStatus
+
+
+class ScheduledRequest(NamedTuple):
+    """num_new_tokens of a request, starting at its num_computed_tokens."""
+
+    request: Request
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step computes the last known token, so that the next one can be sampled."""
+        return self.request.num_computed_tokens + self.num_new_tokens == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What one step computes."""
+
+    entries: list[ScheduledRequest] = field(default_factory=list)
+    num_tokens: int = 0
+    num_preempted: int = 0
+
+
+class Scheduler:
+    """Continuous batching, first come first served, under a token budget.
+
+    There is no prefill phase and no decode phase: a step gives every running request the tokens it lacks,
+    as far as the budget goes, then admits waiting ones into what is left. When blocks run out, the request
+    that came last gives its own back and is recomputed later.
+
+    Invariants: `running` is in order of arrival; every waiting request came after every running one; only
+    running requests hold blocks.
+    """
+
+    def __init__(
+        self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request, which must be able to fit the pool when it is alone."""
+        # The last token is only sampled, never computed.
+        needed = self.block_manager.blocks_for(request.max_total_tokens - 1)
+        assert needed <= self.block_manager.pool.num_blocks, "a request that can never fit was admitted"
+        self.waiting.append(request)
+
+    def has_unfinished(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> Schedule:
+        """Choose the next step and allocate its blocks."""
+        schedule = Schedule()
+        self._schedule_running(schedule)
+        # After a preemption the pool is exhausted: whoever was preempted waits for the next step.
+        if not schedule.num_preempted:
+            self._admit_waiting(schedule)
+        assert schedule.entries or not self.has_unfinished(), "an idle step with work to do"
+        return schedule
+
+    def update(self, schedule: Schedule, sampled: Sequence[int | None]) -> list[Request]:
+        """Book a finished step.
+
+        sampled: one token for each entry that `samples`, in order; None if its logits were not finite,
+        which ends that request with an error. Returns the requests that got a token or an error.
+        """
+        tokens = iter(sampled)
+        advanced = []
+        for entry in schedule.entries:
+            samples, request = entry.samples, entry.request
+            request.num_computed_tokens += entry.num_new_tokens
+            if not samples:
+                continue
+            token = next(tokens)
+            if token is None:
+                request.finish("error", "the model's logits are not finite")
+            else:
+                request.append(token)
+            advanced.append(request)
+        self.release_finished()
+        return advanced
+
+    def release_finished(self) -> None:
+        """Take the blocks of finished requests back."""
+        if any(request.status is RequestStatus.FINISHED for request in self.running):
+            for request in self.running:
+                if request.status is RequestStatus.FINISHED:
+                    self.block_manager.release(request.request_id)
+            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+
+    def abort(self, request: Request) -> None:
+        """End a request, wherever it is, and free its blocks."""
+        if request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        request.finish("abort")
+        self.release_finished()
+
+    def check(self) -> None:
+        """The invariants of the class, and those of the block manager."""
+        self.block_manager.check()
+        assert all(r.status is RequestStatus.RUNNING for r in self.running)
+        assert all(r.status is RequestStatus.WAITING and r.num_computed_tokens == 0 for r in self.waiting)
+        held = sum(len(self.block_manager.table(r.request_id)) for r in self.running)
+        assert held == self.block_manager.num_used_blocks, "a request that does not run holds blocks"
+        assert len(self.running) <= self.max_num_seqs
+        arrivals = [r.metrics.arrival_time for r in (*self.running, *self.waiting)]
+        assert arrivals == sorted(arrivals), "requests are out of their order of arrival"
+
+    def _schedule_running(self, schedule: Schedule) -> None:
+        index = 0
+        while index < len(self.running) and schedule.num_tokens < self.max_num_batched_tokens:
+            request = self.running[index]
+            num_new = self._num_new_tokens(request, schedule)
+            if self._make_room(request, num_new, schedule):
+                self._take(request, num_new, schedule)
+                index += 1
+
+    def _make_room(self, request: Request, num_new: int, schedule: Schedule) -> bool:
+        """Blocks for num_new more tokens, preempting the youngest for them; False if that is `request`."""
+        while not self.block_manager.grow(request.request_id, request.num_computed_tokens + num_new):
+            # The youngest has the least computed work to lose.
+            victim = self.running.pop()
+            self._preempt(victim)
+            schedule.num_preempted += 1
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.block_manager.release(request.request_id)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.WAITING
+        request.metrics.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _admit_waiting(self, schedule: Schedule) -> None:
+        while (
+            self.waiting
+            and len(self.running) < self.max_num_seqs
+            and schedule.num_tokens < self.max_num_batched_tokens
+        ):
+            request = self.waiting[0]
+            num_new = self._num_new_tokens(request, schedule)
+            if not self.block_manager.grow(request.request_id, num_new):
+                return
+            self.waiting.popleft()
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            self._take(request, num_new, schedule)
+
+    def _num_new_tokens(self, request: Request, schedule: Schedule) -> int:
+        # Decoding is the case where one token is missing.
+        missing = request.num_tokens - request.num_computed_tokens
+        return min(missing, self.max_num_batched_tokens - schedule.num_tokens)
+
+    def _take(self, request: Request, num_new: int, schedule: Schedule) -> None:
+        schedule.entries.append(ScheduledRequest(request, num_new))
+        schedule.num_tokens += num_new

@@ -1,0 +1,77 @@
+"""Tokenizer: text to token ids and back, also a few tokens at a time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError, RequestError
+
+# Tokens decoded before the first new one, so that it is spaced as it would be inside the text.
+CONTEXT_TOKENS = 5
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """The checkpoint's tokenizer, from transformers."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        # Its thread pool deadlocks in forked children and gains nothing on single prompts.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        try:
+            self.hf: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{directory}: the tokenizer cannot be loaded ({error}); "
+                "skip_tokenizer_init=True does without one"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the checkpoint puts in front."""
+        try:
+            return list(self.hf(text)["input_ids"])
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"prompt is not encodable text: {error}") from error
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of these ids, without special tokens."""
+        return str(self.hf.decode(token_ids, skip_special_tokens=True))
+
+
+class Detokenizer:
+    """The text of one growing list of token ids, at a cost linear in its length.
+
+    A character may need several tokens, and a token's text may depend on the one before it. So each step
+    decodes from a little before the new tokens, and waits while the end is half a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self.text = ""  # what can no longer change
+        self.num_tokens = 0  # taken so far
+        self._pending = ""  # the tail that may change: half characters
+        self._ids = prompt_token_ids[-CONTEXT_TOKENS:]  # context, then tokens not yet settled
+        self._num_context = len(self._ids)
+        self._context_text = tokenizer.decode(self._ids)
+
+    def append(self, token_ids: list[int]) -> None:
+        """Take more tokens."""
+        if not token_ids:
+            return
+        self.num_tokens += len(token_ids)
+        self._ids += token_ids
+        self._pending = self._tokenizer.decode(self._ids)[len(self._context_text) :]
+        if not self._pending.endswith(REPLACEMENT):
+            self.text += self._pending
+            self._pending = ""
+            self._ids = self._ids[self._num_context :][-CONTEXT_TOKENS:]
+            self._num_context = len(self._ids)
+            self._context_text = self._tokenizer.decode(self._ids)
+
+    def finish(self) -> None:
+        """Settle the tail: a replacement character stands for bytes that never became one."""
+        self.text += self._pending
+        self._pending = ""

@@ -1,0 +1,39 @@
+"""Checks of single values, shared by the two classes that users fill in."""
+
+from __future__ import annotations
+
+import math
+
+from .errors import PagedError
+
+
+def check_int(
+    error: type[PagedError], name: str, value: object, minimum: int, maximum: int | None = None
+) -> int:
+    """`value` if it is an int in [minimum, maximum], else `error`. A bool is not an int here."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise error(f"{name} must be an int, got {value!r}")
+    if value < minimum or (maximum is not None and value > maximum):
+        wanted = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise error(f"{name} must be {wanted}, got {value}")
+    return value
+
+
+def check_number(
+    error: type[PagedError],
+    name: str,
+    value: object,
+    minimum: float,
+    maximum: float = math.inf,
+    *,
+    above: bool = False,
+) -> float:
+    """`value` if it is a finite number in [minimum, maximum], or (minimum, maximum] if `above`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise error(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise error(f"{name} must be finite, got {value!r}")
+    if value < minimum or value > maximum or (above and value == minimum):
+        bracket = "(" if above else "["
+        raise error(f"{name} must be in {bracket}{minimum}, {maximum}], got {value!r}")
+    return float(value)

@@ -1,0 +1,209 @@
+"""Checkpoints: where they are, whether they are sound, and how they become parameters. Safetensors only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from .errors import CheckpointError, UnsupportedModelError
+from .models.config import ModelConfig, require_supported
+
+DEMO = Path(__file__).parent / "demo"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+HEADER_CEILING = 100 * 2**20
+# What checkpoints carry besides parameters: old Llamas their frequencies, tied models their head again.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def resolve(model: str) -> Path:
+    """The local directory of a model: "demo", a directory, or a hub id (downloaded into the hub's cache)."""
+    if model == "demo":
+        return DEMO
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model} is a file; give the directory that holds config.json")
+    if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
+        raise CheckpointError(f"no such directory: {model}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{model!r} is neither a directory nor a model that could be fetched from the hub: {reason}"
+        ) from error
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read and check config.json."""
+    file = directory / "config.json"
+    raw = _read_json(file)
+    require_supported(raw)
+    from transformers import AutoConfig
+
+    try:
+        # Fills in what the file leaves to the defaults of its architecture.
+        config = AutoConfig.from_pretrained(directory).to_dict()
+        return ModelConfig.from_hf(config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file}: {error}") from None
+    except (CheckpointError, KeyError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    except Exception as error:
+        # huggingface_hub's own validation errors derive from Exception alone.
+        if type(error).__module__.startswith("huggingface_hub"):
+            raise CheckpointError(f"{file}: {error}") from error
+        raise
+
+
+def read_eos_token_ids(directory: Path) -> frozenset[int]:
+    """EOS ids of generation_config.json, else of config.json; there may be several."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        eos = _read_json(file).get("eos_token_id") if file.exists() else None
+        if eos is not None:
+            ids = eos if isinstance(eos, list) else [eos]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                raise CheckpointError(f"{file}: eos_token_id must be an int or a list of ints, got {eos!r}")
+            return frozenset(ids)
+    return frozenset()
+
+
+def load_weights(destinations: Mapping[str, Tensor], directory: Path, *, use_tqdm: bool = False) -> None:
+    """Copy every tensor of the checkpoint to its destination, casting to its dtype.
+
+    All headers are checked before the first copy. Raises CheckpointError naming file and tensor for files
+    that are damaged, and for tensors that are missing, unknown or of another shape.
+    """
+    sources = _find_tensors(directory)
+    _check_names(destinations, sources, directory)
+    by_file: dict[Path, list[str]] = {}
+    for name in destinations:
+        file, shape = sources[name]
+        if shape != list(destinations[name].shape):
+            raise CheckpointError(
+                f"{file}: {name} has shape {shape}, but config.json makes it {list(destinations[name].shape)}"
+            )
+        by_file.setdefault(file, []).append(name)
+    with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as bar:
+        for file, names in by_file.items():
+            with safe_open(file, framework="pt") as tensors:
+                for name in names:
+                    destinations[name].copy_(tensors.get_tensor(name))
+                    bar.update()
+
+
+def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
+    """File and shape of every tensor in the checkpoint."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index}: has no weight_map")
+        files = [directory / name for name in sorted(set(map(str, weight_map.values())))]
+    else:
+        files = [directory / "model.safetensors"]
+    found: dict[str, tuple[Path, list[int]]] = {}
+    for file in files:
+        if file.parent != directory:
+            raise CheckpointError(f"{index}: {file.name} lies outside the checkpoint")
+        if not file.exists():
+            raise _missing_file(file)
+        for name, shape in read_header(file).items():
+            if name in found:
+                raise CheckpointError(f"{file}: {name} is in {found[name][0].name} too")
+            found[name] = (file, shape)
+    return found
+
+
+def _missing_file(file: Path) -> CheckpointError:
+    pickles = sorted(p.name for p in file.parent.iterdir() if p.suffix in PICKLES)
+    if pickles:
+        return CheckpointError(
+            f"{file.parent}: {pickles[0]} is a pickle, which can run any code when loaded and is refused; "
+            f"convert the checkpoint to safetensors (save_pretrained in transformers)"
+        )
+    return CheckpointError(f"{file} does not exist")
+
+
+def read_header(file: Path) -> dict[str, list[int]]:
+    """Shape of every tensor in a safetensors file.
+
+    Read here because the library's own errors name neither the file nor the tensor, and because it accepts a
+    header that has a name twice. Raises CheckpointError.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER_CEILING):
+            raise CheckpointError(f"{file}: is truncated or no safetensors file ({size} bytes)")
+        try:
+            header = json.loads(stream.read(length), object_pairs_hook=_unique_keys)
+            header.pop("__metadata__", None)
+            ends = {name: 8 + length + int(entry["data_offsets"][1]) for name, entry in header.items()}
+            shapes = {name: list(entry["shape"]) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{file}: has a damaged header: {error}") from error
+    for name, end in ends.items():
+        if end > size:
+            raise CheckpointError(f"{file}: is truncated: {name} ends at byte {end}, the file at {size}")
+    return shapes
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return unique
+
+
+def _check_names(
+    destinations: Mapping[str, Tensor], sources: Mapping[str, tuple[Path, list[int]]], directory: Path
+) -> None:
+    missing = sorted(set(destinations) - set(sources))
+    if missing:
+        raise CheckpointError(f"{directory}: {_some(missing)} missing from the checkpoint")
+    tied_head = set() if "lm_head.weight" in destinations else {"lm_head.weight"}
+    extra = sorted(
+        name for name in set(sources) - set(destinations) - tied_head if not name.endswith(IGNORED_SUFFIX)
+    )
+    if extra:
+        file = sources[extra[0]][0]
+        raise CheckpointError(f"{file}: {_some(extra)} not part of the model that config.json describes")
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(names[:3])
+    return f"{listed} is" if len(names) == 1 else f"{listed}{' …' if len(names) > 3 else ''} are"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise CheckpointError(f"{file} does not exist; a model directory has config.json and *.safetensors")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object")
+    return value
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of this name, one of the three that the kernels take."""
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise UnsupportedModelError(f"dtype {name} is not supported; supported are {', '.join(known)}")
+    return known[name]
