@@ -45,15 +45,14 @@ class Batch:
         """Lay out a schedule whose blocks are allocated."""
         token_ids: list[int] = []
         num_new, computed, prompt_lens, logit_rows, tables = [], [], [], [], []
-        for entry in schedule.entries:
-            request, n = entry
+        for request, n, samples in schedule.entries:
             start = request.num_computed_tokens
             token_ids += request.token_ids[start : start + n]
             num_new.append(n)
             computed.append(start)
             prompt_lens.append(len(request.prompt_token_ids))
             tables.append(block_manager.table(request.request_id))
-            if entry.samples:
+            if samples:
                 logit_rows.append(len(token_ids) - 1)
 
         new = np.array(num_new, np.int64)

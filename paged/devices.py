@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -43,7 +44,9 @@ def cpu_has_bfloat16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def resolve_backend(requested: str, device: torch.device) -> str:
+def resolve_backend(
+    requested: Literal["auto", "triton", "torch"], device: torch.device
+) -> Literal["triton", "torch"]:
     """The attention backend: Triton on a GPU, torch on a CPU, unless one is asked for."""
     if requested == "auto":
         return "triton" if device.type == "cuda" else "torch"

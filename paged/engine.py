@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from .block_manager import BlockManager
 from .config import EngineConfig
-from .errors import RequestError, reject_unknown
+from .errors import RequestError, UnknownArgumentError, reject_unknown
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
 from .request import Request, RequestOutput, RequestStatus
@@ -92,8 +92,8 @@ class LLMEngine:
         for i, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
             try:
                 requests.append(self._new_request(self._next_id(), prompt, params))
-            except RequestError as error:
-                raise RequestError(f"prompts[{i}]: {error}") from error
+            except (RequestError, UnknownArgumentError) as error:
+                raise type(error)(f"prompts[{i}]: {error}") from error
         for request in requests:
             self._add(request)
         try:
@@ -200,7 +200,7 @@ class LLMEngine:
                 raise RequestError(
                     f"a prompt dict has either prompt or prompt_token_ids, got {sorted(prompt)}"
                 )
-            prompt = next(iter(prompt.values()))
+            (prompt,) = prompt.values()
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
@@ -208,7 +208,7 @@ class LLMEngine:
                 )
             text, token_ids = prompt, self.tokenizer.encode(prompt) if prompt else []
         elif isinstance(prompt, Sequence):
-            text, token_ids = None, list(prompt)
+            text, token_ids = None, [*prompt]
         else:
             raise RequestError(f"a prompt is text, a list of token ids or a dict, got {prompt!r}")
         if not token_ids:
@@ -239,8 +239,8 @@ class LLMEngine:
             most = min(longest, num_prompt_tokens + params.max_tokens)
         if most - 1 > capacity:  # the last token is only sampled, never computed
             raise RequestError(
-                f"{num_prompt_tokens} prompt tokens and {most - num_prompt_tokens} new ones can never fit the KV "
-                f"cache of {capacity} tokens; raise num_blocks or lower max_tokens"
+                f"{num_prompt_tokens} prompt tokens and {most - num_prompt_tokens} new ones can never fit "
+                f"the KV cache of {capacity} tokens; raise num_blocks or lower max_tokens"
             )
         return most
 
@@ -249,7 +249,7 @@ class LLMEngine:
         return int.from_bytes(digest[:8], "little")
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt, or a list of them, as a list. A list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]

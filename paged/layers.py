@@ -89,7 +89,7 @@ def inverse_frequencies(base: Tensor, head_dim: int) -> Tensor:  # [..., 1] -> [
 
 def scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # f32[head_dim // 2]
     """Frequencies that depend on no length: default, linear (position interpolation) and Llama 3's."""
-    frequencies = inverse_frequencies(torch.tensor([rope.theta]), head_dim)
+    frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), head_dim)
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type != "llama3":
@@ -145,7 +145,7 @@ class Attention(nn.Module):
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Views of the parameters under their Hugging Face names, relative to the layer."""
-        tensors = {"self_attn.o_proj.weight": self.output.weight}
+        tensors: dict[str, Tensor] = {"self_attn.o_proj.weight": self.output.weight}
         names = [f"self_attn.{part}_proj" for part in "qkv"]
         tensors |= _split_rows(names, self.qkv, self.split_sizes)
         if self.output.bias is not None:
@@ -172,7 +172,7 @@ class MLP(nn.Module):
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Views of the parameters under their Hugging Face names, relative to the layer."""
-        tensors = {"mlp.down_proj.weight": self.down.weight}
+        tensors: dict[str, Tensor] = {"mlp.down_proj.weight": self.down.weight}
         tensors |= _split_rows(["mlp.gate_proj", "mlp.up_proj"], self.gate_up, self.split_sizes)
         if self.down.bias is not None:
             tensors["mlp.down_proj.bias"] = self.down.bias
@@ -180,7 +180,7 @@ class MLP(nn.Module):
 
 
 def _split_rows(names: list[str], fused: Linear, sizes: list[int]) -> dict[str, Tensor]:
-    parts = dict(zip([f"{name}.weight" for name in names], fused.weight.split(sizes), strict=True))
+    parts = dict(zip([f"{name}.weight" for name in names], torch.split(fused.weight, sizes), strict=True))
     if fused.bias is not None:
-        parts |= zip([f"{name}.bias" for name in names], fused.bias.split(sizes), strict=True)
+        parts |= zip([f"{name}.bias" for name in names], torch.split(fused.bias, sizes), strict=True)
     return parts

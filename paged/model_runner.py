@@ -21,7 +21,7 @@ from .models.decoder import Decoder
 from .request import Request
 from .sampler import sample
 from .sampling_params import SamplingParams
-from .scheduler import Schedule, ScheduledRequest
+from .scheduler import Schedule
 from .weights import load_weights, torch_dtype
 
 MAX_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
@@ -43,7 +43,7 @@ class ModelRunner:
         self.max_model_len = config.max_model_len or model_config.max_context
         if self.max_model_len > model_config.max_context:
             raise ConfigError(
-                f"max_model_len {self.max_model_len} is more than the model's {model_config.max_context} positions"
+                f"max_model_len {self.max_model_len} is more than the {model_config.max_context} of the model"
             )
         kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
         with torch.device(self.device), _default_dtype(self.dtype):
@@ -54,13 +54,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule, block_manager: BlockManager) -> list[int | None]:
-        """Run one step. Returns what `Scheduler.update` takes: a token for each entry that samples."""
+        """Run one step. Returns what `Scheduler.update` takes: one token for each of schedule.sampled."""
         batch = Batch.from_schedule(schedule, block_manager, self.device)
         started = time.perf_counter()
         logits = self.model(batch, self.kv_cache)
         self.forward_seconds += time.perf_counter() - started
-        requests = [entry.request for entry in schedule.entries if entry.samples]
-        return sample(logits, requests) if requests else []
+        return sample(logits, schedule.sampled)
 
     def _new_kv_cache(self, num_blocks: int) -> KVCache:
         return KVCache(self.model_config, num_blocks, self.config.block_size, self.dtype, self.device)
@@ -75,9 +74,9 @@ class ModelRunner:
         most = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
         if free < size:
             raise ConfigError(
-                f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left and one block takes "
-                f"{size / 2**20:,.2f} MiB; raise {self.device.type.replace('cuda', 'gpu')}_memory_utilization "
-                "or lower max_num_batched_tokens"
+                f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, one block takes "
+                f"{size / 2**20:,.2f} MiB; raise {'cpu' if self.device.type == 'cpu' else 'gpu'}"
+                "_memory_utilization or lower max_num_batched_tokens"
             )
         return min(free // size, most)
 
@@ -89,10 +88,11 @@ class ModelRunner:
             Request(str(i), None, [0] * n, SamplingParams(), n + 1, frozenset(), 0)
             for i, n in enumerate(lengths)
         ]
-        schedule = Schedule([ScheduledRequest(r, r.num_tokens) for r in requests], sum(lengths))
+        schedule = Schedule()
         blocks = BlockManager(sum(-(-n // self.config.block_size) for n in lengths), self.config.block_size)
         for request in requests:
             blocks.grow(request.request_id, request.num_tokens)
+            schedule.add(request, request.num_tokens)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.kv_cache = self._new_kv_cache(blocks.pool.num_blocks)
         self.execute(schedule, blocks)

@@ -12,15 +12,14 @@ from .request import Request, RequestStatus
 
 
 class ScheduledRequest(NamedTuple):
-    """num_new_tokens of a request, starting at its num_computed_tokens."""
+    """num_new_tokens of a request, starting at its num_computed_tokens.
+
+    samples: whether that computes its last known token, so that the next one can be sampled.
+    """
 
     request: Request
     num_new_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this step computes the last known token, so that the next one can be sampled."""
-        return self.request.num_computed_tokens + self.num_new_tokens == self.request.num_tokens
+    samples: bool
 
 
 @dataclass(slots=True)
@@ -30,6 +29,17 @@ class Schedule:
     entries: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
     num_preempted: int = 0
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests that get a token, in order."""
+        return [request for request, _, samples in self.entries if samples]
+
+    def add(self, request: Request, num_new_tokens: int) -> None:
+        """Compute this many more tokens of this request, whose blocks are allocated."""
+        samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
+        self.entries.append(ScheduledRequest(request, num_new_tokens, samples))
+        self.num_tokens += num_new_tokens
 
 
 class Scheduler:
@@ -76,22 +86,17 @@ class Scheduler:
     def update(self, schedule: Schedule, sampled: Sequence[int | None]) -> list[Request]:
         """Book a finished step.
 
-        sampled: one token for each entry that `samples`, in order; None if its logits were not finite,
-        which ends that request with an error. Returns the requests that got a token or an error.
+        sampled: one token for each of `schedule.sampled`; None where its logits were not finite, which ends
+        that request with an error. Returns `schedule.sampled`.
         """
-        tokens = iter(sampled)
-        advanced = []
-        for entry in schedule.entries:
-            samples, request = entry.samples, entry.request
-            request.num_computed_tokens += entry.num_new_tokens
-            if not samples:
-                continue
-            token = next(tokens)
+        for request, num_new_tokens, _ in schedule.entries:
+            request.num_computed_tokens += num_new_tokens
+        advanced = schedule.sampled
+        for request, token in zip(advanced, sampled, strict=True):
             if token is None:
                 request.finish("error", "the model's logits are not finite")
             else:
                 request.append(token)
-            advanced.append(request)
         self.release_finished()
         return advanced
 
@@ -127,7 +132,7 @@ class Scheduler:
             request = self.running[index]
             num_new = self._num_new_tokens(request, schedule)
             if self._make_room(request, num_new, schedule):
-                self._take(request, num_new, schedule)
+                schedule.add(request, num_new)
                 index += 1
 
     def _make_room(self, request: Request, num_new: int, schedule: Schedule) -> bool:
@@ -161,13 +166,9 @@ class Scheduler:
             self.waiting.popleft()
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-            self._take(request, num_new, schedule)
+            schedule.add(request, num_new)
 
     def _num_new_tokens(self, request: Request, schedule: Schedule) -> int:
         # Decoding is the case where one token is missing.
         missing = request.num_tokens - request.num_computed_tokens
         return min(missing, self.max_num_batched_tokens - schedule.num_tokens)
-
-    def _take(self, request: Request, num_new: int, schedule: Schedule) -> None:
-        schedule.entries.append(ScheduledRequest(request, num_new))
-        schedule.num_tokens += num_new

@@ -88,20 +88,17 @@ def load_weights(destinations: Mapping[str, Tensor], directory: Path, *, use_tqd
     """
     sources = _find_tensors(directory)
     _check_names(destinations, sources, directory)
-    by_file: dict[Path, list[str]] = {}
-    for name in destinations:
+    for name, destination in destinations.items():
         file, shape = sources[name]
-        if shape != list(destinations[name].shape):
+        if shape != list(destination.shape):
             raise CheckpointError(
-                f"{file}: {name} has shape {shape}, but config.json makes it {list(destinations[name].shape)}"
+                f"{file}: {name} has shape {shape}, but config.json makes it {list(destination.shape)}"
             )
-        by_file.setdefault(file, []).append(name)
-    with tqdm(total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm) as bar:
-        for file, names in by_file.items():
-            with safe_open(file, framework="pt") as tensors:
-                for name in names:
-                    destinations[name].copy_(tensors.get_tensor(name))
-                    bar.update()
+    for name in tqdm(destinations, desc="Loading weights", unit="tensor", disable=not use_tqdm):
+        # Opened for each tensor: the pages of a mapping stay in memory until it is closed, and would double
+        # what loading takes.
+        with safe_open(sources[name][0], framework="pt") as tensors:
+            destinations[name].copy_(tensors.get_tensor(name))
 
 
 def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:

@@ -145,7 +145,8 @@ def _rope(hf: Mapping[str, Any]) -> RopeConfig:
 
 
 def _layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    window, num_layers = hf.get("sliding_window"), hf["num_hidden_layers"]
+    window: int | None = hf.get("sliding_window")
+    num_layers: int = hf["num_hidden_layers"]
     layer_types = hf.get("layer_types")
     if layer_types is None:
         return (window,) * num_layers

@@ -56,9 +56,9 @@ class Decoder(nn.Module):
 
         Returns f32[num_logits, vocab_size]: logits for `batch.logit_rows` only.
         """
-        residual = self.embedding(batch.token_ids)
+        residual: Tensor = self.embedding(batch.token_ids)
         cos_sin = self.rotary(batch)
-        hidden = None
+        hidden: Tensor | None = None
         for layer in self.layers:
             hidden = layer(hidden, residual, cos_sin, batch, kv_cache)
         if not batch.num_logits:
@@ -73,12 +73,15 @@ class Decoder(nn.Module):
 
         The views cover the parameters exactly, so that a checkpoint which fills them all is complete.
         """
-        tensors = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
+        tensors: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embedding.weight,
+            "model.norm.weight": self.norm.weight,
+        }
         if not self.config.tie_word_embeddings:
             tensors["lm_head.weight"] = self.head.weight
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            names = {
+            names: dict[str, Tensor] = {
                 "input_layernorm.weight": layer.input_norm.weight,
                 "post_attention_layernorm.weight": layer.post_attention_norm.weight,
                 **layer.attention.hf_tensors(),

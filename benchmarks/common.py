@@ -1,0 +1,112 @@
+"""What the benchmarks share: checkpoints, workloads, memory, and a table."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHECKPOINTS = Path(tempfile.gettempdir()) / "paged-benchmarks"
+# Shapes with random weights: speed does not depend on what a model has learned.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tinyllama-1.1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
+    "llama-15m": {
+        "hidden_size": 288,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "vocab_size": 32000,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Ragged requests: prompts as token ids, and how many tokens each wants."""
+
+    prompts: list[list[int]]
+    max_tokens: list[int]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """What everybody has to generate."""
+        return sum(self.max_tokens)
+
+
+def nano_vllm_workload(num_requests: int, scale: float, vocab_size: int) -> Workload:
+    """The workload of nano-vllm's benchmark, seed included, with its lengths (100 to 1024) times `scale`."""
+    rng = random.Random(0)
+    low, high = max(1, int(100 * scale)), int(1024 * scale)
+    prompts = [
+        [rng.randrange(min(10000, vocab_size)) for _ in range(rng.randint(low, high))]
+        for _ in range(num_requests)
+    ]
+    return Workload(prompts, [rng.randint(low, high) for _ in range(num_requests)])
+
+
+def checkpoint(name: str) -> str:
+    """The directory of a model: "demo", one of SHAPES (made on first use), or the directory given."""
+    if name == "demo":
+        import paged
+
+        return str(Path(paged.__file__).parent / "demo")
+    if name not in SHAPES:
+        return name
+    directory = CHECKPOINTS / name
+    if not (directory / "model.safetensors").exists():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        print(f"making {directory}", flush=True)
+        torch.manual_seed(0)
+        config = LlamaConfig(max_position_embeddings=2048, dtype=torch.bfloat16, **SHAPES[name])
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        LlamaForCausalLM(config).save_pretrained(directory)
+        torch.set_default_dtype(before)
+    return str(directory)
+
+
+def peak_rss_mib() -> float:
+    """The most memory this process has held so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) / 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Rows with the same keys as an aligned table."""
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    for i, row in enumerate(cells):
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        if i == 0:
+            print("  ".join("-" * width for width in widths))
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """The result as the last line, for machines."""
+    print(json.dumps(result), flush=True)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
