@@ -1,11 +1,11 @@
-"""Tile shapes of `paged_attention`: a decision table in pure Python, so that nothing is tuned at serve time."""
+"""Tile shapes of `paged_attention`: a decision table in pure Python, nothing is tuned at serve time."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-# A row's bits depend on its tile shapes. So nothing here may look at the batch: only at the model and the target.
+# A result's bits depend on the tile shapes: nothing here may look at the batch, only at model and target.
 MAX_SPLITS = 64
 
 
@@ -39,10 +39,8 @@ def choose_config(
         rows, tile, warps, stages = 16, 16, 4, 1  # small, so that short tests cross many edges
     elif dtype == torch.float32:
         rows, tile, warps, stages = _FLOAT32[wide]
-    elif decode:
-        rows, tile, warps, stages = _decode(wide, target)
     else:
-        rows, tile, warps, stages = _prefill(wide, target)
+        rows, tile, warps, stages = (_DECODE if decode else _PREFILL)[_family(target)][wide]
     rows = max(rows, _next_power_of_2(group))
     split = 64 if target == "interpreter" else 512
     return AttentionConfig(
@@ -55,25 +53,28 @@ def choose_config(
     )
 
 
-# rows, tile, warps, stages by padded head_dim. float32 has no tensor cores at full precision: registers decide.
-_FLOAT32 = {64: (16, 32, 4, 2), 128: (16, 32, 4, 2), 256: (16, 16, 4, 2)}
+# (rows, tile, warps, stages) by padded head_dim: what compiles without a spill (tests/aot.py).
+# Full float32 has no tensor cores: registers decide.
+_FLOAT32 = {64: (16, 32, 4, 2), 128: (16, 32, 8, 2), 256: (16, 16, 8, 2)}
+# The look-up in the block table takes pipeline stages of its own: 3 keep one tile in shared memory, 5 two.
+_DECODE = {
+    "gfx": {64: (16, 64, 4, 2), 128: (16, 64, 4, 2), 256: (16, 32, 4, 2)},
+    "hopper": {64: (16, 64, 4, 5), 128: (16, 64, 4, 5), 256: (16, 32, 4, 5)},
+    "ampere": {64: (16, 64, 4, 5), 128: (16, 32, 4, 5), 256: (16, 32, 4, 3)},
+}
+# wgmma (sm_90) and tcgen05 (sm_100) need at least 64 rows.
+_PREFILL = {
+    "gfx": {64: (128, 64, 4, 2), 128: (128, 32, 8, 2), 256: (64, 32, 4, 2)},
+    "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    "ampere": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+}
 
 
-def _decode(wide: int, target: str) -> tuple[int, int, int, int]:
+def _family(target: str) -> str:
+    """The targets that share a row: "ampere" is what has mma.sync, and at least 99 KiB for a block."""
     if target.startswith("gfx"):
-        return 16, 64 if wide <= 128 else 32, 4, 2
-    return {64: (16, 64, 4, 3), 128: (16, 64, 4, 3), 256: (16, 32, 4, 3)}[wide]
-
-
-def _prefill(wide: int, target: str) -> tuple[int, int, int, int]:
-    if target.startswith("gfx"):
-        return {64: (128, 64, 4, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)}[wide]
-    if target in _LARGE_SHARED_MEMORY:
-        return {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)}[wide]
-    return {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 4, 2)}[wide]
-
-
-_LARGE_SHARED_MEMORY = ("sm_80", "sm_90", "sm_100", "sm_103")  # 160 KiB a block or more; sm_86, 89, 120: 99
+        return "gfx"
+    return "hopper" if target in ("sm_90", "sm_100", "sm_103") else "ampere"
 
 
 def _next_power_of_2(n: int) -> int:

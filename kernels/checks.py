@@ -1,4 +1,4 @@
-"""Checks every launcher makes before it launches: a wrong shape is a ValueError here, not a fault on the GPU."""
+"""What every launcher checks: a wrong shape is a ValueError here, not a fault on the GPU."""
 
 from collections.abc import Sequence
 

@@ -35,7 +35,7 @@ def rotary(
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
     sin: Tensor,  # f32[num_tokens, head_dim // 2]
 ) -> None:
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the halves of every head (Su et al. 2021, neox order)."""
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the halves of every head (Su et al. 2021)."""
     for x in (query, key):
         x1, x2 = _upcast(x).chunk(2, dim=-1)
         c, s = cos[:, None].to(x1.dtype), sin[:, None].to(x1.dtype)

@@ -55,11 +55,11 @@ def rms_norm(
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
 ) -> Tensor:  # [..., size], contiguous
-    """Return weight * x / sqrt(mean(x²) + eps), after residual += x where one is given (Zhang & Sennrich 2019).
+    """Return weight * x / sqrt(mean(x²) + eps), after residual += x where one is given.
 
-    float32 arithmetic; the sum is rounded to the residual's dtype before it is normalised, and the normalised
-    value to x's dtype before the weight multiplies it (as HF's LlamaRMSNorm does). Raises ValueError for a
-    shape, dtype or stride that does not fit.
+    Zhang & Sennrich 2019, in float32. The sum is rounded to the residual's dtype before it is normalised, and
+    the normalised value to x's dtype before the weight multiplies it, as HF's LlamaRMSNorm does. Raises
+    ValueError for a shape, dtype or stride that does not fit.
     """
     size = x.shape[-1]
     check_dtype("x", x)

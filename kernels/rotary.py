@@ -68,10 +68,10 @@ def rotary(
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
     sin: Tensor,  # f32[num_tokens, head_dim // 2]
 ) -> None:
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the halves of every head (Su et al. 2021, neox order).
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the halves of every head (Su et al. 2021).
 
-    HF Llama's `rotate_half`, in float32. Query and key may be views into one tensor. Raises ValueError for a
-    shape, dtype or stride that does not fit.
+    Neox order, HF Llama's `rotate_half`, in float32. Query and key may be views into one tensor. Raises
+    ValueError for a shape, dtype or stride that does not fit.
     """
     num_tokens, num_heads, head_dim = query.shape
     check_dtype("query", query)
@@ -108,6 +108,6 @@ def rotary(
 def rotary_cost(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int
 ) -> tuple[int, int]:
-    """(bytes, flops): every head read and written, cos and sin read once a token; three operations a value."""
+    """(bytes, flops): every head read and written, cos and sin read once a token; 3 operations a value."""
     values = num_tokens * (num_heads + num_kv_heads) * head_dim
     return 2 * values * element_size + num_tokens * head_dim * 4, 3 * values

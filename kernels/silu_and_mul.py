@@ -23,7 +23,9 @@ def _silu_and_mul_kernel(
     mask = offs < SIZE
     gate = tl.load(x_ptr + token * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * stride_x + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    decayed = tl.exp(-tl.abs(gate))  # never overflows
+    sigmoid = tl.where(gate >= 0, 1.0, decayed) / (1.0 + decayed)
+    out = gate * sigmoid * up
     tl.store(out_ptr + token * SIZE + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -49,7 +49,7 @@ def store_kv(
     value_cache: Tensor,  # like key_cache, written in place
     slot_mapping: Tensor,  # i64[num_tokens]
 ) -> None:
-    """cache[slot // block_size, slot % block_size] = new token, for K and V (Kwon et al. 2023, PagedAttention).
+    """cache[slot // block_size, slot % block_size] = new token, for K and V (Kwon et al. 2023).
 
     Two tokens must not share a slot. Raises ValueError for a shape, dtype or stride that does not fit; slots
     are not read on the host, so one outside the cache is the caller's fault and not seen.

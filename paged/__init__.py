@@ -1,7 +1,8 @@
 """paged: a paged-attention runtime for large language models, with kernels in Triton."""
 
+from typing import TYPE_CHECKING, Any
+
 from .config import EngineConfig
-from .engine import LLMEngine
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -14,7 +15,10 @@ from .errors import (
 from .request import CompletionOutput, RequestMetrics, RequestOutput
 from .sampling_params import SamplingParams
 
-LLM = LLMEngine
+if TYPE_CHECKING:
+    from .engine import LLMEngine
+
+    LLM = LLMEngine
 
 __version__ = "0.1.0"
 
@@ -34,3 +38,12 @@ __all__ = [
     "UnsupportedModelError",
     "UsageError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The engine brings torch, which takes seconds: `paged --help` and a typing error do without.
+    if name in ("LLM", "LLMEngine"):
+        from .engine import LLMEngine
+
+        return LLMEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

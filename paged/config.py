@@ -27,7 +27,7 @@ class EngineConfig:
     max_num_seqs: how many requests may run at once.
     max_num_batched_tokens: token budget of a step; None takes 8192 on a GPU and 512 on a CPU, where a
         step of that size already keeps the cores busy and a longer one only delays the decodes in it.
-    num_blocks: blocks in the KV cache; None sizes it from memory by the two utilizations below.
+    num_blocks: blocks in the KV cache; None sizes it from memory, by the utilization of the device.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the free RAM, once the weights are loaded, for KV.
     attention_backend: "triton" or "torch"; "auto" takes triton on a GPU and torch on a CPU.

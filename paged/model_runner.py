@@ -62,7 +62,14 @@ class ModelRunner:
         return sample(logits, schedule.sampled)
 
     def _new_kv_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(self.model_config, num_blocks, self.config.block_size, self.dtype, self.device)
+        try:
+            return KVCache(self.model_config, num_blocks, self.config.block_size, self.dtype, self.device)
+        except RuntimeError as error:  # torch has no narrower one for a CPU
+            size = num_blocks * block_bytes(self.model_config, self.config.block_size, self.dtype)
+            raise ConfigError(
+                f"a KV cache of {num_blocks:,} blocks takes {size / 2**30:,.1f} GiB, which {self.device} does "
+                "not have; lower num_blocks or leave it to the memory that is free"
+            ) from error
 
     def _num_blocks_that_fit(self) -> int:
         if self.device.type == "cpu":

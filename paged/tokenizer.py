@@ -33,8 +33,8 @@ class Tokenizer:
         """Token ids of a prompt, with the special tokens that the checkpoint puts in front."""
         try:
             return list(self.hf(text)["input_ids"])
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"prompt is not encodable text: {error}") from error
+        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: no Unicode text has them
+            raise RequestError(f"the prompt is not valid Unicode text: {text!r}") from error
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of these ids, without special tokens."""

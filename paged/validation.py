@@ -28,12 +28,14 @@ def check_number(
     *,
     above: bool = False,
 ) -> float:
-    """`value` if it is a finite number in [minimum, maximum], or (minimum, maximum] if `above`."""
+    """`value` if it is a finite number from minimum (if `above`: above it) to maximum, else `error`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise error(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value):
         raise error(f"{name} must be finite, got {value!r}")
     if value < minimum or value > maximum or (above and value == minimum):
-        bracket = "(" if above else "["
-        raise error(f"{name} must be in {bracket}{minimum}, {maximum}], got {value!r}")
+        wanted = f"{'above' if above else 'at least'} {minimum:g}"
+        if maximum < math.inf:
+            wanted += f" and at most {maximum:g}"
+        raise error(f"{name} must be {wanted}, got {value!r}")
     return float(value)

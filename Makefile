@@ -1,0 +1,34 @@
+# make demo | test | lint | clean. Each makes its own virtual environment first, in .venv.
+# Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.3 --max-tokens 128
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# torch goes first and by its exact version: an open range takes gigabytes of CUDA even where a smaller
+# build of this version is at hand.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "paged needs Python 3.11 or newer; name one with make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	touch $@

@@ -1,0 +1,5 @@
+"""`python -m paged` is `paged`."""
+
+from .cli import main
+
+main()

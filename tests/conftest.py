@@ -1,0 +1,42 @@
+"""What every test runs under. The environment comes first: Triton reads it when it is first imported."""
+
+import os
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="needs a CUDA or ROCm GPU, torch.cuda sees none")
+    for item in items:
+        if not HAS_GPU and "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch.empty gives with NaN: a value read before it was written shows in the result."""
+
+    def poisoned(empty):
+        def allocate(*args, **kwargs):
+            tensor = empty(*args, **kwargs)
+            if tensor.dtype.is_floating_point and tensor.device.type != "meta":
+                with torch.no_grad():
+                    tensor.fill_(float("nan"))
+            return tensor
+
+        return allocate
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))

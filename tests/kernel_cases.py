@@ -1,0 +1,91 @@
+"""Inputs for the kernel tests, made to show what goes wrong: NaN wherever nobody wrote, shuffled blocks."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {
+    torch.float64: {"rtol": 1e-9, "atol": 1e-9},
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+
+# Every implementation in every dtype that is sound there: the interpreter truncates to bfloat16.
+IMPLEMENTATIONS = [
+    pytest.param("torch", torch.float32, id="torch-float32"),
+    pytest.param("torch", torch.bfloat16, id="torch-bfloat16"),
+    pytest.param("triton", torch.float32, id="triton-float32"),
+    pytest.param("triton", torch.float16, id="triton-float16"),
+    pytest.param("triton", torch.bfloat16, id="triton-bfloat16", marks=pytest.mark.gpu),
+]
+
+
+def ragged_case(
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
+    extra_blocks: int = 3,
+) -> dict[str, Any]:
+    """Arguments of paged_attention: query is a view into a wider qkv, slots nobody may read are NaN.
+
+    With a window these are also the slots before every query's window, as if their blocks had been freed.
+    """
+    # [num_tokens, (num_heads + 2 num_kv_heads) * head_dim]
+    qkv = torch.randn(sum(query_lens), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=DEVICE)
+    needed = [-(-seq_len // block_size) for seq_len in seq_lens]
+    num_blocks = sum(needed) + extra_blocks
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    key_cache = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+    value_cache = key_cache.clone()
+    blocks = torch.randperm(num_blocks)
+    block_tables = torch.zeros(len(seq_lens), max(needed, default=0) + 1, dtype=torch.int32)
+    first = 0
+    for i, seq_len in enumerate(seq_lens):
+        block_tables[i, : needed[i]] = blocks[first : first + needed[i]].int()
+        first += needed[i]
+        low = 0 if sliding_window is None else max(0, seq_len - query_lens[i] - sliding_window + 1)
+        pos = torch.arange(low, seq_len)
+        place = block_tables[i, pos // block_size].long(), pos % block_size
+        for cache in (key_cache, value_cache):
+            cache[place] = torch.randn(len(pos), num_kv_heads, head_dim, dtype=dtype, device=DEVICE)
+    return {
+        "query": qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_tables": block_tables.to(DEVICE),
+        "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        "cu_seqlens_q": cu_seqlens(query_lens),
+        "scale": head_dim**-0.5,
+        "max_seqlen_q": max([1, *query_lens]),
+        "sliding_window": sliding_window,
+    }
+
+
+def cu_seqlens(query_lens: Sequence[int]) -> Tensor:
+    """Exclusive prefix sum of the new tokens: i32[len(query_lens) + 1]."""
+    return torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=DEVICE)
+
+
+def take_sequences(case: dict[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
+    """The same case with the sequences `chosen` only, in that order."""
+    bounds = case["cu_seqlens_q"].tolist()
+    return {
+        **case,
+        "query": torch.cat([case["query"][bounds[i] : bounds[i + 1]] for i in chosen]),
+        "block_tables": case["block_tables"][list(chosen)],
+        "seq_lens": case["seq_lens"][list(chosen)],
+        "cu_seqlens_q": cu_seqlens([bounds[i + 1] - bounds[i] for i in chosen]),
+        "max_seqlen_q": max(1, *(bounds[i + 1] - bounds[i] for i in chosen)),
+    }

@@ -1,0 +1,387 @@
+"""The command line, run in this process but for what only a fresh one can show."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from paged import EngineConfig, LLMEngine, SamplingParams, __version__, cli
+
+SMALL = ("--num-blocks", "64", "--device", "cpu")
+GREEDY = ("--temperature", "0", "--max-tokens", "8")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Run:
+    """Runs `paged` with these arguments: exit code, stdout and stderr."""
+
+    def __init__(self, monkeypatch, capsys):
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *argv, stdin=None):
+        self.monkeypatch.setattr(sys, "argv", ["paged", *map(str, argv)])
+        self.monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.StringIO(stdin))
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = self.capsys.readouterr()
+        return left.value.code or 0, out, err
+
+    def refused(self, *argv, stdin=None):
+        """The one line of an error that was found before the model was loaded."""
+        self.monkeypatch.setattr(cli, "_start", lambda _: pytest.fail("the model was loaded"))
+        return self.fails(*argv, stdin=stdin)
+
+    def fails(self, *argv, stdin=None):
+        code, out, err = self(*argv, stdin=stdin)
+        assert (code, out) == (2, "")
+        *before, line = err.splitlines()
+        assert line.startswith("paged: ")
+        assert "Traceback" not in err
+        assert not before or before[0].startswith("LlamaForCausalLM")
+        return line
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    handler = signal.getsignal(signal.SIGINT)  # which main() gives back to the system
+    yield Run(monkeypatch, capsys)
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return LLMEngine("demo", num_blocks=64, device="cpu")
+
+
+@pytest.fixture
+def loaded(engine, monkeypatch):
+    """The engine, in place of one that is loaded for each run."""
+    monkeypatch.setattr(cli, "_start", lambda _: engine)
+    yield engine
+    engine.scheduler.check()
+    assert not engine.has_unfinished_requests()
+
+
+def write(path: Path, *lines) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def expected(engine, prompt, **params) -> str:
+    return engine.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0].text
+
+
+def test_prompt_text_and_figures(run, engine):
+    code, out, err = run("generate", "def add(a, b):", *GREEDY, *SMALL)
+    assert code == 0
+    assert out == "def add(a, b):" + expected(engine, "def add(a, b):", temperature=0, max_tokens=8) + "\n"
+    start, figures = err.splitlines()
+    assert start == engine.describe()
+    num_tokens = len(engine.tokenizer.encode("def add(a, b):")) + 7
+    assert figures.startswith("time to first token ")
+    assert "; 8 tokens, " in figures
+    assert figures.endswith(f" tokens/s; {-(-num_tokens // 16)} of 64 blocks used")
+
+
+def test_text_comes_as_it_is_made(run, loaded, monkeypatch, capsys):
+    pieces = []
+    step = loaded.step
+
+    def recorded_step():
+        pieces.append(capsys.readouterr().out)
+        return step()
+
+    monkeypatch.setattr(loaded, "step", recorded_step)
+    run("generate", "def add(a, b):", *GREEDY)
+    assert pieces[0] == "def add(a, b):"
+    assert len(pieces) == 8
+    text = expected(loaded, "def add(a, b):", temperature=0, max_tokens=7)
+    assert all(pieces[1:])
+    assert "".join(pieces[1:]) == text
+
+
+def test_prompt_from_stdin(run, loaded):
+    text = expected(loaded, "def add(a, b):", temperature=0, max_tokens=8)
+    assert run("generate", *GREEDY, stdin="def add(a, b):\n")[1] == f"def add(a, b):{text}\n"
+
+
+def test_every_option_of_the_api_is_a_flag(run):
+    help_text = run("generate", "--help")[1]
+    names = {field.name for field in (*fields(SamplingParams), *fields(EngineConfig))}
+    for name in names - {"skip_tokenizer_init"}:
+        assert f"\n  --{name.replace('_', '-')} " in help_text
+    # Help and defaults are those of the API; the width of the terminal breaks the lines.
+    words = " ".join(help_text.split())
+    assert "0 or -1 keeps all. [default: 0]" in words
+    assert "[default: 256]" in words
+    assert "[default: demo]" in words
+
+
+@pytest.mark.parametrize(
+    ("flags", "params"),
+    [
+        (["--temperature", "0.5"], {"temperature": 0.5}),
+        (["--top-p", "0.5", "--top-k", "7"], {"top_p": 0.5, "top_k": 7}),
+        (["--top-k", "-1", "--min-p", "0.1", "--seed", "0"], {"top_k": -1, "min_p": 0.1, "seed": 0}),
+        (["--max-tokens", "3", "--min-tokens", "2"], {"max_tokens": 3, "min_tokens": 2}),
+        (["--stop", "a", "--stop", "b,c"], {"stop": ["a", "b,c"]}),
+        (["--stop-token-ids", "1", "--stop-token-ids", "0"], {"stop_token_ids": [1, 0]}),
+        (["--ignore-eos"], {"ignore_eos": True}),
+        ([], {}),
+    ],
+    ids=str,
+)
+def test_sampling_flags_reach_the_engine(run, monkeypatch, flags, params):
+    seen = []
+    monkeypatch.setattr(cli, "_start", lambda options: options)
+    monkeypatch.setattr(cli, "_stream", lambda options, prompt, given: seen.append((options, prompt, given)))
+    assert run("generate", "x", *flags)[0] == 0
+    assert seen == [({"model": "demo"}, "x", SamplingParams(**params))]
+
+
+def test_engine_flags_reach_the_engine(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "_start", seen.append)
+    monkeypatch.setattr(cli, "_stream", lambda *_: 0)
+    options = {
+        "model": "some/where",
+        "tokenizer": "else/where",
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": 32,
+        "max_model_len": 100,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "num_blocks": 9,
+        "gpu_memory_utilization": 0.5,
+        "cpu_memory_utilization": 0.25,
+        "attention_backend": "torch",
+    }
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+    # --seed is a sampling option.
+    run("generate", "x", *flags, "--seed", "3")
+    assert seen == [options]
+
+
+def test_file_of_texts(run, loaded, tmp_path):
+    prompts = write(tmp_path / "prompts.txt", "def a(x):", "", '{"prompt": "as it stands"}')
+    code, out, err = run("generate", "--prompts", prompts, *GREEDY)
+    assert code == 0
+    results = [json.loads(line) for line in out.splitlines()]
+    assert [result["index"] for result in results] == [0, 1]
+    assert [result["prompt"] for result in results] == ["def a(x):", '{"prompt": "as it stands"}']
+    for result in results:
+        assert result["text"] == expected(loaded, result["prompt"], temperature=0, max_tokens=8)
+        assert result["finish_reason"] in ("length", "stop")
+    assert "2/2" in err
+    assert "tokens/s" in err
+
+
+def test_file_of_objects_in_order(run, loaded, tmp_path):
+    # The first takes longest, and its result still comes first.
+    lines = [
+        {"prompt": "def a(x):", "max_tokens": 20, "ignore_eos": True},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "ignore_eos": True},
+        {"prompt": "a\u2028b", "stop_token_ids": list(range(loaded.model_config.vocab_size))},
+    ]
+    output = tmp_path / "results.jsonl"
+    prompts = write(tmp_path / "prompts.jsonl", *lines)
+    # A line's own options go before those of the command line.
+    flags = ("--temperature", "0", "--max-tokens", "3")
+    code, out, _ = run("generate", "--prompts", prompts, "--output", output, *flags)
+    assert (code, out) == (0, "")
+    first, second, third = map(json.loads, output.read_text().splitlines())
+    assert list(first) == ["index", "prompt", "text", "token_ids", "finish_reason", "stop_reason"]
+    assert first["text"] == expected(loaded, "def a(x):", temperature=0, max_tokens=20, ignore_eos=True)
+    assert len(first["token_ids"]) == 20
+    assert second["prompt_token_ids"] == [5, 6, 7]
+    assert (len(second["token_ids"]), second["finish_reason"]) == (2, "length")
+    assert third["prompt"] == "a\u2028b"
+    assert (third["text"], third["finish_reason"]) == ("", "stop")
+
+
+def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
+    vocab_size = loaded.model_config.vocab_size
+    lines = [{"prompt": "x"}, {"prompt_token_ids": [vocab_size]}, '{"prompt": "\\ud800"}', {"prompt": "y"}]
+    code, out, err = run("generate", "--prompts", write(tmp_path / "p.jsonl", *lines), *GREEDY)
+    assert code == 1
+    results = [json.loads(line) for line in out.splitlines()]
+    assert ["error" in result for result in results] == [False, True, True, False]
+    assert str(vocab_size) in results[1]["error"]
+    assert results[3]["text"] == expected(loaded, "y", temperature=0, max_tokens=8)
+    assert err.splitlines()[-1] == "paged: 2 of 4 prompts failed; the error in their lines says why"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": ', "Expecting value"),
+        ("[1]", "must be an object"),
+        ("{}", "either prompt or prompt_token_ids"),
+        ('{"prompt": "x", "prompt_token_ids": [1]}', "either prompt or prompt_token_ids"),
+        ('{"prompt": 5}', "prompt must be a string, got 5"),
+        ('{"prompt_token_ids": "x"}', "prompt_token_ids must be a list of ints, got 'x'"),
+        ('{"prompt": "x", "max_tokns": 1}', "did you mean 'max_tokens'"),
+        ('{"prompt": "x", "temperature": NaN}', "temperature must be finite"),
+        ("[" * 100_000, "recursion"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_bad_line_is_named(run, tmp_path, line, message):
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "fine"}, "", line)
+    error = run.refused("generate", "--prompts", prompts)
+    assert f"{prompts}:3: " in error
+    assert message in error
+
+
+def test_a_line_that_is_no_text_is_named(run, tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_bytes(b"fine\n\xff\n")
+    assert f"{prompts}:2: " in run.refused("generate", "--prompts", prompts)
+
+
+def test_empty_file_gives_empty_output(run, tmp_path):
+    output = write(tmp_path / "results.jsonl", "of an earlier run")
+    prompts = write(tmp_path / "p.txt")
+    assert run("generate", "--prompts", prompts, "--output", output)[:2] == (0, "")
+    assert output.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate", "x", "--temprature", "1"], "--temprature"),
+        (["generate", "x", "--temperature", "hot"], "'--temperature'"),
+        (["generate", "x", "--model"], "'--model'"),
+        (["generate", "x", "y"], "unexpected extra argument"),
+        (["serve"], "'serve'"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be in"),
+        (["generate", "x", "--temperature", "nan"], "temperature must be finite"),
+        (
+            ["generate", "x", "--max-tokens", "2", "--min-tokens", "3"],
+            "min_tokens 3 is more than max_tokens 2",
+        ),
+        (["generate", "x", "--stop", ""], "stop must be a non-empty string"),
+        (["generate", "x", "--block-size", "12"], "block_size must be a power of two, got 12"),
+        (["generate", "x", "--dtype", "int3"], "dtype must be one of auto, float32, float16, bfloat16"),
+        (["generate", "x", "--prompts", "y"], "either a prompt or --prompts"),
+        (["generate", "x", "--output", "y"], "--output takes the results of --prompts"),
+        (["generate"], "no prompt: give it as an argument, on stdin,"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_flags(run, argv, message):
+    assert message in run.refused(*argv)
+
+
+def test_empty_stdin(run):
+    assert "stdin is empty" in run.refused("generate", stdin="")
+
+
+def test_missing_files(run, tmp_path):
+    prompts = write(tmp_path / "p.txt", "x")
+    missing = tmp_path / "missing" / "p.txt"
+    assert run.refused("generate", "--prompts", missing) == f"paged: {missing}: No such file or directory"
+    assert f"{tmp_path}: " in run.refused("generate", "--prompts", tmp_path)
+    assert f"no such directory: {missing.parent}" in run.refused(
+        "generate", "--prompts", prompts, "--output", missing
+    )
+    assert f"{tmp_path}: " in run.refused("generate", "--prompts", prompts, "--output", tmp_path)
+    assert "would overwrite" in run.refused("generate", "--prompts", prompts, "--output", prompts)
+    assert prompts.read_text() == "x\n"
+
+
+def test_unknown_models(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    missing = tmp_path / "missing"
+    assert run.fails("generate", "x", "--model", missing) == f"paged: no such directory: {missing}"
+    assert "config.json" in run.fails("generate", "x", "--model", tmp_path)
+    assert "is a file" in run.fails("generate", "x", "--model", write(tmp_path / "file"))
+
+
+@pytest.mark.usefixtures("loaded")
+def test_prompt_that_the_engine_refuses(run):
+    assert "can never fit" in run.fails("generate", "x", "--max-tokens", "2000")
+
+
+def test_request_that_ends_in_an_error(run, loaded, monkeypatch, tmp_path):
+    monkeypatch.setattr(loaded.runner, "execute", lambda schedule, _: [None for _ in schedule.entries])
+    code, _, err = run("generate", "x")
+    assert (code, err) == (1, "paged: the model's logits are not finite\n")
+    code, out, _ = run("generate", "--prompts", write(tmp_path / "p.txt", "x"))
+    assert code == 1
+    assert json.loads(out) == {"index": 0, "prompt": "x", "error": "the model's logits are not finite"}
+
+
+def test_version_and_help(run):
+    assert run("--version") == (0, f"paged {__version__}\n", "")
+    assert run("--help")[1] == run()[1]
+    assert "generate" in run()[1]
+
+
+def paged_process(*argv, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "paged", *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+        **options,
+    )
+
+
+def test_as_a_module_without_torch():
+    """Nobody waits seconds for torch to be told about a typing error."""
+    code = "import sys, runpy; sys.argv[1:] = ['generate', '--foo']\n"
+    code += "try: runpy.run_module('paged', run_name='__main__')\n"
+    code += "finally: print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert done.stderr.startswith("paged: No such option: --foo")
+    assert done.stderr.count("\n") == 1
+
+
+LONG = (
+    "generate",
+    "def f(x):",
+    "--ignore-eos",
+    "--max-tokens",
+    "2000",
+    "--num-blocks",
+    "128",
+    "--device",
+    "cpu",
+)
+
+
+def test_interrupt_is_quiet():
+    with paged_process(*LONG) as process:
+        assert process.stdout.read(9) == "def f(x):"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    # A shell shows it as 130.
+    assert process.returncode == -signal.SIGINT
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_closed_pipe_is_quiet():
+    with paged_process(*LONG) as process:
+        assert process.stdout.read(9) == "def f(x):"
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=60)
+    assert "Traceback" not in err
+    assert "Error" not in err

@@ -1,0 +1,172 @@
+import dataclasses
+
+import pytest
+import torch
+from kernel_cases import DEVICE, IMPLEMENTATIONS, TOLERANCES, ragged_case, take_sequences
+
+from paged.kernels import paged_attention as triton_attention
+from paged.kernels import reference
+from paged.kernels.attention_config import MAX_SPLITS, choose_config
+from paged.kernels.backend import in_interpreter, load_kernels
+from paged.kernels.paged_attention import paged_attention_cost
+
+# Lengths on both sides of a tile (16 in the interpreter), a block and a split (64); one with nothing to do.
+DECODES = ([1, 15, 16, 17, 63, 64, 65, 128, 131, 0], [1] * 9 + [0])
+CHUNKS = ([1, 16, 17, 33, 50, 40], [1, 16, 17, 5, 0, 32])
+MIXED = ([70, 17, 33, 9, 66], [1, 17, 2, 0, 1])
+
+CASES = [
+    pytest.param(*DECODES, {}, id="decodes"),
+    pytest.param(*CHUNKS, {}, id="chunks"),
+    pytest.param(*MIXED, {"num_heads": 7, "num_kv_heads": 1, "block_size": 8}, id="mixed-7/1-block8"),
+    pytest.param(*MIXED, {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80}, id="mixed-6/2-dim80"),
+    pytest.param(*MIXED, {"num_heads": 3, "num_kv_heads": 3, "head_dim": 96}, id="mixed-3/3-dim96"),
+    pytest.param([67, 20], [1, 11], {"num_heads": 16, "num_kv_heads": 1, "head_dim": 256}, id="16/1-dim256"),
+    pytest.param(
+        [300, 20], [1, 2], {"num_heads": 5, "num_kv_heads": 1, "block_size": 256}, id="5/1-block256"
+    ),
+    pytest.param(*DECODES, {"sliding_window": 1}, id="decodes-window1"),
+    pytest.param(*DECODES, {"sliding_window": 17, "block_size": 8}, id="decodes-window17"),
+    pytest.param([200, 81, 40], [1] * 3, {"sliding_window": 64}, id="decodes-window-of-2-splits"),
+    pytest.param(*CHUNKS, {"sliding_window": 7, "block_size": 32}, id="chunks-window7"),
+    pytest.param([90, 70], [40, 70], {"sliding_window": 33}, id="chunks-window33"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize(("seq_lens", "query_lens", "shape"), CASES)
+def test_matches_reference(name, dtype, seq_lens, query_lens, shape):
+    case = ragged_case(seq_lens, query_lens, dtype=dtype, **shape)
+    got = load_kernels(name).paged_attention(**case)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_reference_is_dense_attention(window):
+    """One sequence whose blocks lie in order, against torch in float64."""
+    case = ragged_case([37], [20], dtype=torch.float64, num_heads=6, sliding_window=window)
+    key, value = (
+        case[cache][case["block_tables"][0, :3].long()]
+        .flatten(0, 1)[:37]
+        .repeat_interleave(3, 1)
+        .nan_to_num()
+        for cache in ("key_cache", "value_cache")
+    )  # [37, 6, 32]
+    mask = torch.ones(37, 37, dtype=torch.bool, device=DEVICE).tril()
+    if window is not None:
+        mask &= ~torch.ones_like(mask).tril(-window)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (case["query"], key, value)), attn_mask=mask[17:]
+    )
+    got = reference.paged_attention(**case)
+    torch.testing.assert_close(got, expected.transpose(0, 1), **TOLERANCES[torch.float64])
+
+
+SEQ_LENS, QUERY_LENS = [200, 30, 1, 65, 40, 131], [1, 30, 1, 3, 1, 1]
+
+
+@pytest.mark.parametrize("chosen", [[0], [3], [5], [5, 3, 0], [1, 0, 4, 3]], ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+def test_neighbours_do_not_change_a_bit(chosen, window):
+    """Each sequence alone, or in other company and order: other grids, splits bounds and Q-block numbers."""
+    case = ragged_case(SEQ_LENS, QUERY_LENS, sliding_window=window)
+    together = triton_attention.paged_attention(**case).split(QUERY_LENS)
+    fewer = take_sequences(case, chosen)
+    fewer["block_tables"] = fewer["block_tables"][:, : -(-int(fewer["seq_lens"].max()) // 16)]
+    got = triton_attention.paged_attention(**fewer)
+    expected = torch.cat([together[i] for i in chosen])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_chunks_do_not_change_a_bit():
+    """A prompt in one piece or in chunks of several tokens: a row sees its tiles in the same order.
+
+    Chunks of whole Q-blocks (8 tokens), for the interpreter's matrix product depends on a row's place in it.
+    """
+    whole = ragged_case([61], [61])
+    expected = triton_attention.paged_attention(**whole)
+    for start, end in [(0, 8), (8, 24), (24, 61)]:
+        chunk = {
+            **whole,
+            "query": whole["query"][start:end],
+            "seq_lens": torch.tensor([end], dtype=torch.int32, device=DEVICE),
+            "cu_seqlens_q": torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
+        }
+        got = triton_attention.paged_attention(**chunk)
+        torch.testing.assert_close(got, expected[start:end], rtol=0, atol=0)
+
+
+def test_splits_are_capped(monkeypatch):
+    """A context of more than MAX_SPLITS splits: they get longer, and the merge takes chunks of them."""
+    small = dataclasses.replace(
+        choose_config(32, 2, torch.float32, decode=True, target="interpreter"), TILE=16, SPLIT=16
+    )
+    monkeypatch.setattr(triton_attention, "choose_config", lambda *_, **__: small)
+    case = ragged_case(
+        [16 * (MAX_SPLITS + 3), 16 * 20 + 1], [1, 1], num_heads=2, num_kv_heads=1, block_size=64
+    )
+    got = triton_attention.paged_attention(**case)
+    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_tiles_of_a_gpu(monkeypatch, target, block_size):
+    """The tiles a GPU gets, whatever this machine is: longer than a block, and shorter."""
+
+    def choose(*_, decode, **__):
+        return choose_config(128, 4, torch.bfloat16, decode=decode, target=target)
+
+    monkeypatch.setattr(triton_attention, "choose_config", choose)
+    case = ragged_case(
+        [600, 200, 129], [1, 70, 129], num_heads=4, num_kv_heads=1, block_size=block_size, dtype=torch.float16
+    )
+    got = triton_attention.paged_attention(**case)
+    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float16])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": 0.0}, "scale must be greater than 0, got 0.0"),
+        ({"max_seqlen_q": 0}, "max_seqlen_q must be greater than 0, got 0"),
+        ({"sliding_window": 0}, "sliding_window must be greater than 0, got 0"),
+        ({"seq_lens": torch.tensor([3])}, "seq_lens must be torch.int32, got torch.int64"),
+        ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, r"block_tables must have shape \[1, any\]"),
+        ({"query": torch.zeros(1, 3, 32)}, "num_heads must be a multiple of num_kv_heads, got 3 and 2"),
+        ({"query": torch.zeros(1, 4, 32).double()}, "query must be one of .*, got torch.float64"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_inputs_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        load_kernels("triton").paged_attention(**{**ragged_case([3], [1]), **change})
+
+
+def test_config_depends_on_the_model_alone():
+    prefill = choose_config(128, 4, torch.bfloat16, decode=False, target="sm_90")
+    assert prefill.BLOCK_M >= 64, "wgmma needs 64 rows"
+    assert prefill.BLOCK_Q * 4 == prefill.BLOCK_M
+    assert prefill.SPLIT == 0
+    for group in (1, 3, 5, 7, 16, 20):
+        for target in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "interpreter"):
+            for decode in (False, True):
+                config = choose_config(80, group, torch.float16, decode=decode, target=target)
+                assert 1 <= config.BLOCK_Q * group <= config.BLOCK_M
+                assert config.SPLIT % config.TILE == 0
+                assert (config.SPLIT > 0) == decode
+    with pytest.raises(ValueError, match="head_dim must be between 16 and 256, got 512"):
+        choose_config(512, 4, torch.bfloat16, decode=True, target="sm_90")
+
+
+def test_cost():
+    # Two keys for the decode's 4 heads; a chunk of 2 tokens at positions 1 and 2 sees 2 + 3 keys.
+    values = (2 * 4 + 2 * 2 * 2) * 8 + (2 * 2 * 4 + 2 * 3 * 2) * 8
+    assert paged_attention_cost([1, 2], [2, 3], 4, 2, 8, 2) == (values * 2, 4 * (2 + 5) * 4 * 8)
+    assert paged_attention_cost([1], [9], 1, 1, 1, 1, sliding_window=4) == (2 + 8, 16)
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu():
+    assert not in_interpreter()

@@ -1,0 +1,58 @@
+import pytest
+import torch
+from kernel_cases import DEVICE, IMPLEMENTATIONS, TOLERANCES
+
+from paged.kernels import reference
+from paged.kernels.backend import load_kernels
+from paged.kernels.rms_norm import rms_norm_cost
+
+
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 257), (3, 2048), (17, 96)], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+def test_matches_reference(name, dtype, shape, with_residual):
+    x = torch.randn(shape, dtype=dtype, device=DEVICE)
+    weight = torch.randn(shape[-1], dtype=dtype, device=DEVICE)
+    residual = torch.randn_like(x) if with_residual else None
+    expected_residual = residual.clone() if with_residual else None
+    expected = reference.rms_norm(x, weight, 1e-5, expected_residual)
+    before = x.clone()
+    got = load_kernels(name).rms_norm(x, weight, 1e-5, residual)
+    torch.testing.assert_close(got, expected, **TOLERANCES[dtype])
+    torch.testing.assert_close(residual, expected_residual, rtol=0, atol=0)
+    torch.testing.assert_close(x, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+def test_heads_of_a_wider_tensor(name, dtype):
+    """Qwen3's norm of query heads: a strided view in, a contiguous tensor out, neighbours untouched."""
+    qkv = torch.randn(3, 7, 48, dtype=dtype, device=DEVICE)
+    before = qkv.clone()
+    query = qkv[:, 1:6, :32]
+    weight = torch.randn(32, dtype=dtype, device=DEVICE)
+    got = load_kernels(name).rms_norm(query, weight, 1e-5)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, reference.rms_norm(query, weight, 1e-5), **TOLERANCES[dtype])
+    torch.testing.assert_close(qkv, before, rtol=0, atol=0)
+
+
+def test_reference_matches_torch():
+    x, weight = torch.randn(5, 33, dtype=torch.float64), torch.randn(33, dtype=torch.float64)
+    expected = torch.nn.functional.rms_norm(x, (33,), weight, 1e-5)
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), expected, **TOLERANCES[torch.float64])
+
+
+def test_wrong_inputs_are_named():
+    rms_norm = load_kernels("triton").rms_norm
+    x = torch.randn(2, 32)
+    with pytest.raises(ValueError, match=r"weight must have shape \[32\], got \[31\]"):
+        rms_norm(x, torch.randn(31), 1e-5)
+    with pytest.raises(ValueError, match="x must be contiguous in its last dimension"):
+        rms_norm(torch.randn(32, 2).t(), torch.randn(32), 1e-5)
+    with pytest.raises(ValueError, match=r"residual must be torch.float32, got torch.float16"):
+        rms_norm(x, torch.randn(32), 1e-5, x.half())
+
+
+def test_cost():
+    assert rms_norm_cost(3, 8, 2, residual=False) == ((2 * 3 + 1) * 8 * 2, 4 * 24)
+    assert rms_norm_cost(3, 8, 2, residual=True) == ((4 * 3 + 1) * 8 * 2, 5 * 24)

@@ -1,0 +1,165 @@
+"""The tokens and logits of transformers' greedy generation, float32, for every supported architecture.
+
+Every slot that nobody owns holds NaN in all of these (`checkpoints.new_engine`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    CONFIGS,
+    STRETCHED,
+    Reference,
+    assert_all_free,
+    checkpoint,
+    new_engine,
+    ragged_prompts,
+    reference,
+)
+from torch import Tensor
+
+import paged.model_runner
+from paged import LLMEngine, RequestOutput, SamplingParams
+from paged.models.config import SUPPORTED_ARCHITECTURES
+from paged.request import Request
+from paged.weights import DEMO
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@contextmanager
+def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[int, ...], Tensor]]:
+    """Logits by the tokens that they follow."""
+    logits_after: dict[tuple[int, ...], Tensor] = {}
+    sample = paged.model_runner.sample
+
+    def recording(logits: Tensor, requests: Sequence[Request]) -> Any:
+        for row, request in zip(logits, requests, strict=True):
+            logits_after[tuple(request.token_ids)] = row.cpu().clone()
+        return sample(logits, requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged.model_runner, "sample", recording)
+        yield logits_after
+
+
+def assert_matches(
+    engine: LLMEngine,
+    oracle: Reference,
+    prompts: list[list[int]],
+    max_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = [oracle.greedy(prompt, max_tokens) for prompt in prompts]
+    with recorded_logits(monkeypatch) as logits_after:
+        outputs = engine.generate(prompts, greedy(max_tokens), use_tqdm=False)
+    assert_all_free(engine)
+    assert tokens_of(outputs) == [tokens for tokens, _ in expected]
+    for prompt, (tokens, logits) in zip(prompts, expected, strict=True):
+        ours = torch.stack([logits_after[(*prompt, *tokens[:i])] for i in range(max_tokens)])
+        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
+
+
+def lengths_for(name: str, count: int) -> list[int]:
+    """Prompt lengths from 1 to 400; for the stretched ropes around and beyond max_position_embeddings 64."""
+    rng = random.Random(count)
+    if name in STRETCHED:
+        return [1, 58, 64, 65, *(rng.randint(2, 240) for _ in range(count - 4))][:count]
+    return [1, 400, 24, 25, *(rng.randint(2, 120) for _ in range(count - 4))][:count]
+
+
+def test_every_supported_architecture_is_tested():
+    assert {CONFIGS[name]().__class__.__name__.replace("Config", "ForCausalLM") for name in CONFIGS} == set(
+        SUPPORTED_ARCHITECTURES
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ragged_batch_matches_transformers(name, monkeypatch):
+    prompts = ragged_prompts(lengths_for(name, 10))
+    assert_matches(new_engine(checkpoint(name)), reference(name), prompts, 12, monkeypatch)
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
+    rng = random.Random(count)
+    prompts = ragged_prompts([rng.randint(1, 100) for _ in range(count)], seed=count)
+    assert_matches(new_engine(checkpoint("qwen2-mixed")), reference("qwen2-mixed"), prompts, 6, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-bias", "mistral", "qwen3"])
+def test_triton_kernels_match_transformers(name, monkeypatch):
+    # On a CPU the kernels run in Triton's interpreter, a thousand times slower: few and short.
+    engine = new_engine(checkpoint(name), device="auto", attention_backend="triton", num_blocks=16)
+    assert engine.runner.model.kernels.name == "triton"
+    assert_matches(engine, reference(name), ragged_prompts([1, 17, 30]), 3, monkeypatch)
+
+
+def test_demo_model_matches_transformers(monkeypatch):
+    engine = new_engine("demo", skip_tokenizer_init=False)
+    texts = ["def add(a, b):", "The", "import os\nimport sys\n\n\nclass Path:\n    def"]
+    prompts = [engine.tokenizer.encode(text) for text in texts]
+    oracle = Reference(DEMO)
+    assert_matches(engine, oracle, prompts, 16, monkeypatch)
+    for text, prompt in zip(texts, prompts, strict=True):
+        (output,) = engine.generate(text, greedy(16), use_tqdm=False)
+        expected, _ = oracle.greedy(prompt, 16)
+        assert output.outputs[0].token_ids == expected
+        assert output.outputs[0].text == engine.tokenizer.decode([*prompt, *expected])[len(text) :]
+
+
+# Everything that may differ between two runs of one request, and must not show.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "budget1": {"max_num_batched_tokens": 1},
+    "budget7": {"max_num_batched_tokens": 7},
+    "budget512": {"max_num_batched_tokens": 512},
+    "block8": {"block_size": 8},
+    "block64": {"block_size": 64},
+    "seqs2": {"max_num_seqs": 2},
+    "preemption": {"num_blocks": 12, "block_size": 8},
+    "preemption-budget7": {"num_blocks": 12, "block_size": 8, "max_num_batched_tokens": 7},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen2-mixed", "llama-dynamic"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_do_not_depend_on(variant, name):
+    prompts = ragged_prompts([30, 1, 61, 8, 16, 17, 63])
+    expected = [reference(name).greedy(prompt, 20)[0] for prompt in prompts]
+    engine = new_engine(checkpoint(name), **VARIANTS[variant])
+    outputs = engine.generate(prompts, greedy(20), use_tqdm=False)
+    assert tokens_of(outputs) == expected
+    assert_all_free(engine)
+    preemptions = sum(output.metrics.num_preemptions for output in outputs)
+    assert (preemptions > 0) == ("preemption" in variant)
+
+
+@pytest.mark.parametrize("name", ["qwen2-mixed", "llama-dynamic"])
+def test_tokens_do_not_depend_on_neighbours(name):
+    prompts = ragged_prompts([30, 1, 61, 8, 16, 17, 63])
+    expected = [reference(name).greedy(prompt, 20)[0] for prompt in prompts]
+    engine = new_engine(checkpoint(name))
+    assert [tokens_of(engine.generate(p, greedy(20), use_tqdm=False))[0] for p in prompts] == expected
+    assert tokens_of(engine.generate(prompts[::-1], greedy(20), use_tqdm=False)) == expected[::-1]
+    # One by one, each a few steps after the one before it.
+    finished = {}
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(20))
+        for _ in range(3):
+            finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    while engine.has_unfinished_requests():
+        finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    assert [finished[str(i)] for i in range(len(prompts))] == expected
+    assert_all_free(engine)

@@ -1,0 +1,64 @@
+"""SamplingParams: every wrong value is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from paged import RequestError, SamplingParams, UnknownArgumentError
+
+BAD_VALUES = {
+    "temperature": [math.nan, math.inf, -math.inf, -0.1, True, "1", None, 10**400],
+    "top_p": [math.nan, math.inf, 0.0, -0.5, 1.5, True, "0.5", None],
+    "min_p": [math.nan, -0.1, 1.1, True, None],
+    "top_k": [-2, 1.5, True, "3", None, math.nan],
+    "seed": [True, 1.0, "1", 2**63, -(2**63) - 1],
+    "max_tokens": [0, -1, True, 1.0, math.inf, "5"],
+    "min_tokens": [-1, True, 1.0, None],
+    "stop": ["", ["a", ""], [1], 3, None, True, {"a"}],
+    "stop_token_ids": [[-1], [True], ["a"], "12", 3, None, [1.0], {1}],
+    "ignore_eos": [1, 0, None, "yes"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in BAD_VALUES.items() for value in values],
+    ids=lambda value: repr(value)[:20],
+)
+def test_bad_value_is_refused_by_name(name, value):
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_min_tokens_above_max_tokens_is_refused():
+    with pytest.raises(RequestError, match="min_tokens 5 is more than max_tokens 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_unknown_keyword_is_refused_with_the_one_meant():
+    with pytest.raises(UnknownArgumentError, match="'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=1.0)
+    with pytest.raises(TypeError):
+        SamplingParams(1.0)
+
+
+def test_params_are_frozen_and_their_lists_copied():
+    ids, stop = [1, 2], ["a"]
+    params = SamplingParams(stop_token_ids=ids, stop=stop)
+    ids.append(3)
+    stop.append("b")
+    assert (params.stop_token_ids, params.stop) == ((1, 2), ("a",))
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.0
+    assert dataclasses.replace(params, temperature=0.0).is_greedy
+
+
+def test_every_allowed_extreme_is_accepted():
+    SamplingParams(
+        temperature=0, top_p=1, top_k=-1, min_p=1, seed=-(2**63), max_tokens=1, min_tokens=1, stop=()
+    )
+    assert not SamplingParams(temperature=1e-9).is_greedy
