@@ -46,7 +46,9 @@ class LLMEngine:
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
             self.tokenizer = Tokenizer(resolve(self.config.tokenizer) if self.config.tokenizer else directory)
-        self.eos_token_ids = read_eos_token_ids(directory)
+        # Ids outside the vocabulary, such as the -1 of models that have no EOS, are never sampled.
+        vocabulary = range(self.model_config.vocab_size)
+        self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
         self.max_model_len = self.runner.max_model_len
         self.block_manager = BlockManager(self.runner.kv_cache.num_blocks, self.config.block_size)
         self.scheduler = Scheduler(
@@ -84,6 +86,8 @@ class LLMEngine:
         listed = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(listed)
+        if not isinstance(sampling_params, Sequence):
+            raise RequestError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
         if len(sampling_params) != len(listed):
             raise RequestError(
                 f"{len(sampling_params)} sampling_params for {len(listed)} prompts; give one or as many"
@@ -110,7 +114,8 @@ class LLMEngine:
 
         Raises RequestError if the prompt or its parameters are wrong, or the id is in use.
         """
-        self._add(self._new_request(request_id, prompt, sampling_params or SamplingParams()))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        self._add(self._new_request(request_id, prompt, params))
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; nothing if there is no unfinished one of this id."""
@@ -200,14 +205,17 @@ class LLMEngine:
                 raise RequestError(
                     f"a prompt dict has either prompt or prompt_token_ids, got {sorted(prompt)}"
                 )
-            (prompt,) = prompt.values()
+            ((key, prompt),) = prompt.items()
+            if isinstance(prompt, str) != (key == "prompt"):
+                wanted = "text" if key == "prompt" else "a list of token ids"
+                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
                     "a text prompt needs the tokenizer, which skip_tokenizer_init=True left out"
                 )
             text, token_ids = prompt, self.tokenizer.encode(prompt) if prompt else []
-        elif isinstance(prompt, Sequence):
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             text, token_ids = None, [*prompt]
         else:
             raise RequestError(f"a prompt is text, a list of token ids or a dict, got {prompt!r}")
@@ -255,6 +263,6 @@ def _as_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r}")
-    if prompts and isinstance(prompts[0], int):
+    if isinstance(prompts, bytes | bytearray) or (prompts and isinstance(prompts[0], int)):
         return [prompts]
     return list(prompts)

@@ -22,7 +22,7 @@ from .request import Request
 from .sampler import sample
 from .sampling_params import SamplingParams
 from .scheduler import Schedule
-from .weights import load_weights, torch_dtype
+from .weights import check_weights, load_weights, torch_dtype
 
 MAX_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
 
@@ -46,6 +46,9 @@ class ModelRunner:
                 f"max_model_len {self.max_model_len} is more than the {model_config.max_context} of the model"
             )
         kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
+        with torch.device("meta"):
+            # Before anything is allocated: a config that disagrees may ask for any amount.
+            check_weights(Decoder(model_config, kernels).hf_tensors(), directory)
         with torch.device(self.device), _default_dtype(self.dtype):
             self.model = Decoder(model_config, kernels).to(self.device)
         load_weights(self.model.hf_tensors(), directory, use_tqdm=use_tqdm)
@@ -67,8 +70,8 @@ class ModelRunner:
         except RuntimeError as error:  # torch has no narrower one for a CPU
             size = num_blocks * block_bytes(self.model_config, self.config.block_size, self.dtype)
             raise ConfigError(
-                f"a KV cache of {num_blocks:,} blocks takes {size / 2**30:,.1f} GiB, which {self.device} does "
-                "not have; lower num_blocks or leave it to the memory that is free"
+                f"no memory for num_blocks {num_blocks}: {size / 2**30:,.1f} GiB cannot be allocated on "
+                f"{self.device}; lower it, or leave it out to use what is free"
             ) from error
 
     def _num_blocks_that_fit(self) -> int:

@@ -88,12 +88,16 @@ def _probabilities(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 def _draw_filtered(probs: Tensor, draws: Tensor, requests: Sequence[Request]) -> Tensor:
     """Draw from the top_k most likely tokens, and of those from the smallest set that holds top_p."""
     vocab_size = probs.shape[1]
-    limits = [(float(r.params.top_k if r.params.top_k > 0 else vocab_size), r.params.top_p) for r in requests]
+    # Compared as Python ints: a float32 cannot hold every top_k that is legal.
+    top_ks = [r.params.top_k if 0 < r.params.top_k < vocab_size else vocab_size for r in requests]
+    limits = [(float(k), r.params.top_p) for k, r in zip(top_ks, requests, strict=True)]
     top_k, top_p = _columns(probs.device, limits)
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
     probs = probs.where(torch.arange(vocab_size, device=probs.device) < top_k, 0.0)
     mass_before = probs.double().cumsum(-1) - probs
-    probs = probs.where(mass_before < top_p * probs.double().sum(-1, keepdim=True), 0.0)
+    kept = mass_before < top_p * probs.double().sum(-1, keepdim=True)
+    kept[:, 0] = True  # also where top_p is too small for a float32
+    probs = probs.where(kept, 0.0)
     return order.gather(-1, _draw(probs, draws)[:, None]).squeeze(-1)
 
 

@@ -10,6 +10,7 @@ from .errors import CheckpointError, RequestError
 
 # Tokens decoded before the first new one, so that it is spaced as it would be inside the text.
 CONTEXT_TOKENS = 5
+MAX_CHARACTER_TOKENS = 4  # the bytes of one
 REPLACEMENT = "\ufffd"
 
 
@@ -53,7 +54,7 @@ class Detokenizer:
         self.text = ""  # what can no longer change
         self.num_tokens = 0  # taken so far
         self._pending = ""  # the tail that may change: half characters
-        self._ids = prompt_token_ids[-CONTEXT_TOKENS:]  # context, then tokens not yet settled
+        self._ids = _context(tokenizer, prompt_token_ids)  # context, then tokens not yet settled
         self._num_context = len(self._ids)
         self._context_text = tokenizer.decode(self._ids)
 
@@ -64,10 +65,14 @@ class Detokenizer:
         self.num_tokens += len(token_ids)
         self._ids += token_ids
         self._pending = self._tokenizer.decode(self._ids)[len(self._context_text) :]
-        if not self._pending.endswith(REPLACEMENT):
+        if not self._pending:
+            # Special tokens: as context they would hide the text before them.
+            del self._ids[-len(token_ids) :]
+        elif not self._pending.endswith(REPLACEMENT):
             self.text += self._pending
             self._pending = ""
-            self._ids = self._ids[self._num_context :][-CONTEXT_TOKENS:]
+            # The settled tokens begin and end with whole characters; a part of them might not.
+            self._ids = self._ids[self._num_context :]
             self._num_context = len(self._ids)
             self._context_text = self._tokenizer.decode(self._ids)
 
@@ -75,3 +80,12 @@ class Detokenizer:
         """Settle the tail: a replacement character stands for bytes that never became one."""
         self.text += self._pending
         self._pending = ""
+
+
+def _context(tokenizer: Tokenizer, token_ids: list[int]) -> list[int]:
+    """The last tokens, from the beginning of a character: a cut one spoils all that are bytes behind it."""
+    for length in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CHARACTER_TOKENS):
+        context = token_ids[-length:]
+        if not tokenizer.decode(context).startswith(REPLACEMENT):
+            return context
+    return token_ids[-CONTEXT_TOKENS:]

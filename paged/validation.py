@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from .errors import PagedError
 
@@ -31,7 +32,7 @@ def check_number(
     """`value` if it is a finite number from minimum (if `above`: above it) to maximum, else `error`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise error(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
+    if not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be too large for a float
         raise error(f"{name} must be finite, got {value!r}")
     if value < minimum or value > maximum or (above and value == minimum):
         wanted = f"{'above' if above else 'at least'} {minimum:g}"

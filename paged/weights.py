@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .models.config import ModelConfig, require_supported
 
 DEMO = Path(__file__).parent / "demo"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 HEADER_CEILING = 100 * 2**20
 # What checkpoints carry besides parameters: old Llamas their frequencies, tied models their head again.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -49,10 +51,10 @@ def read_config(directory: Path) -> ModelConfig:
     """Read and check config.json."""
     file = directory / "config.json"
     raw = _read_json(file)
-    require_supported(raw)
     from transformers import AutoConfig
 
     try:
+        require_supported(raw)
         # Fills in what the file leaves to the defaults of its architecture.
         config = AutoConfig.from_pretrained(directory).to_dict()
         return ModelConfig.from_hf(config)
@@ -81,10 +83,20 @@ def read_eos_token_ids(directory: Path) -> frozenset[int]:
 
 
 def load_weights(destinations: Mapping[str, Tensor], directory: Path, *, use_tqdm: bool = False) -> None:
-    """Copy every tensor of the checkpoint to its destination, casting to its dtype.
+    """Copy every tensor of the checkpoint to its destination, casting to its dtype; see check_weights."""
+    sources = check_weights(destinations, directory)
+    for name in tqdm(destinations, desc="Loading weights", unit="tensor", disable=not use_tqdm):
+        # Opened for each tensor: the pages of a mapping stay in memory until it is closed, and would double
+        # what loading takes.
+        with safe_open(sources[name][0], framework="pt") as tensors:
+            destinations[name].copy_(tensors.get_tensor(name))
 
-    All headers are checked before the first copy. Raises CheckpointError naming file and tensor for files
-    that are damaged, and for tensors that are missing, unknown or of another shape.
+
+def check_weights(destinations: Mapping[str, Tensor], directory: Path) -> dict[str, tuple[Path, list[int]]]:
+    """Hold all headers against the destinations, which may be on the meta device. Returns file and shape.
+
+    Raises CheckpointError naming file and tensor for files that are damaged, and for tensors that are
+    missing, unknown or of another shape.
     """
     sources = _find_tensors(directory)
     _check_names(destinations, sources, directory)
@@ -94,11 +106,7 @@ def load_weights(destinations: Mapping[str, Tensor], directory: Path, *, use_tqd
             raise CheckpointError(
                 f"{file}: {name} has shape {shape}, but config.json makes it {list(destination.shape)}"
             )
-    for name in tqdm(destinations, desc="Loading weights", unit="tensor", disable=not use_tqdm):
-        # Opened for each tensor: the pages of a mapping stay in memory until it is closed, and would double
-        # what loading takes.
-        with safe_open(sources[name][0], framework="pt") as tensors:
-            destinations[name].copy_(tensors.get_tensor(name))
+    return sources
 
 
 def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
@@ -148,14 +156,27 @@ def read_header(file: Path) -> dict[str, list[int]]:
         try:
             header = json.loads(stream.read(length), object_pairs_hook=_unique_keys)
             header.pop("__metadata__", None)
-            ends = {name: 8 + length + int(entry["data_offsets"][1]) for name, entry in header.items()}
-            shapes = {name: list(entry["shape"]) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            entries = {name: _read_entry(entry) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file}: has a damaged header: {error}") from error
-    for name, end in ends.items():
-        if end > size:
-            raise CheckpointError(f"{file}: is truncated: {name} ends at byte {end}, the file at {size}")
-    return shapes
+    for name, (dtype, shape, start, end) in entries.items():
+        if 8 + length + end > size:
+            raise CheckpointError(
+                f"{file}: is truncated: {name} ends at byte {8 + length + end}, the file at {size}"
+            )
+        if dtype not in ITEM_SIZES:
+            raise CheckpointError(f"{file}: {name} is {dtype}; supported are {', '.join(ITEM_SIZES)}")
+        if end - start != math.prod(shape) * ITEM_SIZES[dtype]:
+            raise CheckpointError(
+                f"{file}: {name} has {end - start} bytes, which is not what {dtype}{shape} takes"
+            )
+    return {name: shape for name, (_, shape, _, _) in entries.items()}
+
+
+def _read_entry(entry: dict[str, Any]) -> tuple[str, list[int], int, int]:
+    """dtype, shape, start and end of one tensor in a header."""
+    start, end = map(int, entry["data_offsets"])
+    return str(entry["dtype"]), [int(n) for n in entry["shape"]], start, end
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -265,7 +265,7 @@ def test_empty_file_gives_empty_output(run, tmp_path):
         (["generate", "x", "--model"], "'--model'"),
         (["generate", "x", "y"], "unexpected extra argument"),
         (["serve"], "'serve'"),
-        (["generate", "x", "--temperature", "-1"], "temperature must be in"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be at least 0"),
         (["generate", "x", "--temperature", "nan"], "temperature must be finite"),
         (
             ["generate", "x", "--max-tokens", "2", "--min-tokens", "3"],

@@ -476,7 +476,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "both-keys": ({"prompt": "a", "prompt_token_ids": [1]}, "either"),
     "ids-as-text": ({"prompt_token_ids": "abc"}, "prompt_token_ids"),
     "text-as-ids": ({"prompt": [1, 2]}, "prompt"),
-    "surrogate": ("a\ud800b", "not encodable"),
+    "surrogate": ("a\ud800b", "not valid Unicode"),
     "longer-than-context": ([1] * 2049, "2049.*max_model_len 2048"),
 }
 

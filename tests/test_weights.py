@@ -227,7 +227,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "size-is-text": (set_config(hidden_size="48"), ("config.json", "hidden_size")),
     "size-is-a-bool": (set_config(num_key_value_heads=True), ("config.json",)),
     "beyond-every-ceiling": (set_config(intermediate_size=10**12), ("config.json", "intermediate_size")),
-    "a-trillion-layers": (set_config(num_hidden_layers=10**12), ("config.json", "num_layers")),
+    "a-trillion-layers": (set_config(num_hidden_layers=10**12), ("config.json", "num_hidden_layers")),
     "disagrees-hugely": (set_config(hidden_size=2**17, intermediate_size=2**20), ("config.json",)),
     "window-of-zero": (
         set_config(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),

@@ -79,7 +79,6 @@ class ModelConfig:
             max_position_embeddings=hf["max_position_embeddings"],
             rope=_rope(hf),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            layer_windows=_layer_windows(hf),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
             **SUPPORTED_ARCHITECTURES[architecture](hf),
         )
@@ -112,13 +111,20 @@ class ModelConfig:
 
 
 def require_supported(hf: Mapping[str, Any]) -> str:
-    """The architecture named in config.json, or an UnsupportedModelError that lists what is supported."""
+    """The architecture named in config.json, before anybody acts on the rest of it.
+
+    Raises UnsupportedModelError, which lists what is supported, and CheckpointError for absurd depths.
+    """
     names = hf.get("architectures") or ["(none named)"]
-    if names[0] not in SUPPORTED_ARCHITECTURES:
+    name = names[0] if isinstance(names, list) else names
+    if not isinstance(name, str) or name not in SUPPORTED_ARCHITECTURES:
         raise UnsupportedModelError(
-            f"architecture {names[0]} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"architecture {name} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    return str(names[0])
+    num_layers = hf.get("num_hidden_layers", 1)
+    if not isinstance(num_layers, int) or not 1 <= num_layers <= CEILINGS["num_layers"]:
+        raise CheckpointError(f"num_hidden_layers must be from 1 to 1024, got {num_layers!r}")
+    return name
 
 
 def _rope(hf: Mapping[str, Any]) -> RopeConfig:
@@ -144,44 +150,51 @@ def _rope(hf: Mapping[str, Any]) -> RopeConfig:
     )
 
 
-def _layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    window: int | None = hf.get("sliding_window")
-    num_layers: int = hf["num_hidden_layers"]
-    layer_types = hf.get("layer_types")
-    if layer_types is None:
-        return (window,) * num_layers
-    if len(layer_types) != num_layers or set(layer_types) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError(
-            f"layer_types must be {num_layers} of full_attention or sliding_attention, got {layer_types}"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-def _llama(hf: Mapping[str, Any]) -> dict[str, bool]:
+def _llama(hf: Mapping[str, Any]) -> dict[str, Any]:
     bias = bool(hf.get("attention_bias", False))
     return {
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": bool(hf.get("mlp_bias", False)),
         "qk_norm": False,
+        "layer_windows": (None,) * hf["num_hidden_layers"],
     }
 
 
-def _mistral(hf: Mapping[str, Any]) -> dict[str, bool]:  # noqa: ARG001
-    return {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False}
+def _mistral(hf: Mapping[str, Any]) -> dict[str, Any]:
+    windows = (_window(hf),) * hf["num_hidden_layers"]
+    return {**_NO_BIAS, "qk_norm": False, "layer_windows": windows}
 
 
-def _qwen2(hf: Mapping[str, Any]) -> dict[str, bool]:  # noqa: ARG001
-    return {"qkv_bias": True, "output_bias": False, "mlp_bias": False, "qk_norm": False}
+def _qwen2(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_NO_BIAS, "qkv_bias": True, "qk_norm": False, "layer_windows": _mixed_windows(hf)}
 
 
-def _qwen3(hf: Mapping[str, Any]) -> dict[str, bool]:
-    bias = bool(hf.get("attention_bias", False))
-    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": False, "qk_norm": True}
+def _qwen3(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_llama(hf), "mlp_bias": False, "qk_norm": True, "layer_windows": _mixed_windows(hf)}
+
+
+_NO_BIAS = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+
+
+def _window(hf: Mapping[str, Any]) -> int | None:
+    window: int | None = hf.get("sliding_window")
+    if window is not None and window < 1:
+        raise CheckpointError(f"sliding_window must be at least 1, got {window}")
+    return window
+
+
+def _mixed_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    layer_types, num_layers = hf["layer_types"], hf["num_hidden_layers"]
+    if len(layer_types) != num_layers or set(layer_types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"layer_types must be {num_layers} of full_attention or sliding_attention, got {layer_types}"
+        )
+    return tuple(_window(hf) if kind == "sliding_attention" else None for kind in layer_types)
 
 
 # What each architecture declares about the one decoder. TinyLlama and Llama 1 to 3 are LlamaForCausalLM.
-SUPPORTED_ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], dict[str, bool]]] = {
+SUPPORTED_ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
