@@ -156,7 +156,7 @@ class LLMEngine:
     def _advance(self) -> list[Request]:
         """Run one step. Returns the requests that got a token or an error; nobody's text is made yet."""
         schedule = self.scheduler.schedule()
-        if not schedule.entries:
+        if not schedule.requests:
             return []
         tokens = self.runner.execute(schedule, self.block_manager)
         advanced = self.scheduler.update(schedule, tokens)

@@ -62,7 +62,7 @@ class ModelRunner:
         started = time.perf_counter()
         logits = self.model(batch, self.kv_cache)
         self.forward_seconds += time.perf_counter() - started
-        return sample(logits, schedule.sampled)
+        return sample(logits, schedule.sampled_requests)
 
     def _new_kv_cache(self, num_blocks: int) -> KVCache:
         try:

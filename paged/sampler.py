@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,16 +20,15 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
     """
     if not requests:
         return []
-    _mask_early_stops(logits, requests)
+    params = [request.params for request in requests]
+    if any(p.min_tokens for p in params):
+        _mask_early_stops(logits, requests)
     highest, tokens = _argmax(logits)
-    random_rows = [i for i, request in enumerate(requests) if not request.params.is_greedy]
+    random_rows = [row for row, p in enumerate(params) if p.temperature > 0.0]
     if random_rows:
         _sample_random_rows(logits, requests, random_rows, tokens)
-    finite = torch.isfinite(highest)
-    if finite.all():
-        chosen: list[int | None] = tokens.tolist()
-        return chosen
-    return [t if ok else None for t, ok in zip(tokens.tolist(), finite.tolist(), strict=True)]
+    chosen = zip(tokens.tolist(), highest.tolist(), strict=True)
+    return [token if math.isfinite(logit) else None for token, logit in chosen]
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,13 +40,13 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     # torch's argmax is not vectorised on a CPU, its amax is: find the stretch of 64 first (7 times faster).
     stretches = logits.view(rows, -1, 64)
     highest, stretch = stretches.amax(-1).max(-1)
-    within = stretches[torch.arange(rows), stretch].argmax(-1)
-    return highest, stretch * 64 + within
+    within = stretches.gather(1, stretch[:, None, None].expand(-1, 1, 64)).argmax(-1)
+    return highest, stretch * 64 + within.squeeze(1)
 
 
 def _mask_early_stops(logits: Tensor, requests: Sequence[Request]) -> None:
     for row, request in enumerate(requests):
-        if request.params.min_tokens and request.num_output_tokens < request.params.min_tokens:
+        if request.num_output_tokens < request.params.min_tokens:
             logits[row, list(request.stop_ids)] = -torch.inf
 
 

@@ -71,8 +71,3 @@ class SamplingParams:
             check_int(RequestError, "stop_token_ids", token_id, 0)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0

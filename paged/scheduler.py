@@ -5,40 +5,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from .block_manager import BlockManager
 from .request import Request, RequestStatus
 
 
-class ScheduledRequest(NamedTuple):
-    """num_new_tokens of a request, starting at its num_computed_tokens.
-
-    samples: whether that computes its last known token, so that the next one can be sampled.
-    """
-
-    request: Request
-    num_new_tokens: int
-    samples: bool
-
-
 @dataclass(slots=True)
 class Schedule:
-    """What one step computes."""
+    """What one step computes: num_new_tokens[i] of requests[i], from its num_computed_tokens on."""
 
-    entries: list[ScheduledRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)
+    # Which of them compute their last known token, so that the next one can be sampled.
+    sampled: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_preempted: int = 0
 
     @property
-    def sampled(self) -> list[Request]:
+    def sampled_requests(self) -> list[Request]:
         """The requests that get a token, in order."""
-        return [request for request, _, samples in self.entries if samples]
+        return [self.requests[i] for i in self.sampled]
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Compute this many more tokens of this request, whose blocks are allocated."""
-        samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
-        self.entries.append(ScheduledRequest(request, num_new_tokens, samples))
+        if request.num_computed_tokens + num_new_tokens == len(request.token_ids):
+            self.sampled.append(len(self.requests))
+        self.requests.append(request)
+        self.num_new_tokens.append(num_new_tokens)
         self.num_tokens += num_new_tokens
 
 
@@ -80,18 +73,18 @@ class Scheduler:
         # After a preemption the pool is exhausted: whoever was preempted waits for the next step.
         if not schedule.num_preempted:
             self._admit_waiting(schedule)
-        assert schedule.entries or not self.has_unfinished(), "an idle step with work to do"
+        assert schedule.requests or not self.has_unfinished(), "an idle step with work to do"
         return schedule
 
     def update(self, schedule: Schedule, sampled: Sequence[int | None]) -> list[Request]:
         """Book a finished step.
 
-        sampled: one token for each of `schedule.sampled`; None where its logits were not finite, which ends
-        that request with an error. Returns `schedule.sampled`.
+        sampled: a token for each of `schedule.sampled`; None where its logits were not finite, which ends
+        that request with an error. Returns those requests.
         """
-        for request, num_new_tokens, _ in schedule.entries:
+        for request, num_new_tokens in zip(schedule.requests, schedule.num_new_tokens, strict=True):
             request.num_computed_tokens += num_new_tokens
-        advanced = schedule.sampled
+        advanced = schedule.sampled_requests
         for request, token in zip(advanced, sampled, strict=True):
             if token is None:
                 request.finish("error", "the model's logits are not finite")
@@ -131,20 +124,24 @@ class Scheduler:
         while index < len(self.running) and schedule.num_tokens < self.max_num_batched_tokens:
             request = self.running[index]
             num_new = self._num_new_tokens(request, schedule)
-            if self._make_room(request, num_new, schedule):
+            num_total = request.num_computed_tokens + num_new
+            if self.block_manager.grow(request.request_id, num_total) or self._make_room(
+                request, num_total, schedule
+            ):
                 schedule.add(request, num_new)
                 index += 1
 
-    def _make_room(self, request: Request, num_new: int, schedule: Schedule) -> bool:
-        """Blocks for num_new more tokens, preempting the youngest for them; False if that is `request`."""
-        while not self.block_manager.grow(request.request_id, request.num_computed_tokens + num_new):
+    def _make_room(self, request: Request, num_total: int, schedule: Schedule) -> bool:
+        """Preempt the youngest until num_total tokens of `request` fit; False if that is `request`."""
+        while True:
             # The youngest has the least computed work to lose.
             victim = self.running.pop()
             self._preempt(victim)
             schedule.num_preempted += 1
             if victim is request:
                 return False
-        return True
+            if self.block_manager.grow(request.request_id, num_total):
+                return True
 
     def _preempt(self, request: Request) -> None:
         self.block_manager.release(request.request_id)
@@ -170,5 +167,5 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, schedule: Schedule) -> int:
         # Decoding is the case where one token is missing.
-        missing = request.num_tokens - request.num_computed_tokens
+        missing = len(request.token_ids) - request.num_computed_tokens
         return min(missing, self.max_num_batched_tokens - schedule.num_tokens)

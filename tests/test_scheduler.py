@@ -46,14 +46,15 @@ def run_step(scheduler: Scheduler) -> dict[str, int]:
     """One step of the made-up model. Returns how many tokens each request computed."""
     schedule = scheduler.schedule()
     scheduler.check()
-    computed = {entry.request.request_id: entry.num_new_tokens for entry in schedule.entries}
+    ids = [request.request_id for request in schedule.requests]
+    computed = dict(zip(ids, schedule.num_new_tokens, strict=True))
     scheduler.update(schedule, sampled(schedule))
     scheduler.check()
     return computed
 
 
 def sampled(schedule: Schedule) -> list[int | None]:
-    return [hash_token(request.request_id, request.num_tokens) for request in schedule.sampled]
+    return [hash_token(request.request_id, request.num_tokens) for request in schedule.sampled_requests]
 
 
 def test_one_rule_computes_prompts_in_chunks_and_then_token_by_token():
@@ -198,11 +199,10 @@ def check_step(scheduler: Scheduler, rng: random.Random) -> int:
     in_order = before + waiting
     schedule = scheduler.schedule()
     scheduler.check()
-    entries = schedule.entries
-    assert sum(e.num_new_tokens for e in entries) == schedule.num_tokens <= scheduler.max_num_batched_tokens
-    assert all(e.num_new_tokens > 0 for e in entries)
+    assert sum(schedule.num_new_tokens) == schedule.num_tokens <= scheduler.max_num_batched_tokens
+    assert all(n > 0 for n in schedule.num_new_tokens)
     # The oldest always moves, nobody overtakes, and only the youngest were preempted.
-    assert [e.request for e in entries] == in_order[: len(entries)]
+    assert schedule.requests == in_order[: len(schedule.requests)]
     assert scheduler.running + list(scheduler.waiting) == in_order
     preempted = [r for r in before if r.status is RequestStatus.WAITING]
     assert preempted == before[len(before) - schedule.num_preempted :]
@@ -213,7 +213,7 @@ def check_step(scheduler: Scheduler, rng: random.Random) -> int:
             or len(scheduler.running) == scheduler.max_num_seqs
             or missing_blocks(scheduler, schedule) > scheduler.block_manager.pool.num_free
         )
-    for request, num_new, _ in entries:
+    for request, num_new in zip(schedule.requests, schedule.num_new_tokens, strict=True):
         needed = scheduler.block_manager.blocks_for(request.num_computed_tokens + num_new)
         assert len(scheduler.block_manager.table(request.request_id)) == needed
     tokens = [STOP if rng.random() < 0.01 else token for token in sampled(schedule)]
