@@ -47,7 +47,7 @@ def step(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     with torch.inference_mode():
         schedule = engine.scheduler.schedule()
         times.append(time.perf_counter())
-        batch = Batch.from_schedule(schedule, engine.block_manager, runner.device)
+        batch = Batch.from_schedule(schedule, engine.config.block_size, runner.device)
         times.append(time.perf_counter())
         logits = runner.model(batch, runner.kv_cache)
         times.append(time.perf_counter())

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .block_manager import BlockManager
 from .scheduler import Schedule
 
 
@@ -41,14 +40,14 @@ class Batch:
         return self.logit_rows.shape[0]
 
     @classmethod
-    def from_schedule(cls, schedule: Schedule, block_manager: BlockManager, device: torch.device) -> Batch:
+    def from_schedule(cls, schedule: Schedule, block_size: int, device: torch.device) -> Batch:
         """Lay out a schedule whose blocks are allocated."""
         token_ids: list[int] = []
         for request, n in zip(schedule.requests, schedule.num_new_tokens, strict=True):
             start = request.num_computed_tokens
             token_ids += request.token_ids[start : start + n]
-        num_seqs, num_tokens, size = len(schedule.requests), len(token_ids), block_manager.block_size
-        block_tables = pad_tables([block_manager.table(request.request_id) for request in schedule.requests])
+        num_seqs, num_tokens = len(schedule.requests), len(token_ids)
+        block_tables = pad_tables(schedule.block_tables)
         new = np.array(schedule.num_new_tokens)
         computed = np.array([request.num_computed_tokens for request in schedule.requests])
         prompt_lens = np.array([len(request.prompt_token_ids) for request in schedule.requests])
@@ -66,13 +65,15 @@ class Batch:
         by_token[1] = positions
         # A prompt is rotated for its whole length, a generated token for the length up to it.
         np.maximum(prompt_lens, positions + 1, out=by_token[2])
-        by_token[3] = block_tables[sequence, positions // size].astype(np.int64) * size + positions % size
+        blocks = block_tables[sequence, positions // block_size].astype(np.int64)
+        by_token[3] = blocks * block_size + positions % block_size
         by_sequence = np.zeros((2, num_seqs + 1), np.int32)
         by_sequence[0, :-1] = computed + new
         by_sequence[1] = cu_seqlens_q
 
         def put(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+            tensor = torch.from_numpy(array)
+            return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
         tokens, positions_, rope_lens, slot_mapping = put(by_token).unbind()
         seq_lens, cu = put(by_sequence).unbind()

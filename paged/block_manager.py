@@ -87,22 +87,25 @@ class BlockManager:
         """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for num_tokens in all, or change nothing and return False if blocks run out."""
+    def grow(self, request_id: str, num_tokens: int) -> array[int] | None:
+        """Make room for num_tokens in all, or change nothing and return None if blocks run out.
+
+        Returns the block table, as i32: a view for reading, which grows with the request.
+        """
         table = self._tables.get(request_id)
         missing = self.blocks_for(num_tokens) - (len(table) if table is not None else 0)
-        if missing <= 0:
-            return True
+        if missing <= 0 and table is not None:
+            return table
         blocks = self.pool.allocate(missing)
         if blocks is None:
-            return False
+            return None
         if table is None:
             table = self._tables[request_id] = array("i")
         table.extend(blocks)
-        return True
+        return table
 
     def table(self, request_id: str) -> array[int]:
-        """The request's blocks in order, as i32. A view for reading: it grows with the request."""
+        """The request's blocks in order; see `grow`."""
         return self._tables[request_id]
 
     def release(self, request_id: str) -> None:

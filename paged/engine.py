@@ -158,7 +158,7 @@ class LLMEngine:
         schedule = self.scheduler.schedule()
         if not schedule.requests:
             return []
-        tokens = self.runner.execute(schedule, self.block_manager)
+        tokens = self.runner.execute(schedule)
         advanced = self.scheduler.update(schedule, tokens)
         if any(self._outputs.end_at_stop_string(request) for request in advanced if request.params.stop):
             self.scheduler.release_finished()

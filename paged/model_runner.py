@@ -56,9 +56,9 @@ class ModelRunner:
         self.forward_seconds = 0.0  # spent in the model so far; the rest of a step is the host's
 
     @torch.inference_mode()
-    def execute(self, schedule: Schedule, block_manager: BlockManager) -> list[int | None]:
+    def execute(self, schedule: Schedule) -> list[int | None]:
         """Run one step. Returns what `Scheduler.update` takes: one token for each of schedule.sampled."""
-        batch = Batch.from_schedule(schedule, block_manager, self.device)
+        batch = Batch.from_schedule(schedule, self.config.block_size, self.device)
         started = time.perf_counter()
         logits = self.model(batch, self.kv_cache)
         self.forward_seconds += time.perf_counter() - started
@@ -101,11 +101,12 @@ class ModelRunner:
         schedule = Schedule()
         blocks = BlockManager(sum(-(-n // self.config.block_size) for n in lengths), self.config.block_size)
         for request in requests:
-            blocks.grow(request.request_id, request.num_tokens)
-            schedule.add(request, request.num_tokens)
+            table = blocks.grow(request.request_id, request.num_tokens)
+            assert table is not None
+            schedule.add(request, request.num_tokens, table)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.kv_cache = self._new_kv_cache(blocks.pool.num_blocks)
-        self.execute(schedule, blocks)
+        self.execute(schedule)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.num_bytes
         del self.kv_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ class Schedule:
 
     requests: list[Request] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
+    block_tables: list[array[int]] = field(default_factory=list)
     # Which of them compute their last known token, so that the next one can be sampled.
     sampled: list[int] = field(default_factory=list)
     num_tokens: int = 0
@@ -26,12 +28,13 @@ class Schedule:
         """The requests that get a token, in order."""
         return [self.requests[i] for i in self.sampled]
 
-    def add(self, request: Request, num_new_tokens: int) -> None:
-        """Compute this many more tokens of this request, whose blocks are allocated."""
+    def add(self, request: Request, num_new_tokens: int, block_table: array[int]) -> None:
+        """Compute this many more tokens of this request, for which its block table has room."""
         if request.num_computed_tokens + num_new_tokens == len(request.token_ids):
             self.sampled.append(len(self.requests))
         self.requests.append(request)
         self.num_new_tokens.append(num_new_tokens)
+        self.block_tables.append(block_table)
         self.num_tokens += num_new_tokens
 
 
@@ -125,23 +128,24 @@ class Scheduler:
             request = self.running[index]
             num_new = self._num_new_tokens(request, schedule)
             num_total = request.num_computed_tokens + num_new
-            if self.block_manager.grow(request.request_id, num_total) or self._make_room(
-                request, num_total, schedule
-            ):
-                schedule.add(request, num_new)
+            table = self.block_manager.grow(request.request_id, num_total)
+            table = table or self._make_room(request, num_total, schedule)
+            if table is not None:
+                schedule.add(request, num_new, table)
                 index += 1
 
-    def _make_room(self, request: Request, num_total: int, schedule: Schedule) -> bool:
-        """Preempt the youngest until num_total tokens of `request` fit; False if that is `request`."""
+    def _make_room(self, request: Request, num_total: int, schedule: Schedule) -> array[int] | None:
+        """Preempt the youngest until num_total tokens of `request` fit; None if that is `request`."""
         while True:
             # The youngest has the least computed work to lose.
             victim = self.running.pop()
             self._preempt(victim)
             schedule.num_preempted += 1
             if victim is request:
-                return False
-            if self.block_manager.grow(request.request_id, num_total):
-                return True
+                return None
+            table = self.block_manager.grow(request.request_id, num_total)
+            if table is not None:
+                return table
 
     def _preempt(self, request: Request) -> None:
         self.block_manager.release(request.request_id)
@@ -158,12 +162,13 @@ class Scheduler:
         ):
             request = self.waiting[0]
             num_new = self._num_new_tokens(request, schedule)
-            if not self.block_manager.grow(request.request_id, num_new):
+            table = self.block_manager.grow(request.request_id, num_new)
+            if table is None:
                 return
             self.waiting.popleft()
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-            schedule.add(request, num_new)
+            schedule.add(request, num_new, table)
 
     def _num_new_tokens(self, request: Request, schedule: Schedule) -> int:
         # Decoding is the case where one token is missing.

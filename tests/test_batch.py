@@ -20,10 +20,9 @@ def test_batch_lays_out_tokens_without_padding():
         for i in range(prompt, total):
             request.append(100 + i)
         request.num_computed_tokens = computed
-        assert manager.grow(name, computed + new)
-        schedule.add(request, new)
+        schedule.add(request, new, manager.grow(name, computed + new))
 
-    batch = Batch.from_schedule(schedule, manager, torch.device("cpu"))
+    batch = Batch.from_schedule(schedule, 8, torch.device("cpu"))
 
     # Blocks go out in order: a has 0 and 1, b has 2 and 3, c has 4.
     assert batch.token_ids.tolist() == [109, 105, 106, 107, 108, 100, 101]
@@ -46,9 +45,8 @@ def test_batch_of_single_tokens_is_laid_out_alike():
     for name, total in [("a", 9), ("b", 1), ("c", 16)]:
         request = Request(name, None, list(range(total)), SamplingParams(), 99, frozenset(), 0)
         request.num_computed_tokens = total - 1
-        assert manager.grow(name, total)
-        schedule.add(request, 1)
-    batch = Batch.from_schedule(schedule, manager, torch.device("cpu"))
+        schedule.add(request, 1, manager.grow(name, total))
+    batch = Batch.from_schedule(schedule, 8, torch.device("cpu"))
     assert batch.token_ids.tolist() == batch.positions.tolist() == [8, 0, 15]
     assert batch.slot_mapping.tolist() == [8, 16, 39]
     assert batch.block_tables.tolist() == [[0, 1], [2, 0], [3, 4]]

@@ -315,7 +315,7 @@ def test_prompt_that_the_engine_refuses(run):
 
 
 def test_request_that_ends_in_an_error(run, loaded, monkeypatch, tmp_path):
-    monkeypatch.setattr(loaded.runner, "execute", lambda schedule, _: [None for _ in schedule.requests])
+    monkeypatch.setattr(loaded.runner, "execute", lambda schedule: [None for _ in schedule.requests])
     code, _, err = run("generate", "x")
     assert (code, err) == (1, "paged: the model's logits are not finite\n")
     code, out, _ = run("generate", "--prompts", write(tmp_path / "p.txt", "x"))
