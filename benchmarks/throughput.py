@@ -48,8 +48,7 @@ def main() -> None:
     model = checkpoint(args.model)
     workers = {name: Worker(name, model, args) for name in args.systems}
     if "generate" in workers:
-        sizes = [n for n in (1, 4, 8, 16, 32, 64) if n < args.num_requests] + [args.num_requests]
-        choose_static_batch(workers["generate"], sizes)
+        choose_static_batch(workers["generate"], sorted({min(n, args.num_requests) for n in args.static}))
     for worker in workers.values():
         worker.run()  # warm-up, and the tokens to compare
     check_same_tokens(workers)
@@ -70,6 +69,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=0.25, help="of nano-vllm's lengths, 100 to 1024")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--static", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="batches to try")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     return parser.parse_args()

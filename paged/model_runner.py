@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,15 +52,12 @@ class ModelRunner:
             self.model = Decoder(model_config, kernels).to(self.device)
         load_weights(self.model.hf_tensors(), directory, use_tqdm=use_tqdm)
         self.kv_cache = self._new_kv_cache(config.num_blocks or self._num_blocks_that_fit())
-        self.forward_seconds = 0.0  # spent in the model so far; the rest of a step is the host's
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[int | None]:
         """Run one step. Returns what `Scheduler.update` takes: one token for each of schedule.sampled."""
         batch = Batch.from_schedule(schedule, self.config.block_size, self.device)
-        started = time.perf_counter()
         logits = self.model(batch, self.kv_cache)
-        self.forward_seconds += time.perf_counter() - started
         return sample(logits, schedule.sampled_requests)
 
     def _new_kv_cache(self, num_blocks: int) -> KVCache:
