@@ -15,6 +15,7 @@ from .devices import kv_bytes_on_cpu, kv_bytes_on_gpu, resolve_backend, resolve_
 from .errors import ConfigError
 from .kernels.backend import load_kernels
 from .kv_cache import KVCache, block_bytes
+from .layers import can_pack
 from .models.config import ModelConfig
 from .models.decoder import Decoder
 from .request import Request
@@ -51,6 +52,8 @@ class ModelRunner:
         with torch.device(self.device), _default_dtype(self.dtype):
             self.model = Decoder(model_config, kernels).to(self.device)
         load_weights(self.model.hf_tensors(), directory, use_tqdm=use_tqdm)
+        if can_pack(self.device, self.dtype):
+            self.model.pack_linears()
         self.kv_cache = self._new_kv_cache(config.num_blocks or self._num_blocks_that_fit())
 
     @torch.inference_mode()

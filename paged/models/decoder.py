@@ -68,6 +68,12 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(hidden[rows], residual[rows]))
         return logits.float()
 
+    def pack_linears(self) -> None:
+        """Pack every Linear; see there. A head tied to the embedding stays: it is looked up by row too."""
+        for module in self.modules():
+            if isinstance(module, Linear) and module.weight is not self.embedding.weight:
+                module.pack()
+
     def hf_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of a Hugging Face checkpoint goes: its name and the view that takes it.
 

@@ -1,0 +1,57 @@
+"""Packed linears: the same products, from one copy of the weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paged import LLMEngine, SamplingParams
+from paged.layers import Linear, can_pack
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_packed_linear_agrees_with_plain(dtype, bias):
+    if not can_pack(CPU, dtype):
+        pytest.skip(f"this CPU or torch does not pack {dtype}")
+    linear = Linear(96, 80, bias=bias).to(dtype)
+    for parameter in linear.parameters():
+        parameter.data.normal_()
+    weight, bias_ = linear.weight.clone(), linear.bias
+    linear.pack()
+    assert not hasattr(linear, "weight")
+    for num_rows in (1, 3, 17, 200):
+        x = torch.randn(num_rows, 96, dtype=dtype)
+        expected = F.linear(x.double(), weight.double(), None if bias_ is None else bias_.double())
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+        torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_without_packing_the_engine_runs_plain(monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=8)
+
+    def tokens() -> list[int]:
+        engine = LLMEngine("demo", dtype="float32", num_blocks=8)
+        packed.append(engine.runner.model.layers[0].mlp.down._packed is not None)
+        return engine.generate("import os", params, use_tqdm=False)[0].outputs[0].token_ids
+
+    packed: list[bool] = []
+    first = tokens()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert tokens() == first
+    assert packed[1] is False
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_a_torch_that_cannot_pack_is_noticed(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("paged.layers._packed_linear", fail)
+    assert not can_pack(CPU, torch.float32)
+    assert not can_pack(CPU, torch.float16)
+    assert not can_pack(torch.device("cuda"), torch.float32)
