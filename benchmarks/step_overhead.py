@@ -1,6 +1,9 @@
-"""What does a step cost beside the model? Schedule, batch, sample and book-keeping, 64 requests decoding.
+"""What does a step cost beside the model? 64 requests decoding, the demo model.
 
-python -m benchmarks.step_overhead
+    python -m benchmarks.step_overhead
+
+The parts of a step as generate() runs it; then all of that at once, and the same for step(), which also makes
+every request's text as it grows.
 """
 
 from __future__ import annotations
@@ -8,6 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,31 +23,31 @@ from paged.sampler import sample
 
 
 def main() -> None:
-    """Time the parts of each step."""
+    """Time the parts of each step, then whole steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--num-running", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    engine = LLMEngine(checkpoint(args.model), max_num_seqs=args.num_running, skip_tokenizer_init=True)
-    params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=args.steps + 50)
+    engine = LLMEngine(checkpoint(args.model), max_num_seqs=args.num_running)
+    params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=3 * args.steps + 50)
     for i in range(args.num_running):
         engine.add_request(str(i), [1] * (64 + i), params)
     while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting)):
         engine.step()
     parts: dict[str, list[float]] = {"schedule": [], "batch": [], "forward": [], "sample": [], "update": []}
     for _ in range(args.steps):
-        step(engine, parts)
+        step_in_parts(engine, parts)
     milliseconds = {name: statistics.median(times) * 1e3 for name, times in parts.items()}
-    host = sum(ms for name, ms in milliseconds.items() if name != "forward")
-    rows = [{"part": name, "ms": ms} for name, ms in {**milliseconds, "host, all": host}.items()]
-    print_table(rows)
-    print_json({"benchmark": "step_overhead", "host_ms": host, **milliseconds, **vars(args)})
+    milliseconds["generate(), beside forward"] = beside_forward(engine, engine._advance, args.steps)
+    milliseconds["step(), beside forward"] = beside_forward(engine, engine.step, args.steps)
+    print_table([{"part": name, "ms": ms} for name, ms in milliseconds.items()])
+    print_json({"benchmark": "step_overhead", **milliseconds, **vars(args)})
 
 
-def step(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
-    """What LLMEngine.step does, with a clock between its parts."""
+def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
+    """A step with a clock between its parts."""
     runner, times = engine.runner, [time.perf_counter()]
     with torch.inference_mode():
         schedule = engine.scheduler.schedule()
@@ -57,6 +62,27 @@ def step(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
         times.append(time.perf_counter())
     for name, start, end in zip(parts, times[:-1], times[1:], strict=True):
         parts[name].append(end - start)
+
+
+def beside_forward(engine: LLMEngine, step: Callable[[], Any], num_steps: int) -> float:
+    """Median milliseconds of a step without those of the model."""
+    forward, spent, times = engine.runner.model.forward, 0.0, []
+
+    def timed_forward(*args: Any) -> Any:
+        nonlocal spent
+        started = time.perf_counter()
+        try:
+            return forward(*args)
+        finally:
+            spent = time.perf_counter() - started
+
+    engine.runner.model.forward = timed_forward  # type: ignore[method-assign]
+    for _ in range(num_steps):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started - spent)
+    engine.runner.model.forward = forward  # type: ignore[method-assign]
+    return statistics.median(times) * 1e3
 
 
 if __name__ == "__main__":

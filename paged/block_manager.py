@@ -104,6 +104,10 @@ class BlockManager:
         table.extend(blocks)
         return table
 
+    def missing_blocks(self, request_id: str, num_tokens: int) -> int:
+        """How many blocks `grow` would allocate."""
+        return max(0, self.blocks_for(num_tokens) - len(self._tables.get(request_id, ())))
+
     def table(self, request_id: str) -> array[int]:
         """The request's blocks in order; see `grow`."""
         return self._tables[request_id]

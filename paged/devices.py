@@ -80,4 +80,7 @@ def _cgroup_free_bytes() -> float:
     limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if not limit.exists() or limit.read_text().strip() == "max":
         return float("inf")
-    return max(0, int(limit.read_text()) - int(used.read_text()))
+    # Cached file pages count as used, and go as soon as somebody needs the memory.
+    stat = dict(line.split() for line in used.with_name("memory.stat").read_text().splitlines())
+    cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return max(0, int(limit.read_text()) - int(used.read_text()) + cached)

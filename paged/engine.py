@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
@@ -160,7 +161,10 @@ class LLMEngine:
             return []
         tokens = self.runner.execute(schedule)
         advanced = self.scheduler.update(schedule, tokens)
-        if any(self._outputs.end_at_stop_string(request) for request in advanced if request.params.stop):
+        with_stops = [request for request in advanced if request.params.stop]
+        if with_stops:
+            for request in with_stops:
+                self._outputs.end_at_stop_string(request)
             self.scheduler.release_finished()
         for request in advanced:
             if request.status is RequestStatus.FINISHED:
@@ -222,12 +226,12 @@ class LLMEngine:
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
         self._check_vocabulary("prompt_token_ids", token_ids)
-        return text, token_ids
+        return text, [int(token_id) for token_id in token_ids]
 
     def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
         vocab_size = self.model_config.vocab_size
         for i, token_id in enumerate(token_ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise RequestError(f"{name}[{i}] must be an int, got {token_id!r}")
             if not 0 <= token_id < vocab_size:
                 raise RequestError(f"{name}[{i}] is {token_id}; the vocabulary is 0 to {vocab_size - 1}")
@@ -263,6 +267,6 @@ def _as_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r}")
-    if isinstance(prompts, bytes | bytearray) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, bytes | bytearray) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]
     return list(prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -59,9 +59,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[int | None]:
         """Run one step. Returns what `Scheduler.update` takes: one token for each of schedule.sampled."""
-        batch = Batch.from_schedule(schedule, self.config.block_size, self.device)
-        logits = self.model(batch, self.kv_cache)
-        return sample(logits, schedule.sampled_requests)
+        # Triton launches on the current GPU, which need not be ours.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            batch = Batch.from_schedule(schedule, self.config.block_size, self.device)
+            logits = self.model(batch, self.kv_cache)
+            return sample(logits, schedule.sampled_requests)
 
     def _new_kv_cache(self, num_blocks: int) -> KVCache:
         try:
@@ -93,9 +95,9 @@ class ModelRunner:
     def _profile(self) -> int:
         """Run a step of the largest size. Returns the bytes that torch held at its peak, KV not counted."""
         lengths = self._largest_step()
+        params = SamplingParams(top_k=50, top_p=0.9, min_p=0.1)  # what takes most memory to sample
         requests = [
-            Request(str(i), None, [0] * n, SamplingParams(), n + 1, frozenset(), 0)
-            for i, n in enumerate(lengths)
+            Request(str(i), None, [0] * n, params, n + 1, frozenset(), 0) for i, n in enumerate(lengths)
         ]
         schedule = Schedule()
         blocks = BlockManager(sum(-(-n // self.config.block_size) for n in lengths), self.config.block_size)

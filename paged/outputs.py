@@ -13,17 +13,22 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._detokenizers: dict[str, Detokenizer] = {}
 
-    def end_at_stop_string(self, request: Request) -> bool:
+    def end_at_stop_string(self, request: Request) -> None:
         """Finish a request whose newest token completes one of its stop strings, and cut its text there."""
         detokenizer = self._update(request)
         assert detokenizer is not None, "stop strings were admitted without a tokenizer"
-        found = [(at, s) for s in request.params.stop if (at := detokenizer.text.find(s)) >= 0]
-        if not found:
-            return False
-        at, stop = min(found)
-        detokenizer.text = detokenizer.text[:at]
-        request.finish("stop", stop)
-        return True
+        text, stops = detokenizer.text, request.params.stop
+        if request.num_output_tokens <= request.params.min_tokens:
+            detokenizer.search_from = len(text)
+            return
+        found = [(at, s) for s in stops if (at := text.find(s, detokenizer.search_from)) >= 0]
+        if found:
+            at, stop = min(found)
+            detokenizer.text = text[:at]
+            request.finish("stop", stop)
+        else:
+            # What was looked at needs no second look, but for the beginning of a stop string at its end.
+            detokenizer.search_from = max(detokenizer.search_from, len(text) - max(map(len, stops)) + 1)
 
     def output(self, request: Request) -> RequestOutput:
         """The request so far. A finished one is forgotten: ask once."""

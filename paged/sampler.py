@@ -32,7 +32,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's highest logit and the first token that has it."""
+    """Each row's highest logit and a token that has it, on a CPU the first."""
     rows, vocab_size = logits.shape
     if logits.is_cuda or vocab_size % 64:
         highest, tokens = logits.max(-1)

@@ -21,7 +21,7 @@ class SamplingParams:
     seed: the same seed gives the same tokens whatever the request is batched with; None derives one
         from the engine's seed and the request id.
     max_tokens: most tokens to generate; None goes on until EOS, a stop or the end of the context.
-    min_tokens: EOS and stop_token_ids cannot be chosen before this many tokens.
+    min_tokens: no EOS, stop_token_ids or stop string ends the output before this many tokens.
     stop: strings that end the output, which stops before them.
     stop_token_ids: token ids that end the output like EOS does.
     ignore_eos: treat EOS as any other token.

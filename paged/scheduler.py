@@ -155,6 +155,9 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _admit_waiting(self, schedule: Schedule) -> None:
+        if not self.waiting:
+            return
+        promised = sum(self._missing_blocks(request) for request in self.running)
         while (
             self.waiting
             and len(self.running) < self.max_num_seqs
@@ -162,13 +165,22 @@ class Scheduler:
         ):
             request = self.waiting[0]
             num_new = self._num_new_tokens(request, schedule)
+            # Not by its first chunk alone: it would be computed only to be preempted, again and again.
+            needed = promised + self._missing_blocks(request)
+            if self.running and needed > self.block_manager.pool.num_free:
+                return
             table = self.block_manager.grow(request.request_id, num_new)
             if table is None:
                 return
+            promised = needed - len(table)
             self.waiting.popleft()
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             schedule.add(request, num_new, table)
+
+    def _missing_blocks(self, request: Request) -> int:
+        """What it takes to compute all tokens of a request, whose prompt may be in chunks, and the next."""
+        return self.block_manager.missing_blocks(request.request_id, request.num_tokens + 1)
 
     def _num_new_tokens(self, request: Request, schedule: Schedule) -> int:
         # Decoding is the case where one token is missing.

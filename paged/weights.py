@@ -39,7 +39,9 @@ def resolve(model: str) -> Path:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        # Some repositories hold the weights a second time, in their maker's own layout.
+        ignored = ["consolidated*", "original/*"]
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=ignored))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
@@ -56,7 +58,7 @@ def read_config(directory: Path) -> ModelConfig:
     try:
         require_supported(raw)
         # Fills in what the file leaves to the defaults of its architecture.
-        config = AutoConfig.from_pretrained(directory).to_dict()
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False).to_dict()
         return ModelConfig.from_hf(config)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{file}: {error}") from None

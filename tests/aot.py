@@ -168,15 +168,19 @@ def _amd_figures(binary: Any) -> dict[str, float]:
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# head_dim, group, dtype, block_size, window: every row of choose_config's tables, each branch of the kernel.
+# head_dim, group, dtype, block_size, window: every row of choose_config's tables and each branch of the
+# kernel, with head dims that are padded, and with the smallest and the largest blocks.
 ATTENTION_CASES = [
     (64, 4, "bfloat16", 16, None),
     (128, 4, "bfloat16", 16, 4096),
     (128, 7, "float16", 64, None),
     (256, 4, "bfloat16", 16, None),
+    (256, 4, "bfloat16", 16, 4096),
+    (96, 3, "float16", 8, 1024),
+    (32, 1, "bfloat16", 256, None),
     (64, 4, "float32", 16, None),
     (128, 7, "float32", 16, None),
-    (256, 4, "float32", 16, None),
+    (256, 4, "float32", 16, 4096),
 ]
 
 

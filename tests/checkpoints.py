@@ -136,6 +136,8 @@ class Reference:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        # Else generate() would never choose EOS before min_new_tokens.
+        self.model.generation_config.eos_token_id = None
         self._known: dict[tuple[tuple[int, ...], int], tuple[list[int], Tensor]] = {}
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], Tensor]:

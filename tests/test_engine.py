@@ -332,6 +332,24 @@ def test_stop_string_ends_the_text_before_itself(demo, demo_output, stop):
     assert generate(demo, DEMO_PROMPT, last_token)[0].outputs[0] == completion
 
 
+def test_requests_that_stop_in_the_same_step_all_stop(demo, stop):
+    (alone,) = generate(demo, DEMO_PROMPT, with_stop(stop))
+    length = len(alone.outputs[0].token_ids)
+    for params in (with_stop(stop), with_stop(stop, max_tokens=length)):
+        together = generate(demo, [DEMO_PROMPT] * 3, params)
+        assert [output.outputs[0] for output in together] == [alone.outputs[0]] * 3
+
+
+def test_min_tokens_holds_off_stop_strings_too(demo, demo_output, stop):
+    (output,) = generate(demo, DEMO_PROMPT, with_stop(stop))
+    length = len(output.outputs[0].token_ids)
+    params = SamplingParams(temperature=0.0, max_tokens=40, min_tokens=length, ignore_eos=True, stop=stop)
+    completion = generate(demo, DEMO_PROMPT, params)[0].outputs[0]
+    assert len(completion.token_ids) > length
+    assert demo_output.text.startswith(completion.text)
+    assert stop in completion.text
+
+
 def test_earliest_of_several_stop_strings_counts(demo, demo_output, pieces):
     text = demo_output.text
     ends = list(itertools.accumulate(map(len, pieces)))

@@ -211,7 +211,7 @@ def check_step(scheduler: Scheduler, rng: random.Random) -> int:
         assert (
             schedule.num_preempted
             or len(scheduler.running) == scheduler.max_num_seqs
-            or missing_blocks(scheduler, schedule) > scheduler.block_manager.pool.num_free
+            or missing_blocks(scheduler) > scheduler.block_manager.pool.num_free
         )
     for request, num_new in zip(schedule.requests, schedule.num_new_tokens, strict=True):
         needed = scheduler.block_manager.blocks_for(request.num_computed_tokens + num_new)
@@ -222,9 +222,23 @@ def check_step(scheduler: Scheduler, rng: random.Random) -> int:
     return schedule.num_preempted
 
 
-def missing_blocks(scheduler: Scheduler, schedule: Schedule) -> int:
-    left = scheduler.max_num_batched_tokens - schedule.num_tokens
-    return scheduler.block_manager.blocks_for(min(left, scheduler.waiting[0].num_tokens))
+def missing_blocks(scheduler: Scheduler) -> int:
+    """What the running and the first waiting request lack to compute all their tokens and the next."""
+    manager = scheduler.block_manager
+    held = sum(len(manager.table(request.request_id)) for request in scheduler.running)
+    wanted = (*scheduler.running, scheduler.waiting[0])
+    return sum(manager.blocks_for(request.num_tokens + 1) for request in wanted) - held
+
+
+def test_no_prompt_is_begun_that_the_running_ones_leave_no_room_for():
+    # A pool for 3 of 16 long prompts: without a look ahead each is computed many times over.
+    scheduler = new_scheduler(num_blocks=200, max_num_seqs=16, budget=256)
+    requests = added(scheduler, *(new_request(str(i), 400, 100) for i in range(16)))
+    computed = 0
+    while scheduler.has_unfinished():
+        computed += sum(run_step(scheduler).values())
+    needed = sum(request.num_tokens - 1 for request in requests)
+    assert computed < 1.5 * needed
 
 
 PACKAGE = Path(paged.__file__).parent

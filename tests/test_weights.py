@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,8 @@ def test_tied_checkpoint_may_carry_its_head(tmp_path):
     assert generated(tmp_path) == expected("qwen3")
 
 
-def test_every_parameter_is_loaded():
+def test_every_parameter_is_loaded(monkeypatch):
+    monkeypatch.setattr("paged.model_runner.can_pack", lambda *_: False)
     for name in CONFIGS:
         model = new_engine(checkpoint(name)).runner.model
         views = model.hf_tensors().values()
@@ -233,6 +235,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         set_config(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
         ("sliding_window",),
     ),
+    "another-model-type": (set_config(model_type="gemma2"), ("model_type", "gemma2", "llama")),
+    "rope-factor-nan": (
+        set_config(rope_parameters={"rope_type": "linear", "factor": math.nan, "rope_theta": 1e4}),
+        ("factor", "nan"),
+    ),
+    "rope-theta-negative": (
+        set_config(rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
+        ("rope_theta", "-1.0"),
+    ),
     "eos-is-text": (
         lambda d: edit_json(d / "generation_config.json", eos_token_id="2"),
         ("generation_config.json", "eos_token_id"),
@@ -266,6 +277,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         ("partial_rotary_factor",),
     ),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
     "activation": ({"hidden_act": "gelu"}, ("gelu", "silu")),
 }
 

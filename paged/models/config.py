@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,11 @@ def require_supported(hf: Mapping[str, Any]) -> str:
         raise UnsupportedModelError(
             f"architecture {name} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
+    model_type = hf.get("model_type")
+    if model_type != MODEL_TYPES[name]:
+        raise CheckpointError(f"{name} goes with model_type {MODEL_TYPES[name]!r}, got {model_type!r}")
+    if hf.get("quantization_config"):
+        raise UnsupportedModelError("quantized checkpoints (quantization_config) are not supported")
     num_layers = hf.get("num_hidden_layers", 1)
     if not isinstance(num_layers, int) or not 1 <= num_layers <= CEILINGS["num_layers"]:
         raise CheckpointError(f"num_hidden_layers must be from 1 to 1024, got {num_layers!r}")
@@ -137,11 +143,14 @@ def _rope(hf: Mapping[str, Any]) -> RopeConfig:
         )
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor other than 1.0 is not supported")
-    theta = parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    theta = float(parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    factor = float(parameters.get("factor", 1.0))
+    if not (0 < theta < math.inf and 1 <= factor < math.inf):
+        raise CheckpointError(f"rope_theta must be above 0 and factor at least 1, got {theta} and {factor}")
     return RopeConfig(
         type=kind,
-        theta=float(theta),
-        factor=float(parameters.get("factor", 1.0)),
+        theta=theta,
+        factor=factor,
         low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
         high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
         original_max_position_embeddings=int(
@@ -199,4 +208,10 @@ SUPPORTED_ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+}
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
 }
