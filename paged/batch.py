@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -47,45 +47,47 @@ class Batch:
             start = request.num_computed_tokens
             token_ids += request.token_ids[start : start + n]
         num_seqs, num_tokens = len(schedule.requests), len(token_ids)
-        block_tables = pad_tables(schedule.block_tables)
-        new = np.array(schedule.num_new_tokens)
         computed = np.array([request.num_computed_tokens for request in schedule.requests])
-        prompt_lens = np.array([len(request.prompt_token_ids) for request in schedule.requests])
-        cu_seqlens_q = np.zeros(num_seqs + 1, np.int64)
-        new.cumsum(out=cu_seqlens_q[1:])
+        prompt_lens = np.array([request.num_prompt_tokens for request in schedule.requests])
+        cu_seqlens_q = np.array([0, *accumulate(schedule.num_new_tokens)])
         sequence = np.arange(num_seqs)
         positions = computed
         if num_tokens > num_seqs:  # else one token each: nothing to repeat
-            sequence = sequence.repeat(new)
+            sequence = sequence.repeat(schedule.num_new_tokens)
             positions = np.arange(num_tokens) + (computed - cu_seqlens_q[:-1])[sequence]
             prompt_lens = prompt_lens[sequence]
-        # One row a tensor: on a GPU they cross the bus together.
-        by_token = np.empty((4, num_tokens), np.int64)
-        by_token[0] = token_ids
-        by_token[1] = positions
-        # A prompt is rotated for its whole length, a generated token for the length up to it.
-        np.maximum(prompt_lens, positions + 1, out=by_token[2])
-        blocks = block_tables[sequence, positions // block_size].astype(np.int64)
-        by_token[3] = blocks * block_size + positions % block_size
-        by_sequence = np.zeros((2, num_seqs + 1), np.int32)
-        by_sequence[0, :-1] = computed + new
-        by_sequence[1] = cu_seqlens_q
+        block_tables = pad_tables(schedule.block_tables)
+        blocks = block_tables[sequence, positions // block_size]
+        logit_rows = cu_seqlens_q[1:][schedule.sampled] - 1
 
-        def put(array: NDArray[Any]) -> Tensor:
-            tensor = torch.from_numpy(array)
-            return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
-
-        tokens, positions_, rope_lens, slot_mapping = put(by_token).unbind()
-        seq_lens, cu = put(by_sequence).unbind()
+        # Two buffers: each costs a trip to a GPU.
+        by_token = [
+            token_ids,
+            positions,
+            # A prompt is rotated for its whole length, a generated token for the length up to it.
+            np.maximum(prompt_lens, positions + 1),
+            blocks * np.int64(block_size) + positions % block_size,
+            logit_rows,
+        ]
+        by_sequence = [(computed + schedule.num_new_tokens), cu_seqlens_q, block_tables.ravel()]
+        longs, ints = (
+            torch.from_numpy(np.concatenate(parts, dtype=dtype, casting="same_kind"))
+            for parts, dtype in ((by_token, np.int64), (by_sequence, np.int32))
+        )
+        if device.type != "cpu":
+            longs, ints = longs.to(device, non_blocking=True), ints.to(device, non_blocking=True)
+        sizes = [num_tokens] * 4 + [len(logit_rows)]
+        tokens, positions_, rope_lens, slot_mapping, logit_rows_ = longs.split_with_sizes(sizes)
+        seq_lens, cu_seqlens_q_, tables = ints.split_with_sizes([num_seqs, num_seqs + 1, block_tables.size])
         return cls(
             token_ids=tokens,
             positions=positions_,
             rope_lens=rope_lens,
             slot_mapping=slot_mapping,
-            block_tables=put(block_tables),
-            seq_lens=seq_lens[:-1],
-            cu_seqlens_q=cu,
-            logit_rows=put(cu_seqlens_q[1:][schedule.sampled] - 1),
+            block_tables=tables.view(num_seqs, -1),
+            seq_lens=seq_lens,
+            cu_seqlens_q=cu_seqlens_q_,
+            logit_rows=logit_rows_,
             max_seqlen_q=max(schedule.num_new_tokens),
         )
 

@@ -167,7 +167,7 @@ class LLMEngine:
                 self._outputs.end_at_stop_string(request)
             self.scheduler.release_finished()
         for request in advanced:
-            if request.status is RequestStatus.FINISHED:
+            if request.finish_reason is not None:
                 del self._requests[request.request_id]
         return advanced
 

@@ -69,7 +69,7 @@ class OutputProcessor:
             self._detokenizers[request.request_id] = detokenizer
         # The token that ended the request is not part of its text.
         end = request.num_tokens - (request.finish_reason == "stop")
-        detokenizer.append(request.token_ids[len(request.prompt_token_ids) + detokenizer.num_tokens : end])
+        detokenizer.append(request.token_ids[request.num_prompt_tokens + detokenizer.num_tokens : end])
         if request.status is RequestStatus.FINISHED:
             detokenizer.finish()
         return detokenizer

@@ -46,6 +46,7 @@ class Request:
     stop_ids: frozenset[int]  # token ids that end it: EOS (unless ignored) and stop_token_ids
     seed: int
     token_ids: list[int] = field(init=False)  # prompt, then output
+    num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -54,6 +55,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -63,16 +65,16 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far."""
-        return self.token_ids[len(self.prompt_token_ids) :]
+        return self.token_ids[self.num_prompt_tokens :]
 
     def append(self, token_id: int) -> None:
         """Take a sampled token, and finish if it is the last one."""
-        if self.metrics.first_token_time is None:
+        if len(self.token_ids) == self.num_prompt_tokens:
             self.metrics.first_token_time = time.perf_counter()
         self.token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_output_tokens > self.params.min_tokens:

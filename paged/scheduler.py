@@ -87,22 +87,23 @@ class Scheduler:
         """
         for request, num_new_tokens in zip(schedule.requests, schedule.num_new_tokens, strict=True):
             request.num_computed_tokens += num_new_tokens
-        advanced = schedule.sampled_requests
+        advanced, num_finished = schedule.sampled_requests, 0
         for request, token in zip(advanced, sampled, strict=True):
             if token is None:
                 request.finish("error", "the model's logits are not finite")
             else:
                 request.append(token)
-        self.release_finished()
+            num_finished += request.finish_reason is not None
+        if num_finished:
+            self.release_finished()
         return advanced
 
     def release_finished(self) -> None:
         """Take the blocks of finished requests back."""
-        if any(request.status is RequestStatus.FINISHED for request in self.running):
-            for request in self.running:
-                if request.status is RequestStatus.FINISHED:
-                    self.block_manager.release(request.request_id)
-            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        for request in self.running:
+            if request.status is RequestStatus.FINISHED:
+                self.block_manager.release(request.request_id)
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
 
     def abort(self, request: Request) -> None:
         """End a request, wherever it is, and free its blocks."""
