@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test lint clean
 
 demo: $(INSTALLED)
-	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.3 --max-tokens 128
+	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

@@ -64,7 +64,7 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, tinyllama-1.1b, llama-15m or a directory")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--num-requests", type=int, default=32)
     parser.add_argument("--scale", type=float, default=0.25, help="of nano-vllm's lengths, 100 to 1024")
     parser.add_argument("--rounds", type=int, default=3)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .checks import check_dtype, check_last_dim_contiguous, check_shape
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])  # a view at any offset
 def _store_kv_kernel(
     key_ptr,
     value_ptr,
