@@ -2,8 +2,8 @@
 
     python -m benchmarks.batch_scaling
 
-Speed-up is tokens/s over those of batch 1, efficiency the speed-up over the batch size. The pool is fixed:
-a batch that it cannot hold is preempted and still finishes, which the last column counts.
+Speed-up is tokens/s over those of batch 1, efficiency the speed-up over the batch size. The pool is fixed: of
+a batch that it cannot hold some requests wait or, once they run, are preempted (counted in the last column).
 """
 
 from __future__ import annotations
