@@ -57,7 +57,7 @@ class Batch:
             positions = np.arange(num_tokens) + (computed - cu_seqlens_q[:-1])[sequence]
             prompt_lens = prompt_lens[sequence]
         block_tables = pad_tables(schedule.block_tables)
-        blocks = block_tables[sequence, positions // block_size]
+        blocks = block_tables.take(sequence * block_tables.shape[1] + positions // block_size)
         logit_rows = cu_seqlens_q[1:][schedule.sampled] - 1
 
         # Two buffers: each costs a trip to a GPU.

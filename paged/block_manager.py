@@ -93,10 +93,9 @@ class BlockManager:
         Returns the block table, as i32: a view for reading, which grows with the request.
         """
         table = self._tables.get(request_id)
-        missing = self.blocks_for(num_tokens) - (len(table) if table is not None else 0)
-        if missing <= 0 and table is not None:
+        if table is not None and num_tokens <= len(table) * self.block_size:
             return table
-        blocks = self.pool.allocate(missing)
+        blocks = self.pool.allocate(self.missing_blocks(request_id, num_tokens))
         if blocks is None:
             return None
         if table is None:

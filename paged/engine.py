@@ -161,13 +161,13 @@ class LLMEngine:
             return []
         tokens = self.runner.execute(schedule)
         advanced = self.scheduler.update(schedule, tokens)
-        with_stops = [request for request in advanced if request.params.stop]
-        if with_stops:
-            for request in with_stops:
-                self._outputs.end_at_stop_string(request)
-            self.scheduler.release_finished()
         for request in advanced:
-            if request.finish_reason is not None:
+            if request.params.stop:
+                self._outputs.end_at_stop_string(request)
+        finished = [request for request in advanced if request.finish_reason is not None]
+        if finished:
+            self.scheduler.release_finished()
+            for request in finished:
                 del self._requests[request.request_id]
         return advanced
 

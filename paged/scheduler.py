@@ -26,6 +26,8 @@ class Schedule:
     @property
     def sampled_requests(self) -> list[Request]:
         """The requests that get a token, in order."""
+        if len(self.sampled) == len(self.requests):
+            return self.requests
         return [self.requests[i] for i in self.sampled]
 
     def add(self, request: Request, num_new_tokens: int, block_table: array[int]) -> None:
@@ -124,13 +126,12 @@ class Scheduler:
         assert arrivals == sorted(arrivals), "requests are out of their order of arrival"
 
     def _schedule_running(self, schedule: Schedule) -> None:
-        index = 0
+        grow, index = self.block_manager.grow, 0
         while index < len(self.running) and schedule.num_tokens < self.max_num_batched_tokens:
             request = self.running[index]
             num_new = self._num_new_tokens(request, schedule)
             num_total = request.num_computed_tokens + num_new
-            table = self.block_manager.grow(request.request_id, num_total)
-            table = table or self._make_room(request, num_total, schedule)
+            table = grow(request.request_id, num_total) or self._make_room(request, num_total, schedule)
             if table is not None:
                 schedule.add(request, num_new, table)
                 index += 1
