@@ -53,6 +53,7 @@ def read_config(directory: Path) -> ModelConfig:
     """Read and check config.json."""
     file = directory / "config.json"
     raw = _read_json(file)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
@@ -62,13 +63,8 @@ def read_config(directory: Path) -> ModelConfig:
         return ModelConfig.from_hf(config)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{file}: {error}") from None
-    except (CheckpointError, KeyError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OSError, StrictDataclassError) as error:
         raise CheckpointError(f"{file}: {error}") from error
-    except Exception as error:
-        # huggingface_hub's own validation errors derive from Exception alone.
-        if type(error).__module__.startswith("huggingface_hub"):
-            raise CheckpointError(f"{file}: {error}") from error
-        raise
 
 
 def read_eos_token_ids(directory: Path) -> frozenset[int]:
