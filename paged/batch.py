@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .scheduler import Schedule
@@ -42,59 +40,74 @@ class Batch:
     @classmethod
     def from_schedule(cls, schedule: Schedule, block_size: int, device: torch.device) -> Batch:
         """Lay out a schedule whose blocks are allocated."""
+        # Plain lists: for the few numbers of a decode step, numpy's calls cost more than they save.
         token_ids: list[int] = []
-        for request, n in zip(schedule.requests, schedule.num_new_tokens, strict=True):
-            start = request.num_computed_tokens
-            token_ids += request.token_ids[start : start + n]
-        num_seqs, num_tokens = len(schedule.requests), len(token_ids)
-        computed = np.array([request.num_computed_tokens for request in schedule.requests])
-        prompt_lens = np.array([request.num_prompt_tokens for request in schedule.requests])
-        cu_seqlens_q = np.array([0, *accumulate(schedule.num_new_tokens)])
-        sequence = np.arange(num_seqs)
-        positions = computed
-        if num_tokens > num_seqs:  # else one token each: nothing to repeat
-            sequence = sequence.repeat(schedule.num_new_tokens)
-            positions = np.arange(num_tokens) + (computed - cu_seqlens_q[:-1])[sequence]
-            prompt_lens = prompt_lens[sequence]
-        block_tables = pad_tables(schedule.block_tables)
-        blocks = block_tables.take(sequence * block_tables.shape[1] + positions // block_size)
-        logit_rows = cu_seqlens_q[1:][schedule.sampled] - 1
+        positions: list[int] = []
+        rope_lens: list[int] = []
+        slots: list[int] = []
+        seq_lens: list[int] = []
+        for request, n, table in zip(
+            schedule.requests, schedule.num_new_tokens, schedule.block_tables, strict=True
+        ):
+            start, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
+            end = start + n
+            seq_lens.append(end)
+            # A prompt is rotated for its whole length, a generated token for the length up to it.
+            if n == 1:
+                token_ids.append(request.token_ids[start])
+                positions.append(start)
+                rope_lens.append(max(prompt_len, end))
+                slots.append(table[start // block_size] * block_size + start % block_size)
+            else:
+                token_ids += request.token_ids[start:end]
+                positions += range(start, end)
+                rope_lens += [prompt_len] * (min(prompt_len, end) - start)
+                rope_lens += range(max(prompt_len, start) + 1, end + 1)
+                slots += _slots(table, start, end, block_size)
+        cu_seqlens_q = [0, *accumulate(schedule.num_new_tokens)]
+        logit_rows = [cu_seqlens_q[i + 1] - 1 for i in schedule.sampled]
 
         # Two buffers: each costs a trip to a GPU.
-        by_token = [
-            token_ids,
-            positions,
-            # A prompt is rotated for its whole length, a generated token for the length up to it.
-            np.maximum(prompt_lens, positions + 1),
-            blocks * np.int64(block_size) + positions % block_size,
-            logit_rows,
-        ]
-        by_sequence = [(computed + schedule.num_new_tokens), cu_seqlens_q, block_tables.ravel()]
-        longs, ints = (
-            torch.from_numpy(np.concatenate(parts, dtype=dtype, casting="same_kind"))
-            for parts, dtype in ((by_token, np.int64), (by_sequence, np.int32))
+        longs = torch.frombuffer(
+            array("q", token_ids + positions + rope_lens + slots + logit_rows), dtype=torch.int64
         )
+        tables = pad_tables(schedule.block_tables)
+        ints = torch.frombuffer(array("i", seq_lens + cu_seqlens_q) + tables, dtype=torch.int32)
         if device.type != "cpu":
             longs, ints = longs.to(device, non_blocking=True), ints.to(device, non_blocking=True)
-        sizes = [num_tokens] * 4 + [len(logit_rows)]
-        tokens, positions_, rope_lens, slot_mapping, logit_rows_ = longs.split_with_sizes(sizes)
-        seq_lens, cu_seqlens_q_, tables = ints.split_with_sizes([num_seqs, num_seqs + 1, block_tables.size])
+        num_seqs, num_tokens = len(seq_lens), len(token_ids)
+        by_token = longs.split_with_sizes([num_tokens] * 4 + [len(logit_rows)])
+        by_sequence = ints.split_with_sizes([num_seqs, num_seqs + 1, len(tables)])
         return cls(
-            token_ids=tokens,
-            positions=positions_,
-            rope_lens=rope_lens,
-            slot_mapping=slot_mapping,
-            block_tables=tables.view(num_seqs, -1),
-            seq_lens=seq_lens,
-            cu_seqlens_q=cu_seqlens_q_,
-            logit_rows=logit_rows_,
+            token_ids=by_token[0],
+            positions=by_token[1],
+            rope_lens=by_token[2],
+            slot_mapping=by_token[3],
+            logit_rows=by_token[4],
+            seq_lens=by_sequence[0],
+            cu_seqlens_q=by_sequence[1],
+            block_tables=by_sequence[2].view(num_seqs, -1),
             max_seqlen_q=max(schedule.num_new_tokens),
         )
 
 
-def pad_tables(tables: Sequence[array[int]]) -> NDArray[np.int32]:
-    """Block tables as the rows of one rectangle, zeros behind them: i32[num_seqs, max_blocks_per_seq]."""
-    width = 4 * max(map(len, tables))
-    # As bytes: a numpy assignment for each row, or one through a mask, takes 3 times as long.
-    rows = [table.tobytes().ljust(width, b"\0") for table in tables]
-    return np.frombuffer(bytearray().join(rows), np.int32).reshape(len(tables), -1)
+def _slots(table: array[int], start: int, end: int, block_size: int) -> list[int]:
+    """Where the tokens [start, end) of a sequence go, block by block."""
+    slots: list[int] = []
+    while start < end:
+        index, offset = divmod(start, block_size)
+        stop = min(end, start - offset + block_size)
+        first = table[index] * block_size + offset
+        slots += range(first, first + stop - start)
+        start = stop
+    return slots
+
+
+def pad_tables(tables: Sequence[array[int]]) -> array[int]:
+    """Block tables as the rows of one rectangle, zeros behind them: [num_seqs * max_blocks_per_seq]."""
+    width = max(map(len, tables))
+    zeros, rows = array("i", bytes(4 * width)), array("i")
+    for table in tables:
+        rows += table
+        rows += zeros[len(table) :]
+    return rows

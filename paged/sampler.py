@@ -20,27 +20,26 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
     """
     if not requests:
         return []
-    params = [request.params for request in requests]
-    if any(p.min_tokens for p in params):
+    if any(request.params.min_tokens for request in requests):
         _mask_early_stops(logits, requests)
     highest, tokens = _argmax(logits)
-    random_rows = [row for row, p in enumerate(params) if p.temperature > 0.0]
+    random_rows = [row for row, request in enumerate(requests) if request.params.temperature > 0.0]
     if random_rows:
         _sample_random_rows(logits, requests, random_rows, tokens)
-    chosen: list[int | None] = tokens.tolist()
-    if not math.isfinite(highest.sum().item()):
-        return [t if math.isfinite(h) else None for t, h in zip(chosen, highest.tolist(), strict=True)]
-    return chosen
+    if not math.isfinite(sum(highest)):
+        return [t if math.isfinite(h) else None for t, h in zip(tokens, highest, strict=True)]
+    return list[int | None](tokens)
 
 
-def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _argmax(logits: Tensor) -> tuple[list[float], list[int]]:
     """Each row's highest logit and a token that has it, on a CPU the first."""
     if logits.device.type != "cpu":
-        highest, tokens = logits.max(-1)
-        return highest, tokens
+        values, indices = logits.max(-1)
+        return values.tolist(), indices.tolist()
     # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
-    tokens = torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.gather(-1, tokens[:, None]).squeeze(-1), tokens
+    array = logits.numpy()
+    tokens: list[int] = array.argmax(-1).tolist()
+    return [array.item(row, token) for row, token in enumerate(tokens)], tokens
 
 
 def _mask_early_stops(logits: Tensor, requests: Sequence[Request]) -> None:
@@ -50,7 +49,7 @@ def _mask_early_stops(logits: Tensor, requests: Sequence[Request]) -> None:
 
 
 def _sample_random_rows(
-    logits: Tensor, requests: Sequence[Request], random_rows: list[int], tokens: Tensor
+    logits: Tensor, requests: Sequence[Request], random_rows: list[int], tokens: list[int]
 ) -> None:
     """Write the tokens of these rows; rows that need a sort go apart from those that do not.
 
@@ -70,7 +69,9 @@ def _sample_random_rows(
         probs = _probabilities(logits[index], chosen)
         uniform = uniforms([r.seed for r in chosen], [r.num_tokens for r in chosen])
         draws = torch.from_numpy(uniform).to(logits.device)
-        tokens[index] = _draw_filtered(probs, draws, chosen) if needs_sort else _draw(probs, draws)
+        drawn = _draw_filtered(probs, draws, chosen) if needs_sort else _draw(probs, draws)
+        for row, token in zip(rows, drawn.tolist(), strict=True):
+            tokens[row] = token
 
 
 def _probabilities(logits: Tensor, requests: Sequence[Request]) -> Tensor:
