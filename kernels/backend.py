@@ -1,4 +1,4 @@
-"""The five operations as one value, in the implementation asked for.
+"""The six operations as one value, in the implementation asked for.
 
 Importing this module, and loading "torch", needs no Triton.
 """
@@ -24,6 +24,7 @@ class Kernels:
     rotary: Callable[..., None]
     silu_and_mul: Callable[..., Tensor]
     store_kv: Callable[..., None]
+    copy_blocks: Callable[..., None]
     paged_attention: Callable[..., Tensor]
 
 
@@ -48,6 +49,7 @@ def _torch_kernels() -> Kernels:
         rotary=torch_ops.rotary,
         silu_and_mul=torch_ops.silu_and_mul,
         store_kv=torch_ops.store_kv,
+        copy_blocks=torch_ops.copy_blocks,
         paged_attention=torch_ops.paged_attention,
     )
 
@@ -60,6 +62,7 @@ def _triton_kernels() -> Kernels:
             "attention_backend='triton' needs Triton, which exists for Linux only: "
             "`pip install triton`, or use attention_backend='torch'"
         ) from error
+    from .copy_blocks import copy_blocks
     from .paged_attention import paged_attention
     from .rms_norm import rms_norm
     from .rotary import rotary
@@ -72,6 +75,7 @@ def _triton_kernels() -> Kernels:
         rotary=rotary,
         silu_and_mul=silu_and_mul,
         store_kv=store_kv,
+        copy_blocks=copy_blocks,
         paged_attention=paged_attention,
     )
 

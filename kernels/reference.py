@@ -62,6 +62,15 @@ def store_kv(
         value_cache[slot // block_size, slot % block_size] = value[token]
 
 
+def copy_blocks(
+    cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
+    pairs: Tensor,  # i64[num_pairs, 2], (from, to)
+) -> None:
+    """cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
+    for source, target in pairs.tolist():
+        cache[:, target] = cache[:, source]
+
+
 def paged_attention(
     query: Tensor,  # [num_tokens, num_heads, head_dim]
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]

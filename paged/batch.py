@@ -20,8 +20,9 @@ class Batch:
     token_ids: Tensor  # i64[num_tokens]
     positions: Tensor  # i64[num_tokens]
     rope_lens: Tensor  # i64[num_tokens], the sequence length that dynamic rope scaling goes by
-    slot_mapping: Tensor  # i64[num_tokens], where each new token's K and V go
-    block_tables: Tensor  # i32[num_seqs, max_blocks_per_seq], 0 behind a sequence's own blocks
+    # One for each layer group:
+    slot_mapping: tuple[Tensor, ...]  # i64[num_tokens], where each new token's K and V go
+    block_tables: tuple[Tensor, ...]  # i32[num_seqs, max_blocks_per_seq], 0 behind a sequence's own blocks
     seq_lens: Tensor  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
     logit_rows: Tensor  # i64[num_logits], the tokens whose logits are sampled from
@@ -41,14 +42,12 @@ class Batch:
     def from_schedule(cls, schedule: Schedule, block_size: int, device: torch.device) -> Batch:
         """Lay out a schedule whose blocks are allocated."""
         # Plain lists: for the few numbers of a decode step, numpy's calls cost more than they save.
+        requests, num_new_tokens = schedule.requests, schedule.num_new_tokens
         token_ids: list[int] = []
         positions: list[int] = []
         rope_lens: list[int] = []
-        slots: list[int] = []
         seq_lens: list[int] = []
-        for request, n, table in zip(
-            schedule.requests, schedule.num_new_tokens, schedule.block_tables, strict=True
-        ):
+        for request, n in zip(requests, num_new_tokens, strict=True):
             start, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
             end = start + n
             seq_lens.append(end)
@@ -57,49 +56,65 @@ class Batch:
                 token_ids.append(request.token_ids[start])
                 positions.append(start)
                 rope_lens.append(max(prompt_len, end))
-                slots.append(table[start // block_size] * block_size + start % block_size)
             else:
                 token_ids += request.token_ids[start:end]
                 positions += range(start, end)
                 rope_lens += [prompt_len] * (min(prompt_len, end) - start)
                 rope_lens += range(max(prompt_len, start) + 1, end + 1)
-                slots += _slots(table, start, end, block_size)
-        cu_seqlens_q = [0, *accumulate(schedule.num_new_tokens)]
+        cu_seqlens_q = [0, *accumulate(num_new_tokens)]
         logit_rows = [cu_seqlens_q[i + 1] - 1 for i in schedule.sampled]
+        tables = [[r.blocks.tables[g] for r in requests] for g in range(len(requests[0].blocks.tables))]
 
         # Two buffers: each costs a trip to a GPU.
-        longs = torch.frombuffer(
-            array("q", token_ids + positions + rope_lens + slots + logit_rows), dtype=torch.int64
+        longs = array("q", token_ids + positions + rope_lens + logit_rows)
+        ints = array("i", seq_lens + cu_seqlens_q)
+        for group in tables:
+            longs.extend(_slots(group, num_new_tokens, seq_lens, block_size))
+            ints += pad_tables(group)
+        num_seqs, num_tokens, num_logits = len(requests), len(token_ids), len(logit_rows)
+        by_token = _split(
+            longs, torch.int64, device, [num_tokens] * 3 + [num_logits] + [num_tokens] * len(tables)
         )
-        tables = pad_tables(schedule.block_tables)
-        ints = torch.frombuffer(array("i", seq_lens + cu_seqlens_q) + tables, dtype=torch.int32)
-        if device.type != "cpu":
-            longs, ints = longs.to(device, non_blocking=True), ints.to(device, non_blocking=True)
-        num_seqs, num_tokens = len(seq_lens), len(token_ids)
-        by_token = longs.split_with_sizes([num_tokens] * 4 + [len(logit_rows)])
-        by_sequence = ints.split_with_sizes([num_seqs, num_seqs + 1, len(tables)])
+        rectangles = [num_seqs * max(map(len, group)) for group in tables]
+        by_sequence = _split(ints, torch.int32, device, [num_seqs, num_seqs + 1, *rectangles])
         return cls(
             token_ids=by_token[0],
             positions=by_token[1],
             rope_lens=by_token[2],
-            slot_mapping=by_token[3],
-            logit_rows=by_token[4],
+            logit_rows=by_token[3],
+            slot_mapping=by_token[4:],
             seq_lens=by_sequence[0],
             cu_seqlens_q=by_sequence[1],
-            block_tables=by_sequence[2].view(num_seqs, -1),
-            max_seqlen_q=max(schedule.num_new_tokens),
+            block_tables=tuple(table.view(num_seqs, -1) for table in by_sequence[2:]),
+            max_seqlen_q=max(num_new_tokens),
         )
 
 
-def _slots(table: array[int], start: int, end: int, block_size: int) -> list[int]:
-    """Where the tokens [start, end) of a sequence go, block by block."""
+def _split(
+    data: array[int], dtype: torch.dtype, device: torch.device, sizes: list[int]
+) -> tuple[Tensor, ...]:
+    tensor = torch.frombuffer(data, dtype=dtype)
+    if device.type != "cpu":
+        tensor = tensor.to(device, non_blocking=True)
+    return tensor.split_with_sizes(sizes)
+
+
+def _slots(
+    tables: Sequence[array[int]], num_new_tokens: Sequence[int], seq_lens: Sequence[int], block_size: int
+) -> list[int]:
+    """Where the last num_new_tokens of each sequence go."""
     slots: list[int] = []
-    while start < end:
-        index, offset = divmod(start, block_size)
-        stop = min(end, start - offset + block_size)
-        first = table[index] * block_size + offset
-        slots += range(first, first + stop - start)
-        start = stop
+    for table, n, end in zip(tables, num_new_tokens, seq_lens, strict=True):
+        start = end - n
+        while start < end:  # block by block
+            index, offset = divmod(start, block_size)
+            first = table[index] * block_size + offset
+            count = min(end - start, block_size - offset)
+            if count == 1:
+                slots.append(first)
+            else:
+                slots += range(first, first + count)
+            start += count
     return slots
 
 

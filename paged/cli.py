@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from functools import partial
@@ -97,7 +98,9 @@ def _option(owner: type[Any], name: str) -> Any:
 _sampling, _engine = partial(_option, SamplingParams), partial(_option, EngineConfig)
 
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl, one object per
-line with prompt or prompt_token_ids and any sampling option by its API name. Blank lines are skipped."""
+line with prompt or prompt_token_ids, any sampling option by its API name, and perhaps priority, tenant,
+timeout_s or cache_salt. Blank lines are skipped."""
+LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output."
 OUTPUT_HELP = "Write the results of --prompts to this file instead of stdout, as JSON lines."
 
 
@@ -106,7 +109,9 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete; without it, stdin.")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
     output: Annotated[Path | None, typer.Option(help=OUTPUT_HELP)] = None,
+    live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
     model: Annotated[str, _engine("model")] = "demo",
+    n: Annotated[int | None, _sampling("n")] = None,
     temperature: Annotated[float | None, _sampling("temperature")] = None,
     top_p: Annotated[float | None, _sampling("top_p")] = None,
     top_k: Annotated[int | None, _sampling("top_k")] = None,
@@ -127,6 +132,16 @@ def generate(
     num_blocks: Annotated[int | None, _engine("num_blocks")] = None,
     gpu_memory_utilization: Annotated[float | None, _engine("gpu_memory_utilization")] = None,
     cpu_memory_utilization: Annotated[float | None, _engine("cpu_memory_utilization")] = None,
+    enable_prefix_caching: Annotated[bool | None, _engine("enable_prefix_caching")] = None,
+    scheduling_policy: Annotated[str | None, _engine("scheduling_policy")] = None,
+    tenant_weights: Annotated[list[str] | None, _engine("tenant_weights")] = None,
+    long_prefill_token_threshold: Annotated[int | None, _engine("long_prefill_token_threshold")] = None,
+    max_num_partial_prefills: Annotated[int | None, _engine("max_num_partial_prefills")] = None,
+    max_waiting: Annotated[int | None, _engine("max_waiting")] = None,
+    watermark: Annotated[float | None, _engine("watermark")] = None,
+    preemption_mode: Annotated[str | None, _engine("preemption_mode")] = None,
+    max_preemptions: Annotated[int | None, _engine("max_preemptions")] = None,
+    swap_space: Annotated[float | None, _engine("swap_space")] = None,
     attention_backend: Annotated[str | None, _engine("attention_backend")] = None,
 ) -> int:
     """Complete a prompt, streaming the text, or all prompts of a file."""
@@ -134,23 +149,42 @@ def generate(
     sampling = {field.name: given[field.name] for field in fields(SamplingParams) if field.name in given}
     options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
     options.pop("seed", None)  # --seed is the one of SamplingParams
+    if "tenant_weights" in options:
+        options["tenant_weights"] = _weights(options["tenant_weights"])
     EngineConfig.from_kwargs(**options)
     params = SamplingParams(**sampling)
     if prompts is None:
+        if live:
+            raise CliError("--live shows many requests at once: it goes with --prompts and --output")
         if output is not None:
             raise CliError("--output takes the results of --prompts; the text of one prompt goes to stdout")
         text = _read_stdin() if prompt is None else prompt
         return _stream(_start(options), text, params)
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
+    if live and output is None:
+        raise CliError("--live takes the terminal: give --output for the results")
     jobs = read_jobs(prompts, sampling)
     if output is not None:
         check_writable(output, prompts)
     if jobs:
-        return _complete(_start(options), jobs, output)
+        return _complete(_start(options), jobs, output, live=live)
     if output is not None:
         output.write_bytes(b"")
     return 0
+
+
+def _weights(given: list[str]) -> dict[str, float]:
+    weights = {}
+    for text in given:
+        tenant, separator, number = text.rpartition("=")
+        try:
+            weights[tenant] = float(number)
+        except ValueError:
+            separator = ""
+        if not separator:
+            raise CliError(f"--tenant-weights must be TENANT=NUMBER, got {text!r}")
+    return weights
 
 
 def _read_stdin() -> str:
@@ -178,9 +212,12 @@ def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
     shown = 0
     while engine.has_unfinished_requests():
         for output in engine.step():
-            text = output.outputs[0].text
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
+            if params.n == 1:
+                text = output.outputs[0].text
+                print(text[shown:], end="", flush=True)
+                shown = len(text)
+    if params.n > 1:  # side by side they cannot be shown as they grow
+        print(*(f"\n--- sample {c.index + 1} of {params.n}\n{c.text}" for c in output.outputs), end="")
     print(flush=True)
     if "error" in (outcome := _outcome(output)):
         _complain(outcome["error"])
@@ -190,34 +227,43 @@ def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
 
 
 def _figures(blocks: BlockManager, output: RequestOutput) -> str:
-    num_tokens = len(output.outputs[0].token_ids)
+    num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
     # The KV of the last token is never needed.
-    num_blocks = blocks.blocks_for(len(output.prompt_token_ids) + num_tokens - 1)
+    longest = max(len(completion.token_ids) for completion in output.outputs)
+    num_blocks = blocks.most_blocks(len(output.prompt_token_ids) + longest - 1)
     started = output.metrics.arrival_time
     first, last = output.metrics.first_token_time or started, output.metrics.finished_time or started
+    samples = " by a sample" if len(output.outputs) > 1 else ""
     return (
         f"time to first token {1000 * (first - started):,.0f} ms; "
         f"{num_tokens:,} tokens, {num_tokens / (last - started):,.0f} tokens/s; "
-        f"{num_blocks:,} of {blocks.pool.num_blocks:,} blocks used"
+        f"{num_blocks:,} of {blocks.pool.num_blocks:,} blocks used{samples}"
     )
 
 
-def _complete(engine: LLMEngine, jobs: list[Job], output: Path | None) -> int:
+def _complete(engine: LLMEngine, jobs: list[Job], output: Path | None, *, live: bool) -> int:
     """Write a line for every job, in their order, as soon as it and those before it are done."""
     from tqdm import tqdm
 
-    # On a terminal the lines themselves show how far it is.
-    hidden = output is None and sys.stdout.isatty()
+    from .live_view import LiveView
+
+    # On a terminal the lines themselves, or the live view, show how far it is.
+    hidden = live or (output is None and sys.stdout.isatty())
     started, num_tokens, num_written, num_failed = time.perf_counter(), 0, 0, 0
     done: dict[int, dict[str, Any]] = {}
     with (
         nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as lines,
+        LiveView(engine.stats, len(jobs)) if live else nullcontext() as view,
         tqdm(total=len(jobs), desc="Generating", unit="prompt", disable=hidden) as bar,
     ):
-        for index, outcome in _outcomes(engine, jobs):
+        for index, outcome in _outcomes(engine, jobs, view.update if view is not None else lambda: None):
+            if view is not None:
+                view.num_done += 1
             done[index] = {"index": index, **jobs[index].prompt, **outcome}
             num_failed += "error" in outcome
-            num_tokens += len(outcome.get("token_ids", ()))
+            num_tokens += sum(
+                len(sample.get("token_ids", ())) for sample in outcome.get("outputs", [outcome])
+            )
             rate = num_tokens / (time.perf_counter() - started)
             bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
             bar.update()
@@ -229,22 +275,37 @@ def _complete(engine: LLMEngine, jobs: list[Job], output: Path | None) -> int:
     return EXIT_FAILED if num_failed else 0
 
 
-def _outcomes(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _outcomes(
+    engine: LLMEngine, jobs: list[Job], after_step: Callable[[], None]
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Index and outcome of every job, as they finish. One that is refused stops none of the others."""
-    for index, job in enumerate(jobs):
-        try:
-            engine.add_request(str(index), job.prompt, job.params)
-        except PagedError as error:
-            yield index, {"error": str(error)}
-    while engine.has_unfinished_requests():
+    pending = deque(enumerate(jobs))
+    most_waiting = engine.config.max_waiting or len(jobs)
+    while pending or engine.has_unfinished_requests():
+        while pending and engine.scheduler.num_waiting < most_waiting:
+            index, job = pending.popleft()
+            try:
+                engine.add_request(str(index), job.prompt, job.params, **job.terms)
+            except PagedError as error:
+                yield index, {"error": str(error)}
         for output in engine.step():
             if output.finished:
                 yield int(output.request_id), _outcome(output)
+        after_step()
 
 
 def _outcome(output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
-    if completion.finish_reason == "error":
-        return {"error": str(completion.stop_reason)}
-    reasons = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-    return {"text": completion.text, "token_ids": completion.token_ids, **reasons}
+    """One sample's fields or, of several, a list of theirs."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            return {"error": str(completion.stop_reason)}
+    samples = [
+        {
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        for completion in output.outputs
+    ]
+    return samples[0] if len(samples) == 1 else {"outputs": samples}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
@@ -10,7 +11,17 @@ from .validation import check_int, check_number
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "triton", "torch")
+POLICIES = ("fcfs", "priority", "longest-prefix-match", "fair")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+_OPTIONAL_COUNTS = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "num_blocks",
+    "long_prefill_token_threshold",
+    "max_num_partial_prefills",
+    "max_waiting",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +41,18 @@ class EngineConfig:
     num_blocks: blocks in the KV cache; None sizes it from memory, by the utilization of the device.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the free RAM, once the weights are loaded, for KV.
+    enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
+    scheduling_policy: who runs next: "fcfs"; "priority", the lowest number first, preempting higher ones;
+        "longest-prefix-match", most of the prompt cached first; "fair", the tenant that got least first.
+    tenant_weights: for "fair", what a tenant is entitled to relative to others; 1 where nothing is said.
+    long_prefill_token_threshold: most prompt tokens of one request in a step; None sets no limit.
+    max_num_partial_prefills: how many requests may be in the middle of their prompts; None sets no limit.
+    max_waiting: how many requests may wait before others are refused; None sets no limit.
+    watermark: share of the blocks left free when a request is admitted, for those running to grow into.
+    preemption_mode: what happens to the KV of a request that gives its blocks to others: "recompute" it,
+        "swap" it to host memory, or "auto", whichever is estimated to take less time.
+    max_preemptions: how often that may happen to a request before it is protected from it.
+    swap_space: host memory for swapping in GiB; None takes 4 beside a GPU and 0 on a CPU.
     attention_backend: "triton" or "torch"; "auto" takes triton on a GPU and torch on a CPU.
     seed: from which requests without a seed of their own derive one.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
@@ -48,6 +71,16 @@ class EngineConfig:
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.92
     cpu_memory_utilization: float = 0.4
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    tenant_weights: Mapping[str, float] | None = None
+    long_prefill_token_threshold: int | None = None
+    max_num_partial_prefills: int | None = None
+    max_waiting: int | None = None
+    watermark: float = 0.01
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    max_preemptions: int = 8
+    swap_space: float | None = None
     attention_backend: Literal["auto", "triton", "torch"] = "auto"
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -65,10 +98,13 @@ class EngineConfig:
             raise ConfigError(f"tokenizer must be a directory or a hub id, got {self.tokenizer!r}")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {self.device!r}")
-        if not isinstance(self.skip_tokenizer_init, bool):
-            raise ConfigError(f"skip_tokenizer_init must be True or False, got {self.skip_tokenizer_init!r}")
+        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {value!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, BACKENDS)
+        check_policy(self.scheduling_policy, self.tenant_weights)
+        _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -77,11 +113,28 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a power of two, got {size}")
         check_int(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
         check_int(ConfigError, "seed", self.seed, 0, 2**63 - 1)
-        for name in ("max_model_len", "max_num_batched_tokens", "num_blocks"):
+        check_int(ConfigError, "max_preemptions", self.max_preemptions, 1)
+        for name in _OPTIONAL_COUNTS:
             if (value := getattr(self, name)) is not None:
                 check_int(ConfigError, name, value, 1)
         for name in ("gpu_memory_utilization", "cpu_memory_utilization"):
             check_number(ConfigError, name, getattr(self, name), 0.0, 1.0, above=True)
+        check_number(ConfigError, "watermark", self.watermark, 0.0, 0.5)
+        if self.swap_space is not None:
+            check_number(ConfigError, "swap_space", self.swap_space, 0.0)
+
+
+def check_policy(name: str, weights: object) -> None:
+    """Raise ConfigError for a policy that does not exist, or tenants' weights that are wrong."""
+    _check_choice("scheduling_policy", name, POLICIES)
+    if weights is None:
+        return
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"tenant_weights must be a dict of tenants and numbers, got {weights!r}")
+    if weights and name != "fair":
+        raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {name!r}")
+    for tenant, weight in weights.items():
+        check_number(ConfigError, f"the weight of tenant {tenant!r}", weight, 0.0, above=True)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -6,27 +6,29 @@ import hashlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from .block_manager import BlockManager
+from . import prefix_store
 from .config import EngineConfig
-from .errors import RequestError, UnknownArgumentError, reject_unknown
+from .errors import RequestError, UnknownArgumentError, UsageError
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
-from .request import Request, RequestOutput, RequestStatus
+from .policies import new_policy
+from .request import Request, RequestGroup, RequestOutput, RequestStatus
+from .request_factory import Prompt, RequestFactory, Terms
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
+from .stats import EngineStats
 from .tokenizer import Tokenizer
 from .weights import read_config, read_eos_token_ids, resolve
 
 logger = logging.getLogger(__name__)
-
-# Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLMEngine:
@@ -40,28 +42,55 @@ class LLMEngine:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_kwargs(model=model, **options)
-        directory = resolve(self.config.model)
+        self.config = config = EngineConfig.from_kwargs(model=model, **options)
+        self.directory = directory = resolve(config.model)
         self.model_config = read_config(directory)
-        self.runner = ModelRunner(self.config, self.model_config, directory)
+        self.runner = runner = ModelRunner(config, self.model_config, directory)
         self.tokenizer: Tokenizer | None = None
-        if not self.config.skip_tokenizer_init:
-            self.tokenizer = Tokenizer(resolve(self.config.tokenizer) if self.config.tokenizer else directory)
+        if not config.skip_tokenizer_init:
+            self.tokenizer = Tokenizer(resolve(config.tokenizer) if config.tokenizer else directory)
         # Ids outside the vocabulary, such as the -1 of models that have no EOS, are never sampled.
         vocabulary = range(self.model_config.vocab_size)
         self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
-        self.max_model_len = self.runner.max_model_len
-        self.block_manager = BlockManager(self.runner.kv_cache.num_blocks, self.config.block_size)
-        self.scheduler = Scheduler(
+        self.max_model_len = runner.max_model_len
+        cache = runner.kv_cache
+        self.block_manager = runner.new_block_manager(cache.num_blocks, cache.num_host_blocks)
+        self.scheduler = self._new_scheduler()
+        self._factory = RequestFactory(
+            self.model_config,
             self.block_manager,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.runner.max_num_batched_tokens,
+            self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            seed=config.seed,
         )
-        self._requests: dict[str, Request] = {}  # unfinished
+        self._groups: dict[str, RequestGroup] = {}  # unfinished
         self._outputs = OutputProcessor(self.tokenizer)
         self._undelivered: list[RequestOutput] = []  # finished while generate() waited for others
         self._ids = itertools.count()
+        self._fingerprint: str | None = None
         logger.info(self.describe())
+
+    def _new_scheduler(self) -> Scheduler:
+        config, manager = self.config, self.block_manager
+        policy = new_policy(
+            config.scheduling_policy,
+            lambda request: manager.num_matched(request.blocks, request.token_ids),
+            config.tenant_weights,
+        )
+        return Scheduler(
+            manager,
+            policy=policy,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=self.runner.max_num_batched_tokens,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            max_num_partial_prefills=config.max_num_partial_prefills,
+            watermark=config.watermark,
+            max_waiting=config.max_waiting,
+            max_preemptions=config.max_preemptions,
+            swap_pays=self.runner.swap_pays if self.runner.kv_cache.num_host_blocks else None,
+        )
 
     def describe(self) -> str:
         """The model and its KV cache in one line."""
@@ -70,195 +99,270 @@ class LLMEngine:
         model = f"{self.model_config.architecture} in {dtype} on {runner.device}"
         return f"{model}; attention by {runner.model.kernels.name}; {runner.kv_cache.describe()}"
 
+    def stats(self) -> EngineStats:
+        """Requests, blocks and tokens now, and what happened so far."""
+        return EngineStats.of(self.scheduler)
+
+    # Requests
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: float | Sequence[float] = 0,
+        tenant: str | Sequence[str] = "",
+        timeout_s: float | Sequence[float] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete all prompts. Returns their outputs in the order of the prompts.
 
-        prompts: one or a list; each is text, token ids, or a dict with "prompt" or "prompt_token_ids".
+        prompts: one or a list; each is text, token ids, or a dict with "prompt" or "prompt_token_ids" and
+            perhaps "cache_salt": only prompts of the same salt share cached blocks.
         sampling_params: one for all, one per prompt, or None for the defaults.
+        priority, tenant, timeout_s: see `add_request`; one for all, or one per prompt.
 
         Raises RequestError, before anything runs, if one of the prompts or parameters is wrong.
         """
         listed = _as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(listed)
-        if not isinstance(sampling_params, Sequence):
-            raise RequestError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
-        if len(sampling_params) != len(listed):
-            raise RequestError(
-                f"{len(sampling_params)} sampling_params for {len(listed)} prompts; give one or as many"
-            )
-        requests = []
-        for i, (prompt, params) in enumerate(zip(listed, sampling_params, strict=True)):
-            try:
-                requests.append(self._new_request(self._next_id(), prompt, params))
-            except (RequestError, UnknownArgumentError) as error:
-                raise type(error)(f"prompts[{i}]: {error}") from error
-        for request in requests:
-            self._add(request)
+        columns = {
+            "sampling_params": SamplingParams() if sampling_params is None else sampling_params,
+            "priority": priority,
+            "tenant": tenant,
+            "timeout_s": timeout_s,
+        }
+        rows = zip(*(_per_prompt(name, value, len(listed)) for name, value in columns.items()), strict=True)
+        groups: list[RequestGroup] = []
         try:
-            return self._run(requests, use_tqdm=use_tqdm)
-        finally:  # after an interrupt nobody would take what is left
-            for request in requests:
-                if request.status is not RequestStatus.FINISHED:
-                    self.abort_request(request.request_id)
+            for i, (prompt, (params, *terms)) in enumerate(zip(listed, rows, strict=True)):
+                try:
+                    groups.append(self._new_group(self._next_id(), prompt, params, *terms))
+                except (RequestError, UnknownArgumentError) as error:
+                    raise type(error)(f"prompts[{i}]: {error}") from error
+            return self._run(groups, use_tqdm=use_tqdm)
+        finally:  # after an error, or an interrupt, nobody would take what is left
+            for group in groups:
+                self.abort_request(group.request_id)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: float = 0,
+        tenant: str = "",
+        timeout_s: float | None = None,
     ) -> None:
         """Queue one prompt, to be advanced by `step`.
 
-        Raises RequestError if the prompt or its parameters are wrong, or the id is in use.
+        priority: for scheduling_policy "priority"; the lowest number goes first.
+        tenant: on whose account, for scheduling_policy "fair".
+        timeout_s: seconds after which it is aborted; None waits for ever.
+
+        Raises RequestError if one of these is wrong or the id is in use, QueueFullError if max_waiting
+        requests wait already.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        self._add(self._new_request(request_id, prompt, params))
+        group = self._new_group(request_id, prompt, params, priority, tenant, timeout_s)
+        try:
+            self.scheduler.add(group.samples[0])
+        except RequestError:
+            del self._groups[request_id]
+            raise
+
+    def fork(
+        self,
+        request_id: str,
+        new_request_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+    ) -> str:
+        """Let an unfinished request go on twice from where it is, sharing its blocks so far.
+
+        Without sampling_params the fork has those of the request, and a seed of its own. Returns its id.
+
+        Raises RequestError if there is no such request, it has several samples, or the new id is in use.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            raise RequestError(f"there is no unfinished request {request_id!r} to fork")
+        if len(group.samples) > 1:
+            raise RequestError(
+                f"request {request_id!r} has {len(group.samples)} samples; only one can be forked"
+            )
+        new_request_id = self._next_id() if new_request_id is None else new_request_id
+        self._check_id(new_request_id)
+        now = self.scheduler.clock()
+        child = self._factory.new_fork(new_request_id, group.samples[0], sampling_params, now)
+        self.scheduler.fork(group.samples[0], child.samples[0])
+        self._groups[new_request_id] = child
+        return new_request_id
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; nothing if there is no unfinished one of this id."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.abort(request)
-            self._outputs.forget(request_id)
+        group = self._groups.pop(request_id, None)
+        if group is not None:
+            for sample in group.samples:
+                # Samples that wait for their prompt end with the first.
+                if sample.status is not RequestStatus.FINISHED and sample.arrival >= 0:
+                    self.scheduler.abort(sample)
+            self._outputs.forget(group)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to deliver."""
-        return bool(self._requests or self._undelivered)
+        return bool(self._groups or self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns what every request that got a token has so far, and who finished."""
         delivered, self._undelivered = self._undelivered, []
-        return delivered + [self._outputs.output(request) for request in self._advance()]
+        advanced, finished = self._advance()
+        groups = dict.fromkeys(self._groups[r.request_id] for r in advanced if r.request_id in self._groups)
+        return delivered + [self._outputs.output(group) for group in dict.fromkeys([*groups, *finished])]
 
-    def _run(self, requests: list[Request], *, use_tqdm: bool) -> list[RequestOutput]:
-        own = {request.request_id for request in requests}
+    # Prefixes
+
+    def pin_prefix(self, prompt: Prompt) -> int:
+        """Keep the KV of a prompt's full blocks resident until `unpin_prefix`, computing it where needed.
+
+        Returns how many tokens that are. Raises RequestError if they fill no block or do not fit beside the
+        requests there are.
+        """
+        self._require_prefix_cache()
+        parsed = self._factory.parse(prompt)
+        name, size = self._pin_name(prompt), self.config.block_size
+        num_full = len(parsed.token_ids) // size * size
+        if not num_full:
+            raise RequestError(f"the prompt has {len(parsed.token_ids)} tokens and fills no block of {size}")
+        if self.block_manager.is_pinned(name):
+            raise UsageError("this prompt is pinned already")
+        self.generate([prompt], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+        num_pinned = self.scheduler.pin(name, parsed.token_ids, parsed.namespace)
+        if num_pinned < num_full:
+            if num_pinned:
+                self.block_manager.unpin(name)
+            raise RequestError(
+                f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them"
+            )
+        return num_pinned
+
+    def unpin_prefix(self, prompt: Prompt) -> None:
+        """Let go of a pinned prompt. It stays cached until its blocks are needed.
+
+        Raises UsageError if it is not pinned.
+        """
+        name = self._pin_name(prompt)
+        if not self.block_manager.is_pinned(name):
+            raise UsageError(f"this prompt is not pinned; {len(self.block_manager.pins)} others are")
+        self.block_manager.unpin(name)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, pinned ones too. Requests that run keep their blocks."""
+        self.block_manager.reset_prefix_cache()
+
+    def save_prefix(self, path: str | Path, prompt: Prompt | None = None) -> int:
+        """Write the cached blocks, or those of one prompt, to a safetensors file. Returns how many.
+
+        Raises RequestError if there are none.
+        """
+        self._require_prefix_cache()
+        parsed = None if prompt is None else self._factory.parse(prompt)
+        return prefix_store.save(
+            Path(path), self.block_manager, self.runner.kv_cache, self.fingerprint, parsed
+        )
+
+    def load_prefix(self, path: str | Path) -> int:
+        """Put blocks that `save_prefix` wrote into the cache, as far as free ones go. Returns how many.
+
+        Raises CheckpointError if the file is damaged, or from another model, dtype or block size.
+        """
+        self._require_prefix_cache()
+        return prefix_store.load(Path(path), self.block_manager, self.runner.kv_cache, self.fingerprint)
+
+    @property
+    def fingerprint(self) -> str:
+        """What the KV of a token depends on beside the prompt: the model with its weights, and the dtype."""
+        if self._fingerprint is None:
+            self._fingerprint = prefix_store.fingerprint(self.directory, self.model_config, self.runner.dtype)
+        return self._fingerprint
+
+    def _require_prefix_cache(self) -> None:
+        if not self.config.enable_prefix_caching:
+            raise UsageError("there is no prefix cache: the engine was made with enable_prefix_caching=False")
+
+    def _pin_name(self, prompt: Prompt) -> str:
+        parsed = self._factory.parse(prompt)
+        return hashlib.sha256(repr((parsed.namespace, parsed.token_ids)).encode()).hexdigest()
+
+    # How it works
+
+    def _run(self, groups: list[RequestGroup], *, use_tqdm: bool) -> list[RequestOutput]:
+        own, pending = set(groups), deque(groups)
         outputs: dict[str, RequestOutput] = {}
         started, num_tokens = time.perf_counter(), 0
-        with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
-            while len(outputs) < len(requests):
-                for request in self._advance():
-                    num_tokens += 1
-                    if request.status is not RequestStatus.FINISHED:
-                        continue
-                    output = self._outputs.output(request)
-                    if request.request_id in own:
-                        outputs[request.request_id] = output
+        with tqdm(total=len(groups), desc="Generating", unit="request", disable=not use_tqdm) as bar:
+            while len(outputs) < len(groups):
+                while pending and self._may_wait():
+                    self.scheduler.add(pending.popleft().samples[0])
+                advanced, finished = self._advance()
+                num_tokens += len(advanced)
+                for group in finished:
+                    output = self._outputs.output(group)
+                    if group in own:
+                        outputs[group.request_id] = output
                         rate = num_tokens / (time.perf_counter() - started)
                         bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
                         bar.update()
                     else:
                         self._undelivered.append(output)
-        return [outputs[request.request_id] for request in requests]
+        return [outputs[group.request_id] for group in groups]
 
-    def _advance(self) -> list[Request]:
-        """Run one step. Returns the requests that got a token or an error; nobody's text is made yet."""
+    def _may_wait(self) -> bool:
+        most = self.config.max_waiting
+        return most is None or self.scheduler.num_waiting < most
+
+    def _advance(self) -> tuple[list[Request], list[RequestGroup]]:
+        """Run one step. Returns the requests that got a token or an error, and who finished."""
+        ended = self.scheduler.expire()
         schedule = self.scheduler.schedule()
-        if not schedule.requests:
-            return []
-        tokens = self.runner.execute(schedule)
-        advanced = self.scheduler.update(schedule, tokens)
-        for request in advanced:
-            if request.params.stop:
-                self._outputs.end_at_stop_string(request)
-        finished = [request for request in advanced if request.finish_reason is not None]
-        if finished:
-            self.scheduler.release_finished()
-            for request in finished:
-                del self._requests[request.request_id]
-        return advanced
+        advanced: list[Request] = []
+        if not schedule.is_empty:
+            try:
+                tokens = self.runner.execute(schedule)
+            except BaseException:
+                self.scheduler.cancel()
+                raise
+            advanced = self.scheduler.update(schedule, tokens)
+            for request in advanced:
+                if request.params.stop:
+                    self._outputs.end_at_stop_string(request, self.scheduler.clock())
+            ended += [request for request in advanced if request.finish_reason is not None]
+        if not ended:
+            return advanced, []
+        self.scheduler.release_finished()
+        groups = dict.fromkeys(self._groups[r.request_id] for r in ended if r.request_id in self._groups)
+        finished = [group for group in groups if group.finished]
+        for group in finished:
+            del self._groups[group.request_id]
+        return advanced, finished
 
     def _next_id(self) -> str:
-        return next(i for i in map(str, self._ids) if i not in self._requests)
+        return next(i for i in map(str, self._ids) if i not in self._groups)
 
-    def _add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self.scheduler.add(request)
-
-    def _new_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        """Check everything that could go wrong with a request later."""
+    def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {request_id!r}")
-        if request_id in self._requests:
+        if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be SamplingParams, got {params!r}")
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need the tokenizer, which skip_tokenizer_init=True left out")
-        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
-        text, token_ids = self._read_prompt(prompt)
-        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
-        return Request(
-            request_id,
-            text,
-            token_ids,
-            params,
-            max_total_tokens=self._max_total_tokens(len(token_ids), params),
-            stop_ids=eos.union(params.stop_token_ids),
-            seed=self._derived_seed(request_id) if params.seed is None else params.seed,
-        )
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text, where the prompt was given as text, and checked token ids."""
-        if isinstance(prompt, Mapping):
-            reject_unknown("a prompt dict", map(str, prompt), ["prompt", "prompt_token_ids"])
-            if len(prompt) != 1:
-                raise RequestError(
-                    f"a prompt dict has either prompt or prompt_token_ids, got {sorted(prompt)}"
-                )
-            ((key, prompt),) = prompt.items()
-            if isinstance(prompt, str) != (key == "prompt"):
-                wanted = "text" if key == "prompt" else "a list of token ids"
-                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "a text prompt needs the tokenizer, which skip_tokenizer_init=True left out"
-                )
-            text, token_ids = prompt, self.tokenizer.encode(prompt) if prompt else []
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-            text, token_ids = None, [*prompt]
-        else:
-            raise RequestError(f"a prompt is text, a list of token ids or a dict, got {prompt!r}")
-        if not token_ids:
-            raise RequestError("the prompt is empty; it must have at least one token")
-        self._check_vocabulary("prompt_token_ids", token_ids)
-        return text, [int(token_id) for token_id in token_ids]
-
-    def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
-        vocab_size = self.model_config.vocab_size
-        for i, token_id in enumerate(token_ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise RequestError(f"{name}[{i}] must be an int, got {token_id!r}")
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(f"{name}[{i}] is {token_id}; the vocabulary is 0 to {vocab_size - 1}")
-
-    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Prompt and output together at most; one that could never fit is refused now, not left waiting."""
-        if num_prompt_tokens > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens, more than max_model_len {self.max_model_len}"
-            )
-        # A prompt that fills the context still gets the token that follows it.
-        longest = max(self.max_model_len, num_prompt_tokens + 1)
-        capacity = self.block_manager.pool.num_blocks * self.block_manager.block_size
-        if params.max_tokens is None:
-            most = min(longest, max(capacity, num_prompt_tokens + 1))
-        else:
-            most = min(longest, num_prompt_tokens + params.max_tokens)
-        if most - 1 > capacity:  # the last token is only sampled, never computed
-            raise RequestError(
-                f"{num_prompt_tokens} prompt tokens and {most - num_prompt_tokens} new ones can never fit "
-                f"the KV cache of {capacity} tokens; raise num_blocks or lower max_tokens"
-            )
-        return most
-
-    def _derived_seed(self, request_id: str) -> int:
-        digest = hashlib.sha256(f"{self.config.seed}/{request_id}".encode("utf-8", "surrogatepass")).digest()
-        return int.from_bytes(digest[:8], "little")
+    def _new_group(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *terms: Any
+    ) -> RequestGroup:
+        self._check_id(request_id)
+        priority, tenant, timeout_s = terms
+        served = Terms(priority=priority, tenant=tenant, timeout_s=timeout_s)
+        group = self._factory.new_group(request_id, prompt, params, served, self.scheduler.clock())
+        self._groups[request_id] = group
+        return group
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
@@ -270,3 +374,12 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, bytes | bytearray) or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]
     return list(prompts)
+
+
+def _per_prompt(name: str, value: Any, num_prompts: int) -> Sequence[Any]:
+    """An argument for each prompt, given for all of them or one by one."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise RequestError(f"{len(value)} {name} for {num_prompts} prompts; give one or as many")
+    return value

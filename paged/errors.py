@@ -3,6 +3,7 @@
 PagedError
 ├── ConfigError            an engine option is wrong, or does not fit this machine
 ├── RequestError           a prompt or sampling parameter is wrong; only that request is refused
+│   └── QueueFullError     max_waiting requests wait already
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
 ├── CheckpointError        files that are missing, damaged, or disagree with their config
@@ -27,6 +28,10 @@ class ConfigError(PagedError):
 
 class RequestError(PagedError):
     """A prompt or a sampling parameter is wrong; only that request is refused."""
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as max_waiting allows; try again later."""
 
 
 class UnknownArgumentError(PagedError, TypeError):

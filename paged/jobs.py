@@ -14,10 +14,11 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 class Job(NamedTuple):
-    """A prompt, and how to sample for it."""
+    """A prompt, how to sample for it, and on which terms it is served."""
 
-    prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
+    prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, perhaps with "cache_salt"
     params: SamplingParams
+    terms: dict[str, Any]  # priority, tenant, timeout_s, where given
 
 
 def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
@@ -53,7 +54,7 @@ def check_writable(output: Path, prompts: Path) -> None:
 
 
 def _parse_text(line: str, sampling: dict[str, Any]) -> Job:
-    return Job({"prompt": line}, SamplingParams(**sampling))
+    return Job({"prompt": line}, SamplingParams(**sampling), {})
 
 
 def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
@@ -67,4 +68,7 @@ def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
         raise RequestError(f"prompt must be a string, got {prompt['prompt']!r}")
     if not isinstance(prompt.get("prompt_token_ids", []), list):
         raise RequestError(f"prompt_token_ids must be a list of ints, got {prompt['prompt_token_ids']!r}")
-    return Job(prompt, SamplingParams(**{**sampling, **value}))
+    if "cache_salt" in value:
+        prompt["cache_salt"] = value.pop("cache_salt")
+    terms = {key: value.pop(key) for key in ("priority", "tenant", "timeout_s") if key in value}
+    return Job(prompt, SamplingParams(**{**sampling, **value}), terms)

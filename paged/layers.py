@@ -165,12 +165,13 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         self.kernels.rotary(query, key, *cos_sin)
         key_cache, value_cache = kv_cache.layer(self.layer)
-        self.kernels.store_kv(key, value, key_cache, value_cache, batch.slot_mapping)
+        group = kv_cache.group_of[self.layer]
+        self.kernels.store_kv(key, value, key_cache, value_cache, batch.slot_mapping[group])
         attended = self.kernels.paged_attention(
             query,
             key_cache,
             value_cache,
-            batch.block_tables,
+            batch.block_tables[group],
             batch.seq_lens,
             batch.cu_seqlens_q,
             scale=self.head_dim**-0.5,

@@ -11,7 +11,16 @@ import torch
 from .batch import Batch
 from .block_manager import BlockManager
 from .config import EngineConfig
-from .devices import kv_bytes_on_cpu, kv_bytes_on_gpu, resolve_backend, resolve_device, resolve_dtype
+from .devices import (
+    HOST_RATES,
+    MAX_BATCHED_TOKENS,
+    SWAP_SPACE,
+    kv_bytes_on_cpu,
+    kv_bytes_on_gpu,
+    resolve_backend,
+    resolve_device,
+    resolve_dtype,
+)
 from .errors import ConfigError
 from .kernels.backend import load_kernels
 from .kv_cache import KVCache, block_bytes
@@ -21,10 +30,8 @@ from .models.decoder import Decoder
 from .request import Request
 from .sampler import sample
 from .sampling_params import SamplingParams
-from .scheduler import Schedule
+from .scheduler import Schedule, Scheduler
 from .weights import check_weights, load_weights, torch_dtype
-
-MAX_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
 
 
 class ModelRunner:
@@ -52,27 +59,65 @@ class ModelRunner:
         with torch.device(self.device), _default_dtype(self.dtype):
             self.model = Decoder(model_config, kernels).to(self.device)
         load_weights(self.model.hf_tensors(), directory, use_tqdm=use_tqdm)
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
         if can_pack(self.device, self.dtype):
             self.model.pack_linears()
-        self.kv_cache = self._new_kv_cache(config.num_blocks or self._num_blocks_that_fit())
+        num_blocks = config.num_blocks or self._num_blocks_that_fit()
+        self.kv_cache = self._new_kv_cache(num_blocks, self._num_host_blocks())
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[int | None]:
         """Run one step. Returns what `Scheduler.update` takes: one token for each of schedule.sampled."""
         # Triton launches on the current GPU, which need not be ours.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            self._copy_blocks(schedule)
+            if not schedule.requests:
+                return []
             batch = Batch.from_schedule(schedule, self.config.block_size, self.device)
             logits = self.model(batch, self.kv_cache)
             return sample(logits, schedule.sampled_requests)
 
-    def _new_kv_cache(self, num_blocks: int) -> KVCache:
+    def swap_pays(self, num_tokens: int) -> bool:
+        """Whether moving a sequence's KV to the host and back takes less time than computing it again.
+
+        By estimate: the FLOPs of its linears and attention, against its bytes twice over the host link.
+        """
+        if self.config.preemption_mode != "auto":
+            return self.config.preemption_mode == "swap"
+        config, rates = self.model_config, HOST_RATES[self.device.type]
+        kv_bytes = num_tokens * config.kv_elements_per_slot * len(config.layer_groups) * self.dtype.itemsize
+        attention = 2 * num_tokens**2 * config.num_layers * config.num_heads * config.head_dim
+        recompute_s = (2 * self.num_parameters * num_tokens + attention) / rates.flops_per_s
+        return 2 * kv_bytes / rates.bytes_per_s < recompute_s
+
+    def _copy_blocks(self, schedule: Schedule) -> None:
+        if schedule.swap_out:
+            self.kv_cache.swap_out(schedule.swap_out)
+        if schedule.swap_in:
+            self.kv_cache.swap_in(schedule.swap_in)
+        if schedule.copies:
+            self.kv_cache.copy_blocks(schedule.copies, self.model.kernels)
+
+    def _num_host_blocks(self) -> int:
+        space = self.config.swap_space
+        if space is None:
+            space = SWAP_SPACE[self.device.type]
+        if self.config.preemption_mode == "recompute":
+            return 0
+        return int(space * 2**30) // block_bytes(self.model_config, self.config.block_size, self.dtype)
+
+    def _new_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
+        block_size = self.config.block_size
         try:
-            return KVCache(self.model_config, num_blocks, self.config.block_size, self.dtype, self.device)
+            return KVCache(
+                self.model_config, num_blocks, block_size, self.dtype, self.device, num_host_blocks
+            )
         except RuntimeError as error:  # torch has no narrower one for a CPU
-            size = num_blocks * block_bytes(self.model_config, self.config.block_size, self.dtype)
+            size = block_bytes(self.model_config, block_size, self.dtype) / 2**30
+            host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""
             raise ConfigError(
-                f"no memory for num_blocks {num_blocks}: {size / 2**30:,.1f} GiB cannot be allocated on "
-                f"{self.device}; lower it, or leave it out to use what is free"
+                f"no memory for num_blocks {num_blocks}: {num_blocks * size:,.1f} GiB{host} cannot be "
+                f"allocated on {self.device}; lower it, or leave it out to use what is free"
             ) from error
 
     def _num_blocks_that_fit(self) -> int:
@@ -83,6 +128,7 @@ class ModelRunner:
         size = block_bytes(self.model_config, self.config.block_size, self.dtype)
         # More than every request at full length could fill is of no use.
         most = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
+        most *= len(self.model_config.layer_groups)
         if free < size:
             raise ConfigError(
                 f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, one block takes "
@@ -91,20 +137,32 @@ class ModelRunner:
             )
         return min(free // size, most)
 
+    def new_block_manager(self, num_blocks: int, num_host_blocks: int = 0) -> BlockManager:
+        """A manager for so many blocks of this model."""
+        config, budget = self.config, self.max_num_batched_tokens
+        return BlockManager(
+            num_blocks,
+            config.block_size,
+            windows=[group.window for group in self.model_config.layer_groups],
+            max_step_tokens=min(config.long_prefill_token_threshold or budget, budget),
+            num_host_blocks=num_host_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+
     @torch.inference_mode()
     def _profile(self) -> int:
         """Run a step of the largest size. Returns the bytes that torch held at its peak, KV not counted."""
         lengths = self._largest_step()
         params = SamplingParams(top_k=50, top_p=0.9, min_p=0.1)  # what takes most memory to sample
-        requests = [
-            Request(str(i), None, [0] * n, params, n + 1, frozenset(), 0) for i, n in enumerate(lengths)
-        ]
-        schedule = Schedule()
-        blocks = BlockManager(sum(-(-n // self.config.block_size) for n in lengths), self.config.block_size)
-        for request in requests:
-            table = blocks.grow(request.request_id, request.num_tokens)
-            assert table is not None
-            schedule.add(request, request.num_tokens, table)
+        blocks = self.new_block_manager(
+            len(self.model_config.layer_groups) * sum(-(-n // self.config.block_size) for n in lengths)
+        )
+        scheduler = Scheduler(
+            blocks, max_num_seqs=len(lengths), max_num_batched_tokens=sum(lengths), watermark=0.0
+        )
+        for i, n in enumerate(lengths):
+            scheduler.add(Request(str(i), None, [0] * n, params, n + 1, frozenset(), 0))
+        schedule = scheduler.schedule()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.kv_cache = self._new_kv_cache(blocks.pool.num_blocks)
         self.execute(schedule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .request import CompletionOutput, Request, RequestOutput, RequestStatus
+from .request import CompletionOutput, Request, RequestGroup, RequestOutput, RequestStatus
 from .tokenizer import Detokenizer, Tokenizer
 
 
@@ -11,9 +11,9 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._detokenizers: dict[str, Detokenizer] = {}
+        self._detokenizers: dict[Request, Detokenizer] = {}
 
-    def end_at_stop_string(self, request: Request) -> None:
+    def end_at_stop_string(self, request: Request, now: float) -> None:
         """Finish a request whose newest token completes one of its stop strings, and cut its text there."""
         detokenizer = self._update(request)
         assert detokenizer is not None, "stop strings were admitted without a tokenizer"
@@ -25,48 +25,52 @@ class OutputProcessor:
         if found:
             at, stop = min(found)
             detokenizer.text = text[:at]
-            request.finish("stop", stop)
+            request.finish("stop", now, stop)
         else:
             # What was looked at needs no second look, but for the beginning of a stop string at its end.
             detokenizer.search_from = max(detokenizer.search_from, len(text) - max(map(len, stops)) + 1)
 
-    def output(self, request: Request) -> RequestOutput:
+    def output(self, group: RequestGroup) -> RequestOutput:
         """The request so far. A finished one is forgotten: ask once."""
-        finished = request.status is RequestStatus.FINISHED
-        cut = request.finish_reason == "stop" and isinstance(request.stop_reason, str)
-        detokenizer = self._detokenizers[request.request_id] if cut else self._update(request)
-        text = detokenizer.text if detokenizer is not None else ""
+        finished, first = group.finished, group.samples[0]
+        outputs = [self._completion(sample) for sample in group.samples]
         if finished:
-            self.forget(request.request_id)
-        elif request.params.stop:
+            self.forget(group)
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            num_cached_tokens=first.num_cached_tokens,
+            metrics=first.metrics,
+        )
+
+    def forget(self, group: RequestGroup) -> None:
+        """Drop the texts of a request that is over."""
+        for sample in group.samples:
+            self._detokenizers.pop(sample, None)
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        cut = request.finish_reason == "stop" and isinstance(request.stop_reason, str)
+        detokenizer = self._detokenizers[request] if cut else self._update(request)
+        text = detokenizer.text if detokenizer is not None else ""
+        if request.status is not RequestStatus.FINISHED and request.params.stop:
             # The end might be the beginning of a stop string: it is shown once that is known.
             held_back = max(map(len, request.params.stop)) - 1
             text = text[: max(0, len(text) - held_back)]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[
-                CompletionOutput(
-                    0, text, request.output_token_ids, request.finish_reason, request.stop_reason
-                )
-            ],
-            finished=finished,
-            metrics=request.metrics,
+        return CompletionOutput(
+            request.index, text, request.output_token_ids, request.finish_reason, request.stop_reason
         )
-
-    def forget(self, request_id: str) -> None:
-        """Drop the text of a request that is over."""
-        self._detokenizers.pop(request_id, None)
 
     def _update(self, request: Request) -> Detokenizer | None:
         """Bring the text up to the tokens. None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        detokenizer = self._detokenizers.get(request.request_id)
+        detokenizer = self._detokenizers.get(request)
         if detokenizer is None:
             detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids)
-            self._detokenizers[request.request_id] = detokenizer
+            self._detokenizers[request] = detokenizer
         # The token that ended the request is not part of its text.
         end = request.num_tokens - (request.finish_reason == "stop")
         detokenizer.append(request.token_ids[request.num_prompt_tokens + detokenizer.num_tokens : end])

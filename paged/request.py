@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -22,7 +24,10 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.perf_counter`, and how often."""
+    """When things happened to a request, in seconds of the scheduler's clock, and how often.
+
+    The clock is `time.perf_counter`, in a simulation a virtual one.
+    """
 
     arrival_time: float
     first_token_time: float | None = None
@@ -47,8 +52,22 @@ class Request:
     seed: int
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
+    index: int = 0  # among the n samples of one prompt
+    siblings: list[Request] = field(default_factory=list)  # the others, until the prompt is computed
+    priority: float = 0.0
+    tenant: str = ""
+    namespace: bytes = b""  # what, beside the tokens, its KV follows from
+    deadline: float = math.inf  # on the scheduler's clock
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None  # of them, found in the prefix cache when it first ran
     status: RequestStatus = RequestStatus.WAITING
+    # The scheduler's: whether it can be in the next step, its number in the order of arrival, its place among
+    # those running, and whether it was preempted so often that it will not be again.
+    ready: bool = False
+    arrival: int = -1
+    rank: tuple[float, int] = (0.0, -1)
+    protected: bool = False
+    blocks: SequenceBlocks = field(default_factory=lambda: SequenceBlocks(0, None))
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.perf_counter()))
@@ -72,22 +91,36 @@ class Request:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append(self, token_id: int) -> None:
-        """Take a sampled token, and finish if it is the last one."""
-        if len(self.token_ids) == self.num_prompt_tokens:
-            self.metrics.first_token_time = time.perf_counter()
+    def append(self, token_id: int, now: float) -> None:
+        """Take a token sampled at this time, and finish if it is the last one."""
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
         self.token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_output_tokens > self.params.min_tokens:
             # EOS is the model's own end, for which vLLM's habit is a stop_reason of None.
-            self.finish("stop", token_id if token_id in self.params.stop_token_ids else None)
+            self.finish("stop", now, token_id if token_id in self.params.stop_token_ids else None)
         elif len(self.token_ids) >= self.max_total_tokens:
-            self.finish("length")
+            self.finish("length", now)
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(self, reason: FinishReason, now: float, stop_reason: int | str | None = None) -> None:
         """Mark as done; the scheduler takes its blocks back."""
         self.status = RequestStatus.FINISHED
+        self.ready = False
         self.finish_reason, self.stop_reason = reason, stop_reason
-        self.metrics.finished_time = time.perf_counter()
+        self.metrics.finished_time = now
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """What its owner knows as one request: n samples of a prompt."""
+
+    request_id: str
+    samples: list[Request]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples are."""
+        return all(sample.finish_reason is not None for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +141,16 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request as its owner sees it, so far or finished."""
+    """A request as its owner sees it, so far or finished.
+
+    num_cached_tokens: how many prompt tokens were found in the prefix cache; None before it ran.
+    metrics: those of the first sample.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    num_cached_tokens: int | None
     metrics: RequestMetrics

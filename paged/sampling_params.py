@@ -14,6 +14,7 @@ from .validation import check_int, check_number
 class SamplingParams:
     """Sampling and stopping of one request, with vLLM's names and meanings.
 
+    n: how many samples to take of the prompt, which is computed once for all of them.
     temperature: 0 is greedy; logits are divided by it before anything else.
     min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -29,6 +30,7 @@ class SamplingParams:
     Raises RequestError naming the value and what is allowed.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -49,6 +51,7 @@ class SamplingParams:
         check_number(RequestError, "temperature", self.temperature, 0.0)
         check_number(RequestError, "top_p", self.top_p, 0.0, 1.0, above=True)
         check_number(RequestError, "min_p", self.min_p, 0.0, 1.0)
+        check_int(RequestError, "n", self.n, 1)
         check_int(RequestError, "top_k", self.top_k, -1)
         check_int(RequestError, "min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:

@@ -2,189 +2,564 @@
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
-from collections.abc import Sequence
+import bisect
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .block_manager import BlockManager
+from .block_manager import BlockManager, Copy
+from .errors import QueueFullError, UsageError
+from .policies import FirstComeFirstServed, Policy, Rank
 from .request import Request, RequestStatus
 
 
 @dataclass(slots=True)
 class Schedule:
-    """What one step computes: num_new_tokens[i] of requests[i], from its num_computed_tokens on."""
+    """What one step does: copy blocks, then compute num_new_tokens[i] of requests[i].
+
+    Copies go in this order: out to host memory, in from there, then from block to block. Each list may be
+    done at once: no block is read and written within one.
+    """
 
     requests: list[Request] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
-    block_tables: list[array[int]] = field(default_factory=list)
-    # Which of them compute their last known token, so that the next one can be sampled.
+    # Who gets a token, and from the last row of which of `requests`: one's own, or that of the request which
+    # computed the prompt for all n samples.
+    sampled_requests: list[Request] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
+    swap_out: list[Copy] = field(default_factory=list)  # block to host block
+    swap_in: list[Copy] = field(default_factory=list)  # host block to block
+    copies: list[Copy] = field(default_factory=list)
     num_tokens: int = 0
+    num_decode_tokens: int = 0
     num_preempted: int = 0
 
     @property
-    def sampled_requests(self) -> list[Request]:
-        """The requests that get a token, in order."""
-        if len(self.sampled) == len(self.requests):
-            return self.requests
-        return [self.requests[i] for i in self.sampled]
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.requests or self.swap_out)
 
-    def add(self, request: Request, num_new_tokens: int, block_table: array[int]) -> None:
-        """Compute this many more tokens of this request, for which its block table has room."""
-        if request.num_computed_tokens + num_new_tokens == len(request.token_ids):
-            self.sampled.append(len(self.requests))
-        self.requests.append(request)
-        self.num_new_tokens.append(num_new_tokens)
-        self.block_tables.append(block_table)
-        self.num_tokens += num_new_tokens
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened so far."""
+
+    num_steps: int = 0
+    step_prefill_tokens: int = 0  # of the last step
+    step_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_queried_tokens: int = 0  # of prompts looked up in the prefix cache
+    num_recomputed: int = 0  # preemptions by recompute
+    num_swapped: int = 0  # preemptions by swap
 
 
 class Scheduler:
-    """Continuous batching, first come first served, under a token budget.
+    """Continuous batching under a token budget.
 
-    There is no prefill phase and no decode phase: a step gives every running request the tokens it lacks,
-    as far as the budget goes, then admits waiting ones into what is left. When blocks run out, the request
-    that came last gives its own back and is recomputed later.
+    There is no prefill phase and no decode phase: a step gives every running request the tokens it lacks, as
+    far as the budget goes, those that lack one first, and then admits waiting ones into what is left.
 
-    Invariants: `running` is in order of arrival; every waiting request came after every running one; only
-    running requests hold blocks.
+    When blocks run out, the running request of the highest rank gives its own back, is recomputed or swapped
+    in later, and after max_preemptions is protected: it runs again once all blocks it can ever need are set
+    aside for it. So every request ends after at most (max_preemptions + 1) max_total_tokens steps of its own,
+    and every step computes something.
+
+    Steps may overlap: `schedule` leaves out what a step in flight computes, `update` takes them in order.
+
+    policy: who waits for whom; see `policies`.
+    max_num_seqs: how many requests run at once.
+    max_num_batched_tokens: tokens of a step.
+    long_prefill_token_threshold: the most prompt tokens of one request in a step, so that a long prompt
+        leaves room for others; None sets no limit.
+    max_num_partial_prefills: how many running requests may have a prompt that is not computed yet; None sets
+        no limit.
+    watermark: the share of blocks kept free when a request is admitted, so that those running can grow.
+    max_waiting: how many requests may wait; None sets no limit.
+    max_preemptions: see above.
+    swap_pays: whether it is cheaper to swap a request out and in than to recompute that many tokens; None
+        never swaps.
+    clock: in seconds, for deadlines and metrics.
     """
 
     def __init__(
-        self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: Policy | None = None,
+        long_prefill_token_threshold: int | None = None,
+        max_num_partial_prefills: int | None = None,
+        watermark: float = 0.01,
+        max_waiting: int | None = None,
+        max_preemptions: int = 8,
+        swap_pays: Callable[[int], bool] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.block_manager = block_manager
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.policy: Policy = policy or FirstComeFirstServed()
+        self.max_chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
+        self.max_num_partial_prefills = max_num_partial_prefills or max_num_seqs
+        self.watermark_blocks = int(watermark * block_manager.pool.num_blocks)
+        self.max_waiting, self.max_preemptions = max_waiting, max_preemptions
+        self.swap_pays, self.clock = swap_pays, clock
+        self.running: list[Request] = []  # by rank
+        self.counters = SchedulerCounters()
+        self._protected: list[tuple[Rank, Request]] = []  # waiting, before all others
+        self._num_protected = 0  # running
+        self._num_arrivals = 0
+        self._num_promised_seqs = 0  # samples that will run once their prompt is computed
+        self._deadlines: list[tuple[float, int, Request]] = []
+        # The head of the queue, and how many blocks it lacked when it was last looked up.
+        self._blocked: tuple[Request | None, int] = (None, 0)
 
-    def add(self, request: Request) -> None:
-        """Queue a request, which must be able to fit the pool when it is alone."""
-        # The last token is only sampled, never computed.
-        needed = self.block_manager.blocks_for(request.max_total_tokens - 1)
-        assert needed <= self.block_manager.pool.num_blocks, "a request that can never fit was admitted"
-        self.waiting.append(request)
+    # From outside
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait."""
+        return len(self.policy) + len(self._protected)
+
+    def waiting(self) -> Iterator[Request]:
+        """The requests that wait, roughly in order."""
+        yield from (request for _, request in sorted(self._protected))
+        yield from self.policy
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self.waiting or self.running)
+        return bool(self.running) or self.num_waiting > 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request, which must be able to fit the pool when it is alone.
+
+        Raises QueueFullError if max_waiting requests wait already.
+        """
+        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait already and max_waiting is {self.max_waiting}; "
+                "try again later or raise it"
+            )
+        # The last token is only sampled, never computed.
+        assert self.block_manager.fits(request.max_total_tokens - 1), "a request that can never fit"
+        assert 1 + len(request.siblings) <= self.max_num_seqs, "more samples than can run at once"
+        request.blocks = self.block_manager.open(request.token_ids, request.namespace)
+        self._enter(request)
+        self.policy.push(request)
+
+    def fork(self, request: Request, child: Request) -> None:
+        """Let a child of a live request, with the same tokens so far, go on by itself.
+
+        It shares the request's blocks, or waits where there is no place to run.
+        """
+        if request.status is RequestStatus.FINISHED:
+            raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
+        # Its own copy of the last block must not come out of what is set aside for others.
+        spare = self.block_manager.pool.num_available - self._num_reserved_blocks() > 0
+        if not (request.ready and self._num_seats > 0 and spare):
+            self.add(child)
+            return
+        self._enter(child)
+        self._share(request, child, request.num_computed_tokens)
+        child.ready = True
+
+    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes) -> int:
+        """Keep the cached blocks of a prefix, if every live request still fits beside them.
+
+        Returns how many tokens they hold; 0, and nothing is pinned, if they do not fit or none is cached.
+        """
+        manager = self.block_manager
+        num_tokens = manager.pin(name, token_ids, namespace)
+        live = (*self.running, *self.waiting())
+        fits = all(manager.fits(request.max_total_tokens - 1) for request in live)
+        if num_tokens and fits and self._num_reserved_blocks() <= manager.pool.num_available:
+            return num_tokens
+        manager.unpin(name)
+        return 0
+
+    def abort(self, request: Request, message: str | None = None) -> None:
+        """End a request, wherever it is, and free its blocks."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._leave(request)
+        elif request.protected:
+            self._protected.remove((request.rank, request))
+            heapq.heapify(self._protected)
+        else:
+            self.policy.remove(request)
+        for ended in (request, *request.siblings):
+            ended.finish("abort", self.clock(), message)
+        self.block_manager.release(request.blocks)
+
+    def expire(self) -> list[Request]:
+        """Abort the requests whose deadline has passed, and return them."""
+        now, expired = self.clock(), []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, request = heapq.heappop(self._deadlines)
+            if request.status is not RequestStatus.FINISHED:
+                self.abort(request, message="timeout_s has passed")
+                expired.append(request)
+        return expired
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         schedule = Schedule()
-        self._schedule_running(schedule)
-        # After a preemption the pool is exhausted: whoever was preempted waits for the next step.
-        if not schedule.num_preempted:
-            self._admit_waiting(schedule)
-        assert schedule.requests or not self.has_unfinished(), "an idle step with work to do"
+        if self.policy.preempts:
+            self._preempt_for_waiting(schedule)
+        num_preempted = schedule.num_preempted
+        lacking = self._schedule_decodes(schedule)
+        unfinished = self._schedule_prompts(lacking, schedule) if lacking else lacking
+        # Whoever was preempted for want of blocks waits for the next step.
+        if schedule.num_preempted == num_preempted and (self._protected or self.policy):
+            self._admit_waiting(unfinished, schedule)
+        if not schedule.is_empty:
+            self.block_manager.begin_step()
+        elif self.has_unfinished() and not self.block_manager.pool.num_steps_in_flight:
+            raise AssertionError("an idle step with work to do")
         return schedule
 
     def update(self, schedule: Schedule, sampled: Sequence[int | None]) -> list[Request]:
-        """Book a finished step.
+        """Book a finished step, the oldest in flight.
 
-        sampled: a token for each of `schedule.sampled`; None where its logits were not finite, which ends
-        that request with an error. Returns those requests.
+        sampled: a token for each of `schedule.sampled_requests`; None where its logits were not finite, which
+        ends that request with an error. Returns those requests, but for the ones that were aborted meanwhile.
         """
+        self.block_manager.end_step()
+        now, num_finished = self.clock(), 0
         for request, num_new_tokens in zip(schedule.requests, schedule.num_new_tokens, strict=True):
             request.num_computed_tokens += num_new_tokens
-        advanced, num_finished = schedule.sampled_requests, 0
+            request.ready = True
+        advanced = schedule.sampled_requests
         for request, token in zip(advanced, sampled, strict=True):
-            if token is None:
-                request.finish("error", "the model's logits are not finite")
-            else:
-                request.append(token)
+            if request.finish_reason is None:
+                request.ready = True
+                if token is None:
+                    request.finish("error", now, "the model's logits are not finite")
+                else:
+                    request.append(token, now)
             num_finished += request.finish_reason is not None
+        self._count(schedule)
         if num_finished:
             self.release_finished()
+            advanced = [r for r in advanced if r.finish_reason != "abort"]
+        self.policy.generated(advanced)
         return advanced
+
+    def cancel(self) -> None:
+        """Forget the steps in flight, which failed: nobody knows what they wrote, or copied.
+
+        Everybody who runs waits again, to be computed anew, and the prefix cache is empty.
+        """
+        while self.block_manager.pool.num_steps_in_flight:
+            self.block_manager.end_step()
+        for request in [*self.running]:
+            self._leave(request)
+            request.status, request.ready = RequestStatus.WAITING, False
+            if request.protected:
+                heapq.heappush(self._protected, (request.rank, request))
+            else:
+                self.policy.push(request)
+        self.running.clear()
+        for request in self.waiting():
+            self.block_manager.release(request.blocks)
+            request.num_computed_tokens = 0
+        self.block_manager.reset_prefix_cache()
 
     def release_finished(self) -> None:
         """Take the blocks of finished requests back."""
-        for request in self.running:
-            if request.status is RequestStatus.FINISHED:
-                self.block_manager.release(request.request_id)
-        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        finished = [r for r in self.running if r.status is RequestStatus.FINISHED]
+        if finished:
+            self.running = [r for r in self.running if r.status is not RequestStatus.FINISHED]
+            for request in finished:
+                self._leave(request)
+                self.block_manager.release(request.blocks)
 
-    def abort(self, request: Request) -> None:
-        """End a request, wherever it is, and free its blocks."""
-        if request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
-        request.finish("abort")
-        self.release_finished()
+    # Steps
+
+    def _schedule_decodes(self, schedule: Schedule) -> list[Request]:
+        """Give a token to everybody who lacks one. Returns those who lack more."""
+        requests, lacking, budget = schedule.requests, list[Request](), self.max_num_batched_tokens
+        for request in self.running.copy():
+            if not request.ready:  # in flight, or preempted just now
+                continue
+            start = request.num_computed_tokens
+            if len(request.token_ids) - start > 1 or request.siblings:
+                lacking.append(request)
+                continue
+            if len(requests) == budget:
+                break
+            blocks, end = request.blocks, start + 1
+            if end > blocks.capacity and not self._make_room(request, end, schedule):
+                continue
+            if end >= blocks.next_full:
+                self.block_manager.register(blocks, request.token_ids, end)
+            request.ready = False
+            requests.append(request)
+        num = schedule.num_tokens = schedule.num_decode_tokens = len(requests)
+        schedule.num_new_tokens = [1] * num
+        schedule.sampled = list(range(num))
+        schedule.sampled_requests = requests.copy()
+        return lacking
+
+    def _schedule_prompts(self, lacking: list[Request], schedule: Schedule) -> list[Request]:
+        """Go on with what running requests lack. Returns those who will still lack tokens after the step."""
+        unfinished = []
+        for request in lacking:
+            if not request.ready:
+                continue
+            missing = request.num_tokens - request.num_computed_tokens
+            num_new = min(missing, self._room(schedule))
+            end = request.num_computed_tokens + num_new
+            # Those who decode go first, and end some time. Only where nobody does, room is made.
+            if num_new and (
+                self._grow(request, end, schedule)
+                or (schedule.is_empty and self._make_room(request, end, schedule))
+            ):
+                self._compute(request, num_new, schedule)
+                if num_new == missing:
+                    continue
+            unfinished.append(request)
+        return unfinished
+
+    def _admit_waiting(self, unfinished: list[Request], schedule: Schedule) -> None:
+        """Let waiting requests run while there are tokens, places and blocks for them."""
+        # Those who run already come first.
+        promised = sum(self._missing_blocks(request) for request in unfinished if not request.protected)
+        promised += self._num_reserved_blocks()
+        num_partial = len(unfinished)
+        while schedule.num_tokens < self.max_num_batched_tokens:
+            request = self._head()
+            if request is None or len(request.siblings) >= self._num_seats:
+                return
+            available = self.block_manager.pool.num_available - promised
+            if not self._admit(request, available, num_partial < self.max_num_partial_prefills, schedule):
+                return
+            partial = request.num_computed_tokens + schedule.num_new_tokens[-1] < request.num_tokens
+            num_partial += partial
+            if partial or request.protected:
+                promised += self._missing_blocks(request)
+
+    def _admit(self, request: Request, available: int, in_part: bool, schedule: Schedule) -> bool:
+        """Let a request run if there are blocks for all that is known of it, or do nothing.
+
+        in_part: whether it may begin with less than all of its tokens.
+        """
+        manager, seq = self.block_manager, request.blocks
+        alone = not self.running and not manager.pool.num_steps_in_flight
+        blocked, lacked = self._blocked
+        if blocked is request and available < lacked and not alone:
+            return False
+        hits = manager.match(seq, request.token_ids) if seq.host is None else None
+        computed = request.num_computed_tokens if hits is None else len(hits[0]) * manager.block_size
+        num_new = min(request.num_tokens - computed, self._room(schedule))
+        if computed + num_new < request.num_tokens and not in_part:
+            return False
+        # Not by its first chunk alone: it would be computed only to be preempted, again and again.
+        needed = manager.blocks_to_start(hits or (), self._num_tokens_ahead(request))
+        needed += len(request.siblings) * len(manager.windows) + self.watermark_blocks
+        if not alone and needed > available:
+            self._blocked = (request, needed)
+            return False
+        if hits is not None:
+            manager.start(seq, hits)
+        elif not manager.swap_in(seq, computed, schedule.swap_in):
+            raise AssertionError("no room for a request that was admitted")
+        if not manager.grow(seq, computed, computed + num_new, schedule.copies):
+            raise AssertionError("no room for the first tokens of a request that was admitted")
+        self._run(request, computed)
+        self._compute(request, num_new, schedule)
+        return True
+
+    def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
+        """Put tokens for which there is room into the step."""
+        end = request.num_computed_tokens + num_new
+        if end >= request.blocks.next_full:
+            self.block_manager.register(request.blocks, request.token_ids, end)
+        row = len(schedule.requests)
+        schedule.requests.append(request)
+        schedule.num_new_tokens.append(num_new)
+        schedule.num_tokens += num_new
+        request.ready = False
+        if end < request.num_tokens:
+            return
+        samples = [request, *request.siblings]
+        schedule.sampled += [row] * len(samples)
+        schedule.sampled_requests += samples
+        self._num_promised_seqs -= len(request.siblings)
+        for sibling in request.siblings:
+            self._enter(sibling)
+            self._share(request, sibling, end)
+        request.siblings = []
+
+    # Blocks
+
+    def _room(self, schedule: Schedule) -> int:
+        """The most tokens one more request can have in this step."""
+        return min(self.max_chunk, self.max_num_batched_tokens - schedule.num_tokens)
+
+    def _num_tokens_ahead(self, request: Request) -> int:
+        """How many tokens there must be blocks for before a request runs, or goes on with its prompt."""
+        # The last token is only sampled, never computed.
+        last = request.max_total_tokens - 1
+        return last if request.protected else min(request.num_tokens + 1, last)
+
+    def _missing_blocks(self, request: Request) -> int:
+        return self.block_manager.missing_blocks(request.blocks, self._num_tokens_ahead(request))
+
+    def _num_reserved_blocks(self) -> int:
+        """What protected requests may yet need: nobody else gets it."""
+        if not self._num_protected:
+            return 0
+        return sum(self._missing_blocks(request) for request in self.running if request.protected)
+
+    def _grow(self, request: Request, end: int, schedule: Schedule) -> bool:
+        manager = self.block_manager
+        if self._num_protected and not request.protected:
+            available = manager.pool.num_available - self._num_reserved_blocks()
+            if manager.missing_blocks(request.blocks, end) > available:
+                return False
+        return manager.grow(request.blocks, request.num_computed_tokens, end, schedule.copies)
+
+    def _make_room(self, request: Request, end: int, schedule: Schedule) -> bool:
+        """Preempt those of higher rank, for a protected request anybody, until it can grow.
+
+        False if that is not enough: it keeps what it has, and waits for those who go on.
+        """
+        while not self._grow(request, end, schedule):
+            if self.block_manager.pool.num_deferred:
+                return False  # blocks come back when a step in flight ends
+            victim = self._victim(request)
+            if victim is None:
+                return False
+            self._preempt(victim, schedule)
+        return True
+
+    def _victim(self, request: Request) -> Request | None:
+        # The youngest has the least computed work to lose.
+        for candidate in reversed(self.running):
+            if candidate is request and not request.protected:
+                return None
+            if candidate.ready and not candidate.protected:
+                return candidate
+        return None
+
+    def _preempt(self, victim: Request, schedule: Schedule) -> None:
+        """Take a request's blocks, and let it wait."""
+        manager, computed = self.block_manager, victim.num_computed_tokens
+        pays = self.swap_pays is not None and self.swap_pays(computed)
+        if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
+            self.counters.num_swapped += 1
+        else:
+            manager.release(victim.blocks)
+            victim.num_computed_tokens = 0
+            self.counters.num_recomputed += 1
+        self.running.remove(victim)
+        self._leave(victim)
+        victim.status, victim.ready = RequestStatus.WAITING, False
+        victim.metrics.num_preemptions += 1
+        schedule.num_preempted += 1
+        if victim.metrics.num_preemptions >= self.max_preemptions:
+            victim.protected = True
+            heapq.heappush(self._protected, (victim.rank, victim))
+        else:
+            self.policy.push(victim)
+
+    def _preempt_for_waiting(self, schedule: Schedule) -> None:
+        """Make room for the head of the queue where running requests have a higher priority number."""
+        head, pool = self._head(), self.block_manager.pool
+        if head is None:
+            return
+        needed = self.block_manager.most_blocks(self._num_tokens_ahead(head))
+        needed += len(head.siblings) + self.watermark_blocks + self._num_reserved_blocks()
+        seats, available, victims = self._num_seats, pool.num_available, []
+        for candidate in reversed(self.running):
+            if seats > len(head.siblings) and available >= needed:
+                break
+            if candidate.priority <= head.priority:
+                return
+            if candidate.ready and not candidate.protected:
+                victims.append(candidate)
+                seats += 1 + len(candidate.siblings)
+                available += candidate.blocks.num_blocks
+        if seats > len(head.siblings) and available >= needed:
+            for victim in victims:
+                self._preempt(victim, schedule)
+
+    # Who waits, who runs
+
+    @property
+    def _num_seats(self) -> int:
+        return self.max_num_seqs - len(self.running) - self._num_promised_seqs
+
+    def _head(self) -> Request | None:
+        return self._protected[0][1] if self._protected else self.policy.peek()
+
+    def _enter(self, request: Request) -> None:
+        """Take note of a new request."""
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        request.rank = self.policy.rank(request)
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+
+    def _run(self, request: Request, num_computed: int) -> None:
+        """Move a request from the queue to those who run."""
+        if request.protected:
+            heapq.heappop(self._protected)
+            self._num_protected += 1
+        else:
+            self.policy.pop(request)
+        request.num_computed_tokens = num_computed
+        self._num_promised_seqs += len(request.siblings)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_computed
+            self.counters.num_cached_tokens += num_computed
+            self.counters.num_queried_tokens += request.num_tokens
+        self._join(request)
+
+    def _share(self, request: Request, child: Request, num_computed: int) -> None:
+        """Let a child run with the blocks of a request."""
+        child.blocks = self.block_manager.fork(request.blocks, num_computed)
+        child.num_computed_tokens = child.num_cached_tokens = num_computed
+        self._join(child)
+
+    def _join(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        bisect.insort(self.running, request, key=lambda other: other.rank)
+
+    def _leave(self, request: Request) -> None:
+        """Book that a request does not run any more."""
+        self._num_promised_seqs -= len(request.siblings)
+        self._num_protected -= request.protected
+
+    def _count(self, schedule: Schedule) -> None:
+        counters = self.counters
+        counters.num_steps += 1
+        counters.step_decode_tokens = schedule.num_decode_tokens
+        counters.step_prefill_tokens = schedule.num_tokens - schedule.num_decode_tokens
+        counters.num_decode_tokens += counters.step_decode_tokens
+        counters.num_prefill_tokens += counters.step_prefill_tokens
 
     def check(self) -> None:
         """The invariants of the class, and those of the block manager."""
-        self.block_manager.check()
-        assert all(r.status is RequestStatus.RUNNING for r in self.running)
-        assert all(r.status is RequestStatus.WAITING and r.num_computed_tokens == 0 for r in self.waiting)
-        held = sum(len(self.block_manager.table(r.request_id)) for r in self.running)
-        assert held == self.block_manager.num_used_blocks, "a request that does not run holds blocks"
-        assert len(self.running) <= self.max_num_seqs
-        arrivals = [r.metrics.arrival_time for r in (*self.running, *self.waiting)]
-        assert arrivals == sorted(arrivals), "requests are out of their order of arrival"
-
-    def _schedule_running(self, schedule: Schedule) -> None:
-        grow, index = self.block_manager.grow, 0
-        while index < len(self.running) and schedule.num_tokens < self.max_num_batched_tokens:
-            request = self.running[index]
-            num_new = self._num_new_tokens(request, schedule)
-            num_total = request.num_computed_tokens + num_new
-            table = grow(request.request_id, num_total) or self._make_room(request, num_total, schedule)
-            if table is not None:
-                schedule.add(request, num_new, table)
-                index += 1
-
-    def _make_room(self, request: Request, num_total: int, schedule: Schedule) -> array[int] | None:
-        """Preempt the youngest until num_total tokens of `request` fit; None if that is `request`."""
-        while True:
-            # The youngest has the least computed work to lose.
-            victim = self.running.pop()
-            self._preempt(victim)
-            schedule.num_preempted += 1
-            if victim is request:
-                return None
-            table = self.block_manager.grow(request.request_id, num_total)
-            if table is not None:
-                return table
-
-    def _preempt(self, request: Request) -> None:
-        self.block_manager.release(request.request_id)
-        request.num_computed_tokens = 0
-        request.status = RequestStatus.WAITING
-        request.metrics.num_preemptions += 1
-        self.waiting.appendleft(request)
-
-    def _admit_waiting(self, schedule: Schedule) -> None:
-        if not self.waiting:
-            return
-        promised = sum(self._missing_blocks(request) for request in self.running)
-        while (
-            self.waiting
-            and len(self.running) < self.max_num_seqs
-            and schedule.num_tokens < self.max_num_batched_tokens
-        ):
-            request = self.waiting[0]
-            num_new = self._num_new_tokens(request, schedule)
-            # Not by its first chunk alone: it would be computed only to be preempted, again and again.
-            needed = promised + self._missing_blocks(request)
-            if self.running and needed > self.block_manager.pool.num_free:
-                return
-            table = self.block_manager.grow(request.request_id, num_new)
-            if table is None:
-                return
-            promised = needed - len(table)
-            self.waiting.popleft()
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            schedule.add(request, num_new, table)
-
-    def _missing_blocks(self, request: Request) -> int:
-        """What it takes to compute all tokens of a request, whose prompt may be in chunks, and the next."""
-        return self.block_manager.missing_blocks(request.request_id, request.num_tokens + 1)
-
-    def _num_new_tokens(self, request: Request, schedule: Schedule) -> int:
-        # Decoding is the case where one token is missing.
-        missing = len(request.token_ids) - request.num_computed_tokens
-        return min(missing, self.max_num_batched_tokens - schedule.num_tokens)
+        manager = self.block_manager
+        manager.check()
+        assert [r.rank for r in self.running] == sorted(r.rank for r in self.running), "out of order"
+        assert self._num_promised_seqs == sum(len(r.siblings) for r in self.running)
+        assert self._num_protected == sum(r.protected for r in self.running)
+        assert self._num_seats >= 0, "more requests run than max_num_seqs"
+        waiting = [*self.waiting()]
+        assert len(waiting) == self.num_waiting, "the queue is miscounted"
+        for request in waiting:
+            assert request.status is RequestStatus.WAITING
+            assert not request.blocks.num_blocks, "a request that does not run holds blocks"
+            assert bool(request.num_computed_tokens) == (request.blocks.host is not None)
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens <= request.num_tokens
+        held = {id(request.blocks) for request in self.running}
+        assert held >= manager.holders(), "blocks are held for nobody who runs"

@@ -180,21 +180,21 @@ def new_engine(model: str | Path, **options: Any) -> LLMEngine:
 
 
 def poison(engine: LLMEngine) -> None:
-    """Fill every slot that nobody owns with NaN: those of now, and those of every block freed later."""
+    """Fill every slot that nobody owns with NaN: those of now, and those of every block handed out later."""
     data, pool = engine.runner.kv_cache.data, engine.block_manager.pool
-    free = pool.free
+    allocate = pool.allocate
 
-    def free_and_poison(blocks: Sequence[int]) -> None:
-        blocks = list(blocks)
-        free(blocks)
-        data[:, :, [block for block in blocks if pool.refcount(block) == 0]] = math.nan
+    def allocate_poisoned(n: int) -> Any:
+        blocks = allocate(n)
+        data[:, :, [*(blocks or ())]] = math.nan
+        return blocks
 
     data.fill_(math.nan)
-    pool.free = free_and_poison  # type: ignore[method-assign]
+    pool.allocate = allocate_poisoned  # type: ignore[method-assign]
 
 
 def assert_all_free(engine: LLMEngine) -> None:
     """Nothing runs, waits or holds a block."""
     engine.scheduler.check()
-    assert engine.block_manager.num_used_blocks == 0
+    assert engine.block_manager.pool.num_used == engine.block_manager.num_pinned
     assert not engine.has_unfinished_requests()

@@ -51,7 +51,7 @@ def check_and_clear(engine: LLMEngine) -> None:
     try:
         assert_all_free(engine)
     finally:
-        for request_id in list(engine._requests):
+        for request_id in list(engine._groups):
             engine.abort_request(request_id)
         engine.step()
 

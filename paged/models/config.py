@@ -34,6 +34,14 @@ class RopeConfig:
     original_max_position_embeddings: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share block tables, because they see the same tokens."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder. The flags are all that sets the supported architectures apart."""
@@ -94,9 +102,26 @@ class ModelConfig:
         return self.max_position_embeddings
 
     @property
-    def kv_elements_per_token(self) -> int:
-        """Elements of K and V together that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The layers by window, in groups of one size, so that all take blocks of one pool.
+
+        The size is that of the smallest set of layers with the same window. Where it does not divide another
+        set, that one's last group leaves places empty.
+        """
+        by_window: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(self.layer_windows):
+            by_window.setdefault(window, []).append(layer)
+        size = min(map(len, by_window.values()))
+        return tuple(
+            LayerGroup(window, tuple(layers[i : i + size]))
+            for window, layers in by_window.items()
+            for i in range(0, len(layers), size)
+        )
+
+    @property
+    def kv_elements_per_slot(self) -> int:
+        """Elements of K and V together that one token takes in the layers of one group."""
+        return 2 * len(self.layer_groups[0].layers) * self.num_kv_heads * self.head_dim
 
     def _check(self) -> None:
         for name, ceiling in CEILINGS.items():

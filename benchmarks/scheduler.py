@@ -1,0 +1,196 @@
+"""What do scheduling and block management cost the host? No model, no device.
+
+    python -m benchmarks.scheduler
+
+Microseconds of `schedule` + `update` with 64, 256 and 1,024 requests decoding, 10,000 waiting and a pool of a million
+blocks, beside the plain loop that small engines have (nano-vllm's shape: pop, check, allocate, append; a prefix
+cache on hashes; no policies, no limits, no swapping). Then a prefix look-up of 32,768 tokens, and the bytes of a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable
+
+from benchmarks.common import print_json, print_table
+from paged.block_manager import BlockManager
+from paged.block_pool import BlockPool
+from paged.prefix_chain import PrefixChain
+from paged.request import Request
+from paged.sampling_params import SamplingParams
+from paged.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+NEVER_STOPS = 10**6
+
+
+def main() -> None:
+    """Time steps, look-ups and memory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--num-blocks", type=int, default=1_000_000)
+    parser.add_argument("--num-waiting", type=int, default=10_000)
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=400)
+    args = parser.parse_args()
+    rows = []
+    for num_running in (64, 256, 1024):
+        ours = Ours(num_running, args)
+        plain = Plain(num_running, args)
+        rows.append(side_by_side(num_running, ours.step, plain.step, args.steps))
+    print_table(rows)
+    other = {
+        **prefix_lookup(args.num_blocks),
+        "bytes_per_cached_block": bytes_per_block(args.num_blocks),
+    }
+    print_table([{"what": name, "value": value} for name, value in other.items()])
+    print_json({"benchmark": "scheduler", "steps": rows, **other, **vars(args)})
+
+
+def side_by_side(num_running: int, ours: Callable[[], None], plain: Callable[[], None], steps: int) -> dict:
+    """Median and 99th percentile of both, alternating."""
+    times: dict[str, list[float]] = {"paged": [], "plain": []}
+    for _ in range(steps):
+        for name, step in (("paged", ours), ("plain", plain)):
+            started = time.perf_counter()
+            step()
+            times[name].append((time.perf_counter() - started) * 1e6)
+    row: dict[str, float] = {"running": num_running}
+    for name, values in times.items():
+        row[f"{name}_us"] = statistics.median(values)
+        row[f"{name}_p99_us"] = statistics.quantiles(values, n=100)[-1]
+    row["ratio"] = row["paged_us"] / row["plain_us"]
+    return row
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    """Random tokens."""
+    return [rng.randrange(32_000) for _ in range(length)]
+
+
+class Ours:
+    """The real scheduler, with everybody decoding who runs."""
+
+    def __init__(self, num_running: int, args: argparse.Namespace) -> None:
+        rng = random.Random(0)
+        manager = BlockManager(args.num_blocks, BLOCK_SIZE, max_step_tokens=10**7)
+        self.scheduler = Scheduler(manager, max_num_seqs=num_running, max_num_batched_tokens=10**7)
+        for i in range(num_running + args.num_waiting):
+            tokens = prompt(rng, args.prompt_len + i % BLOCK_SIZE if i < num_running else 32)
+            request = Request(str(i), None, tokens, SamplingParams(), NEVER_STOPS, frozenset(), 0)
+            self.scheduler.add(request)
+        for _ in range(3):
+            self.step()
+        assert len(self.scheduler.running) == num_running
+        assert self.scheduler.num_waiting == args.num_waiting
+
+    def step(self) -> None:
+        """One token for everybody."""
+        schedule = self.scheduler.schedule()
+        self.scheduler.update(schedule, [7] * len(schedule.sampled_requests))
+
+
+class Plain:
+    """The plain loop: what a page of code does."""
+
+    def __init__(self, num_running: int, args: argparse.Namespace) -> None:
+        rng = random.Random(0)
+        self.free, self.hashes = deque(range(args.num_blocks)), dict[int, int]()
+        self.refcounts = [0] * args.num_blocks
+        self.waiting: deque[PlainSequence] = deque()
+        self.running: deque[PlainSequence] = deque()
+        for i in range(num_running):
+            sequence = PlainSequence(prompt(rng, args.prompt_len + i % BLOCK_SIZE))
+            for _ in range(-(-len(sequence.tokens) // BLOCK_SIZE)):
+                self.append_block(sequence)
+            self.running.append(sequence)
+
+    def append_block(self, sequence: PlainSequence) -> None:
+        """Take a block."""
+        block = self.free.popleft()
+        self.refcounts[block] = 1
+        sequence.blocks.append(block)
+
+    def step(self) -> None:
+        """Schedule everybody, then give each a token."""
+        scheduled = []
+        while self.running:
+            sequence = self.running.popleft()
+            if len(sequence.tokens) % BLOCK_SIZE == 1:
+                self.append_block(sequence)
+            elif len(sequence.tokens) % BLOCK_SIZE == 0:
+                tokens = tuple(sequence.tokens[-BLOCK_SIZE:])
+                sequence.hash = hash((sequence.hash, tokens))
+                self.hashes[sequence.hash] = sequence.blocks[-1]
+            scheduled.append(sequence)
+        self.running.extend(scheduled)
+        for sequence in scheduled:
+            sequence.append(7)
+            if sequence.num_tokens == NEVER_STOPS or sequence.last_token == -1:
+                self.running.remove(sequence)
+
+
+class PlainSequence:
+    """Tokens and blocks."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.blocks, self.hash = tokens, list[int](), 0
+        self.num_tokens, self.last_token = len(tokens), tokens[-1]
+
+    def append(self, token: int) -> None:
+        """One more."""
+        self.tokens.append(token)
+        self.last_token = token
+        self.num_tokens += 1
+
+
+def prefix_lookup(num_blocks: int, length: int = 32_768) -> dict[str, float]:
+    """Milliseconds of hashing a prompt, which is done once, and of finding it in the cache."""
+    rng = random.Random(0)
+    manager = BlockManager(num_blocks, BLOCK_SIZE)
+    tokens = prompt(rng, length + 1)
+    first = manager.open(tokens)
+    manager.start(first, manager.match(first, tokens))
+    assert manager.grow(first, 0, length, [])
+    manager.register(first, tokens, length)
+    hashing, finding = [], []
+    for _ in range(50):
+        started = time.perf_counter()
+        seq = manager.open(tokens)
+        hashed = time.perf_counter()
+        hits = manager.match(seq, tokens)
+        finding.append((time.perf_counter() - hashed) * 1e3)
+        hashing.append((hashed - started) * 1e3)
+        assert len(hits[0]) == length // BLOCK_SIZE
+    return {
+        f"hash_{length}_tokens_ms": statistics.median(hashing),
+        f"look_up_{length}_tokens_ms": statistics.median(finding),
+    }
+
+
+def bytes_per_block(num_blocks: int) -> float:
+    """Memory of a pool in which every block is cached."""
+    tracemalloc.start()
+    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    for start in range(0, num_blocks, 1000):
+        chain = PrefixChain()
+        blocks = pool.allocate(min(1000, num_blocks - start))
+        assert blocks is not None
+        chain.extend([start, *range(len(blocks) * BLOCK_SIZE)], len(blocks), BLOCK_SIZE)
+        parent = 0
+        for index, block in enumerate(blocks):
+            parent = pool.serial(pool.cache(block, chain, index, parent))
+        pool.free(blocks)
+        del chain, blocks
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert pool.num_cached == num_blocks
+    return size / num_blocks
+
+
+if __name__ == "__main__":
+    main()

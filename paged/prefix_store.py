@@ -1,0 +1,152 @@
+"""Cached prefixes on disk: a safetensors file of blocks, their tokens, and what they follow from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .block_manager import BlockManager
+from .block_pool import BlockId
+from .errors import CheckpointError, RequestError
+from .kv_cache import KVCache
+from .models.config import ModelConfig
+from .prefix_chain import first_digest, key_of, sha256_block
+from .request_factory import ParsedPrompt
+
+FORMAT = "paged-prefix-1"
+
+
+def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype) -> str:
+    """sha256 of all that KV depends on beside the tokens: config, dtype, every byte of the weights."""
+    digest = hashlib.sha256(f"{config}/{dtype}".encode())
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as data:
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
+
+
+def save(
+    path: Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str, prompt: ParsedPrompt | None
+) -> int:
+    """Write all cached blocks, or those of a prompt. Returns how many.
+
+    Raises RequestError if there are none.
+    """
+    pool = manager.pool
+    known = pool.known_blocks()
+    if prompt is not None:
+        wanted = {block for blocks in manager.find(prompt.token_ids, prompt.namespace) for block in blocks}
+        known = [entry for entry in known if entry[0] in wanted]
+    place, kept = {0: -1}, list[tuple[BlockId, int]]()
+    for block, group in known:
+        # What lost its predecessor is of no use to anybody.
+        if pool.predecessor(block) in place:
+            place[pool.serial(block)] = len(kept)
+            kept.append((block, group))
+    known = kept
+    if not known:
+        raise RequestError("no full block of this prompt is cached" if prompt else "no block is cached")
+    blocks = [block for block, _ in known]
+    tensors = {
+        "kv": kv_cache.data[:, :, blocks].cpu().contiguous(),
+        "token_ids": torch.tensor([array("i", pool.tokens(b)).tolist() for b in blocks], dtype=torch.int32),
+        "predecessors": torch.tensor([place[pool.predecessor(b)] for b in blocks]),
+        "groups": torch.tensor([group for _, group in known]),
+    }
+    namespaces = {i: pool.namespace(b).hex() for i, b in enumerate(blocks) if pool.namespace(b)}
+    metadata = {
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "block_size": str(pool.block_size),
+        "namespaces": json.dumps(namespaces),
+    }
+    unfinished = path.with_name(path.name + ".part")
+    save_file(tensors, unfinished, metadata)
+    unfinished.replace(path)
+    return len(blocks)
+
+
+def load(path: Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str) -> int:
+    """Put the blocks of a file into the cache, as far as there are free ones. Returns how many.
+
+    Raises CheckpointError if the file is damaged or made for something else; nothing is loaded then.
+    """
+    tensors, metadata = _read(path)
+    wanted = {"format": FORMAT, "fingerprint": fingerprint, "block_size": str(manager.block_size)}
+    for name, value in wanted.items():
+        if metadata.get(name) != value:
+            what = "another model, other weights or another dtype" if name == "fingerprint" else name
+            raise CheckpointError(
+                f"{path} was saved for {what}: its {name} is {metadata.get(name)!r}, this engine's {value!r}"
+            )
+    entries = _entries(path, tensors, metadata, kv_cache)
+    loaded: list[tuple[BlockId, int]] = []  # and its place in the file
+    known: list[BlockId | None] = []
+    digests: list[bytes] = []
+    pool = manager.pool
+    for i, (tokens, predecessor, group, namespace) in enumerate(entries):
+        before = first_digest(namespace) if predecessor < 0 else digests[predecessor]
+        digests.append(sha256_block(before, tokens))
+        behind = None if predecessor < 0 else known[predecessor]
+        if (predecessor >= 0 and behind is None) or not pool.num_free:
+            known.append(None)
+            continue
+        allocated = pool.allocate(1)
+        assert allocated is not None, "a free block cannot be had"
+        parent = 0 if behind is None else pool.serial(behind)
+        block = pool.adopt(allocated[0], key_of(digests[i]), tokens, parent, namespace, group)
+        known.append(block)
+        if block == allocated[0]:
+            loaded.append((block, i))
+        else:
+            pool.free(allocated)  # it is cached already
+    if loaded:
+        blocks, places = map(list, zip(*loaded, strict=True))
+        kv_cache.data[:, :, blocks] = tensors["kv"][:, :, places].to(kv_cache.data.device)
+        pool.free(reversed(blocks))
+    return len(loaded)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as saved prefixes: {error}") from error
+
+
+def _entries(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], kv_cache: KVCache
+) -> list[tuple[bytes, int, int, bytes]]:
+    """Tokens, place of the predecessor, group and namespace of every block, all checked."""
+    try:
+        kv, token_ids = tensors["kv"], tensors["token_ids"]
+        predecessors, groups = tensors["predecessors"].tolist(), tensors["groups"].tolist()
+        namespaces = {int(i): bytes.fromhex(text) for i, text in json.loads(metadata["namespaces"]).items()}
+    except (KeyError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    num_blocks, shape = len(token_ids), list(kv_cache.data.shape)
+    shape[2] = num_blocks
+    sound = (
+        list(kv.shape) == shape
+        and kv.dtype == kv_cache.data.dtype
+        and list(token_ids.shape) == [num_blocks, kv_cache.block_size]
+        and token_ids.dtype == torch.int32
+        and len(predecessors) == len(groups) == num_blocks
+        and all(-1 <= before < i for i, before in enumerate(predecessors))
+        and all(0 <= group < kv_cache.num_groups for group in groups)
+        and all(before < 0 or groups[before] == groups[i] for i, before in enumerate(predecessors))
+    )
+    if not sound:
+        raise CheckpointError(f"{path} is damaged: its tensors do not agree with each other or this cache")
+    rows = [array("i", row).tobytes() for row in token_ids.tolist()]
+    names = [namespaces.get(i, b"") for i in range(num_blocks)]
+    return list(zip(rows, predecessors, groups, names, strict=True))

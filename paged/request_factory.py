@@ -1,0 +1,240 @@
+"""RequestFactory: prompts and parameters to requests, with everything checked that could go wrong later."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from .block_manager import BlockManager
+from .errors import RequestError, reject_unknown
+from .models.config import ModelConfig
+from .request import Request, RequestGroup, RequestMetrics
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+from .validation import check_number
+
+# Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which terms a request is served.
+
+    priority: for scheduling_policy "priority"; the lowest number goes first.
+    tenant: on whose account, for scheduling_policy "fair".
+    timeout_s: seconds after which it is aborted; None waits for ever.
+    """
+
+    priority: float = 0
+    tenant: str = ""
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number(RequestError, "priority", self.priority, -math.inf)
+        if not isinstance(self.tenant, str):
+            raise RequestError(f"tenant must be a string, got {self.tenant!r}")
+        if self.timeout_s is not None:
+            check_number(RequestError, "timeout_s", self.timeout_s, 0.0, above=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrompt:
+    """A prompt as checked token ids.
+
+    namespace: what else its KV follows from; prompts of different namespaces share no blocks.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    namespace: bytes
+
+
+class RequestFactory:
+    """Makes requests for one model and its KV cache."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        block_manager: BlockManager,
+        tokenizer: Tokenizer | None,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        max_num_seqs: int,
+        seed: int,
+    ) -> None:
+        self.model_config, self.block_manager, self.tokenizer = model_config, block_manager, tokenizer
+        self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
+        self.max_num_seqs, self.seed = max_num_seqs, seed
+
+    def new_group(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, terms: Terms, now: float
+    ) -> RequestGroup:
+        """A request of params.n samples; all but the first are siblings of that.
+
+        Raises RequestError naming what is wrong.
+        """
+        self._check_params(params)
+        parsed = self.parse(prompt)
+        seed = self._derived_seed(request_id) if params.seed is None else params.seed
+        samples = [
+            self._new_request(request_id, parsed, params, terms, now, index, _sample_seed(seed, index))
+            for index in range(params.n)
+        ]
+        samples[0].siblings = samples[1:]
+        return RequestGroup(request_id, samples)
+
+    def new_fork(
+        self, request_id: str, parent: Request, params: SamplingParams | None, now: float
+    ) -> RequestGroup:
+        """A request that goes on from where `parent` is, by default with its parameters but another seed.
+
+        Raises RequestError naming what is wrong.
+        """
+        seed = self._derived_seed(request_id)
+        if params is None:
+            params = parent.params
+        elif isinstance(params, SamplingParams) and params.seed is not None:
+            seed = params.seed
+        self._check_params(params)
+        parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
+        terms = Terms(priority=parent.priority, tenant=parent.tenant)
+        child = self._new_request(request_id, parsed, params, terms, now, 0, seed)
+        child.deadline = parent.deadline
+        if child.max_total_tokens <= parent.num_tokens:
+            raise RequestError(
+                f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
+                f"{parent.num_output_tokens} tokens already"
+            )
+        child.token_ids = parent.token_ids.copy()
+        return RequestGroup(request_id, [child])
+
+    def parse(self, prompt: Prompt) -> ParsedPrompt:
+        """Check a prompt in any of its forms."""
+        salt = None
+        if isinstance(prompt, Mapping):
+            reject_unknown("a prompt dict", map(str, prompt), ["prompt", "prompt_token_ids", "cache_salt"])
+            fields = dict(prompt)
+            salt = fields.pop("cache_salt", None)
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}")
+            if len(fields) != 1:
+                raise RequestError(
+                    f"a prompt dict has either prompt or prompt_token_ids, got {sorted(fields)}"
+                )
+            ((key, prompt),) = fields.items()
+            if isinstance(prompt, str) != (key == "prompt"):
+                wanted = "text" if key == "prompt" else "a list of token ids"
+                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
+        text, token_ids = self._encode(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty; it must have at least one token")
+        self._check_vocabulary("prompt_token_ids", token_ids)
+        token_ids = [int(token_id) for token_id in token_ids]
+        return ParsedPrompt(text, token_ids, self._namespace(salt, len(token_ids)))
+
+    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "a text prompt needs the tokenizer, which skip_tokenizer_init=True left out"
+                )
+            return prompt, self.tokenizer.encode(prompt) if prompt else []
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            return None, [*prompt]
+        raise RequestError(f"a prompt is text, a list of token ids or a dict, got {prompt!r}")
+
+    def _namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
+        rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
+        # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
+        stretched = num_prompt_tokens if rope.type == "dynamic" and num_prompt_tokens > trained else None
+        if salt is None and stretched is None:
+            return b""
+        return repr((salt, stretched)).encode("utf-8", "surrogatepass")
+
+    def _new_request(
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        params: SamplingParams,
+        terms: Terms,
+        now: float,
+        index: int,
+        seed: int,
+    ) -> Request:
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        return Request(
+            request_id,
+            prompt.text,
+            prompt.token_ids,
+            params,
+            max_total_tokens=self._max_total_tokens(len(prompt.token_ids), params),
+            stop_ids=eos.union(params.stop_token_ids),
+            seed=seed,
+            index=index,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            namespace=prompt.namespace,
+            deadline=math.inf if terms.timeout_s is None else now + terms.timeout_s,
+            metrics=RequestMetrics(now),
+        )
+
+    def _check_params(self, params: Any) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {params!r}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need the tokenizer, which skip_tokenizer_init=True left out")
+        if params.n > self.max_num_seqs:
+            raise RequestError(
+                f"n {params.n} samples cannot run at once; max_num_seqs is {self.max_num_seqs}"
+            )
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+
+    def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
+        vocab_size = self.model_config.vocab_size
+        for i, token_id in enumerate(token_ids):
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                raise RequestError(f"{name}[{i}] must be an int, got {token_id!r}")
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(f"{name}[{i}] is {token_id}; the vocabulary is 0 to {vocab_size - 1}")
+
+    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Prompt and output together at most; one that could never fit is refused now, not left waiting."""
+        if num_prompt_tokens > self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens, more than max_model_len {self.max_model_len}"
+            )
+        # A prompt that fills the context still gets the token that follows it.
+        longest = max(self.max_model_len, num_prompt_tokens + 1)
+        fits = self.block_manager.fits
+        if params.max_tokens is not None:
+            most = min(longest, num_prompt_tokens + params.max_tokens)
+        elif fits(longest - 1):
+            most = longest
+        else:
+            most = max(self.block_manager.longest_fit(longest), num_prompt_tokens + 1)
+        if not fits(most - 1):  # the last token is only sampled, never computed
+            capacity = self.block_manager.longest_fit(most)
+            raise RequestError(
+                f"{num_prompt_tokens} prompt tokens and {most - num_prompt_tokens} new ones can never fit "
+                f"the KV cache of {capacity} tokens; raise num_blocks, lower max_tokens or unpin a prefix"
+            )
+        return most
+
+    def _derived_seed(self, request_id: str) -> int:
+        return _digest(f"{self.seed}/{request_id}")
+
+
+def _sample_seed(seed: int, index: int) -> int:
+    """The first sample's seed is the request's: it is what n=1 would have given."""
+    return _digest(f"{seed}#{index}") if index else seed
+
+
+def _digest(text: str) -> int:
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little")

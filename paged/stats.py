@@ -1,0 +1,68 @@
+"""EngineStats: the state of an engine at one moment, and what it did so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Requests, blocks, and tokens.
+
+    Blocks are free, used (held by a running request or pinned), or cached (held by nobody, and known by their
+    tokens). What a step in flight may still read counts as used.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_pinned_blocks: int
+    num_host_blocks: int
+    num_used_host_blocks: int
+    utilization: float  # share of the blocks that are used
+    waste: float  # share of the running requests' slots that hold no token
+    prefix_hit_rate: float  # share of the tokens looked up that were in the prefix cache, so far
+    num_recompute_preemptions: int
+    num_swap_preemptions: int
+    num_steps: int
+    step_prefill_tokens: int  # of the last step
+    step_decode_tokens: int
+    num_prefill_tokens: int  # so far
+    num_decode_tokens: int
+    num_cached_tokens: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> EngineStats:
+        """Look at a scheduler and its blocks."""
+        manager, counters = scheduler.block_manager, scheduler.counters
+        pool, host = manager.pool, manager.host_pool
+        slots = manager.block_size * sum(r.blocks.num_blocks for r in scheduler.running)
+        filled = sum(manager.num_filled_slots(r.blocks, r.num_computed_tokens) for r in scheduler.running)
+        used = pool.num_used + pool.num_deferred
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_used_blocks=used,
+            num_cached_blocks=pool.num_cached,
+            num_pinned_blocks=manager.num_pinned,
+            num_host_blocks=host.num_blocks,
+            num_used_host_blocks=host.num_used,
+            utilization=used / pool.num_blocks,
+            waste=1 - filled / slots if slots else 0.0,
+            prefix_hit_rate=counters.num_cached_tokens / max(1, counters.num_queried_tokens),
+            num_recompute_preemptions=counters.num_recomputed,
+            num_swap_preemptions=counters.num_swapped,
+            num_steps=counters.num_steps,
+            step_prefill_tokens=counters.step_prefill_tokens,
+            step_decode_tokens=counters.step_decode_tokens,
+            num_prefill_tokens=counters.num_prefill_tokens,
+            num_decode_tokens=counters.num_decode_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+        )

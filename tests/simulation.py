@@ -1,0 +1,383 @@
+"""Deterministic simulation: the real scheduler and block manager under a made-up model, clock and users.
+
+    python -m tests.simulation                         # 2 million steps
+    python -m tests.simulation --steps 100_000_000
+    python -m tests.simulation --seed 1234             # one world again, the one that failed
+
+A world is a seed: it fixes every size, option, arrival, abort, fork and pin. The made-up model writes into each
+slot a hash of the token and of what it reads, through the block table, in the slot before; the next token
+is a hash of all slots it sees. So one block lost, shared wrongly, reused early or not copied changes what is
+read, and everything that is read is compared with what an endless memory would hold. After each step every
+invariant is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import sys
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from paged.block_manager import BlockManager
+from paged.errors import QueueFullError
+from paged.policies import POLICIES, new_policy
+from paged.prefix_chain import sha256_block
+from paged.request import Request, RequestStatus
+from paged.sampling_params import SamplingParams
+from paged.scheduler import Schedule, Scheduler
+
+STOP = 0
+UNWRITTEN = b"\xff"
+
+
+def weak_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Four different keys, so that nearly everything collides."""
+    return bytes([hashlib.sha256(parent + tokens).digest()[0] & 0x30] * 32)
+
+
+@dataclass
+class Truth:
+    """What an endless memory would hold for a request: its slots' contents, and the next token."""
+
+    values: array[int]
+
+    @classmethod
+    def begin(cls, request: Request) -> Truth:
+        """Nothing computed yet."""
+        return cls(array("I", [zlib.crc32(request.namespace)]))
+
+    def at(self, request: Request, num_tokens: int) -> array[int]:
+        """The values of a namespace and num_tokens slots."""
+        for token in request.token_ids[len(self.values) - 1 : num_tokens]:
+            self.values.append(slot_value(self.values[-1], token))
+        return self.values
+
+
+def slot_value(before: int, token: int) -> int:
+    """What the made-up model writes for a token behind the slot that holds `before`."""
+    return zlib.crc32(token.to_bytes(4, "little"), before)
+
+
+class World:
+    """One scheduler with its users; everything follows from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.now = 0.0
+        self.block_size = rng.choice((1, 2, 4, 4, 8))
+        windows: list[int | None] = [None]
+        if rng.random() < 0.4:
+            windows = [rng.choice((None, 2, 3, 2 * self.block_size, 11)) for _ in range(rng.randint(1, 3))]
+        self.windows = windows
+        num_blocks = rng.randint(4, 16) * len(windows)
+        budget = rng.choice((1, 3, 8, 16, 64))
+        cap = rng.choice((None, None, 1, 5))
+        self.manager = BlockManager(
+            num_blocks,
+            self.block_size,
+            windows=windows,
+            max_step_tokens=min(budget, cap or budget),
+            num_host_blocks=rng.choice((0, 0, 3, 20)),
+            enable_prefix_caching=rng.random() < 0.85,
+            hash_block=weak_hash if rng.random() < 0.3 else sha256_block,
+        )
+        self.max_preemptions = rng.choice((1, 2, 8))
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=budget,
+            policy=new_policy(rng.choice(POLICIES), self._num_cached),
+            long_prefill_token_threshold=cap,
+            max_num_partial_prefills=rng.choice((None, 1, 2)),
+            watermark=rng.choice((0.0, 0.0, 0.1)),
+            max_waiting=rng.choice((None, None, 6)),
+            max_preemptions=self.max_preemptions,
+            swap_pays=rng.choice((None, lambda n: True, lambda n: n % 2 == 0)),
+            clock=lambda: self.now,
+        )
+        self.depth = rng.choice((1, 1, 1, 2, 3))  # steps in flight at once
+        self.arrivals, self.disturbance = rng.choice((0.1, 0.5, 1.5)), rng.choice((0.0, 0.05, 0.2))
+        self.memory = [bytearray(UNWRITTEN * 4 * self.block_size) for _ in range(num_blocks)]
+        self.host = [bytearray(UNWRITTEN * 4 * self.block_size) for _ in range(self.manager.host_pool.num_blocks)]
+        self.prefixes = [[rng.randint(1, 3) for _ in range(24)] for _ in range(3)]
+        self.live: dict[str, tuple[Request, Truth]] = {}
+        self.in_flight: deque[tuple[Schedule, list[tuple[Request, int]], list[list[array[int]]]]] = deque()
+        self.pins: list[str] = []
+        self.num_requests = self.num_steps = 0
+        self.longest = self.manager.longest_fit(40)
+
+    def _num_cached(self, request: Request) -> int:
+        return self.manager.num_matched(request.blocks, request.token_ids)
+
+    def run(self, num_steps: int) -> int:
+        """Steps with arrivals, then as many as it takes until everybody is done. Returns how many."""
+        while self.num_steps < num_steps:
+            for _ in range(int(self.arrivals + self.rng.random())):
+                if len(self.live) < 16:
+                    self.arrive()
+            if self.rng.random() < self.disturbance:
+                self.disturb()
+            self.step()
+        bound = self.num_steps + sum(self.work(r) for r, _ in self.live.values()) + 10
+        while self.live:
+            assert self.num_steps < bound, "a request waits for ever"
+            self.step()
+        while self.in_flight:
+            self.finish_step()
+        for name in self.pins:
+            self.manager.unpin(name)
+        self.scheduler.check()
+        assert not self.manager.pool.num_used, "blocks are held for nobody"
+        assert self.manager.host_pool.num_free == self.manager.host_pool.num_blocks, "host blocks are lost"
+        return self.num_steps
+
+    def work(self, request: Request) -> int:
+        """The most steps that a request can be computed in."""
+        most = request.max_total_tokens * (self.max_preemptions + 1)
+        return most * (1 + len(request.siblings)) * self.depth
+
+    # Users
+
+    def arrive(self) -> None:
+        """Somebody sends a prompt, which others may have begun alike."""
+        rng, self.num_requests = self.rng, self.num_requests + 1
+        prompt_len = rng.randint(1, self.longest)
+        prefix = rng.choice(self.prefixes)[: rng.randint(0, prompt_len)]
+        prompt = prefix + [rng.randint(1, 3) for _ in range(prompt_len - len(prefix))]
+        max_tokens = rng.randint(1, self.longest - prompt_len + 1)
+        samples = rng.choice((1, 1, 1, 2, 3))
+        namespace = rng.choice((b"", b"", b"salt"))
+        requests = [
+            self.new_request(f"{self.num_requests}-{i}", prompt, prompt_len + max_tokens, namespace)
+            for i in range(min(samples, self.scheduler.max_num_seqs))
+        ]
+        leader = requests[0]
+        if not self.manager.fits(leader.max_total_tokens - 1):
+            return  # pins leave too little; an engine says so
+        leader.siblings = requests[1:]
+        try:
+            self.scheduler.add(leader)
+        except QueueFullError:
+            assert self.scheduler.num_waiting >= (self.scheduler.max_waiting or 0)
+            return
+        self.live.update((r.request_id, (r, Truth.begin(r))) for r in requests)
+
+    def new_request(self, name: str, prompt: list[int], max_total: int, namespace: bytes) -> Request:
+        """A request with somebody's priority, tenant and perhaps a deadline."""
+        rng = self.rng
+        request = Request(name, None, prompt, SamplingParams(), max_total, frozenset([STOP]), 0)
+        request.priority, request.tenant = rng.randint(0, 2), rng.choice("abc")
+        request.namespace = namespace
+        if rng.random() < 0.05:
+            request.deadline = self.now + rng.randint(1, 30)
+        return request
+
+    def disturb(self) -> None:
+        """Abort, fork, pin, unpin or forget."""
+        rng = self.rng
+        candidates = [r for r, _ in self.live.values() if r.arrival >= 0]
+        match rng.randrange(6):
+            case 0 | 1 if candidates:
+                victim = rng.choice(candidates)
+                self.scheduler.abort(victim)
+                for ended in (victim, *victim.siblings):
+                    del self.live[ended.request_id]
+            case 2 | 3 if candidates:
+                self.fork(rng.choice(candidates))
+            case 4 if self.pins and rng.random() < 0.5:
+                self.manager.unpin(self.pins.pop(rng.randrange(len(self.pins))))
+            case 4:
+                self.pin()
+            case 5 if rng.random() < 0.3:
+                self.manager.reset_prefix_cache()
+                self.pins.clear()
+        self.scheduler.check()
+
+    def fork(self, parent: Request) -> None:
+        """Somebody goes on twice."""
+        self.num_requests += 1
+        name, max_total = f"{self.num_requests}-f", parent.max_total_tokens
+        child = self.new_request(name, parent.prompt_token_ids, max_total, parent.namespace)
+        child.token_ids = parent.token_ids.copy()
+        if parent.siblings or not self.manager.fits(max_total - 1):
+            return
+        try:
+            self.scheduler.fork(parent, child)
+        except QueueFullError:
+            return
+        self.live[name] = (child, Truth.begin(child))
+
+    def pin(self) -> None:
+        """Somebody wants a prefix to stay, if everybody else still fits beside it."""
+        self.num_requests += 1
+        name, prefix = str(self.num_requests), self.rng.choice(self.prefixes)
+        if self.scheduler.pin(name, prefix, b""):
+            self.pins.append(name)
+
+    # Steps
+
+    def step(self) -> None:
+        """Launch a step; end the oldest if there are as many in flight as there may be."""
+        self.num_steps += 1
+        self.now += 1.0
+        for request in self.scheduler.expire():
+            assert request.deadline <= self.now
+            for ended in (request, *request.siblings):
+                del self.live[ended.request_id]
+        self.before = self.holders()
+        schedule = self.scheduler.schedule()
+        self.scheduler.check()
+        if not schedule.is_empty:
+            self.launch(schedule)
+        elif self.live:
+            assert self.in_flight, "nothing runs although somebody waits"
+        if self.in_flight and (schedule.is_empty or len(self.in_flight) >= self.depth):
+            self.finish_step()
+
+    def holders(self) -> dict[int, set[int]]:
+        """Which sequences hold each block that is shared."""
+        pool, held = self.manager.pool, dict[int, set[int]]()
+        for request in self.scheduler.running:
+            for group in range(len(self.windows)):
+                for block in request.blocks.live(group):
+                    if pool.refcount(block) > 1:
+                        held.setdefault(block, set()).add(id(request.blocks))
+        return held
+
+    def launch(self, schedule: Schedule) -> None:
+        """Copy blocks and write new slots. They are read when the step ends, as late as can be."""
+        limit = self.scheduler.max_num_batched_tokens
+        assert sum(schedule.num_new_tokens) == schedule.num_tokens <= limit
+        assert len(set(map(id, schedule.requests))) == len(schedule.requests), "somebody is twice in a step"
+        for pairs, source, target in (
+            (schedule.swap_out, self.memory, self.host),
+            (schedule.swap_in, self.host, self.memory),
+            (schedule.copies, self.memory, self.memory),
+        ):
+            written = [b for _, b in pairs]
+            assert len(set(written)) == len(written), "a block is the target of two copies"
+            assert source is not target or not {a for a, _ in pairs} & set(written), "copies race"
+            for a, b in pairs:
+                target[b][:] = source[a]
+        ends = {}
+        self.written: set[tuple[int, int]] = set()
+        for request, n in zip(schedule.requests, schedule.num_new_tokens, strict=True):
+            assert n > 0
+            ends[request.request_id] = end = request.num_computed_tokens + n
+            for group, table in enumerate(request.blocks.tables):
+                self.write(request, table, group, request.num_computed_tokens, end)
+        reads = []
+        for request, row in zip(schedule.sampled_requests, schedule.sampled, strict=True):
+            reads.append((request, ends[schedule.requests[row].request_id]))
+        # What a step computes is read by the request's own later tokens, so by the last of this step too.
+        sampled = {id(r) for r in schedule.sampled_requests}
+        reads += [(r, ends[r.request_id]) for r in schedule.requests if id(r) not in sampled]
+        tables = [[table[:] for table in request.blocks.tables] for request, _ in reads]
+        self.in_flight.append((schedule, reads, tables))
+
+    def write(self, request: Request, table: array[int], group: int, start: int, end: int) -> None:
+        size, refcount = self.block_size, self.manager.pool.refcount
+        if start == 0:
+            value = zlib.crc32(request.namespace)
+        else:
+            at = (start - 1) % size * 4
+            value = int.from_bytes(self.memory[table[(start - 1) // size]][at : at + 4], "little")
+        for position in range(start, end):
+            block, at = table[position // size], position % size * 4
+            if refcount(block) > 1:
+                # Others may have joined for this step: they read it in the same step, after it is written.
+                both = self.before.get(block, set()) & self.holders()[block]
+                assert both <= {id(request.blocks)}, f"block {block} is written under somebody's hands"
+            assert (block, at) not in self.written, "a slot is written twice in a step"
+            self.written.add((block, at))
+            value = slot_value(value, request.token_ids[position])
+            self.memory[block][at : at + 4] = value.to_bytes(4, "little")
+
+    def finish_step(self) -> None:
+        """Read what the oldest step in flight reads, and hand out its tokens."""
+        schedule, reads, tables = self.in_flight.popleft()
+        truths = []
+        for (request, end), own_tables in zip(reads, tables, strict=True):
+            known = self.live.get(request.request_id)
+            truth = known[1] if known else Truth.begin(request)
+            values = truth.at(request, end)
+            for window, table in zip(self.windows, own_tables, strict=True):
+                self.read(table, window, end, values)
+            truths.append(values[end])
+        tokens: list[int | None] = [self.sample(r, v) for (r, _), v in zip(reads, truths, strict=True)]
+        tokens = tokens[: len(schedule.sampled_requests)]
+        advanced = self.scheduler.update(schedule, tokens)
+        self.scheduler.check()
+        for request in advanced:
+            assert request.metrics.num_preemptions <= self.max_preemptions, "preempted too often"
+            if request.status is RequestStatus.FINISHED:
+                del self.live[request.request_id]
+
+    def read(self, table: array[int], window: int | None, end: int, values: array[int]) -> None:
+        """All slots that the last token sees are what they would be in an endless memory."""
+        size = self.block_size
+        first = 0 if window is None else max(0, end - window)
+        block = first // size
+        data = b"".join(self.memory[b] for b in table[block : -(-end // size)])
+        seen = data[4 * (first - block * size) : 4 * (end - block * size)]
+        assert seen == values[first + 1 : end + 1].tobytes(), "a slot holds something else"
+
+    def sample(self, request: Request, value: int) -> int | None:
+        """A fixed function of the prefix and of whose sample it is."""
+        chosen = zlib.crc32(request.request_id.encode(), value)
+        if chosen % 211 == 0:
+            return None
+        return STOP if chosen % 23 == 0 else 1 + chosen % 3
+
+
+def run_world(seed: int, num_steps: int = 300) -> int:
+    """Run one world; an error names its seed. Returns the number of steps."""
+    try:
+        return World(seed).run(num_steps)
+    except Exception as error:
+        raise AssertionError(f"world {seed} (python -m tests.simulation --seed {seed}): {error}") from error
+
+
+def _run_range(seeds: tuple[int, int]) -> int:
+    return sum(map(run_world, range(*seeds)))
+
+
+def worlds(first_seed: int, num_steps: int, processes: int) -> Iterator[int]:
+    """Run worlds until so many steps are done. Yields how many so far."""
+    chunk, done = 50, 0
+    with get_context("spawn").Pool(processes) as pool:
+        starts = iter(range(first_seed, sys.maxsize, chunk))
+        ranges = ((start, start + chunk) for start in starts)
+        while done < num_steps:
+            batch = [next(ranges) for _ in range(4 * processes)]
+            for steps in pool.imap_unordered(_run_range, batch):
+                done += steps
+                yield done
+
+
+def main() -> None:
+    """Run many worlds, or one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2_000_000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seed", type=int, help="run this world only")
+    args = parser.parse_args()
+    if args.seed is not None:
+        print(f"world {args.seed}: {World(args.seed).run(300)} steps, every invariant held")
+        return
+    started = time.perf_counter()
+    for done in worlds(args.first_seed, args.steps, args.processes):
+        print(f"\r{done:,} steps, {time.perf_counter() - started:,.0f} s", end="", file=sys.stderr)
+    print(f"\n{done:,} steps, every invariant held, {time.perf_counter() - started:,.0f} s")
+
+
+if __name__ == "__main__":
+    main()
