@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from paged import LLMEngine
+from paged.scheduler import Schedule
 
 # torch keeps the constructors that obey `with torch.device(...)` as they are at its first use: it must come
 # before conftest wraps torch.empty, or a model built on the meta device would be allocated.
@@ -181,16 +182,25 @@ def new_engine(model: str | Path, **options: Any) -> LLMEngine:
 
 def poison(engine: LLMEngine) -> None:
     """Fill every slot that nobody owns with NaN: those of now, and those of every block handed out later."""
-    data, pool = engine.runner.kv_cache.data, engine.block_manager.pool
-    allocate = pool.allocate
+    runner, pool = engine.runner, engine.block_manager.pool
+    data, allocate, copy_blocks = runner.kv_cache.data, pool.allocate, runner._copy_blocks
+    fresh: list[int] = []
 
-    def allocate_poisoned(n: int) -> Any:
+    def allocate_and_note(n: int) -> Any:
         blocks = allocate(n)
-        data[:, :, [*(blocks or ())]] = math.nan
+        fresh.extend(blocks or ())
         return blocks
 
+    def poison_and_copy(schedule: Schedule) -> None:
+        # What is swapped out may lie in blocks that have new owners since.
+        copy_blocks(Schedule(swap_out=schedule.swap_out))
+        data[:, :, fresh] = math.nan
+        fresh.clear()
+        copy_blocks(Schedule(swap_in=schedule.swap_in, copies=schedule.copies))
+
     data.fill_(math.nan)
-    pool.allocate = allocate_poisoned  # type: ignore[method-assign]
+    pool.allocate = allocate_and_note  # type: ignore[method-assign]
+    runner._copy_blocks = poison_and_copy  # type: ignore[method-assign]
 
 
 def assert_all_free(engine: LLMEngine) -> None:
