@@ -239,7 +239,8 @@ class Fair:
 
     def _charge(self, request: Request, cost: float) -> None:
         tenant = request.tenant
-        self.service[tenant] += cost / self._weights.get(tenant, 1.0)
+        # A fork's tenant may never have waited.
+        self.service[tenant] = self.service.get(tenant, 0.0) + cost / self._weights.get(tenant, 1.0)
 
     def _leave(self, tenant: str) -> None:
         if not self._queues[tenant]:

@@ -52,6 +52,7 @@ class Request:
     seed: int
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
+    alert_at: int = field(init=False)  # number of tokens from which on `append` has more to do than append
     index: int = 0  # among the n samples of one prompt
     siblings: list[Request] = field(default_factory=list)  # the others, until the prompt is computed
     priority: float = 0.0
@@ -75,6 +76,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.alert_at = self.num_prompt_tokens + 1
 
     @property
     def num_tokens(self) -> int:
@@ -93,9 +95,15 @@ class Request:
 
     def append(self, token_id: int, now: float) -> None:
         """Take a token sampled at this time, and finish if it is the last one."""
+        self.token_ids.append(token_id)
+        if len(self.token_ids) >= self.alert_at or token_id in self.stop_ids:
+            self.take_note(token_id, now)
+
+    def take_note(self, token_id: int, now: float) -> None:
+        """What `append` does when the newest token is the first one, or perhaps the last."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-        self.token_ids.append(token_id)
+            self.alert_at = self.max_total_tokens
         if token_id in self.stop_ids and self.num_output_tokens > self.params.min_tokens:
             # EOS is the model's own end, for which vLLM's habit is a stop_reason of None.
             self.finish("stop", now, token_id if token_id in self.params.stop_token_ids else None)

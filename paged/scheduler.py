@@ -102,7 +102,8 @@ class Scheduler:
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.policy: Policy = policy or FirstComeFirstServed()
+        # An empty policy is false: it has a length.
+        self.policy: Policy = FirstComeFirstServed() if policy is None else policy
         self.max_chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
         self.max_num_partial_prefills = max_num_partial_prefills or max_num_seqs
         self.watermark_blocks = int(watermark * block_manager.pool.num_blocks)
@@ -230,18 +231,29 @@ class Scheduler:
         """
         self.block_manager.end_step()
         now, num_finished = self.clock(), 0
-        for request, num_new_tokens in zip(schedule.requests, schedule.num_new_tokens, strict=True):
+        advanced, num_decodes = schedule.sampled_requests, schedule.num_decode_tokens
+        for request, num_new_tokens in zip(
+            schedule.requests[num_decodes:], schedule.num_new_tokens[num_decodes:], strict=True
+        ):
             request.num_computed_tokens += num_new_tokens
             request.ready = True
-        advanced = schedule.sampled_requests
-        for request, token in zip(advanced, sampled, strict=True):
-            if request.finish_reason is None:
-                request.ready = True
-                if token is None:
-                    request.finish("error", now, "the model's logits are not finite")
-                else:
-                    request.append(token, now)
-            num_finished += request.finish_reason is not None
+        # This loop and `_schedule_decodes` are what a step costs: they do by hand what methods would.
+        for row, (request, token) in enumerate(zip(advanced, sampled, strict=True)):
+            if row < num_decodes:
+                request.num_computed_tokens += 1
+            if request.finish_reason is not None:  # aborted in flight
+                num_finished += 1
+                continue
+            request.ready = True
+            if token is None:
+                request.finish("error", now, "the model's logits are not finite")
+                num_finished += 1
+                continue
+            token_ids = request.token_ids
+            token_ids.append(token)
+            if len(token_ids) >= request.alert_at or token in request.stop_ids:
+                request.take_note(token, now)
+                num_finished += request.finish_reason is not None
         self._count(schedule)
         if num_finished:
             self.release_finished()
@@ -283,16 +295,17 @@ class Scheduler:
     def _schedule_decodes(self, schedule: Schedule) -> list[Request]:
         """Give a token to everybody who lacks one. Returns those who lack more."""
         requests, lacking, budget = schedule.requests, list[Request](), self.max_num_batched_tokens
-        for request in self.running.copy():
+        running, scarce = self.running.copy(), len(self.running) > budget
+        for request in running:
             if not request.ready:  # in flight, or preempted just now
                 continue
-            start = request.num_computed_tokens
-            if len(request.token_ids) - start > 1 or request.siblings:
+            end = request.num_computed_tokens + 1
+            if end != len(request.token_ids) or request.siblings:
                 lacking.append(request)
                 continue
-            if len(requests) == budget:
+            if scarce and len(requests) == budget:
                 break
-            blocks, end = request.blocks, start + 1
+            blocks = request.blocks
             if end > blocks.capacity and not self._make_room(request, end, schedule):
                 continue
             if end >= blocks.next_full:

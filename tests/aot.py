@@ -228,6 +228,8 @@ def compile_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) ->
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=dtype)
     kernels.store_kv(key, value, cache, cache, torch.zeros(num_tokens, dtype=torch.int64))
+    planes = torch.empty(2, 4, 16, num_kv_heads, head_dim, dtype=dtype)
+    kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
 
 
 def report(target: str) -> list[dict[str, Any]]:

@@ -46,8 +46,8 @@ def test_nothing_spills_and_everything_fits(compiled, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]["rows"]}
-    others = {"_rms_norm_kernel", "_rotary_kernel", "_silu_and_mul_kernel", "_store_kv_kernel"}
-    assert kernels == {"prefill", "decode", "_merge_kernel"} | others
+    others = {"rms_norm", "rotary", "silu_and_mul", "store_kv", "copy_blocks"}
+    assert kernels == {"prefill", "decode", "_merge_kernel"} | {f"_{name}_kernel" for name in others}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -75,6 +75,12 @@ def test_blocks_per_sm_on_sm_90(compiled):
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_blocks_are_copied_in_wide_loads(compiled, target):
+    (row,) = (row for row in compiled[target]["rows"] if row["kernel"] == "_copy_blocks_kernel")
+    assert row["loads_16B"] > 0 if target == "gfx942" else row["loads_2B"] == 0, row
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_batches_do_not_multiply_binaries(compiled, target):
     """One model's batches of any size: a handful of binaries, all of them made by a warm-up."""
     assert compiled[target]["variants"] == {
@@ -84,4 +90,5 @@ def test_batches_do_not_multiply_binaries(compiled, target):
         "_rotary_kernel": 2,  # a tensor of a single token has strides of its own
         "_silu_and_mul_kernel": 1,
         "_store_kv_kernel": 2,
+        "_copy_blocks_kernel": 1,
     }
