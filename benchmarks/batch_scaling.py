@@ -63,7 +63,8 @@ def main() -> None:
 
 
 def run(engine: LLMEngine, batch: int, max_tokens: int) -> dict[str, float]:
-    """One batch of ragged prompts of 8 to 64 tokens."""
+    """One batch of ragged prompts of 8 to 64 tokens, none of them cached."""
+    engine.reset_prefix_cache()
     rng = random.Random(batch)
     vocab_size = engine.model_config.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(8, 64))] for _ in range(batch)]
@@ -73,7 +74,7 @@ def run(engine: LLMEngine, batch: int, max_tokens: int) -> dict[str, float]:
     finished, peak_blocks, started = [], 0, time.perf_counter()
     while engine.has_unfinished_requests():
         finished += [output for output in engine.step() if output.finished]
-        peak_blocks = max(peak_blocks, engine.block_manager.num_used_blocks)
+        peak_blocks = max(peak_blocks, engine.stats().num_used_blocks)
     seconds = time.perf_counter() - started
     assert [len(o.outputs[0].token_ids) for o in finished] == [max_tokens] * batch
     engine.scheduler.check()

@@ -34,7 +34,7 @@ def main() -> None:
     params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=3 * args.steps + 50)
     for i in range(args.num_running):
         engine.add_request(str(i), [1] * (64 + i), params)
-    while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting)):
+    while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting())):
         engine.step()
     parts: dict[str, list[float]] = {"schedule": [], "batch": [], "forward": [], "sample": [], "update": []}
     for _ in range(args.steps):

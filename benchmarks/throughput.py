@@ -118,6 +118,7 @@ def paged_runner(args: argparse.Namespace, workload: Workload) -> Callable[[int]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in workload.max_tokens]
 
     def run(_: int) -> Tokens:
+        engine.reset_prefix_cache()  # every round computes everything, as the others do
         outputs = engine.generate(workload.prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 

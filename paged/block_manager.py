@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 
 from .block_pool import BlockId, BlockPool
@@ -205,8 +204,7 @@ class BlockManager:
         pool, num_full = self.pool, num_tokens // self.block_size
         seq.chain.extend(token_ids, num_full, self.block_size)
         for index in range(seq.num_registered, num_full):
-            gone = any(pool.serial(block) != serial for block, serial in seq.last) and index > 0
-            if gone or index < max(seq.num_dropped):
+            if index < max(seq.num_dropped) or (index and not all(map(pool.is_known, seq.last))):
                 # Nobody could reach it behind a predecessor that is gone.
                 seq.next_full = NEVER
                 return
@@ -394,12 +392,16 @@ class BlockManager:
         """The pools are sound, and their references are exactly the tables, the pins and the host blocks."""
         self.pool.check()
         self.host_pool.check()
-        held = Counter(block for groups in self._pins.values() for blocks in groups for block in blocks)
+        held = [0] * self.pool.num_blocks
+        for groups in self._pins.values():
+            for block in itertools.chain(*groups):
+                held[block] += 1
         for seq in self._sequences:
-            for group, table in enumerate(seq.tables):
-                held.update(seq.live(group))
-                assert seq.num_dropped[group] <= len(table), "more blocks dropped than there were"
+            for table, dropped in zip(seq.tables, seq.num_dropped, strict=True):
+                assert dropped <= len(table), "more blocks dropped than there were"
                 assert seq.capacity <= len(table) * self.block_size, "capacity beyond the blocks held"
-        for block in range(self.pool.num_blocks):
+                for block in table[dropped:]:
+                    held[block] += 1
+        for block, holders in enumerate(held):
             count = self.pool.refcount(block)
-            assert count == held[block], f"block {block}: {count} references, {held[block]} holders"
+            assert count == holders, f"block {block}: {count} references, {holders} holders"

@@ -213,6 +213,10 @@ class BlockPool:
         """What the block is known by to its successors; 0 if it is not cached."""
         return self._serials[block]
 
+    def is_known(self, entry: tuple[BlockId, int]) -> bool:
+        """Whether a block still has this serial: it was not evicted since."""
+        return self._serials[entry[0]] == entry[1]
+
     def reset(self) -> None:
         """Forget every cached block. Those that are held stay with their holders."""
         for block in [*self._index.values()]:
@@ -239,7 +243,7 @@ class BlockPool:
     # How it works
 
     def _key(self, key: int, group: int) -> int:
-        return key - key % self._num_groups + group
+        return key - key % self._num_groups + group if self._num_groups > 1 else key
 
     def _existing(self, block: BlockId) -> BlockId:
         if not 0 <= block < self.num_blocks:
@@ -303,12 +307,16 @@ class BlockPool:
         assert len(ring) == self.num_cached == len(set(ring)), "the cached blocks are miscounted"
         known = set(self._index.values())
         assert len(known) == len(self._index), "two keys lead to the same block"
-        cached, indexed = set(ring), known
-        for block, count in enumerate(self._refcounts):
-            assert count >= 0, f"block {block} has refcount {count}"
-            states = (count > 0, block in free, block in cached, block in self._deferred_until)
-            assert sum(states) == 1, f"block {block} (used, free, cached, deferred): {states}"
-            assert bool(self._serials[block]) == (block in indexed), f"block {block} is lost to the index"
+        cached, deferred = set(ring), set(self._deferred_until)
+        used = {block for block, count in enumerate(self._refcounts) if count}
+        states = (used, free, cached, deferred)
+        if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
+            for block in range(self.num_blocks):
+                found = [block in state for state in states]
+                assert sum(found) == 1, f"block {block} (used, free, cached, deferred): {found}"
+        assert min(self._refcounts, default=0) >= 0, "a block has less than no references"
+        indexed = {block for block, serial in enumerate(self._serials) if serial}
+        assert indexed == known, f"blocks {indexed ^ known} are lost to the index, or in it without a serial"
         assert cached <= indexed, "a cached block cannot be found"
         assert set(self._namespaces) <= indexed, "a namespace outlived its block"
         for key, block in self._index.items():

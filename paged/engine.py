@@ -66,6 +66,7 @@ class LLMEngine:
             seed=config.seed,
         )
         self._groups: dict[str, RequestGroup] = {}  # unfinished
+        self._with_stops: set[RequestGroup] = set()  # of them, those with stop strings
         self._outputs = OutputProcessor(self.tokenizer)
         self._undelivered: list[RequestOutput] = []  # finished while generate() waited for others
         self._ids = itertools.count()
@@ -168,7 +169,7 @@ class LLMEngine:
         try:
             self.scheduler.add(group.samples[0])
         except RequestError:
-            del self._groups[request_id]
+            self._forget(group)
             raise
 
     def fork(
@@ -195,18 +196,18 @@ class LLMEngine:
         now = self.scheduler.clock()
         child = self._factory.new_fork(new_request_id, group.samples[0], sampling_params, now)
         self.scheduler.fork(group.samples[0], child.samples[0])
-        self._groups[new_request_id] = child
+        self._book(child)
         return new_request_id
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; nothing if there is no unfinished one of this id."""
-        group = self._groups.pop(request_id, None)
+        group = self._groups.get(request_id)
         if group is not None:
+            self._forget(group)
             for sample in group.samples:
                 # Samples that wait for their prompt end with the first.
                 if sample.status is not RequestStatus.FINISHED and sample.arrival >= 0:
                     self.scheduler.abort(sample)
-            self._outputs.forget(group)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to deliver."""
@@ -322,28 +323,37 @@ class LLMEngine:
 
     def _advance(self) -> tuple[list[Request], list[RequestGroup]]:
         """Run one step. Returns the requests that got a token or an error, and who finished."""
-        ended = self.scheduler.expire()
-        schedule = self.scheduler.schedule()
-        advanced: list[Request] = []
+        scheduler, advanced = self.scheduler, list[Request]()
+        ended = scheduler.expire()
+        schedule = scheduler.schedule()
         if not schedule.is_empty:
             try:
                 tokens = self.runner.execute(schedule)
             except BaseException:
-                self.scheduler.cancel()
+                scheduler.cancel()
                 raise
-            advanced = self.scheduler.update(schedule, tokens)
-            for request in advanced:
-                if request.params.stop:
-                    self._outputs.end_at_stop_string(request, self.scheduler.clock())
-            ended += [request for request in advanced if request.finish_reason is not None]
+            num_finished = scheduler.counters.num_finished
+            advanced = scheduler.update(schedule, tokens)
+            num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
+            # Most steps finish nobody, and need not be looked through.
+            if num_stopped or scheduler.counters.num_finished > num_finished:
+                ended += [request for request in advanced if request.finish_reason is not None]
         if not ended:
             return advanced, []
-        self.scheduler.release_finished()
+        scheduler.release_finished()
         groups = dict.fromkeys(self._groups[r.request_id] for r in ended if r.request_id in self._groups)
         finished = [group for group in groups if group.finished]
         for group in finished:
-            del self._groups[group.request_id]
+            self._groups.pop(group.request_id)
+            self._with_stops.discard(group)
         return advanced, finished
+
+    def _end_at_stop_strings(self, advanced: list[Request]) -> int:
+        """Finish those whose newest token completes a stop string. Returns how many finished."""
+        for request in advanced:
+            if request.params.stop:
+                self._outputs.end_at_stop_string(request, self.scheduler.clock())
+        return sum(request.finish_reason is not None for request in advanced)
 
     def _next_id(self) -> str:
         return next(i for i in map(str, self._ids) if i not in self._groups)
@@ -361,8 +371,18 @@ class LLMEngine:
         priority, tenant, timeout_s = terms
         served = Terms(priority=priority, tenant=tenant, timeout_s=timeout_s)
         group = self._factory.new_group(request_id, prompt, params, served, self.scheduler.clock())
-        self._groups[request_id] = group
+        self._book(group)
         return group
+
+    def _forget(self, group: RequestGroup) -> None:
+        del self._groups[group.request_id]
+        self._with_stops.discard(group)
+        self._outputs.forget(group)
+
+    def _book(self, group: RequestGroup) -> None:
+        self._groups[group.request_id] = group
+        if group.samples[0].params.stop:
+            self._with_stops.add(group)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

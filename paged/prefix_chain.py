@@ -21,8 +21,8 @@ def first_digest(namespace: bytes, hash_block: HashBlock = sha256_block) -> byte
 
 
 def key_of(digest: bytes) -> int:
-    """The key of a block by its digest: 60 bits, the largest int that takes 32 bytes in CPython."""
-    return int.from_bytes(digest[:8], "little") >> 4
+    """The key of a block by its digest: 56 bits, which take 32 bytes as an int of CPython."""
+    return int.from_bytes(digest[:7], "little")
 
 
 class PrefixChain:
@@ -31,7 +31,7 @@ class PrefixChain:
     namespace: whatever else changes the KV: the cache salt, a rope length. Sequences of different
         namespaces share nothing.
 
-    A key is the first 60 bits of a sha256. It only finds a block: `BlockPool.match` then compares all
+    A key is the first 56 bits of a sha256. It only finds a block: `BlockPool.match` then compares all
     tokens, so that a collision costs a hit and never gives one.
     """
 

@@ -55,6 +55,7 @@ class SchedulerCounters:
     num_queried_tokens: int = 0  # of prompts looked up in the prefix cache
     num_recomputed: int = 0  # preemptions by recompute
     num_swapped: int = 0  # preemptions by swap
+    num_finished: int = 0  # requests that ended by themselves, or by an error
 
 
 class Scheduler:
@@ -230,7 +231,7 @@ class Scheduler:
         ends that request with an error. Returns those requests, but for the ones that were aborted meanwhile.
         """
         self.block_manager.end_step()
-        now, num_finished = self.clock(), 0
+        now, num_finished, num_aborted = self.clock(), 0, 0
         advanced, num_decodes = schedule.sampled_requests, schedule.num_decode_tokens
         for request, num_new_tokens in zip(
             schedule.requests[num_decodes:], schedule.num_new_tokens[num_decodes:], strict=True
@@ -242,7 +243,7 @@ class Scheduler:
             if row < num_decodes:
                 request.num_computed_tokens += 1
             if request.finish_reason is not None:  # aborted in flight
-                num_finished += 1
+                num_aborted += 1
                 continue
             request.ready = True
             if token is None:
@@ -255,8 +256,10 @@ class Scheduler:
                 request.take_note(token, now)
                 num_finished += request.finish_reason is not None
         self._count(schedule)
+        self.counters.num_finished += num_finished
         if num_finished:
             self.release_finished()
+        if num_aborted:
             advanced = [r for r in advanced if r.finish_reason != "abort"]
         self.policy.generated(advanced)
         return advanced

@@ -1,0 +1,197 @@
+"""Does `paged simulate` predict what the engine does?
+
+    python -m benchmarks.simulate
+    paged simulate --coefficients coefficients.json --num-blocks 1000 …   # with --write coefficients.json
+
+Runs the engine on a ragged workload, fits a cost to its steps by least squares, and predicts other workloads,
+with other lengths and another number of requests at once. Then the engine runs those. The ratio is predicted
+to measured throughput; the benchmark fails if one of the medians is further than --tolerance from 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.common import Workload, checkpoint, print_json, print_table
+from paged import EngineConfig, LLMEngine, SamplingParams
+from paged.scheduler import Schedule
+from paged.simulate.cost import Work, window_shares, work_of
+from paged.simulate.fleet import Fleet, FleetConfig
+from paged.simulate.model import read_model
+from paged.simulate.statistics import percentile
+from paged.simulate.workload import Arrival
+
+OPTIONS = {"num_blocks": 4096, "max_num_batched_tokens": 512}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload to be served all at once. Lengths are uniform in a range; seqs: how many run at once."""
+
+    name: str
+    num_requests: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    seqs: int
+
+    def workload(self, vocab_size: int) -> Workload:
+        """Its requests, always the same."""
+        rng = random.Random(self.name)
+        prompts = [
+            [rng.randrange(vocab_size) for _ in range(rng.randint(*self.input_len))]
+            for _ in range(self.num_requests)
+        ]
+        return Workload(prompts, [rng.randint(*self.output_len) for _ in range(self.num_requests)])
+
+
+# Many sequences with little context, few with much: else nobody could tell the cost of one from the other's.
+FIT = [
+    Case("fit short", 64, (4, 48), (16, 64), 64),
+    Case("fit long", 10, (500, 1500), (32, 96), 5),
+    Case("fit ragged", 32, (16, 512), (16, 128), 24),
+]
+PREDICT = [
+    Case("short", 96, (8, 64), (32, 128), 48),
+    Case("long", 24, (200, 900), (64, 256), 16),
+    Case("ragged", 48, (25, 256), (25, 256), 32),
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A workload served. Seconds of each step, and when each request got its first token."""
+
+    steps: list[tuple[Work, float]]
+    first_tokens: list[float]
+    seconds: float
+
+
+def main() -> None:
+    """Fit once, then predict and measure in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="demo", help="demo, a shape of benchmarks.common, or a directory")
+    parser.add_argument("--rounds", type=int, default=3)
+    # Threads wait for each other: on a machine that others use too, a step's time says more of those.
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tolerance", type=float, default=0.15)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="where to write the coefficients")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    directory = checkpoint(args.model)
+    serve(directory, FIT[0])  # warm up
+    # In turn, so that all see the machine in the same moods.
+    fits, measured = list[Run](), {case: list[Run]() for case in PREDICT}
+    for _ in range(args.rounds):
+        fits += [serve(directory, case) for case in FIT]
+        for case, runs in measured.items():
+            runs.append(serve(directory, case))
+    coefficients = fit([step for run in fits for step in run.steps])
+    rows = [row(directory, case, measured[case], coefficients) for case in PREDICT]
+    print_table([{"coefficient": name, "us": 1e6 * value} for name, value in coefficients.items()])
+    print_table(rows)
+    if args.write:
+        args.write.write_text(json.dumps(coefficients) + "\n")
+    worst = max(abs(row["ratio"] - 1) for row in rows)
+    print_json({"benchmark": "simulate", "coefficients": coefficients, "cases": rows, "worst": worst})
+    assert worst <= args.tolerance, f"a prediction is {worst:.0%} off"
+
+
+def serve(directory: str, case: Case) -> Run:
+    """Let the engine do it, and time its steps."""
+    options = {**OPTIONS, "max_num_seqs": case.seqs}
+    engine = LLMEngine(directory, device="cpu", skip_tokenizer_init=True, **options)
+    workload = case.workload(engine.model_config.vocab_size)
+    for i, (prompt, max_tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(str(i), prompt, params)
+    windows, schedule, works = window_shares(engine.model_config), engine.scheduler.schedule, list[Work]()
+
+    def recorded() -> Schedule:
+        step = schedule()
+        works.append(work_of(step, windows))
+        return step
+
+    engine.scheduler.schedule = recorded
+    seconds, first_tokens, num_tokens = list[float](), dict[str, float](), 0
+    begun = started = time.perf_counter()
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        ended = time.perf_counter()
+        seconds.append(ended - started)
+        started = ended
+        for output in outputs:
+            first_tokens.setdefault(output.request_id, ended - begun)
+            num_tokens += len(output.outputs[0].token_ids) if output.finished else 0
+    assert num_tokens == workload.num_output_tokens
+    return Run([*zip(works, seconds, strict=True)], sorted(first_tokens.values()), started - begun)
+
+
+def fit(steps: list[tuple[Work, float]]) -> dict[str, float]:
+    """Least squares, without the terms that would come out negative."""
+    terms = {
+        "step_s": [1.0 for _ in steps],
+        "token_s": [work.num_tokens for work, _ in steps],
+        "seq_s": [work.num_seqs for work, _ in steps],
+        "context_s": [work.context for work, _ in steps],
+        "pair_s": [work.pairs for work, _ in steps],
+    }
+    seconds = np.array([seconds for _, seconds in steps])
+    while True:
+        solution, *_ = np.linalg.lstsq(np.array([*terms.values()]).T, seconds, rcond=None)
+        found = dict(zip(terms, map(float, solution), strict=True))
+        worst = min(found, key=lambda name: found[name] * sum(terms[name]))
+        if found[worst] >= 0:
+            return {"step_s": 0.0, **found}
+        del terms[worst]
+
+
+def predict(directory: str, case: Case, coefficients: dict[str, float]) -> tuple[float, list[float]]:
+    """Seconds to serve the case, and when each request gets its first token."""
+    engine = EngineConfig(model=directory, max_num_seqs=case.seqs, **OPTIONS)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "coefficients.json"
+        file.write_text(json.dumps(coefficients))
+        fleet = Fleet(FleetConfig(coefficients=str(file)), engine)
+    workload = case.workload(read_model(directory).vocab_size)
+
+    def arrivals() -> Iterator[Arrival]:
+        for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
+            yield Arrival(0.0, prompt, max_tokens)
+
+    found = fleet.run(arrivals())
+    assert found.num_output_tokens == workload.num_output_tokens
+    return found.duration, sorted(found.latencies[""].ttft)
+
+
+def row(directory: str, case: Case, runs: list[Run], coefficients: dict[str, float]) -> dict:
+    """Predicted beside measured."""
+    seconds, first_tokens = predict(directory, case, coefficients)
+    num_tokens = case.workload(read_model(directory).vocab_size).num_output_tokens
+    ratios = sorted(run.seconds / seconds for run in runs)
+    ttft = statistics.median(percentile(run.first_tokens, 50) for run in runs)
+    return {
+        "case": case.name,
+        "requests": case.num_requests,
+        "predicted_tok_s": num_tokens / seconds,
+        "measured_tok_s": num_tokens / statistics.median(run.seconds for run in runs),
+        "ratio": statistics.median(ratios),
+        "from": ratios[0],
+        "to": ratios[-1],
+        "predicted_ttft_p50": percentile(first_tokens, 50),
+        "measured_ttft_p50": ttft,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""How long a step takes and how many blocks fit: from data sheets, or from a fit to measured steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
+
+from ..errors import ConfigError
+from ..models.config import ModelConfig
+from ..scheduler import Schedule
+from ..validation import check_number
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class DataSheet:
+    """What a vendor's data sheet says of one GPU. Nobody reaches it: see the efficiencies of `FleetConfig`.
+
+    tflops: bfloat16 on the matrix units, dense, in 10^12 a second.
+    memory_gb_per_s: bandwidth of its own memory, in 10^9 bytes a second.
+    memory_gib: size of that memory.
+    link_gb_per_s: to the host, one way.
+    """
+
+    tflops: float
+    memory_gb_per_s: float
+    memory_gib: float
+    link_gb_per_s: float
+
+
+# Of the SXM or OAM module where there is one; PCIe 4.0 x16 is 32 GB/s, 5.0 is 64.
+DATA_SHEETS = {
+    "A100-80G": DataSheet(312, 2039, 80, 32),
+    "H100": DataSheet(989, 3350, 80, 64),
+    "H200": DataSheet(989, 4800, 141, 64),
+    "B200": DataSheet(2250, 8000, 180, 64),
+    "MI300X": DataSheet(1307, 5300, 192, 64),
+    "L4": DataSheet(121, 300, 24, 32),
+    "RTX4090": DataSheet(165, 1008, 24, 32),
+}
+
+
+class Work(NamedTuple):
+    """What a step computes.
+
+    context: tokens whose K and V are read, those of the step included; each sequence reads its own once.
+    pairs: of queries and the keys they see. Both are means over the layers, which differ by their windows.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_sampled: int
+    context: float
+    pairs: float
+
+
+# Each window that layers have, and the share of layers that have it.
+WindowShares = Sequence[tuple[int | None, float]]
+
+
+def window_shares(model: ModelConfig) -> WindowShares:
+    """The windows of a model's layers."""
+    return [(window, n / model.num_layers) for window, n in Counter(model.layer_windows).items()]
+
+
+def work_of(schedule: Schedule, windows: WindowShares) -> Work:
+    """What a step computes, before it is booked as computed."""
+    computed = [request.num_computed_tokens for request in schedule.requests]
+    context = pairs = 0.0
+    for window, share in windows:
+        reads, sees = _attention(computed, schedule.num_new_tokens, schedule.num_decode_tokens, window)
+        context += share * reads
+        pairs += share * sees
+    return Work(schedule.num_tokens, len(computed), len(schedule.sampled), context, pairs)
+
+
+def _attention(
+    computed: list[int], num_new: list[int], num_decodes: int, window: int | None
+) -> tuple[int, int]:
+    """Keys read, and pairs of queries and keys, in a layer with this window. Decodes come first."""
+    if window is None:
+        context = sum(computed[:num_decodes]) + num_decodes
+    else:
+        context = sum(min(start + 1, window) for start in computed[:num_decodes])
+    pairs = context
+    for start, new in zip(computed[num_decodes:], num_new[num_decodes:], strict=True):
+        # The first `below` queries see everything before them and themselves, the others a whole window.
+        below = new if window is None else min(new, max(0, window - start))
+        seen = 0 if window is None else max(0, start - window + 1)
+        context += start + new - seen
+        pairs += below * start + below * (below + 1) // 2 + (new - below) * (window or 0)
+    return context, pairs
+
+
+class ComputeCost(Protocol):
+    """Seconds that a step's work takes."""
+
+    def seconds(self, work: Work) -> float:
+        """From begin to end of the step."""
+
+
+class Roofline:
+    """overhead + max(flops / peak, bytes / bandwidth), as in Williams et al., 2009.
+
+    flops: 2 for each weight of the layers and each token, 2 for each weight of the head and each sampled
+        token, and 4 head_dim for each head and each pair of query and key.
+    bytes: all weights but the embedding once, K and V of the context read, those of the new tokens written.
+
+    Norms, biases and activations, about one percent, are left out.
+
+    overhead: seconds of a step that are neither: launches, scheduling, sampling.
+    flops_efficiency, bandwidth_efficiency: the share of the data sheet's figures that kernels reach.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        sheet: DataSheet,
+        *,
+        overhead: float,
+        flops_efficiency: float,
+        bandwidth_efficiency: float,
+    ) -> None:
+        layer_params, head_params = num_layer_params(model), model.vocab_size * model.hidden_size
+        self._flops_per_token, self._flops_per_sample = 2 * layer_params, 2 * head_params
+        self._flops_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
+        self._weight_bytes = (layer_params + head_params) * element_bytes(model)
+        self._kv_bytes = kv_bytes_per_token(model)
+        self._flops_per_s = sheet.tflops * 1e12 * flops_efficiency
+        self._bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
+        self._overhead = overhead
+
+    def seconds(self, work: Work) -> float:
+        """From begin to end of the step."""
+        flops = (
+            self._flops_per_token * work.num_tokens
+            + self._flops_per_sample * work.num_sampled
+            + self._flops_per_pair * work.pairs
+        )
+        moved = self._weight_bytes + self._kv_bytes * (work.context + work.num_tokens)
+        return self._overhead + max(flops / self._flops_per_s, moved / self._bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coefficients:
+    """A linear fit to measured steps, such as `python -m benchmarks.simulate` makes.
+
+    step_s: seconds of any step.
+    token_s: seconds for each token computed.
+    seq_s: seconds for each sequence in the step.
+    context_s: seconds for each token whose K and V are read.
+    pair_s: seconds for each pair of a query and a key it sees.
+    """
+
+    step_s: float
+    token_s: float = 0.0
+    seq_s: float = 0.0
+    context_s: float = 0.0
+    pair_s: float = 0.0
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """From a JSON object with these names. Raises ConfigError naming the file."""
+        names = [field.name for field in fields(cls)]
+        try:
+            given = json.loads(file.read_bytes())
+            if not isinstance(given, dict) or "step_s" not in given or not set(given) <= set(names):
+                raise ConfigError(f"must be an object with step_s and any of {', '.join(names[1:])}")
+            for name, value in given.items():
+                check_number(ConfigError, name, value, 0.0)
+        except ValueError as error:  # json's and our own
+            raise ConfigError(f"{file}: {error}") from error
+        return cls(**given)
+
+    def seconds(self, work: Work) -> float:
+        """From begin to end of the step."""
+        computed = self.token_s * work.num_tokens + self.seq_s * work.num_seqs
+        return self.step_s + computed + self.context_s * work.context + self.pair_s * work.pairs
+
+
+class StepCost:
+    """Seconds of a whole step: what it computes, and the blocks it moves."""
+
+    def __init__(self, compute: ComputeCost, model: ModelConfig, sheet: DataSheet, block_size: int) -> None:
+        self._compute, self._windows = compute, window_shares(model)
+        self._bytes_per_token = kv_bytes_per_token(model)
+        self._block_bytes = block_bytes(model, block_size)
+        self._link_bytes_per_s = sheet.link_gb_per_s * 1e9
+        self._memory_bytes_per_s = sheet.memory_gb_per_s * 1e9
+
+    def seconds(self, schedule: Schedule) -> float:
+        """From begin to end of the step."""
+        seconds = 0.0
+        if schedule.requests:
+            seconds = self._compute.seconds(work_of(schedule, self._windows))
+        if schedule.swap_out or schedule.swap_in:
+            swapped = (len(schedule.swap_out) + len(schedule.swap_in)) * self._block_bytes
+            seconds += swapped / self._link_bytes_per_s
+        if schedule.copies:  # read and written
+            seconds += 2 * len(schedule.copies) * self._block_bytes / self._memory_bytes_per_s
+        return seconds
+
+    def swap_pays(self, num_tokens: int) -> bool:
+        """Whether that many tokens are sooner swapped out and in again than computed again."""
+        swap = 2 * num_tokens * self._bytes_per_token / self._link_bytes_per_s
+        pairs = num_tokens * (num_tokens + 1) // 2
+        return swap < self._compute.seconds(Work(num_tokens, 1, 1, num_tokens, pairs))
+
+
+# Sizes
+
+
+def num_layer_params(model: ModelConfig) -> int:
+    """Weights of all layers, without embedding and head."""
+    hidden = model.hidden_size
+    attention = 2 * hidden * (model.num_heads + model.num_kv_heads) * model.head_dim  # Q and O, K and V
+    return model.num_layers * (attention + 3 * hidden * model.intermediate_size)
+
+
+def num_params(model: ModelConfig) -> int:
+    """All weights."""
+    tables = 1 if model.tie_word_embeddings else 2
+    return num_layer_params(model) + tables * model.vocab_size * model.hidden_size
+
+
+def element_bytes(model: ModelConfig) -> int:
+    """Bytes of a weight, and of an element of K and V."""
+    return 4 if model.dtype == "float32" else 2
+
+
+def kv_bytes_per_token(model: ModelConfig) -> int:
+    """Bytes of K and V of one token over all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes(model)
+
+
+def block_bytes(model: ModelConfig, block_size: int) -> int:
+    """Bytes of one block over the layers of its group."""
+    return model.kv_elements_per_slot * block_size * element_bytes(model)
+
+
+def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, block_size: int) -> int:
+    """Blocks beside the weights, in that share of the GPU's memory. Raises ConfigError if there is none."""
+    free = sheet.memory_gib * GIB * utilization - num_params(model) * element_bytes(model)
+    num_blocks = math.floor(free / block_bytes(model, block_size))
+    if num_blocks < 1:
+        weights = num_params(model) * element_bytes(model) / GIB
+        raise ConfigError(
+            f"no block fits beside {weights:.1f} GiB of weights in {sheet.memory_gib * utilization:.1f} GiB; "
+            "take a larger GPU, or give num_blocks"
+        )
+    return num_blocks

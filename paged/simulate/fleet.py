@@ -1,0 +1,198 @@
+"""Fleet: replicas behind a router, on one virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..models.config import ModelConfig
+from ..request import Request
+from ..validation import check_int, check_number
+from .cost import (
+    DATA_SHEETS,
+    GIB,
+    Coefficients,
+    ComputeCost,
+    Roofline,
+    StepCost,
+    block_bytes,
+    blocks_that_fit,
+)
+from .model import read_model
+from .replica import Replica, Sizes
+from .router import ROUTERS, new_router
+from .statistics import Statistics
+from .timeline import Timeline
+from .workload import Arrival
+
+# What the engine takes beside a GPU.
+GPU_STEP_TOKENS, GPU_SWAP_SPACE = 8192, 4.0
+# What happens first of all that happens at one time: a step begins with everything that has come in by then.
+ARRIVAL, NEXT_TURN, STEP = range(3)
+Event = tuple[float, int, int, Arrival | None]  # the number is the arrival's, or the replica's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """What the fleet is made of.
+
+    gpu: a GPU by name, for its data sheet: compute, bandwidth, memory and link to the host.
+    replicas: engines, each with a GPU of its own.
+    router: "round-robin"; "least-loaded", the fewest outstanding tokens; "prefix-aware", whoever was sent
+        most of the prompt before, unless it has too much to do.
+    coefficients: a JSON file with step_s, token_s, seq_s, context_s and pair_s, measured seconds that replace
+        those of the data sheet.
+    flops_efficiency: the share of the data sheet's compute that is reached.
+    bandwidth_efficiency: the share of the data sheet's bandwidth that is reached.
+    step_overhead: milliseconds of a step for launches, scheduling and sampling.
+
+    The defaults of the last three are assumptions, not measurements. Raises ConfigError.
+    """
+
+    gpu: str = "H100"
+    replicas: int = 1
+    router: str = "round-robin"
+    coefficients: str | None = None
+    flops_efficiency: float = 0.6
+    bandwidth_efficiency: float = 0.8
+    step_overhead: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.gpu not in DATA_SHEETS:
+            raise ConfigError(f"gpu must be one of {', '.join(DATA_SHEETS)}; got {self.gpu!r}")
+        if self.router not in ROUTERS:
+            raise ConfigError(f"router must be one of {', '.join(ROUTERS)}; got {self.router!r}")
+        check_int(ConfigError, "replicas", self.replicas, 1)
+        for name in ("flops_efficiency", "bandwidth_efficiency"):
+            check_number(ConfigError, name, getattr(self, name), 0.0, 1.0, above=True)
+        check_number(ConfigError, "step_overhead", self.step_overhead, 0.0)
+
+    def step_cost(self, model: ModelConfig, block_size: int) -> StepCost:
+        """What a step costs on one of these GPUs."""
+        sheet = DATA_SHEETS[self.gpu]
+        compute: ComputeCost
+        if self.coefficients is not None:
+            compute = Coefficients.read(Path(self.coefficients))
+        else:
+            compute = Roofline(
+                model,
+                sheet,
+                overhead=self.step_overhead / 1e3,
+                flops_efficiency=self.flops_efficiency,
+                bandwidth_efficiency=self.bandwidth_efficiency,
+            )
+        return StepCost(compute, model, sheet, block_size)
+
+
+class Fleet:
+    """Replicas that take what arrives, step by step, until all of it is done."""
+
+    def __init__(self, fleet: FleetConfig, engine: EngineConfig, timeline: Timeline | None = None) -> None:
+        model = read_model(engine.model)
+        self.sizes = _sizes(fleet, engine, model)
+        cost = fleet.step_cost(model, engine.block_size)
+        self.replicas = [Replica(engine, self.sizes, cost) for _ in range(fleet.replicas)]
+        self._router = new_router(fleet.router, engine.block_size)
+        self._loads = [0] * fleet.replicas  # tokens of unfinished requests
+        self._events: list[Event] = []
+        self._num_requests = 0
+        self._conversations: dict[str, Arrival] = {}  # unfinished requests that are not the last turn
+        self.statistics = Statistics(self.sizes.num_blocks, fleet.replicas, timeline)
+
+    def run(
+        self, arrivals: Iterator[Arrival], think_time: float = 0.0, done: Callable[[int], object] = bool
+    ) -> Statistics:
+        """Serve everybody, and say how it went.
+
+        think_time: seconds from an answer to the next turn of a conversation.
+        done: is told each time how many more requests are over.
+        """
+        self._expect(arrivals)
+        while self._events:
+            now, kind, number, arrival = heapq.heappop(self._events)
+            if arrival is None:
+                replica = self.replicas[number]
+                if replica.step is not None:
+                    done(self._end_step(number, now, think_time))
+                if replica.scheduler.has_unfinished():
+                    self._begin_step(number, now)
+                else:
+                    replica.awake = False
+                continue
+            if kind == ARRIVAL:
+                self._expect(arrivals)
+            if not self._admit(arrival):
+                done(1 + len(arrival.following))
+        return self.statistics
+
+    def _expect(self, arrivals: Iterator[Arrival]) -> None:
+        arrival = next(arrivals, None)
+        if arrival is not None:
+            heapq.heappush(self._events, (arrival.time, ARRIVAL, 0, arrival))
+
+    def _admit(self, arrival: Arrival) -> bool:
+        """Give a request to a replica, which may refuse it."""
+        number = self._router.choose(arrival.token_ids, self._loads)
+        replica = self.replicas[number]
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        request = replica.add(request_id, arrival)
+        if request is None:
+            self.statistics.refuse(1 + len(arrival.following))
+            return False
+        self._loads[number] += request.num_prompt_tokens
+        if arrival.following:
+            self._conversations[request_id] = arrival
+        if not replica.awake:
+            replica.awake = True
+            heapq.heappush(self._events, (arrival.time, STEP, number, None))
+        return True
+
+    def _begin_step(self, number: int, now: float) -> None:
+        replica = self.replicas[number]
+        seconds = replica.begin_step(now)
+        self.statistics.step(replica, now, seconds)
+        heapq.heappush(self._events, (now + seconds, STEP, number, None))
+
+    def _end_step(self, number: int, now: float, think_time: float) -> int:
+        """Returns how many requests finished."""
+        num_sampled, finished = self.replicas[number].end_step(now)
+        self._loads[number] += num_sampled
+        for request in finished:
+            self._loads[number] -= request.num_tokens
+            self.statistics.finish(request)
+            self._go_on(request, now + think_time)
+        return len(finished)
+
+    def _go_on(self, request: Request, now: float) -> None:
+        arrival = self._conversations.pop(request.request_id, None)
+        if arrival is not None:
+            turn = arrival.next_turn(request.token_ids, now)
+            heapq.heappush(self._events, (now, NEXT_TURN, int(request.request_id), turn))
+
+
+def _sizes(fleet: FleetConfig, engine: EngineConfig, model: ModelConfig) -> Sizes:
+    """What the options leave open, as the engine settles it beside a GPU."""
+    sheet = DATA_SHEETS[fleet.gpu]
+    budget, max_model_len = engine.max_num_batched_tokens or GPU_STEP_TOKENS, engine.max_model_len
+    max_model_len = max_model_len or model.max_context
+    num_blocks = engine.num_blocks
+    if num_blocks is None:
+        fitting = blocks_that_fit(model, sheet, engine.gpu_memory_utilization, engine.block_size)
+        # More than every request at full length could fill is of no use.
+        most = engine.max_num_seqs * -(-max_model_len // engine.block_size) * len(model.layer_groups)
+        num_blocks = min(fitting, most)
+    swap_space = GPU_SWAP_SPACE if engine.swap_space is None else engine.swap_space
+    swap_space = 0.0 if engine.preemption_mode == "recompute" else swap_space
+    return Sizes(
+        num_blocks=num_blocks,
+        num_host_blocks=int(swap_space * GIB) // block_bytes(model, engine.block_size),
+        max_num_batched_tokens=budget,
+        max_step_tokens=min(engine.long_prefill_token_threshold or budget, budget),
+        max_model_len=max_model_len,
+        windows=tuple(group.window for group in model.layer_groups),
+    )

@@ -1,0 +1,115 @@
+"""Replica: one engine of the fleet, with a cost in place of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..block_manager import BlockManager
+from ..config import EngineConfig
+from ..errors import QueueFullError
+from ..policies import new_policy
+from ..request import Request, RequestMetrics, RequestStatus
+from ..sampling_params import SamplingParams
+from ..scheduler import Schedule, Scheduler
+from .cost import StepCost
+from .workload import SAMPLED, Arrival
+
+PARAMS = SamplingParams()
+NO_STOPS = frozenset[int]()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What follows from model and GPU, where the options leave it open."""
+
+    num_blocks: int
+    num_host_blocks: int
+    max_num_batched_tokens: int
+    max_step_tokens: int  # of one request
+    max_model_len: int
+    windows: tuple[int | None, ...]  # of the layer groups
+
+
+class Replica:
+    """The real scheduler and block manager, one step at a time."""
+
+    def __init__(self, config: EngineConfig, sizes: Sizes, cost: StepCost) -> None:
+        self.now = 0.0
+        self.step: Schedule | None = None  # in flight
+        self.awake = False  # whether it runs a step, or is about to
+        self._cost, self._max_model_len = cost, sizes.max_model_len
+        manager = self.manager = BlockManager(
+            sizes.num_blocks,
+            config.block_size,
+            windows=sizes.windows,
+            max_step_tokens=sizes.max_step_tokens,
+            num_host_blocks=sizes.num_host_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            policy=new_policy(
+                config.scheduling_policy,
+                lambda request: manager.num_matched(request.blocks, request.token_ids),
+                config.tenant_weights,
+            ),
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            max_num_partial_prefills=config.max_num_partial_prefills,
+            watermark=config.watermark,
+            max_waiting=config.max_waiting,
+            max_preemptions=config.max_preemptions,
+            swap_pays=_swap_pays(config.preemption_mode, cost),
+            clock=lambda: self.now,
+        )
+
+    def add(self, request_id: str, arrival: Arrival) -> Request | None:
+        """Queue a request; None if it is refused, for its length or because too many wait."""
+        num_prompt_tokens = len(arrival.token_ids)
+        # As in the engine: a prompt that fills the context still gets the token that follows it.
+        most = min(
+            num_prompt_tokens + arrival.num_output_tokens, max(self._max_model_len, num_prompt_tokens + 1)
+        )
+        if num_prompt_tokens > self._max_model_len or not self.manager.fits(most - 1):
+            return None
+        request = Request(
+            request_id,
+            None,
+            arrival.token_ids,
+            PARAMS,
+            most,
+            NO_STOPS,
+            0,
+            priority=arrival.priority,
+            tenant=arrival.tenant,
+            metrics=RequestMetrics(arrival.time),
+        )
+        try:
+            self.scheduler.add(request)
+        except QueueFullError:
+            return None
+        return request
+
+    def begin_step(self, now: float) -> float:
+        """Schedule what there is to do. Returns the seconds it takes."""
+        self.now, self.step = now, self.scheduler.schedule()
+        return self._cost.seconds(self.step)
+
+    def end_step(self, now: float) -> tuple[int, list[Request]]:
+        """Book the step. Returns the number of tokens it sampled, and who finished."""
+        assert self.step is not None, "no step is in flight"
+        num_running, num_sampled = len(self.scheduler.running), len(self.step.sampled)
+        self.now = now
+        advanced = self.scheduler.update(self.step, [SAMPLED] * num_sampled)
+        self.step = None
+        if len(self.scheduler.running) == num_running:
+            return num_sampled, []
+        return num_sampled, [r for r in advanced if r.status is RequestStatus.FINISHED]
+
+
+def _swap_pays(mode: str, cost: StepCost) -> Callable[[int], bool] | None:
+    if mode == "recompute":
+        return None
+    return cost.swap_pays if mode == "auto" else lambda _: True

@@ -1,0 +1,139 @@
+"""Statistics: what a simulation counts, and the figures that follow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..request import Request
+from .replica import Replica
+from .timeline import Timeline
+
+PERCENTILES = (50, 90, 99)
+
+
+class Latencies:
+    """Seconds that requests took.
+
+    ttft: from arrival to the first token. tpot: between tokens, the mean of a request that has several.
+    e2e: from arrival to the last token.
+    """
+
+    def __init__(self) -> None:
+        self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
+
+    def add(self, request: Request) -> None:
+        """Take a finished request's."""
+        metrics, num_output = request.metrics, request.num_output_tokens
+        first, last = metrics.first_token_time, metrics.finished_time
+        assert first is not None, "a request that finished without a token"
+        assert last is not None, "a request that has not finished"
+        self.ttft.append(first - metrics.arrival_time)
+        self.e2e.append(last - metrics.arrival_time)
+        if num_output > 1:
+            self.tpot.append((last - first) / (num_output - 1))
+
+
+class Statistics:
+    """What happened in a fleet. Times are in seconds of the virtual clock, which begins at 0.
+
+    timeline: None, or what collects the course of things.
+    """
+
+    def __init__(self, num_blocks: int, num_replicas: int, timeline: Timeline | None = None) -> None:
+        self.num_blocks, self.num_replicas, self.timeline = num_blocks, num_replicas, timeline
+        self.latencies: dict[str, Latencies] = {}  # by tenant
+        self.num_refused = self.num_finished = self.num_steps = self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_output_tokens = self.num_cached_tokens = 0
+        self.duration = self.busy_seconds = self.used_block_seconds = 0.0
+        self.num_step_tokens = self.peak_used_blocks = 0
+
+    def refuse(self, num_requests: int) -> None:
+        """A request, or a conversation from here on, was refused."""
+        self.num_refused += num_requests
+
+    def step(self, replica: Replica, start: float, seconds: float) -> None:
+        """A replica begins a step."""
+        assert replica.step is not None, "no step is in flight"
+        used, end = replica.manager.pool.num_used, start + seconds
+        self.num_steps += 1
+        self.num_step_tokens += replica.step.num_tokens
+        self.busy_seconds += seconds
+        self.used_block_seconds += used * seconds
+        self.peak_used_blocks = max(self.peak_used_blocks, used)
+        self.duration = max(self.duration, end)
+        if self.timeline is not None:
+            scheduler = replica.scheduler
+            self.timeline.add(
+                start, end, used, len(scheduler.running), scheduler.num_waiting, replica.step.num_tokens
+            )
+
+    def finish(self, request: Request) -> None:
+        """A request got its last token."""
+        self.num_finished += 1
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_output_tokens += request.num_output_tokens
+        self.num_cached_tokens += request.num_cached_tokens or 0
+        self.num_preemptions += request.metrics.num_preemptions
+        latencies = self.latencies.get(request.tenant)
+        if latencies is None:
+            latencies = self.latencies[request.tenant] = Latencies()
+        latencies.add(request)
+
+    def summary(self) -> dict[str, Any]:
+        """All figures by name. Times are in seconds, shares from 0 to 1."""
+        duration = self.duration or math.inf  # nothing was computed: no throughput
+        capacity = self.num_blocks * self.num_replicas * duration
+        return {
+            "requests": self.num_finished + self.num_refused,
+            "finished": self.num_finished,
+            "refused": self.num_refused,
+            "duration_s": self.duration,
+            "requests_per_s": self.num_finished / duration,
+            "output_tokens_per_s": self.num_output_tokens / duration,
+            "total_tokens_per_s": (self.num_prompt_tokens + self.num_output_tokens) / duration,
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            **_percentiles(self.latencies.values()),
+            "tenants": {
+                tenant: {"finished": len(latencies.e2e), **_percentiles([latencies])}
+                for tenant, latencies in sorted(self.latencies.items())
+                if tenant
+            },
+            "busy_share": self.busy_seconds / (duration * self.num_replicas),
+            "block_share_mean": self.used_block_seconds / capacity,
+            "block_share_peak": self.peak_used_blocks / self.num_blocks,
+            "num_blocks": self.num_blocks,
+            "replicas": self.num_replicas,
+            "preemptions": self.num_preemptions,
+            "hit_rate": self.num_cached_tokens / max(1, self.num_prompt_tokens),
+            "steps": self.num_steps,
+            "tokens_per_step": self.num_step_tokens / max(1, self.num_steps),
+        }
+
+
+def _percentiles(groups: Iterable[Latencies]) -> dict[str, dict[str, float] | None]:
+    """Mean and percentiles of each time; None where there is none."""
+    merged = [*groups]
+    return {
+        f"{name}_s": _of(sorted(itertools.chain.from_iterable(getattr(group, name) for group in merged)))
+        for name in ("ttft", "tpot", "e2e")
+    }
+
+
+def _of(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    found = {f"p{p}": percentile(values, p) for p in PERCENTILES}
+    return {**found, "mean": math.fsum(values) / len(values)}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Of sorted values, by linear interpolation, as numpy does it."""
+    place = (len(values) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)

@@ -1,0 +1,220 @@
+"""Workload: who asks for what, and when; made up from distributions, or from a trace."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from ..validation import check_int, check_number
+from .trace import TraceLine, read_trace
+
+ARRIVALS = ("poisson", "bursty")
+DEFAULT_BURSTINESS = 0.25
+# Token ids stand for text that nobody looks at. A prompt's own part begins with an id that no other has,
+# which makes all its blocks different: their keys follow from all tokens before.
+SAMPLED, FILLER, FIRST_OWN = -1, 0, -3
+
+Turn = tuple[int, int]  # new prompt tokens, output tokens
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request as it comes in. `following`: the turns of the conversation after this one."""
+
+    time: float
+    token_ids: list[int]
+    num_output_tokens: int
+    tenant: str = ""
+    priority: float = 0.0
+    following: Sequence[Turn] = ()
+
+    def next_turn(self, history: list[int], now: float) -> Arrival:
+        """What is asked next, behind all that was said."""
+        (own, output), *following = self.following
+        prompt = history + [FILLER] * own
+        return Arrival(now, prompt, output, self.tenant, self.priority, following)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is asked of the fleet. A length is fixed:N, uniform:LOW-HIGH or lognormal:MEAN,SIGMA.
+
+    requests: how many, the later turns of conversations included.
+    rate: requests a second; inf lets all come at once. With turns, conversations begin at rate / turns.
+    arrivals: "poisson", or "bursty": intervals from a gamma distribution.
+    burstiness: shape of that distribution; 1 is poisson, the smaller the burstier. Default 0.25.
+    input_len: prompt tokens of a request, without the prefix it shares and the turns before.
+    output_len: output tokens of a request.
+    prefixes: number of system prompts, used with weights 1, 1/2, 1/3, ...; 0 for none.
+    prefix_len: tokens of a system prompt, or of what a trace's lines with the same prefix_id share.
+    turns: requests of a conversation, each with all that was said before in its prompt.
+    think_time: seconds from an answer to the next turn.
+    tenants: shares of the requests, such as a=3,b=1.
+    trace: a JSONL file to take the requests from. Lines have timestamp in seconds, output_tokens, either
+        input_tokens or prompt_token_ids, and if they like tenant, priority (the lowest first) and prefix_id.
+    seed: of everything random.
+
+    Raises ConfigError naming the value and what is allowed; RequestError for a trace's line.
+    """
+
+    requests: int = 1000
+    rate: float = 10.0
+    arrivals: str = "poisson"
+    burstiness: float | None = None
+    input_len: str = "lognormal:500,0.8"
+    output_len: str = "lognormal:150,0.8"
+    prefixes: int = 0
+    prefix_len: int = 512
+    turns: int = 1
+    think_time: float = 10.0
+    tenants: Mapping[str, float] = field(default_factory=dict)
+    trace: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("requests", 1), ("prefixes", 0), ("prefix_len", 1), ("turns", 1), ("seed", 0)):
+            check_int(ConfigError, name, getattr(self, name), low)
+        if self.rate != math.inf:
+            check_number(ConfigError, "rate", self.rate, 0.0, above=True)
+        check_number(ConfigError, "think_time", self.think_time, 0.0)
+        if self.arrivals not in ARRIVALS:
+            raise ConfigError(f"arrivals must be one of {', '.join(ARRIVALS)}; got {self.arrivals!r}")
+        if self.burstiness is not None:
+            check_number(ConfigError, "burstiness", self.burstiness, 0.0, above=True)
+            if self.arrivals != "bursty":
+                raise ConfigError(f"burstiness goes with arrivals 'bursty', got {self.arrivals!r}")
+        for name in ("input_len", "output_len"):
+            new_length(name, getattr(self, name), random.Random())
+        for tenant, share in self.tenants.items():
+            check_number(ConfigError, f"the share of tenant {tenant!r}", share, 0.0, above=True)
+        if self.trace is not None:
+            self._check_replaces()
+
+    def _check_replaces(self) -> None:
+        for option in fields(self):
+            if option.name in ("trace", "prefix_len", "seed"):
+                continue
+            default = {} if option.name == "tenants" else option.default
+            if getattr(self, option.name) != default:
+                raise ConfigError(f"the trace says all about requests; {option.name} goes without one")
+
+    def open(self) -> tuple[int, Iterator[Arrival]]:
+        """How many requests there are, and those that nobody has to wait for, by time."""
+        if self.trace is None:
+            return self.requests, self._synthetic()
+        lines = read_trace(Path(self.trace))
+        return len(lines), _replay(lines, self.prefix_len)
+
+    def _synthetic(self) -> Iterator[Arrival]:
+        rng = random.Random(self.seed)
+        interval = _interval(self, rng)
+        input_len = new_length("input_len", self.input_len, rng)
+        output_len = new_length("output_len", self.output_len, rng)
+        prefixes = [_shared(k, self.prefix_len) for k in range(self.prefixes)]
+        popularity = [*itertools.accumulate(1 / rank for rank in range(1, self.prefixes + 1))]
+        tenants, shares = [*self.tenants], [*itertools.accumulate(self.tenants.values())]
+        now = 0.0
+        for number, first in enumerate(range(0, self.requests, self.turns)):
+            now += interval()
+            num_turns = min(self.turns, self.requests - first)
+            (own, output), *following = [(input_len(), output_len()) for _ in range(num_turns)]
+            prompt = _own(number, own)
+            if prefixes:
+                prompt = rng.choices(prefixes, cum_weights=popularity)[0] + prompt
+            tenant = rng.choices(tenants, cum_weights=shares)[0] if tenants else ""
+            yield Arrival(now, prompt, output, tenant, 0.0, following)
+
+
+def _own(number: int, length: int) -> list[int]:
+    return [FIRST_OWN - number, *[FILLER] * (length - 1)]
+
+
+def _shared(number: int, length: int) -> list[int]:
+    return [number + 1, *[FILLER] * (length - 1)]
+
+
+def _interval(workload: Workload, rng: random.Random) -> Callable[[], float]:
+    """Seconds from one conversation to the next."""
+    if workload.rate == math.inf:
+        return lambda: 0.0
+    rate = workload.rate / workload.turns
+    if workload.arrivals == "poisson":
+        return lambda: rng.expovariate(rate)
+    shape = workload.burstiness or DEFAULT_BURSTINESS
+    return lambda: rng.gammavariate(shape, 1 / (rate * shape))
+
+
+def _replay(lines: list[TraceLine], prefix_len: int) -> Iterator[Arrival]:
+    numbers: dict[str | int, int] = {}
+    for number, line in enumerate(lines):
+        tokens = line.prompt_token_ids
+        if tokens is None:
+            tokens = _own(number, line.input_tokens)
+            if line.prefix_id is not None:
+                prefix = _shared(numbers.setdefault(line.prefix_id, len(numbers)), prefix_len)
+                # Whatever is shared, the last token is a request's own.
+                tokens = prefix[: line.input_tokens - 1] + tokens[: max(1, line.input_tokens - prefix_len)]
+        yield Arrival(line.timestamp, tokens, line.output_tokens, line.tenant, line.priority)
+
+
+# Distributions of lengths
+
+
+class _Form(NamedTuple):
+    separator: str
+    num_values: int
+    text: str
+
+
+_FORMS = {
+    "fixed": _Form(",", 1, "fixed:N"),
+    "uniform": _Form("-", 2, "uniform:LOW-HIGH"),
+    "lognormal": _Form(",", 2, "lognormal:MEAN,SIGMA"),
+}
+
+
+def new_length(name: str, text: str, rng: random.Random) -> Callable[[], int]:
+    """A source of lengths of at least 1, from a text such as "lognormal:500,0.8".
+
+    sigma is the standard deviation of the logarithm. Raises ConfigError.
+    """
+    kind, _, rest = text.partition(":")
+    wanted = ", ".join(form.text for form in _FORMS.values())
+    form = _FORMS.get(kind)
+    parts = rest.split(form.separator) if form else []
+    try:
+        values = [float(part) if kind == "lognormal" else int(part) for part in parts]
+    except ValueError:
+        values = []
+    if form is None or len(values) != form.num_values:
+        raise ConfigError(f"{name} must be one of {wanted}; got {text!r}")
+    first, last = check_number(ConfigError, name, values[0], 1.0), values[-1]
+    if kind == "fixed":
+        return lambda: int(first)
+    if kind == "uniform":
+        check_number(ConfigError, f"{name}'s upper end", last, first)
+        return lambda: rng.randint(int(first), int(last))
+    check_number(ConfigError, f"{name}'s sigma", last, 0.0, 10.0)
+    mu = math.log(first) - last**2 / 2  # so that `first` is the mean
+    return lambda: max(1, round(rng.lognormvariate(mu, last)))
+
+
+def read_shares(name: str, text: str) -> dict[str, float]:
+    """Numbers by tenant, from a text such as "a=3,b=1". Raises ConfigError."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        tenant, equals, value = part.partition("=")
+        try:
+            share = float(value)
+        except ValueError:
+            share = math.nan
+        if not (tenant and equals and math.isfinite(share)) or tenant in shares:
+            raise ConfigError(f"{name} must be numbers by tenant such as a=3,b=1; got {text!r}")
+        shares[tenant] = share
+    return shares
