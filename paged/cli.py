@@ -90,9 +90,11 @@ def _option(owner: type[Any], name: str) -> Any:
     (default,) = (field.default for field in fields(owner) if field.name == name)
     if default == ():
         text += " May be given several times."
-    elif default not in (None, MISSING) and default is not False:
+    elif default not in (None, MISSING) and not isinstance(default, bool):
         text += f" [default: {default}]"
-    return typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=default is MISSING)
+    flag = name.replace("_", "-")
+    flags = f"--{flag}/--no-{flag}" if default is True else f"--{flag}"
+    return typer.Option(flags, help=text, show_default=default is MISSING)
 
 
 _sampling, _engine = partial(_option, SamplingParams), partial(_option, EngineConfig)

@@ -166,11 +166,21 @@ def test_engine_flags_reach_the_engine(run, monkeypatch):
         "gpu_memory_utilization": 0.5,
         "cpu_memory_utilization": 0.25,
         "attention_backend": "torch",
+        "scheduling_policy": "fair",
+        "long_prefill_token_threshold": 5,
+        "max_num_partial_prefills": 2,
+        "max_waiting": 7,
+        "watermark": 0.1,
+        "preemption_mode": "swap",
+        "max_preemptions": 3,
+        "swap_space": 0.5,
     }
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
     # --seed is a sampling option.
-    run("generate", "x", *flags, "--seed", "3")
-    assert seen == [options]
+    weights = ("--tenant-weights", "a=2", "--tenant-weights", "b=0.5")
+    run("generate", "x", *flags, *weights, "--no-enable-prefix-caching", "--seed", "3")
+    extra = {"tenant_weights": {"a": 2.0, "b": 0.5}, "enable_prefix_caching": False}
+    assert seen == [options | extra]
 
 
 def test_file_of_texts(run, loaded, tmp_path):
@@ -208,6 +218,43 @@ def test_file_of_objects_in_order(run, loaded, tmp_path):
     assert (len(second["token_ids"]), second["finish_reason"]) == (2, "length")
     assert third["prompt"] == "a\u2028b"
     assert (third["text"], third["finish_reason"]) == ("", "stop")
+
+
+def test_lines_carry_terms_and_several_samples(run, loaded, tmp_path):
+    lines = [
+        {"prompt": "a", "n": 2, "seed": 3, "priority": 1, "tenant": "x", "timeout_s": 60},
+        {"prompt": "a", "cache_salt": "s"},
+        {"prompt": "a", "timeout_s": -1},
+    ]
+    file = write(tmp_path / "p.jsonl", *lines)
+    code, out, err = run("generate", "--prompts", file, "--max-tokens", "5")
+    assert code == 1
+    assert "1 of 3 prompts failed" in err
+    several, salted, refused = map(json.loads, out.splitlines())
+    samples = [expected(loaded, "a", seed=3, max_tokens=5, n=n) for n in (1, 2)]
+    assert several["outputs"][0]["text"] == samples[0] == samples[1]
+    assert len({sample["text"] for sample in several["outputs"]}) == 2
+    assert salted["cache_salt"] == "s"
+    assert refused["error"] == "timeout_s must be above 0, got -1"
+
+
+def test_several_samples_of_a_prompt_are_set_apart(run, loaded):
+    _, out, err = run("generate", "a", "--n", "2", "--max-tokens", "4", "--seed", "1", "--temperature", "1")
+    first, second = (part.split("\n", 1) for part in out.split("\n--- sample ")[1:])
+    assert (first[0], second[0]) == ("1 of 2", "2 of 2")
+    assert first[1].strip() == expected(loaded, "a", max_tokens=4, seed=1).strip()
+    assert "; 8 tokens, " in err
+
+
+def test_live_view_ends_with_everything_done(run, loaded, tmp_path):
+    file, output = write(tmp_path / "p", "a", "b"), tmp_path / "out"
+    _, out, err = run("generate", "--prompts", file, "--output", output, "--live", *GREEDY)
+    assert out == ""
+    assert len(output.read_text().splitlines()) == 2
+    words = err.split()
+    assert " ".join(words[words.index("requests") :]).startswith("requests 0 running 0 waiting 2 of 2 done")
+    assert "64 blocks" not in err
+    assert loaded.stats().num_used_blocks == 0
 
 
 def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
@@ -276,6 +323,18 @@ def test_empty_file_gives_empty_output(run, tmp_path):
         (["generate", "x", "--dtype", "int3"], "dtype must be one of auto, float32, float16, bfloat16"),
         (["generate", "x", "--prompts", "y"], "either a prompt or --prompts"),
         (["generate", "x", "--output", "y"], "--output takes the results of --prompts"),
+        (["generate", "x", "--live"], "--live shows many requests at once"),
+        (["generate", "--prompts", "y", "--live"], "give --output for the results"),
+        (
+            ["generate", "x", "--scheduling-policy", "sjf"],
+            "must be one of fcfs, priority, longest-prefix-match",
+        ),
+        (["generate", "x", "--tenant-weights", "a=2"], "tenant_weights go with scheduling_policy 'fair'"),
+        (
+            ["generate", "x", "--scheduling-policy", "fair", "--tenant-weights", "a=-1"],
+            "the weight of tenant 'a' must be above 0, got -1.0",
+        ),
+        (["generate", "x", "--tenant-weights", "a"], "TENANT=NUMBER, got 'a'"),
         (["generate"], "no prompt: give it as an argument, on stdin,"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
