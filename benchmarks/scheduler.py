@@ -2,10 +2,10 @@
 
     python -m benchmarks.scheduler
 
-Microseconds of `schedule` + `update` with 64, 256 and 1,024 requests decoding, 10,000 waiting and a pool of a million
-blocks, beside the plain loop that small engines have (nano-vllm's shape: pop, check, allocate, append; a prefix
-cache on hashes; no policies, no limits, no swapping). Then a prefix look-up of 32,768 tokens, the bytes of a block,
-and what sliding windows save.
+Microseconds of `schedule` + `update` with 64, 256 and 1,024 requests decoding, 10,000 waiting and a pool of a
+million blocks, beside the plain loop that small engines have (nano-vllm's shape: pop, check, allocate, append; a
+prefix cache on hashes; no policies, no limits, no swapping). Then what the size of pool, queue and context
+changes, a prefix look-up of 32,768 tokens, the bytes of a block, and what sliding windows save.
 """
 
 from __future__ import annotations
@@ -36,37 +36,51 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=1_000_000)
     parser.add_argument("--num-waiting", type=int, default=10_000)
     parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     rows = []
     for num_running in (64, 256, 1024):
-        ours = Ours(num_running, args)
-        plain = Plain(num_running, args)
-        rows.append(side_by_side(num_running, ours.step, plain.step, args.steps))
+        ours, plain = Ours(num_running, args), Plain(num_running, args)
+        rows.append({"running": num_running, **side_by_side(args.steps, paged=ours.step, plain=plain.step)})
     print_table(rows)
+    growth = growth_of_64(args)
+    print_table([growth])
     other = {
         **prefix_lookup(args.num_blocks),
         "bytes_per_cached_block": bytes_per_block(args.num_blocks),
         **window_memory(),
     }
     print_table([{"what": name, "value": value} for name, value in other.items()])
-    print_json({"benchmark": "scheduler", "steps": rows, **other, **vars(args)})
+    print_json({"benchmark": "scheduler", "step_us": rows, "growth_us": growth, **other, **vars(args)})
 
 
-def side_by_side(num_running: int, ours: Callable[[], None], plain: Callable[[], None], steps: int) -> dict:
-    """Median and 99th percentile of both, alternating."""
-    times: dict[str, list[float]] = {"paged": [], "plain": []}
-    for _ in range(steps):
-        for name, step in (("paged", ours), ("plain", plain)):
+def side_by_side(num_steps: int, **steps: Callable[[], None]) -> dict[str, float]:
+    """Median and 99th percentile of each in microseconds, alternating; how much the first is of the last."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(num_steps):
+        for name, step in steps.items():
             started = time.perf_counter()
             step()
             times[name].append((time.perf_counter() - started) * 1e6)
-    row: dict[str, float] = {"running": num_running}
+    row: dict[str, float] = {}
     for name, values in times.items():
         row[f"{name}_us"] = statistics.median(values)
         row[f"{name}_p99_us"] = statistics.quantiles(values, n=100)[-1]
-    row["ratio"] = row["paged_us"] / row["plain_us"]
-    return row
+    first, *_, last = (row[f"{name}_us"] for name in steps)
+    return {**row, "ratio": first / last}
+
+
+def growth_of_64(args: argparse.Namespace) -> dict[str, float]:
+    """A step of 64, and that with a hundredth of the pool, without a queue, with 8 times the context."""
+    variants = {
+        "as_above": {},
+        "small_pool": {"num_blocks": max(args.num_blocks // 100, 5000)},
+        "no_queue": {"num_waiting": 0},
+        "long_context": {"prompt_len": 8 * args.prompt_len},
+    }
+    steps = {name: Ours(64, argparse.Namespace(**{**vars(args), **v})).step for name, v in variants.items()}
+    row = side_by_side(args.steps, **steps)
+    return {name: row[f"{name}_us"] for name in variants}
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:
@@ -175,7 +189,7 @@ def prefix_lookup(num_blocks: int, length: int = 32_768) -> dict[str, float]:
 
 
 def window_memory(num_tokens: int = 131_072, window: int = 1024, chunk: int = 2048) -> dict[str, float]:
-    """KV of one long sequence in the layout of Gemma 3 27B, 10 full layers and 52 sliding, as a share of all-full.
+    """Blocks of one long sequence in the layout of Gemma 3 27B: 10 full layers and 52 sliding ones.
 
     In groups of 10 layers: one full, six sliding, the last of which holds two layers.
     """

@@ -4,7 +4,7 @@
     paged simulate --coefficients coefficients.json --num-blocks 1000 …   # with --write coefficients.json
 
 Runs the engine on a ragged workload, fits a cost to its steps by least squares, and predicts other workloads,
-with other lengths and another number of requests at once. Then the engine runs those. The ratio is predicted
+with other lengths and another number of requests at once, which the engine runs too. The ratio is predicted
 to measured throughput; the benchmark fails if one of the medians is further than --tolerance from 1.
 """
 
@@ -16,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from paged.scheduler import Schedule
 from paged.simulate.cost import Work, window_shares, work_of
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
-from paged.simulate.statistics import percentile
 from paged.simulate.workload import Arrival
 
 OPTIONS = {"num_blocks": 4096, "max_num_batched_tokens": 512}
@@ -68,17 +67,55 @@ PREDICT = [
 ]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A workload served. Seconds of each step, and when each request got its first token."""
+class Served:
+    """An engine with a case to serve, a step at a time. Its clock stands still between the steps."""
 
-    steps: list[tuple[Work, float]]
-    first_tokens: list[float]
-    seconds: float
+    def __init__(self, directory: str, case: Case) -> None:
+        options = {**OPTIONS, "max_num_seqs": case.seqs}
+        self.case, self.engine = case, LLMEngine(directory, device="cpu", skip_tokenizer_init=True, **options)
+        workload = case.workload(self.engine.model_config.vocab_size)
+        for i, (prompt, max_tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            self.engine.add_request(str(i), prompt, params)
+        self.steps: list[tuple[Work, float]] = []  # and its seconds
+        self.seconds = 0.0
+        self.first_tokens: dict[str, float] = {}
+        self.num_tokens, self.num_wanted = 0, workload.num_output_tokens
+        self._windows = window_shares(self.engine.model_config)
+        self._schedule = self.engine.scheduler.schedule
+        self.engine.scheduler.schedule = self._recorded
+
+    def step(self) -> None:
+        """Run a step, and time it."""
+        started = time.perf_counter()
+        outputs = self.engine.step()
+        seconds = time.perf_counter() - started
+        self.steps.append((self._work, seconds))
+        self.seconds += seconds
+        self.num_tokens += len(outputs)
+        for output in outputs:
+            self.first_tokens.setdefault(output.request_id, self.seconds)
+
+    def _recorded(self) -> Schedule:
+        schedule = self._schedule()
+        self._work = work_of(schedule, self._windows)
+        return schedule
+
+
+def serve(directory: str, cases: list[Case]) -> list[Served]:
+    """Serve all of them, in turn, so that each has its steps all over the same time.
+
+    What else the machine does then slows all down alike, and not one of them only.
+    """
+    served = [Served(directory, case) for case in cases]
+    while unfinished := [s for s in served if s.engine.has_unfinished_requests()]:
+        min(unfinished, key=lambda s: s.num_tokens / s.num_wanted).step()
+    assert all(s.num_tokens == s.num_wanted for s in served)
+    return served
 
 
 def main() -> None:
-    """Fit once, then predict and measure in turn."""
+    """Measure all, fit some, predict the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, a shape of benchmarks.common, or a directory")
     parser.add_argument("--rounds", type=int, default=3)
@@ -89,15 +126,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     directory = checkpoint(args.model)
-    serve(directory, FIT[0])  # warm up
-    # In turn, so that all see the machine in the same moods.
-    fits, measured = list[Run](), {case: list[Run]() for case in PREDICT}
-    for _ in range(args.rounds):
-        fits += [serve(directory, case) for case in FIT]
-        for case, runs in measured.items():
-            runs.append(serve(directory, case))
-    coefficients = fit([step for run in fits for step in run.steps])
-    rows = [row(directory, case, measured[case], coefficients) for case in PREDICT]
+    serve(directory, FIT[:1])  # warm up
+    rounds = [serve(directory, FIT + PREDICT) for _ in range(args.rounds)]
+    coefficients = fit([step for served in rounds for s in served[: len(FIT)] for step in s.steps])
+    rows = [row(directory, runs, coefficients) for runs in list(zip(*rounds, strict=True))[len(FIT) :]]
     print_table([{"coefficient": name, "us": 1e6 * value} for name, value in coefficients.items()])
     print_table(rows)
     if args.write:
@@ -105,36 +137,6 @@ def main() -> None:
     worst = max(abs(row["ratio"] - 1) for row in rows)
     print_json({"benchmark": "simulate", "coefficients": coefficients, "cases": rows, "worst": worst})
     assert worst <= args.tolerance, f"a prediction is {worst:.0%} off"
-
-
-def serve(directory: str, case: Case) -> Run:
-    """Let the engine do it, and time its steps."""
-    options = {**OPTIONS, "max_num_seqs": case.seqs}
-    engine = LLMEngine(directory, device="cpu", skip_tokenizer_init=True, **options)
-    workload = case.workload(engine.model_config.vocab_size)
-    for i, (prompt, max_tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        engine.add_request(str(i), prompt, params)
-    windows, schedule, works = window_shares(engine.model_config), engine.scheduler.schedule, list[Work]()
-
-    def recorded() -> Schedule:
-        step = schedule()
-        works.append(work_of(step, windows))
-        return step
-
-    engine.scheduler.schedule = recorded
-    seconds, first_tokens, num_tokens = list[float](), dict[str, float](), 0
-    begun = started = time.perf_counter()
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        ended = time.perf_counter()
-        seconds.append(ended - started)
-        started = ended
-        for output in outputs:
-            first_tokens.setdefault(output.request_id, ended - begun)
-            num_tokens += len(output.outputs[0].token_ids) if output.finished else 0
-    assert num_tokens == workload.num_output_tokens
-    return Run([*zip(works, seconds, strict=True)], sorted(first_tokens.values()), started - begun)
 
 
 def fit(steps: list[tuple[Work, float]]) -> dict[str, float]:
@@ -156,7 +158,7 @@ def fit(steps: list[tuple[Work, float]]) -> dict[str, float]:
         del terms[worst]
 
 
-def predict(directory: str, case: Case, coefficients: dict[str, float]) -> tuple[float, list[float]]:
+def predict(directory: str, case: Case, coefficients: dict[str, float]) -> tuple[float, Sequence[float]]:
     """Seconds to serve the case, and when each request gets its first token."""
     engine = EngineConfig(model=directory, max_num_seqs=case.seqs, **OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
@@ -171,15 +173,14 @@ def predict(directory: str, case: Case, coefficients: dict[str, float]) -> tuple
 
     found = fleet.run(arrivals())
     assert found.num_output_tokens == workload.num_output_tokens
-    return found.duration, sorted(found.latencies[""].ttft)
+    return found.duration, found.latencies[""].ttft
 
 
-def row(directory: str, case: Case, runs: list[Run], coefficients: dict[str, float]) -> dict:
-    """Predicted beside measured."""
+def row(directory: str, runs: Sequence[Served], coefficients: dict[str, float]) -> dict:
+    """Predicted beside measured, for one case."""
+    case, num_tokens = runs[0].case, runs[0].num_tokens
     seconds, first_tokens = predict(directory, case, coefficients)
-    num_tokens = case.workload(read_model(directory).vocab_size).num_output_tokens
     ratios = sorted(run.seconds / seconds for run in runs)
-    ttft = statistics.median(percentile(run.first_tokens, 50) for run in runs)
     return {
         "case": case.name,
         "requests": case.num_requests,
@@ -188,8 +189,8 @@ def row(directory: str, case: Case, runs: list[Run], coefficients: dict[str, flo
         "ratio": statistics.median(ratios),
         "from": ratios[0],
         "to": ratios[-1],
-        "predicted_ttft_p50": percentile(first_tokens, 50),
-        "measured_ttft_p50": ttft,
+        "predicted_ttft_p50": statistics.median(first_tokens),
+        "measured_ttft_p50": statistics.median(t for run in runs for t in run.first_tokens.values()),
     }
 
 
