@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable
+from functools import lru_cache
 
 from .errors import UsageError
 from .prefix_chain import PrefixChain
@@ -12,6 +13,12 @@ from .prefix_chain import PrefixChain
 # A block holds block_size tokens of one sequence, in the layers of one group; a slot is one token's place:
 # slot = block_table[pos // block_size] * block_size + pos % block_size
 BlockId = int
+
+
+@lru_cache(maxsize=4)
+def _downwards(n: int) -> array[int]:
+    """n - 1 to 0, made once for all the pools of a simulated fleet."""
+    return array("i", range(n - 1, -1, -1))
 
 
 class BlockPool:
@@ -34,7 +41,7 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         # A stack: the block freed last is handed out first, while its memory is still warm and so that
         # a large pool on a CPU touches no more pages than it needs.
-        self._free = array("i", range(num_blocks - 1, -1, -1))
+        self._free = _downwards(num_blocks)[:]
         self._refcounts = array("i", bytes(4 * num_blocks))
         self._num_groups = num_groups
         self._index: dict[int, BlockId] = {}  # by key; of a group g, keys that are g modulo num_groups

@@ -1,4 +1,4 @@
-"""The command line: `paged generate`, for one prompt as it comes or for a file of them.
+"""The command line: `paged generate`, for one prompt or a file of them, and `paged simulate`.
 
 Everything that can be wrong with the arguments is looked at before torch is imported and the model loaded.
 Every error is one line on stderr; only generated text and results go to stdout.
@@ -7,14 +7,13 @@ Every error is one line on stderr; only generated text and results go to stdout.
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +24,9 @@ from . import __version__
 from .config import EngineConfig
 from .errors import PagedError
 from .jobs import Job, check_writable, read_jobs
+from .options import option
 from .sampling_params import SamplingParams
+from .simulate.command import simulate
 
 if TYPE_CHECKING:
     from .block_manager import BlockManager
@@ -58,13 +59,18 @@ def main() -> None:
     try:
         sys.exit(app(prog_name="paged", standalone_mode=False))
     except PARSER_ERROR as error:
-        message = f"{error.format_message()} (see paged generate --help)"
+        message = f"{error.format_message()} (see paged {_command()} --help)"
     except (PagedError, UnicodeDecodeError) as error:  # the latter from stdin
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     _complain(message)
     sys.exit(EXIT_USAGE)
+
+
+def _command() -> str:
+    names = [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
+    return next((name for name in sys.argv[1:2] if name in names), "generate")
 
 
 def _complain(message: str) -> None:
@@ -83,21 +89,7 @@ def root(
         print(context.get_help())
 
 
-def _option(owner: type[Any], name: str) -> Any:
-    """A field of the API as an option: its default stays in `owner` alone, its help is the docstring's."""
-    found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
-    text = " ".join(found[1].split()) if found else ""
-    (default,) = (field.default for field in fields(owner) if field.name == name)
-    if default == ():
-        text += " May be given several times."
-    elif default not in (None, MISSING) and not isinstance(default, bool):
-        text += f" [default: {default}]"
-    flag = name.replace("_", "-")
-    flags = f"--{flag}/--no-{flag}" if default is True else f"--{flag}"
-    return typer.Option(flags, help=text, show_default=default is MISSING)
-
-
-_sampling, _engine = partial(_option, SamplingParams), partial(_option, EngineConfig)
+_sampling, _engine = partial(option, SamplingParams), partial(option, EngineConfig)
 
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl, one object per
 line with prompt or prompt_token_ids, any sampling option by its API name, and perhaps priority, tenant,
@@ -174,6 +166,9 @@ def generate(
     if output is not None:
         output.write_bytes(b"")
     return 0
+
+
+app.command()(simulate)
 
 
 def _weights(given: list[str]) -> dict[str, float]:

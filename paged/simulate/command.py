@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ import typer
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..options import option
 from .fleet import Fleet, FleetConfig
 from .report import report, sweep_report
 from .timeline import Timeline, check_matplotlib
@@ -24,17 +24,7 @@ from .workload import Workload, read_shares
 MAPPINGS = ("tenants", "tenant_weights")
 
 
-def _option(owner: type[Any], name: str, *names: str) -> Any:
-    """A field of a config as an option: its default stays in `owner` alone, its help is the docstring's."""
-    found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
-    text = " ".join(found[1].split()) if found else ""
-    (default,) = (field.default for field in fields(owner) if field.name == name)
-    if default not in (None, MISSING):
-        text += f" [default: {default}]"
-    return typer.Option(*(names or (f"--{name.replace('_', '-')}",)), help=text, show_default=False)
-
-
-_engine, _fleet, _workload = (partial(_option, owner) for owner in (EngineConfig, FleetConfig, Workload))
+_engine, _fleet, _workload = (partial(option, owner) for owner in (EngineConfig, FleetConfig, Workload))
 
 MODEL_HELP = "A directory with a config.json, or 'demo' for the checkpoint that ships with `paged`."
 WEIGHTS_HELP = "For the policy fair, what tenants are entitled to, such as a=1,b=2; 1 where nothing is said."
@@ -70,9 +60,7 @@ def simulate(
     max_num_seqs: Annotated[int | None, _engine("max_num_seqs")] = None,
     max_num_batched_tokens: Annotated[int | None, _engine("max_num_batched_tokens")] = None,
     gpu_memory_utilization: Annotated[float | None, _engine("gpu_memory_utilization")] = None,
-    enable_prefix_caching: Annotated[
-        bool | None, _engine("enable_prefix_caching", "--enable-prefix-caching/--no-enable-prefix-caching")
-    ] = None,
+    enable_prefix_caching: Annotated[bool | None, _engine("enable_prefix_caching")] = None,
     long_prefill_token_threshold: Annotated[int | None, _engine("long_prefill_token_threshold")] = None,
     max_num_partial_prefills: Annotated[int | None, _engine("max_num_partial_prefills")] = None,
     max_waiting: Annotated[int | None, _engine("max_waiting")] = None,
