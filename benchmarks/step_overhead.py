@@ -52,7 +52,9 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     with torch.inference_mode():
         schedule = engine.scheduler.schedule()
         times.append(time.perf_counter())
-        batch = Batch.from_schedule(schedule, engine.config.block_size, runner.device)
+        batch = Batch.from_schedule(
+            schedule, engine.config.block_size, runner.device, with_rope_lens=runner.with_rope_lens
+        )
         times.append(time.perf_counter())
         logits = runner.model(batch, runner.kv_cache)
         times.append(time.perf_counter())

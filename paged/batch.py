@@ -19,7 +19,7 @@ class Batch:
 
     token_ids: Tensor  # i64[num_tokens]
     positions: Tensor  # i64[num_tokens]
-    rope_lens: Tensor  # i64[num_tokens], the sequence length that dynamic rope scaling goes by
+    rope_lens: Tensor | None  # i64[num_tokens], the sequence length that dynamic rope scaling goes by
     # One for each layer group:
     slot_mapping: tuple[Tensor, ...]  # i64[num_tokens], where each new token's K and V go
     block_tables: tuple[Tensor, ...]  # i32[num_seqs, max_blocks_per_seq], 0 behind a sequence's own blocks
@@ -39,55 +39,66 @@ class Batch:
         return self.logit_rows.shape[0]
 
     @classmethod
-    def from_schedule(cls, schedule: Schedule, block_size: int, device: torch.device) -> Batch:
+    def from_schedule(
+        cls, schedule: Schedule, block_size: int, device: torch.device, *, with_rope_lens: bool = True
+    ) -> Batch:
         """Lay out a schedule whose blocks are allocated."""
         # Plain lists: for the few numbers of a decode step, numpy's calls cost more than they save.
         requests, num_new_tokens = schedule.requests, schedule.num_new_tokens
-        token_ids: list[int] = []
-        positions: list[int] = []
-        rope_lens: list[int] = []
-        seq_lens: list[int] = []
-        for request, n in zip(requests, num_new_tokens, strict=True):
-            start, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
-            end = start + n
-            seq_lens.append(end)
-            # A prompt is rotated for its whole length, a generated token for the length up to it.
-            if n == 1:
-                token_ids.append(request.token_ids[start])
-                positions.append(start)
-                rope_lens.append(max(prompt_len, end))
-            else:
-                token_ids += request.token_ids[start:end]
-                positions += range(start, end)
-                rope_lens += [prompt_len] * (min(prompt_len, end) - start)
-                rope_lens += range(max(prompt_len, start) + 1, end + 1)
+        token_ids, positions, seq_lens = _tokens(schedule)
+        rope_lens = _rope_lens(schedule) if with_rope_lens else []
         cu_seqlens_q = [0, *accumulate(num_new_tokens)]
         logit_rows = [cu_seqlens_q[i + 1] - 1 for i in schedule.sampled]
         tables = [[r.blocks.tables[g] for r in requests] for g in range(len(requests[0].blocks.tables))]
 
         # Two buffers: each costs a trip to a GPU.
-        longs = array("q", token_ids + positions + rope_lens + logit_rows)
+        longs = array("q", token_ids + positions + logit_rows + rope_lens)
         ints = array("i", seq_lens + cu_seqlens_q)
         for group in tables:
-            longs.extend(_slots(group, num_new_tokens, seq_lens, block_size))
+            longs.extend(_slots(group, schedule, seq_lens, block_size))
             ints += pad_tables(group)
         num_seqs, num_tokens, num_logits = len(requests), len(token_ids), len(logit_rows)
-        by_token = _split(
-            longs, torch.int64, device, [num_tokens] * 3 + [num_logits] + [num_tokens] * len(tables)
-        )
+        sizes = [num_tokens, num_tokens, num_logits, len(rope_lens)] + [num_tokens] * len(tables)
+        by_token = _split(longs, torch.int64, device, sizes)
         rectangles = [num_seqs * max(map(len, group)) for group in tables]
         by_sequence = _split(ints, torch.int32, device, [num_seqs, num_seqs + 1, *rectangles])
         return cls(
             token_ids=by_token[0],
             positions=by_token[1],
-            rope_lens=by_token[2],
-            logit_rows=by_token[3],
+            logit_rows=by_token[2],
+            rope_lens=by_token[3] if with_rope_lens else None,
             slot_mapping=by_token[4:],
             seq_lens=by_sequence[0],
             cu_seqlens_q=by_sequence[1],
             block_tables=tuple(table.view(num_seqs, -1) for table in by_sequence[2:]),
             max_seqlen_q=max(num_new_tokens),
         )
+
+
+def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
+    """The new tokens, their positions, and every sequence's length with them."""
+    requests = schedule.requests
+    # Those who decode come first, and compute the last of their tokens.
+    decoding = requests[: schedule.num_decode_tokens]
+    token_ids = [request.token_ids[-1] for request in decoding]
+    positions = [request.num_computed_tokens for request in decoding]
+    seq_lens = [position + 1 for position in positions]
+    for request, n in zip(requests[len(decoding) :], schedule.num_new_tokens[len(decoding) :], strict=True):
+        start = request.num_computed_tokens
+        token_ids += request.token_ids[start : start + n]
+        positions += range(start, start + n)
+        seq_lens.append(start + n)
+    return token_ids, positions, seq_lens
+
+
+def _rope_lens(schedule: Schedule) -> list[int]:
+    """A prompt is rotated for its whole length, a generated token for the length up to it."""
+    lengths: list[int] = []
+    for request, n in zip(schedule.requests, schedule.num_new_tokens, strict=True):
+        start, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
+        lengths += [prompt_len] * (min(prompt_len, start + n) - start)
+        lengths += range(max(prompt_len, start) + 1, start + n + 1)
+    return lengths
 
 
 def _split(
@@ -100,20 +111,20 @@ def _split(
 
 
 def _slots(
-    tables: Sequence[array[int]], num_new_tokens: Sequence[int], seq_lens: Sequence[int], block_size: int
+    tables: Sequence[array[int]], schedule: Schedule, seq_lens: Sequence[int], block_size: int
 ) -> list[int]:
-    """Where the last num_new_tokens of each sequence go."""
-    slots: list[int] = []
-    for table, n, end in zip(tables, num_new_tokens, seq_lens, strict=True):
-        start = end - n
+    """Where the new tokens of each sequence go."""
+    num_decodes = schedule.num_decode_tokens
+    slots = [
+        table[-1] * block_size + (end - 1) % block_size
+        for table, end in zip(tables[:num_decodes], seq_lens, strict=False)
+    ]
+    for i in range(num_decodes, len(tables)):
+        start, end = seq_lens[i] - schedule.num_new_tokens[i], seq_lens[i]
         while start < end:  # block by block
             index, offset = divmod(start, block_size)
-            first = table[index] * block_size + offset
-            count = min(end - start, block_size - offset)
-            if count == 1:
-                slots.append(first)
-            else:
-                slots += range(first, first + count)
+            first, count = tables[i][index] * block_size + offset, min(end - start, block_size - offset)
+            slots += range(first, first + count)
             start += count
     return slots
 

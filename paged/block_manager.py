@@ -12,6 +12,8 @@ from .errors import UsageError
 from .prefix_chain import HashBlock, PrefixChain, sha256_block
 
 NEVER = 2**62
+# Blocks that a decoding sequence fills before the cache is told: a call costs more than a block.
+REGISTER_EVERY = 4
 Copy = tuple[BlockId, BlockId]  # from, to
 
 
@@ -19,10 +21,19 @@ class SequenceBlocks:
     """The blocks of one sequence: a table for each layer group. Made by `BlockManager.open`.
 
     capacity: tokens it may have before `grow` has anything to do, so that most steps need not call it.
-    next_full: number of tokens at which `register` has something to do.
+    register_at: number of tokens at which it is worth calling `register` while it decodes.
     """
 
-    __slots__ = ("capacity", "chain", "host", "last", "next_full", "num_dropped", "num_registered", "tables")
+    __slots__ = (
+        "capacity",
+        "chain",
+        "host",
+        "last",
+        "num_dropped",
+        "num_registered",
+        "register_at",
+        "tables",
+    )
 
     def __init__(self, num_groups: int, chain: PrefixChain | None) -> None:
         self.chain = chain
@@ -37,7 +48,7 @@ class SequenceBlocks:
         self.num_registered = 0  # blocks that the prefix cache was told of
         self.last: list[tuple[BlockId, int]] = [(-1, 0)] * num_groups  # the last of them, and its serial
         self.capacity = 0
-        self.next_full = NEVER
+        self.register_at = NEVER
 
     @property
     def num_blocks(self) -> int:
@@ -200,19 +211,20 @@ class BlockManager:
 
     def register(self, seq: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
         """Tell the prefix cache of all blocks that num_tokens fill. They are computed by the step's end."""
-        assert seq.chain is not None, "nothing to register without a prefix cache"
         pool, num_full = self.pool, num_tokens // self.block_size
+        if seq.register_at == NEVER or seq.chain is None or num_full <= seq.num_registered:
+            return
         seq.chain.extend(token_ids, num_full, self.block_size)
         for index in range(seq.num_registered, num_full):
             if index < max(seq.num_dropped) or (index and not all(map(pool.is_known, seq.last))):
                 # Nobody could reach it behind a predecessor that is gone.
-                seq.next_full = NEVER
+                seq.register_at = NEVER
                 return
             for group, (_, serial) in enumerate(seq.last):
                 known = pool.cache(seq.tables[group][index], seq.chain, index, serial, group)
                 seq.last[group] = (known, pool.serial(known))
             seq.num_registered = index + 1
-        seq.next_full = (num_full + 1) * self.block_size
+        seq.register_at = (num_full + REGISTER_EVERY) * self.block_size
 
     def fork(self, seq: SequenceBlocks, num_computed: int) -> SequenceBlocks:
         """A second sequence with the same blocks; whoever writes into the last one first copies it."""
@@ -220,7 +232,7 @@ class BlockManager:
         self._sequences.add(copy)
         copy.tables = [table[:] for table in seq.tables]
         copy.num_dropped, copy.last = seq.num_dropped.copy(), seq.last.copy()
-        copy.num_registered, copy.next_full = seq.num_registered, seq.next_full
+        copy.num_registered, copy.register_at = seq.num_registered, seq.register_at
         for group in range(len(self.windows)):
             self.pool.share(seq.live(group))
         # The next write, of either, has to look at who else holds the block.
@@ -293,12 +305,14 @@ class BlockManager:
     def begin_step(self) -> None:
         """What is held now may be read until the step ends."""
         self.pool.begin_step()
-        self.host_pool.begin_step()
+        if self.host_pool.num_blocks:
+            self.host_pool.begin_step()
 
     def end_step(self) -> None:
         """The oldest step in flight is over: what was given back meanwhile can be used again."""
         self.pool.end_step()
-        self.host_pool.end_step()
+        if self.host_pool.num_blocks:
+            self.host_pool.end_step()
 
     # Pins
 
@@ -358,7 +372,9 @@ class BlockManager:
         seq.num_registered = len(hits[0])
         if seq.num_registered:
             seq.last = [(blocks[-1], self.pool.serial(blocks[-1])) for blocks in hits]
-        seq.next_full = NEVER if seq.chain is None else (seq.num_registered + 1) * self.block_size
+        seq.register_at = NEVER
+        if seq.chain is not None:
+            seq.register_at = (seq.num_registered + REGISTER_EVERY) * self.block_size
 
     def _first_visible(self, group: int, start: int) -> int:
         """The first block that the token at `start`, or any later one, sees."""

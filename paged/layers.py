@@ -112,6 +112,7 @@ class RotaryEmbedding(nn.Module):
         A token's length is fixed by its request (see Batch.rope_lens) and not by what ran before or beside
         it, so that chunks and preemptions change nothing.
         """
+        assert batch.rope_lens is not None, "dynamic rope goes by the lengths of the sequences"
         length = batch.rope_lens.clamp(min=self.max_position_embeddings)
         stretch = self.rope.factor * length / self.max_position_embeddings - (self.rope.factor - 1)
         base = self.rope.theta * stretch ** (self.head_dim / (self.head_dim - 2))

@@ -62,6 +62,7 @@ class ModelRunner:
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         if can_pack(self.device, self.dtype):
             self.model.pack_linears()
+        self.with_rope_lens = model_config.rope.type == "dynamic"
         num_blocks = config.num_blocks or self._num_blocks_that_fit()
         self.kv_cache = self._new_kv_cache(num_blocks, self._num_host_blocks())
 
@@ -73,7 +74,9 @@ class ModelRunner:
             self._copy_blocks(schedule)
             if not schedule.requests:
                 return []
-            batch = Batch.from_schedule(schedule, self.config.block_size, self.device)
+            batch = Batch.from_schedule(
+                schedule, self.config.block_size, self.device, with_rope_lens=self.with_rope_lens
+            )
             logits = self.model(batch, self.kv_cache)
             return sample(logits, schedule.sampled_requests)
 

@@ -52,6 +52,7 @@ class Request:
     seed: int
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
+    is_greedy: bool = field(init=False)  # takes the most likely token, whatever it is
     alert_at: int = field(init=False)  # number of tokens from which on `append` has more to do than append
     index: int = 0  # among the n samples of one prompt
     siblings: list[Request] = field(default_factory=list)  # the others, until the prompt is computed
@@ -76,6 +77,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.is_greedy = self.params.temperature == 0.0 and not self.params.min_tokens
         self.alert_at = self.num_prompt_tokens + 1
 
     @property

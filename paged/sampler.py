@@ -20,10 +20,11 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
     """
     if not requests:
         return []
-    if any(request.params.min_tokens for request in requests):
+    rows = [row for row, request in enumerate(requests) if not request.is_greedy]
+    if any(requests[row].params.min_tokens for row in rows):
         _mask_early_stops(logits, requests)
     highest, tokens = _argmax(logits)
-    random_rows = [row for row, request in enumerate(requests) if request.params.temperature > 0.0]
+    random_rows = [row for row in rows if requests[row].params.temperature > 0.0]
     if random_rows:
         _sample_random_rows(logits, requests, random_rows, tokens)
     if not math.isfinite(sum(highest)):

@@ -291,7 +291,7 @@ class Scheduler:
             self.running = [r for r in self.running if r.status is not RequestStatus.FINISHED]
             for request in finished:
                 self._leave(request)
-                self.block_manager.release(request.blocks)
+                self._release(request)
 
     # Steps
 
@@ -311,7 +311,7 @@ class Scheduler:
             blocks = request.blocks
             if end > blocks.capacity and not self._make_room(request, end, schedule):
                 continue
-            if end >= blocks.next_full:
+            if end >= blocks.register_at:
                 self.block_manager.register(blocks, request.token_ids, end)
             request.ready = False
             requests.append(request)
@@ -393,8 +393,7 @@ class Scheduler:
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens for which there is room into the step."""
         end = request.num_computed_tokens + num_new
-        if end >= request.blocks.next_full:
-            self.block_manager.register(request.blocks, request.token_ids, end)
+        self.block_manager.register(request.blocks, request.token_ids, end)
         row = len(schedule.requests)
         schedule.requests.append(request)
         schedule.num_new_tokens.append(num_new)
@@ -463,6 +462,11 @@ class Scheduler:
                 return candidate
         return None
 
+    def _release(self, request: Request) -> None:
+        """Give a request's blocks back, to be found again by what they hold."""
+        self.block_manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
+        self.block_manager.release(request.blocks)
+
     def _preempt(self, victim: Request, schedule: Schedule) -> None:
         """Take a request's blocks, and let it wait."""
         manager, computed = self.block_manager, victim.num_computed_tokens
@@ -470,7 +474,7 @@ class Scheduler:
         if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
             self.counters.num_swapped += 1
         else:
-            manager.release(victim.blocks)
+            self._release(victim)
             victim.num_computed_tokens = 0
             self.counters.num_recomputed += 1
         self.running.remove(victim)

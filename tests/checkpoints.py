@@ -198,7 +198,15 @@ def poison(engine: LLMEngine) -> None:
         fresh.clear()
         copy_blocks(Schedule(swap_in=schedule.swap_in, copies=schedule.copies))
 
+    def load_and_keep(path: Path) -> int:
+        fresh.clear()
+        num_loaded = load_prefix(path)
+        fresh.clear()  # these are filled
+        return num_loaded
+
     data.fill_(math.nan)
+    load_prefix = engine.load_prefix
+    engine.load_prefix = load_and_keep  # type: ignore[method-assign]
     pool.allocate = allocate_and_note  # type: ignore[method-assign]
     runner._copy_blocks = poison_and_copy  # type: ignore[method-assign]
 

@@ -28,6 +28,7 @@ def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -
         if computed + new == total:
             schedule.sampled.append(len(schedule.requests))
         schedule.requests.append(request)
+        schedule.num_decode_tokens += new == 1 and schedule.num_decode_tokens == len(schedule.requests) - 1
         schedule.num_new_tokens.append(new)
     return schedule
 
