@@ -1,11 +1,11 @@
-# make demo | test | lint | clean. Each makes its own virtual environment first, in .venv.
+# make demo | test | lint | simulation | mutants | clean. Each makes its own virtual environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint simulation mutants clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -17,6 +17,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The scheduler and its blocks in random worlds, every invariant checked after every step.
+simulation: $(INSTALLED)
+	$(BIN)/python -m tests.simulation $(ARGS)
+
+# Named bugs, put in one at a time: each must be caught.
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

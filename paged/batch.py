@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .scheduler import Schedule
+from .schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from .models.decoder import Decoder
 from .request import Request
 from .sampler import sample
 from .sampling_params import SamplingParams
-from .scheduler import Schedule, Scheduler
+from .schedule import Schedule
+from .scheduler import Scheduler
 from .weights import check_weights, load_weights, torch_dtype
 
 

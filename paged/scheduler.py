@@ -7,55 +7,12 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
-from .block_manager import BlockManager, Copy
+from .block_manager import BlockManager
 from .errors import QueueFullError, UsageError
 from .policies import FirstComeFirstServed, Policy, Rank
 from .request import Request, RequestStatus
-
-
-@dataclass(slots=True)
-class Schedule:
-    """What one step does: copy blocks, then compute num_new_tokens[i] of requests[i].
-
-    Copies go in this order: out to host memory, in from there, then from block to block. Each list may be
-    done at once: no block is read and written within one.
-    """
-
-    requests: list[Request] = field(default_factory=list)
-    num_new_tokens: list[int] = field(default_factory=list)
-    # Who gets a token, and from the last row of which of `requests`: one's own, or that of the request which
-    # computed the prompt for all n samples.
-    sampled_requests: list[Request] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)
-    swap_out: list[Copy] = field(default_factory=list)  # block to host block
-    swap_in: list[Copy] = field(default_factory=list)  # host block to block
-    copies: list[Copy] = field(default_factory=list)
-    num_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_preempted: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.requests or self.swap_out)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """What happened so far."""
-
-    num_steps: int = 0
-    step_prefill_tokens: int = 0  # of the last step
-    step_decode_tokens: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_queried_tokens: int = 0  # of prompts looked up in the prefix cache
-    num_recomputed: int = 0  # preemptions by recompute
-    num_swapped: int = 0  # preemptions by swap
-    num_finished: int = 0  # requests that ended by themselves, or by an error
+from .schedule import Schedule, SchedulerCounters
 
 
 class Scheduler:

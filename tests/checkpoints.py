@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from paged import LLMEngine
-from paged.scheduler import Schedule
+from paged.schedule import Schedule
 
 # torch keeps the constructors that obey `with torch.device(...)` as they are at its first use: it must come
 # before conftest wraps torch.empty, or a model built on the meta device would be allocated.

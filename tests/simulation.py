@@ -4,11 +4,11 @@
     python -m tests.simulation --steps 100_000_000
     python -m tests.simulation --seed 1234             # one world again, the one that failed
 
-A world is a seed: it fixes every size, option, arrival, abort, fork and pin. The made-up model writes into each
-slot a hash of the token and of what it reads, through the block table, in the slot before; the next token
-is a hash of all slots it sees. So one block lost, shared wrongly, reused early or not copied changes what is
-read, and everything that is read is compared with what an endless memory would hold. After each step every
-invariant is checked.
+A world is a seed: it fixes every size, option, arrival, abort, fork and pin. The made-up model writes into
+each slot a hash of the token and of what it reads, through the block table, in the slot before; the next
+token is a hash of all slots it sees. So one block lost, shared wrongly, reused early or not copied changes
+what is read, and everything that is read is compared with what an endless memory would hold. After each step
+every invariant is checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from paged.policies import POLICIES, new_policy
 from paged.prefix_chain import sha256_block
 from paged.request import Request, RequestStatus
 from paged.sampling_params import SamplingParams
-from paged.scheduler import Schedule, Scheduler
+from paged.schedule import Schedule
+from paged.scheduler import Scheduler
 
 STOP = 0
 UNWRITTEN = b"\xff"
@@ -77,35 +78,40 @@ class World:
             windows = [rng.choice((None, 2, 3, 2 * self.block_size, 11)) for _ in range(rng.randint(1, 3))]
         self.windows = windows
         num_blocks = rng.randint(4, 16) * len(windows)
-        budget = rng.choice((1, 3, 8, 16, 64))
+        self.budget = budget = rng.choice((1, 3, 8, 16, 64))
         cap = rng.choice((None, None, 1, 5))
+        self.max_chunk = min(budget, cap or budget)
         self.manager = BlockManager(
             num_blocks,
             self.block_size,
             windows=windows,
-            max_step_tokens=min(budget, cap or budget),
+            max_step_tokens=self.max_chunk,
             num_host_blocks=rng.choice((0, 0, 3, 20)),
             enable_prefix_caching=rng.random() < 0.85,
             hash_block=weak_hash if rng.random() < 0.3 else sha256_block,
         )
         self.max_preemptions = rng.choice((1, 2, 8))
+        self.max_num_seqs = rng.randint(1, 6)
+        self.policy_name = rng.choice(POLICIES)
         self.scheduler = Scheduler(
             self.manager,
-            max_num_seqs=rng.randint(1, 6),
+            max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=budget,
-            policy=new_policy(rng.choice(POLICIES), self._num_cached),
+            policy=new_policy(self.policy_name, self._num_cached),
             long_prefill_token_threshold=cap,
             max_num_partial_prefills=rng.choice((None, 1, 2)),
             watermark=rng.choice((0.0, 0.0, 0.1)),
             max_waiting=rng.choice((None, None, 6)),
             max_preemptions=self.max_preemptions,
-            swap_pays=rng.choice((None, lambda n: True, lambda n: n % 2 == 0)),
+            swap_pays=rng.choice((None, lambda _: True, lambda n: n % 2 == 0)),
             clock=lambda: self.now,
         )
         self.depth = rng.choice((1, 1, 1, 2, 3))  # steps in flight at once
         self.arrivals, self.disturbance = rng.choice((0.1, 0.5, 1.5)), rng.choice((0.0, 0.05, 0.2))
         self.memory = [bytearray(UNWRITTEN * 4 * self.block_size) for _ in range(num_blocks)]
-        self.host = [bytearray(UNWRITTEN * 4 * self.block_size) for _ in range(self.manager.host_pool.num_blocks)]
+        self.host = [
+            bytearray(UNWRITTEN * 4 * self.block_size) for _ in range(self.manager.host_pool.num_blocks)
+        ]
         self.prefixes = [[rng.randint(1, 3) for _ in range(24)] for _ in range(3)]
         self.live: dict[str, tuple[Request, Truth]] = {}
         self.in_flight: deque[tuple[Schedule, list[tuple[Request, int]], list[list[array[int]]]]] = deque()
@@ -156,7 +162,7 @@ class World:
         namespace = rng.choice((b"", b"", b"salt"))
         requests = [
             self.new_request(f"{self.num_requests}-{i}", prompt, prompt_len + max_tokens, namespace)
-            for i in range(min(samples, self.scheduler.max_num_seqs))
+            for i in range(min(samples, self.max_num_seqs))
         ]
         leader = requests[0]
         if not self.manager.fits(leader.max_total_tokens - 1):
@@ -231,15 +237,36 @@ class World:
             assert request.deadline <= self.now
             for ended in (request, *request.siblings):
                 del self.live[ended.request_id]
+        assert all(r.deadline > self.now for r, _ in self.live.values() if r.arrival >= 0), "too late"
         self.before = self.holders()
+        waiting = [r for r in self.scheduler.waiting() if not r.protected]
+        ready = [
+            (r, r.metrics.num_preemptions) for r in self.scheduler.running if r.ready and not r.protected
+        ]
         schedule = self.scheduler.schedule()
         self.scheduler.check()
+        self.check_order(waiting, ready)
+        assert len(self.scheduler.running) <= self.max_num_seqs, "too many run"
         if not schedule.is_empty:
             self.launch(schedule)
         elif self.live:
             assert self.in_flight, "nothing runs although somebody waits"
         if self.in_flight and (schedule.is_empty or len(self.in_flight) >= self.depth):
             self.finish_step()
+
+    def check_order(self, waiting: list[Request], ready: list[tuple[Request, int]]) -> None:
+        """Nobody overtook those who waited, and the last were preempted first."""
+        if self.policy_name in ("fcfs", "priority"):
+            started = [self.place(r) for r in waiting if r.status is RequestStatus.RUNNING]
+            left = [self.place(r) for r in waiting if r.status is RequestStatus.WAITING]
+            assert not started or not left or max(started) < min(left), "somebody was overtaken"
+        kept = [self.place(r) for r, before in ready if r.metrics.num_preemptions == before]
+        preempted = [self.place(r) for r, before in ready if r.metrics.num_preemptions > before]
+        assert not kept or not preempted or max(kept) < min(preempted), "the wrong one was preempted"
+
+    def place(self, request: Request) -> tuple[float, int]:
+        """Where a request should stand among those who run, or wait."""
+        return (request.priority if self.policy_name == "priority" else 0.0, request.arrival)
 
     def holders(self) -> dict[int, set[int]]:
         """Which sequences hold each block that is shared."""
@@ -253,8 +280,7 @@ class World:
 
     def launch(self, schedule: Schedule) -> None:
         """Copy blocks and write new slots. They are read when the step ends, as late as can be."""
-        limit = self.scheduler.max_num_batched_tokens
-        assert sum(schedule.num_new_tokens) == schedule.num_tokens <= limit
+        assert sum(schedule.num_new_tokens) == schedule.num_tokens <= self.budget
         assert len(set(map(id, schedule.requests))) == len(schedule.requests), "somebody is twice in a step"
         for pairs, source, target in (
             (schedule.swap_out, self.memory, self.host),
@@ -269,10 +295,10 @@ class World:
         ends = {}
         self.written: set[tuple[int, int]] = set()
         for request, n in zip(schedule.requests, schedule.num_new_tokens, strict=True):
-            assert n > 0
+            assert 0 < n <= self.max_chunk
             ends[request.request_id] = end = request.num_computed_tokens + n
-            for group, table in enumerate(request.blocks.tables):
-                self.write(request, table, group, request.num_computed_tokens, end)
+            for table in request.blocks.tables:
+                self.write(request, table, request.num_computed_tokens, end)
         reads = []
         for request, row in zip(schedule.sampled_requests, schedule.sampled, strict=True):
             reads.append((request, ends[schedule.requests[row].request_id]))
@@ -282,7 +308,7 @@ class World:
         tables = [[table[:] for table in request.blocks.tables] for request, _ in reads]
         self.in_flight.append((schedule, reads, tables))
 
-    def write(self, request: Request, table: array[int], group: int, start: int, end: int) -> None:
+    def write(self, request: Request, table: array[int], start: int, end: int) -> None:
         size, refcount = self.block_size, self.manager.pool.refcount
         if start == 0:
             value = zlib.crc32(request.namespace)
@@ -342,7 +368,7 @@ def run_world(seed: int, num_steps: int = 300) -> int:
     try:
         return World(seed).run(num_steps)
     except Exception as error:
-        raise AssertionError(f"world {seed} (python -m tests.simulation --seed {seed}): {error}") from error
+        raise AssertionError(f"world {seed} (python -m tests.simulation --seed {seed}): {error!r}") from error
 
 
 def _run_range(seeds: tuple[int, int]) -> int:

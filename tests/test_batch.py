@@ -8,7 +8,7 @@ from paged.batch import Batch
 from paged.block_manager import BlockManager
 from paged.request import Request
 from paged.sampling_params import SamplingParams
-from paged.scheduler import Schedule
+from paged.schedule import Schedule
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from paged.block_manager import NEVER, BlockManager, Copy, SequenceBlocks
+from paged.block_manager import NEVER, REGISTER_EVERY, BlockManager, Copy, SequenceBlocks
 from paged.errors import UsageError
 
 
@@ -98,11 +98,11 @@ def test_block_is_known_as_soon_as_it_is_full_and_not_before():
     manager, tokens = BlockManager(8, 4), [1, 2, 3, 4, 5, 6, 7, 8, 9]
     seq = started(manager, tokens, 3)
     assert num_hits(manager, tokens) == 0
-    assert seq.next_full == 4
+    assert seq.register_at == 4 * REGISTER_EVERY
     computed(manager, seq, tokens, 3, 7)
-    assert (num_hits(manager, tokens), seq.next_full) == (4, 8)
+    assert (num_hits(manager, tokens), seq.register_at) == (4, 4 + 4 * REGISTER_EVERY)
     computed(manager, seq, tokens, 7, 8)
-    assert (num_hits(manager, tokens), seq.next_full) == (8, 12)
+    assert (num_hits(manager, tokens), seq.register_at) == (8, 8 + 4 * REGISTER_EVERY)
 
 
 def test_blocks_of_a_released_sequence_are_hit_until_they_are_needed_ends_first():
@@ -135,7 +135,7 @@ def test_colliding_keys_never_share():
 def test_nothing_is_known_without_a_prefix_cache():
     manager = BlockManager(8, 4, enable_prefix_caching=False)
     seq = started(manager, [1] * 9)
-    assert seq.next_full == NEVER
+    assert seq.register_at == NEVER
     manager.release(seq)
     assert num_hits(manager, [1] * 9) == 0
     assert (manager.pool.num_free, manager.pool.num_cached) == (8, 0)
@@ -161,7 +161,7 @@ def test_nothing_is_registered_behind_a_predecessor_that_is_gone():
     seq = started(manager, tokens, 5)
     manager.reset_prefix_cache()
     computed(manager, seq, tokens, 5, 13)
-    assert seq.next_full == NEVER
+    assert seq.register_at == NEVER
     assert not manager.pool.known_blocks()
 
 
@@ -337,7 +337,10 @@ def test_what_the_cache_still_holds_is_not_copied_back():
     manager.swap_out(seq, 10, out)
     assert manager.pool.num_cached == 2
     assert list(manager.pool.allocate(2)) == [third, second]
-    manager.pool.free([second, third])
+    manager.pool.free([second])
+    # Two are free or cached, but one of them is what it needs beside two that are not.
+    assert not manager.swap_in(seq, 10, back)
+    manager.pool.free([third])
     assert manager.swap_in(seq, 10, back)
     assert seq.tables[0][0] == first
     assert back == [(host, block) for (_, host), block in zip(out[1:], seq.tables[0][1:], strict=True)]

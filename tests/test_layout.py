@@ -19,7 +19,7 @@ LAYERS = [
     ["block_pool"],
     ["block_manager"],
     ["request"],
-    ["policies"],
+    ["policies", "schedule"],
     ["scheduler"],
     ["stats"],
     ["kernels"],

@@ -1,4 +1,4 @@
-"""Cached prefixes in the engine: hits, salts, pins, files; the tokens are those of transformers in any case."""
+"""Cached prefixes in the engine: hits, salts, pins, files; tokens are those of transformers."""
 
 from __future__ import annotations
 

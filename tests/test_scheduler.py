@@ -1,99 +1,28 @@
-"""Schedules computed by hand: budget, order, room, preemption, and who shares what."""
+"""Schedules computed by hand: budget, order, admission, who shares what, and how requests end."""
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from scheduler_cases import (
+    STOP,
+    added,
+    computed,
+    finish,
+    hash_token,
+    names,
+    new_request,
+    new_scheduler,
+    run_step,
+    run_until,
+    scheduled,
+    updated,
+)
 
-from paged.block_manager import BlockManager
 from paged.errors import QueueFullError, UsageError
-from paged.policies import Priority
 from paged.request import Request, RequestStatus
-from paged.sampling_params import SamplingParams
-from paged.scheduler import Schedule, Scheduler
-
-BLOCK_SIZE = 8
-STOP = 999
-
-
-def new_request(name: str, prompt_len: int, max_tokens: int, **fields: Any) -> Request:
-    params = SamplingParams(max_tokens=max_tokens)
-    prompt = [hash_token(name, i) for i in range(prompt_len)]
-    request = Request(name, None, prompt, params, prompt_len + max_tokens, frozenset([STOP]), seed=0)
-    for field, value in fields.items():
-        setattr(request, field, value)
-    return request
-
-
-def hash_token(name: str, position: int) -> int:
-    """What the made-up model says at a position: a fixed function, so that recomputing changes nothing."""
-    return random.Random(f"{name}/{position}").randrange(100)
-
-
-def new_scheduler(
-    num_blocks: int = 16,
-    max_num_seqs: int = 8,
-    budget: int = 64,
-    num_host_blocks: int = 0,
-    **options: Any,
-) -> Scheduler:
-    manager = BlockManager(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks)
-    return Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **options)
-
-
-def added(scheduler: Scheduler, *requests: Request) -> list[Request]:
-    for request in requests:
-        scheduler.add(request)
-    return list(requests)
-
-
-def scheduled(scheduler: Scheduler) -> Schedule:
-    schedule = scheduler.schedule()
-    scheduler.check()
-    return schedule
-
-
-def computed(schedule: Schedule) -> dict[str, int]:
-    """How many tokens each request computes, in the order of the step."""
-    ids = [request.request_id for request in schedule.requests]
-    return dict(zip(ids, schedule.num_new_tokens, strict=True))
-
-
-def updated(scheduler: Scheduler, schedule: Schedule) -> list[Request]:
-    tokens = [hash_token(request.request_id, request.num_tokens) for request in schedule.sampled_requests]
-    advanced = scheduler.update(schedule, tokens)
-    scheduler.check()
-    return advanced
-
-
-def run_step(scheduler: Scheduler) -> dict[str, int]:
-    schedule = scheduled(scheduler)
-    updated(scheduler, schedule)
-    return computed(schedule)
-
-
-def run_until(scheduler: Scheduler, reached: Callable[[], object]) -> None:
-    for _ in range(1000):
-        if reached():
-            return
-        run_step(scheduler)
-    raise AssertionError("it never came to that")
-
-
-def finish(scheduler: Scheduler) -> None:
-    run_until(scheduler, lambda: not scheduler.has_unfinished())
-    assert scheduler.block_manager.pool.num_used == 0
-    assert scheduler.block_manager.host_pool.num_used == 0
-
-
-def names(requests: Any) -> list[str]:
-    return [request.request_id for request in requests]
-
 
 # Tokens
 
@@ -101,9 +30,7 @@ def names(requests: Any) -> list[str]:
 def test_one_rule_computes_prompts_in_chunks_and_then_token_by_token():
     scheduler = new_scheduler(budget=10)
     a, b = added(scheduler, new_request("a", 4, 3), new_request("b", 17, 2))
-    steps = []
-    while scheduler.has_unfinished():
-        steps.append(run_step(scheduler))
+    steps = finish(scheduler)
     # a's first step gives its first token; b takes what the budget leaves, and samples once it is complete.
     assert steps == [{"a": 4, "b": 6}, {"a": 1, "b": 9}, {"a": 1, "b": 2}, {"b": 1}]
     assert a.output_token_ids == [hash_token("a", i) for i in (4, 5, 6)]
@@ -209,9 +136,7 @@ def test_no_prompt_is_begun_that_the_running_ones_leave_no_room_for():
     # A pool for 3 of 16 long prompts: without a look ahead each is computed many times over.
     scheduler = new_scheduler(num_blocks=200, max_num_seqs=16, budget=256)
     requests = added(scheduler, *(new_request(str(i), 400, 100) for i in range(16)))
-    num_computed = 0
-    while scheduler.has_unfinished():
-        num_computed += sum(run_step(scheduler).values())
+    num_computed = sum(sum(step.values()) for step in finish(scheduler))
     needed = sum(request.num_tokens - 1 for request in requests)
     assert num_computed < 1.5 * needed
 
@@ -228,109 +153,6 @@ def test_pin_is_refused_where_a_live_request_would_not_fit_beside_it():
     assert scheduler.block_manager.num_pinned == 1
     run_until(scheduler, lambda: second.status is RequestStatus.FINISHED)
     assert second.finish_reason == "length"
-
-
-# Preemption
-
-
-def test_youngest_is_preempted_first_and_admitted_again_before_later_ones():
-    scheduler = new_scheduler(num_blocks=6)
-    a, b, c, d = added(scheduler, *(new_request(name, 15, 16) for name in "abcd"))
-    assert run_step(scheduler) == {"a": 15, "b": 15, "c": 15}
-    assert run_step(scheduler) == {"a": 1, "b": 1, "c": 1}
-    # All three need a third block and none is free: c, the youngest, gives back two.
-    assert run_step(scheduler) == {"a": 1, "b": 1}
-    assert names(scheduler.waiting()) == ["c", "d"]
-    assert (c.num_computed_tokens, c.num_output_tokens, c.status) == (0, 2, RequestStatus.WAITING)
-    assert [r.metrics.num_preemptions for r in (a, b, c, d)] == [0, 0, 1, 0]
-    assert (scheduler.counters.num_recomputed, scheduler.counters.num_swapped) == (1, 0)
-    finish(scheduler)
-    assert [r.output_token_ids for r in (a, b, c, d)] == [
-        [hash_token(name, i) for i in range(15, 31)] for name in "abcd"
-    ]
-
-
-def test_after_max_preemptions_it_runs_once_all_its_blocks_are_set_aside():
-    scheduler = new_scheduler(num_blocks=4, max_preemptions=1)
-    a, b = added(scheduler, new_request("a", 15, 18), new_request("b", 15, 18))  # four blocks each in the end
-    run_until(scheduler, lambda: b.metrics.num_preemptions)
-    assert b.protected
-    c, d = added(scheduler, new_request("c", 1, 1), new_request("d", 15, 18))
-    assert names(scheduler.waiting()) == ["b", "c", "d"]
-    run_until(scheduler, lambda: b.status is RequestStatus.RUNNING)
-    assert a.status is RequestStatus.FINISHED  # not before: there would be no room for all of it
-    run_until(scheduler, lambda: b.status is RequestStatus.FINISHED)
-    assert b.metrics.num_preemptions == 1
-    assert c.num_output_tokens == d.num_output_tokens == 0
-    finish(scheduler)
-
-
-def test_blocks_set_aside_are_not_taken_by_those_who_grow():
-    scheduler = new_scheduler(num_blocks=6, max_preemptions=1)
-    _, b = added(scheduler, new_request("a", 15, 18), new_request("b", 15, 26))  # four and five blocks
-    run_until(scheduler, lambda: b.metrics.num_preemptions)
-    run_until(scheduler, lambda: b.status is RequestStatus.RUNNING)
-    assert b.blocks.num_blocks == 4
-    # One is set aside for b, one is left for c, which waits for its second until b is done.
-    (c,) = added(scheduler, new_request("c", 7, 20))
-    run_until(scheduler, lambda: b.status is RequestStatus.FINISHED)
-    assert (c.num_computed_tokens, c.metrics.num_preemptions, b.metrics.num_preemptions) == (8, 0, 1)
-    finish(scheduler)
-    assert c.finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("num_host_blocks", "pays", "swapped"),
-    [
-        (8, lambda n: n == 16, True),
-        (8, lambda _: False, False),
-        (1, lambda _: True, False),
-        (8, None, False),
-    ],
-    ids=["pays", "does-not-pay", "host-is-full", "never"],
-)
-def test_preempted_is_swapped_or_recomputed(num_host_blocks, pays, swapped):
-    scheduler = new_scheduler(num_blocks=6, num_host_blocks=num_host_blocks, swap_pays=pays)
-    requests = added(scheduler, *(new_request(name, 15, 16) for name in "abc"))
-    c = requests[2]
-    run_step(scheduler)
-    run_step(scheduler)
-    blocks = list(c.blocks.tables[0])
-    schedule = scheduled(scheduler)
-    assert [block for block, _ in schedule.swap_out] == (blocks if swapped else [])
-    assert c.num_computed_tokens == (16 if swapped else 0)
-    assert scheduler.counters.num_swapped == swapped
-    assert scheduler.counters.num_recomputed == 1 - swapped
-    updated(scheduler, schedule)
-    num_swapped_in = 0
-    while scheduler.has_unfinished():
-        schedule = scheduled(scheduler)
-        num_swapped_in += len(schedule.swap_in)
-        updated(scheduler, schedule)
-    assert num_swapped_in == 2 * swapped
-    assert c.output_token_ids == [hash_token("c", i) for i in range(15, 31)]
-    finish(scheduler)
-
-
-def test_lower_priority_number_goes_first_and_takes_the_place_of_higher_ones():
-    scheduler = new_scheduler(num_blocks=4, policy=Priority())
-    added(scheduler, new_request("low", 14, 10, priority=5), new_request("lowest", 14, 10, priority=6))
-    assert run_step(scheduler) == {"low": 14, "lowest": 14}
-    added(scheduler, new_request("same", 15, 2, priority=6))
-    assert run_step(scheduler) == {"low": 1, "lowest": 1}
-    added(scheduler, new_request("high", 15, 2, priority=-1))
-    assert names(scheduler.waiting()) == ["high", "same"]
-    assert run_step(scheduler) == {"low": 1, "high": 15}
-    assert names(scheduler.waiting()) == ["lowest", "same"]
-
-
-def test_priority_takes_seats_of_higher_numbers_only():
-    scheduler = new_scheduler(max_num_seqs=2, policy=Priority())
-    added(scheduler, new_request("one", 4, 9, priority=1), new_request("two", 4, 9, priority=2))
-    run_step(scheduler)
-    added(scheduler, new_request("as one", 4, 3, priority=2), new_request("zero", 4, 3, priority=0))
-    assert run_step(scheduler) == {"one": 1, "zero": 4}
-    assert names(scheduler.waiting()) == ["two", "as one"]
 
 
 # Samples and forks
@@ -431,39 +253,6 @@ def test_fork_waits_where_it_cannot_run(reason):
         updated(scheduler, schedule)
     finish(scheduler)
     assert child.finish_reason == "length"
-
-
-# Steps in flight
-
-
-def test_steps_overlap_without_what_is_in_flight():
-    scheduler = new_scheduler()
-    a, b = added(scheduler, new_request("a", 4, 3), new_request("b", 4, 2))
-    scheduler.max_num_batched_tokens = 4
-    first = scheduled(scheduler)
-    second = scheduled(scheduler)
-    assert (computed(first), computed(second)) == ({"a": 4}, {"b": 4})
-    assert scheduled(scheduler).is_empty
-    assert updated(scheduler, first) == [a]
-    third = scheduled(scheduler)
-    assert computed(third) == {"a": 1}
-    assert updated(scheduler, second) == [b]
-    updated(scheduler, third)
-    finish(scheduler)
-
-
-def test_blocks_given_back_are_not_used_before_the_steps_that_read_them_end():
-    scheduler = new_scheduler(num_blocks=2)
-    a, b = added(scheduler, new_request("a", 9, 3), new_request("b", 9, 3))
-    schedule = scheduled(scheduler)
-    assert computed(schedule) == {"a": 9}
-    scheduler.abort(a)
-    assert scheduled(scheduler).is_empty
-    assert updated(scheduler, schedule) == []
-    assert a.num_output_tokens == 0
-    assert run_step(scheduler) == {"b": 9}
-    finish(scheduler)
-    assert b.finish_reason == "length"
 
 
 # Ends

@@ -12,7 +12,7 @@ import typer
 from paged import EngineConfig, PagedError
 from paged.request import Request
 from paged.sampling_params import SamplingParams
-from paged.scheduler import Schedule
+from paged.schedule import Schedule
 from paged.simulate.command import simulate
 from paged.simulate.cost import (
     DATA_SHEETS,

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, Self
 
 from ..errors import ConfigError
 from ..models.config import ModelConfig
-from ..scheduler import Schedule
+from ..schedule import Schedule
 from ..validation import check_number
 
 GIB = 2**30

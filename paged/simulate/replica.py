@@ -11,7 +11,8 @@ from ..errors import QueueFullError
 from ..policies import new_policy
 from ..request import Request, RequestMetrics, RequestStatus
 from ..sampling_params import SamplingParams
-from ..scheduler import Schedule, Scheduler
+from ..schedule import Schedule
+from ..scheduler import Scheduler
 from .cost import StepCost
 from .workload import SAMPLED, Arrival
 

@@ -1,0 +1,337 @@
+"""Seeded bugs: does anything notice?
+
+    python -m tests.mutants             # all of them: a table, and exit code 1 if one survives
+    python -m tests.mutants --all       # what the simulation and the tests each say
+    python -m tests.mutants copy fair   # those with such names
+
+Each is one text put in the place of another in a copy of the package, where it must occur exactly once. On
+that copy run worlds of the simulation and the tests that need nothing but Python, until one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIME_LIMIT_S = 60
+TESTS = [
+    f"tests/test_{name}.py" for name in ("block_pool", "block_manager", "scheduler", "preemption", "policies")
+]
+WORLDS = """
+import sys
+from tests.simulation import run_world
+for seed in range(*map(int, sys.argv[1:])):
+    try:
+        run_world(seed)
+    except AssertionError as error:
+        sys.exit(f"world {seed}: {str(error).split('): ', 1)[1]}")
+"""
+# In this order the whole takes least: most fail in the first worlds.
+LOOKS = (("worlds", 0, 16), ("tests",), ("worlds", 16, 100))
+
+# File: (name, old, new).
+MUTANTS = {
+    "block_pool": [
+        ("free gives back what others hold", "if count == 1:", "if count >= 1:"),
+        ("free skips the decref", "refcounts[block] = count - 1", "refcounts[block] = count"),
+        ("share skips the incref", "self._refcounts[block] += 1", "pass"),
+        ("allocation is not all or nothing", "if n > len(self._free) + self.num_cached:", "if n > 99:"),
+        ("the salt is not compared", "if not blocks and self._namespaces", "if False and self._namespaces"),
+        ("a salt outlives its block", "self._namespaces.pop(block, None)", "pass"),
+        ("tokens are not compared", "tokens[at : at + size] != data[start : start + size]", "False"),
+        (
+            "predecessors are not compared",
+            "if block is None or parents[block] != previous:",
+            "if block is None:",
+        ),
+        (
+            "predecessors are not noted",
+            "self._parents[block] = serial, parent",
+            "self._parents[block] = serial, 0",
+        ),
+        ("match takes a block too many", "chain.keys[:num_blocks]", "chain.keys[: num_blocks + 1]"),
+        ("layer groups share keys", "return key - key % self._num_groups + group", "return key"),
+        ("the same is cached twice", "                return known\n", "                pass\n"),
+        ("reuse before the step ends", "if step > self._steps_ended:", "if False:"),
+        (
+            "deferred blocks come back a step early",
+            "[0][0] <= self._steps_ended:",
+            "[0][0] <= self._steps_ended + 1:",
+        ),
+        ("keep_for_step forgets", "self._kept.add(block)", "pass"),
+        ("kept blocks are kept for ever", "self._kept.clear()", "pass"),
+        (
+            "a shared block stays deferred",
+            "self._deferred_until.pop(block, None)",
+            "self._deferred_until.get(block)",
+        ),
+        (
+            "evicts the most recently used",
+            "block = self._newer[self.num_blocks]\n        self._u",
+            "block = self._older[self.num_blocks]\n        self._u",
+        ),
+        (
+            "an evicted block keeps its name",
+            "self._drop_from_index(block)\n        return block",
+            "return block",
+        ),
+        ("reset frees what is held", "idle = self._refcounts[block] == 0 and", "idle ="),
+    ],
+    "prefix_chain": [
+        ("keys skip what came before", "digest = hash_block(digest,", 'digest = hash_block(b"",'),
+        ("keys skip the salt", 'hash_block(b"", namespace) if namespace else b""', 'b""'),
+        ("a forked chain is the same", "self.keys.copy(), self.data.copy()", "self.keys, self.data"),
+    ],
+    "block_manager": [
+        ("match serves the last token", "most = (len(token_ids) - 1) //", "most = len(token_ids) //"),
+        (
+            "registers a token early",
+            "num_full = self.pool, num_tokens //",
+            "num_full = self.pool, (num_tokens + 1) //",
+        ),
+        ("registers behind what is gone", "(index and not all(map(pool.is_known, seq.last)))", "False"),
+        (
+            "shared blocks are written",
+            "if start % self.block_size and pool.refcount",
+            "if False and pool.refcount",
+        ),
+        ("the copy is lost", "copies.append((source, target))", "pass"),
+        ("the copy's source is not kept", "pool.keep_for_step(source)", "pass"),
+        ("the copy's source is not freed", "pool.free((source,))", "pass"),
+        ("the table keeps the copy's source", "seq.tables[group][index] = target", "pass"),
+        (
+            "a forked parent writes without a look",
+            "seq.capacity = copy.capacity = min(",
+            "copy.capacity = min(",
+        ),
+        ("a fork takes no reference", "self.pool.share(seq.live(group))", "pass"),
+        ("no block for a fork's copy", "missing += 1  # forked", "missing += 0  # forked"),
+        ("grows by a block too few", "self.blocks_for(end), start //", "end // self.block_size, start //"),
+        (
+            "cached hits count as free",
+            "needed += -shared if window is None else shared",
+            "needed -= len(visible)",
+        ),
+        ("the window ends a token early", "max(0, start - window + 1)", "max(0, start - window + 2)"),
+        ("windows drop nothing", "if first > dropped:", "if False:"),
+        ("a dropped block is kept", "self.pool.free(gone)", "pass"),
+        ("a dropped block is not noted", "seq.num_dropped[group] = first\n\n", "pass\n\n"),
+        ("beginnings are evicted before ends", "blocks.reverse()  # the cache loses", "pass  #"),
+        (
+            "swap-in reads the wrong host block",
+            "zip(saved[len(blocks) :], fresh",
+            "zip(saved[: len(fresh)], fresh",
+        ),
+        ("swap-in loses host blocks", "self.host_pool.free(saved)", "pass"),
+        ("swap-in does not keep host blocks", "self.host_pool.keep_for_step(block)", "pass"),
+        ("swap-in counts cached blocks twice", "if missing + taken >", "if missing >"),
+        (
+            "swap-out leaves the last block",
+            "num_blocks = self.blocks_for(num_computed)\n",
+            "num_blocks = num_computed // self.block_size\n",
+        ),
+        ("release forgets host blocks", "self.host_pool.free(blocks)", "pass"),
+        ("unpin lets go of nothing", "self.pool.free(reversed(blocks))", "pass"),
+        ("pins take no room", "self.pool.num_blocks - self.num_pinned", "self.pool.num_blocks"),
+    ],
+    "scheduler": [
+        (
+            "any policy is the first",
+            "FirstComeFirstServed() if policy is None else policy",
+            "policy or FirstComeFirstServed()",
+        ),
+        ("ignores max_num_seqs", "return self.max_num_seqs - len(self.running)", "return 99"),
+        ("promises seats twice", "len(self.running) - self._num_promised_seqs", "len(self.running)"),
+        (
+            "ignores the budget",
+            "return min(self.max_chunk, self.max_num_batched_tokens - schedule.num_tokens)",
+            "return self.max_chunk",
+        ),
+        ("ignores the budget of decodes", "if scarce and len(requests) == budget:", "if False:"),
+        ("ignores long_prefill_token_threshold", "min(long_prefill_token_threshold or", "min("),
+        ("ignores max_num_partial_prefills", "= max_num_partial_prefills or max_num_seqs", "= max_num_seqs"),
+        ("ignores the watermark", "int(watermark * block_manager.pool.num_blocks)", "0"),
+        ("ignores max_waiting", "if self.max_waiting is not None and", "if False and"),
+        ("ignores deadlines", "while self._deadlines and", "while False and"),
+        ("admits before those who run", "promised += self._num_reserved_blocks()", "promised = 0"),
+        (
+            "admits by the first chunk alone",
+            "hits or (), self._num_tokens_ahead(request)",
+            "hits or (), num_new",
+        ),
+        (
+            "a blocked head is never looked at again",
+            "if blocked is request and available < lacked and",
+            "if blocked is request and",
+        ),
+        (
+            "preempts the oldest",
+            "for candidate in reversed(self.running):\n            if candidate is request",
+            "for candidate in self.running:\n            if candidate is request",
+        ),
+        (
+            "preempts the protected",
+            "if candidate.ready and not candidate.protected:\n                return",
+            "if candidate.ready:\n                return",
+        ),
+        (
+            "preempts who is in flight",
+            "if candidate.ready and not candidate.protected:\n                return",
+            "if not candidate.protected:\n                return",
+        ),
+        ("preempts without end", "victim.metrics.num_preemptions >= self.max_preemptions", "False"),
+        ("sets nothing aside for the protected", "if not self._num_protected:", "if True:"),
+        ("the preempted keep their count", "victim.num_computed_tokens = 0", "pass"),
+        (
+            "equal priorities preempt",
+            "if candidate.priority <= head.priority:",
+            "if candidate.priority < head.priority:",
+        ),
+        ("siblings are not forked", "self._share(request, sibling, end)", "self._join(sibling)"),
+        (
+            "the aborted keep their blocks",
+            "message)\n        self.block_manager.release(request.blocks)",
+            "message)",
+        ),
+        (
+            "the aborted keep their seats",
+            "self.running.remove(request)\n            self._leave(request)",
+            "self.running.remove(request)",
+        ),
+        ("steps never end", "self.block_manager.end_step()\n        now", "now"),
+        (
+            "runs in order of joining",
+            "bisect.insort(self.running, request, key=lambda other: other.rank)",
+            "self.running.append(request)",
+        ),
+    ],
+    "policies": [
+        (
+            "the last come first",
+            "heapq.heappush(self._heap, (request.rank,",
+            "heapq.heappush(self._heap, ((-request.arrival, 0),",
+        ),
+        ("the removed still count", "self._num_removed += 1", "pass"),
+        ("priorities are inverted", "return (request.priority,", "return (-request.priority,"),
+        ("the oldest is overtaken for ever", "if self._num_overtakes >= self.MAX_OVERTAKES:", "if False:"),
+        ("the shortest match goes first", "return max(oldest,", "return min(oldest,"),
+        ("fair: tokens cost nothing", "self._charge(request, self.OUTPUT_COST)", "pass"),
+        (
+            "fair: prompts cost nothing",
+            "self._charge(request, self.INPUT_COST *",
+            "self._charge(request, 0.0 *",
+        ),
+        ("fair: weights do not count", "cost / self._weights.get(tenant, 1.0)", "cost"),
+        (
+            "fair: time away earns credit",
+            "max(self.service.get(tenant, 0.0), floor)",
+            "self.service.get(tenant, 0.0)",
+        ),
+        ("fair: goes by old counters", "elif counter != self.service[tenant]:", "elif False:"),
+        ("fair: the preempted are charged again", "if not request.metrics.num_preemptions:", "if True:"),
+        (
+            "fair: the preempted go last",
+            "self._queues[tenant].appendleft(request)",
+            "self._queues[tenant].append(request)",
+        ),
+    ],
+}
+
+
+def planted(file: str, name: str, old: str, new: str) -> str:
+    """A file's text with a bug in it."""
+    text = (ROOT / "paged" / f"{file}.py").read_text()
+    found = text.count(old)
+    assert found == 1, f"mutant {name!r} is stale: {old!r} occurs {found} times in {file}.py"
+    return text.replace(old, new)
+
+
+def copy_project(folder: Path) -> None:
+    """Copy what the pure Python part needs."""
+    shutil.copytree(
+        ROOT / "paged", folder / "paged", ignore=shutil.ignore_patterns("kernels", "demo", "__pycache__")
+    )
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def run(folder: Path, *arguments: object) -> tuple[int, str]:
+    """Run Python in a copy. Returns its exit code and what it said; what never ends has failed too."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"not done after {TIME_LIMIT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def failure(folder: Path, what: str, *arguments: int) -> str | None:
+    """The first world or test that fails in a copy; None if none does."""
+    if what == "worlds":
+        code, said = run(folder, "-c", WORLDS, *arguments)
+        found = re.search(r"^(world \d+: .*)", said, re.M)
+    else:
+        code, said = run(folder, "-m", "pytest", "-qx", "--noconftest", "-p", "no:cacheprovider", *TESTS)
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
+    return (found.group(1) if found else said.strip()[-200:]) if code else None
+
+
+def failures(file: str | None, text: str, all_looks: bool) -> list[str]:
+    """What fails with this text in the place of a file's, or, if it is None, without."""
+    found: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        copy_project(Path(name))
+        if file is not None:
+            (Path(name) / "paged" / f"{file}.py").write_text(text)
+        for look in LOOKS:
+            said = failure(Path(name), *look)
+            found += [said] if said else []
+            if found and not all_looks:
+                break
+    return found
+
+
+def main() -> None:
+    """Try every mutant."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only mutants with one of these in their names")
+    parser.add_argument("--all", action="store_true", help="go on looking where one look has seen it")
+    args = parser.parse_args()
+    chosen = [
+        (name, file, planted(file, name, old, new))
+        for file, mutants in MUTANTS.items()
+        for name, old, new in mutants
+        if not args.words or any(word in name for word in args.words)
+    ]
+    started = time.perf_counter()
+    wrong = failures(None, "", all_looks=True)
+    if wrong:
+        sys.exit(f"no bug is planted and this fails: {'; '.join(wrong)}")
+    survivors = []
+    for name, file, text in chosen:
+        before = time.perf_counter()
+        found = failures(file, text, args.all)
+        survivors += [] if found else [name]
+        print(
+            f"{name:42} {time.perf_counter() - before:5.1f} s  {' | '.join(found) or 'SURVIVES'}", flush=True
+        )
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught, {time.perf_counter() - started:.0f} s")
+    sys.exit(f"not caught: {', '.join(survivors)}" if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()
