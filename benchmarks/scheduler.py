@@ -3,7 +3,7 @@
     python -m benchmarks.scheduler
 
 Microseconds of `schedule` + `update` with 64, 256 and 1,024 requests decoding, 10,000 waiting and a pool of a
-million blocks, beside the plain loop that small engines have (nano-vllm's shape: pop, check, allocate, append;
+million blocks, beside the plain loop that small engines have (nano-vllm: pop, check, allocate, append;
 a prefix cache on hashes; no policies, no limits, no swapping). Then what the size of pool, queue and context
 changes, a prefix look-up of 32,768 tokens, the bytes of a block, and what sliding windows save.
 """

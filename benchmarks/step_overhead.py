@@ -14,11 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
-from paged.batch import Batch
 from paged.sampler import sample
 
 
@@ -49,19 +46,16 @@ def main() -> None:
 def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     """A step with a clock between its parts."""
     runner, times = engine.runner, [time.perf_counter()]
-    with torch.inference_mode():
-        schedule = engine.scheduler.schedule()
-        times.append(time.perf_counter())
-        batch = Batch.from_schedule(
-            schedule, engine.config.block_size, runner.device, with_rope_lens=runner.with_rope_lens
-        )
-        times.append(time.perf_counter())
-        logits = runner.model(batch, runner.kv_cache)
-        times.append(time.perf_counter())
-        tokens = sample(logits, schedule.sampled_requests)
-        times.append(time.perf_counter())
-        engine.scheduler.update(schedule, tokens)
-        times.append(time.perf_counter())
+    schedule = engine.scheduler.schedule()
+    times.append(time.perf_counter())
+    batch = runner.batch_builder.build(schedule)
+    times.append(time.perf_counter())
+    logits = runner.model(batch, runner.kv_cache)
+    times.append(time.perf_counter())
+    tokens = sample(logits, schedule.sampled_requests)
+    times.append(time.perf_counter())
+    engine.scheduler.update(schedule, tokens)
+    times.append(time.perf_counter())
     for name, start, end in zip(parts, times[:-1], times[1:], strict=True):
         parts[name].append(end - start)
 

@@ -38,15 +38,24 @@ class Batch:
         """Rows of the logits."""
         return self.logit_rows.shape[0]
 
-    @classmethod
-    def from_schedule(
-        cls, schedule: Schedule, block_size: int, device: torch.device, *, with_rope_lens: bool = True
-    ) -> Batch:
+
+class BatchBuilder:
+    """Lays schedules out as batches for one model on one device.
+
+    On a CPU a batch of the same sizes as the one before is written over it, which must be done with: most
+    steps are decodes of the same requests, and making the tensors costs more than filling them.
+    """
+
+    def __init__(self, block_size: int, device: torch.device, *, with_rope_lens: bool) -> None:
+        self.block_size, self.device, self.with_rope_lens = block_size, device, with_rope_lens
+        self._last: tuple[tuple[int, ...], array[int], array[int], Batch] | None = None
+
+    def build(self, schedule: Schedule) -> Batch:
         """Lay out a schedule whose blocks are allocated."""
         # Plain lists: for the few numbers of a decode step, numpy's calls cost more than they save.
         requests, num_new_tokens = schedule.requests, schedule.num_new_tokens
         token_ids, positions, seq_lens = _tokens(schedule)
-        rope_lens = _rope_lens(schedule) if with_rope_lens else []
+        rope_lens = _rope_lens(schedule) if self.with_rope_lens else []
         cu_seqlens_q = [0, *accumulate(num_new_tokens)]
         logit_rows = [cu_seqlens_q[i + 1] - 1 for i in schedule.sampled]
         tables = [[r.blocks.tables[g] for r in requests] for g in range(len(requests[0].blocks.tables))]
@@ -55,23 +64,49 @@ class Batch:
         longs = array("q", token_ids + positions + logit_rows + rope_lens)
         ints = array("i", seq_lens + cu_seqlens_q)
         for group in tables:
-            longs.extend(_slots(group, schedule, seq_lens, block_size))
+            longs.extend(_slots(group, schedule, seq_lens, self.block_size))
             ints += pad_tables(group)
-        num_seqs, num_tokens, num_logits = len(requests), len(token_ids), len(logit_rows)
-        sizes = [num_tokens, num_tokens, num_logits, len(rope_lens)] + [num_tokens] * len(tables)
-        by_token = _split(longs, torch.int64, device, sizes)
-        rectangles = [num_seqs * max(map(len, group)) for group in tables]
-        by_sequence = _split(ints, torch.int32, device, [num_seqs, num_seqs + 1, *rectangles])
-        return cls(
+        widths = [max(map(len, group)) for group in tables]
+        sizes = (len(requests), len(token_ids), len(logit_rows), max(num_new_tokens), *widths)
+        if self._last is not None and self._last[0] == sizes:
+            _, last_longs, last_ints, batch = self._last
+            last_longs[:], last_ints[:] = longs, ints
+            return batch
+        batch = self._batch(longs, ints, *sizes)
+        if self.device.type == "cpu":
+            self._last = (sizes, longs, ints, batch)
+        return batch
+
+    def _batch(
+        self,
+        longs: array[int],
+        ints: array[int],
+        num_seqs: int,
+        num_tokens: int,
+        num_logits: int,
+        max_seqlen_q: int,
+        *widths: int,
+    ) -> Batch:
+        num_rope_lens = num_tokens if self.with_rope_lens else 0
+        by_token = _split(
+            longs,
+            torch.int64,
+            self.device,
+            [num_tokens, num_tokens, num_logits, num_rope_lens] + [num_tokens] * len(widths),
+        )
+        by_sequence = _split(
+            ints, torch.int32, self.device, [num_seqs, num_seqs + 1, *(num_seqs * width for width in widths)]
+        )
+        return Batch(
             token_ids=by_token[0],
             positions=by_token[1],
             logit_rows=by_token[2],
-            rope_lens=by_token[3] if with_rope_lens else None,
+            rope_lens=by_token[3] if self.with_rope_lens else None,
             slot_mapping=by_token[4:],
             seq_lens=by_sequence[0],
             cu_seqlens_q=by_sequence[1],
             block_tables=tuple(table.view(num_seqs, -1) for table in by_sequence[2:]),
-            max_seqlen_q=max(num_new_tokens),
+            max_seqlen_q=max_seqlen_q,
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .batch import Batch
+from .batch import BatchBuilder
 from .block_manager import BlockManager
 from .config import EngineConfig
 from .devices import (
@@ -63,22 +63,21 @@ class ModelRunner:
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         if can_pack(self.device, self.dtype):
             self.model.pack_linears()
-        self.with_rope_lens = model_config.rope.type == "dynamic"
+        self.batch_builder = BatchBuilder(
+            config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
+        )
         num_blocks = config.num_blocks or self._num_blocks_that_fit()
         self.kv_cache = self._new_kv_cache(num_blocks, self._num_host_blocks())
 
-    @torch.inference_mode()
     def execute(self, schedule: Schedule) -> list[int | None]:
         """Run one step. Returns what `Scheduler.update` takes: one token for each of schedule.sampled."""
+        # No parameter requires a gradient, so no graph is made: inference_mode would only cost its 40 µs.
         # Triton launches on the current GPU, which need not be ours.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             self._copy_blocks(schedule)
             if not schedule.requests:
                 return []
-            batch = Batch.from_schedule(
-                schedule, self.config.block_size, self.device, with_rope_lens=self.with_rope_lens
-            )
-            logits = self.model(batch, self.kv_cache)
+            logits = self.model(self.batch_builder.build(schedule), self.kv_cache)
             return sample(logits, schedule.sampled_requests)
 
     def swap_pays(self, num_tokens: int) -> bool:
@@ -153,7 +152,6 @@ class ModelRunner:
             enable_prefix_caching=config.enable_prefix_caching,
         )
 
-    @torch.inference_mode()
     def _profile(self) -> int:
         """Run a step of the largest size. Returns the bytes that torch held at its peak, KV not counted."""
         lengths = self._largest_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.batch import Batch
+from paged.batch import Batch, BatchBuilder
 from paged.block_manager import BlockManager
 from paged.request import Request
 from paged.sampling_params import SamplingParams
@@ -33,9 +33,13 @@ def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -
     return schedule
 
 
+def build(schedule: Schedule) -> Batch:
+    return BatchBuilder(8, CPU, with_rope_lens=True).build(schedule)
+
+
 def test_batch_lays_out_tokens_without_padding():
     schedule = new_schedule(BlockManager(16, 8), [(3, 10, 9, 1), (12, 12, 5, 4), (2, 2, 0, 2)])
-    batch = Batch.from_schedule(schedule, 8, CPU)
+    batch = build(schedule)
     # Blocks go out in order: the first has 0 and 1, the second 2 and 3, the third 4.
     assert batch.token_ids.tolist() == [109, 105, 106, 107, 108, 100, 101]
     assert batch.positions.tolist() == [9, 5, 6, 7, 8, 0, 1]
@@ -53,7 +57,7 @@ def test_batch_lays_out_tokens_without_padding():
 
 def test_batch_of_single_tokens_is_laid_out_alike():
     schedule = new_schedule(BlockManager(16, 8), [(9, 9, 8, 1), (1, 1, 0, 1), (16, 16, 15, 1)])
-    batch = Batch.from_schedule(schedule, 8, CPU)
+    batch = build(schedule)
     assert batch.token_ids.tolist() == [108, 100, 115]
     assert batch.positions.tolist() == [8, 0, 15]
     assert batch.slot_mapping[0].tolist() == [8, 16, 39]
@@ -65,7 +69,7 @@ def test_batch_of_single_tokens_is_laid_out_alike():
 
 def test_each_layer_group_has_its_own_tables():
     manager = BlockManager(16, 8, windows=[None, 4])
-    batch = Batch.from_schedule(new_schedule(manager, [(17, 17, 16, 1)]), 8, CPU)
+    batch = build(new_schedule(manager, [(17, 17, 16, 1)]))
     # 0 and 1 of the first group's four blocks go on; of the second's, what the window passed is given back.
     full, windowed = (table.tolist()[0] for table in batch.block_tables)
     assert full[:2] == [0, 1]
@@ -77,4 +81,22 @@ def test_each_layer_group_has_its_own_tables():
 def test_one_row_gives_several_samples_their_logits():
     schedule = new_schedule(BlockManager(16, 8), [(3, 3, 0, 3), (2, 3, 2, 1)])
     schedule.sampled = [0, 0, 1]
-    assert Batch.from_schedule(schedule, 8, CPU).logit_rows.tolist() == [2, 2, 3]
+    assert build(schedule).logit_rows.tolist() == [2, 2, 3]
+
+
+def test_batch_of_the_same_sizes_is_written_over_the_last_one():
+    builder = BatchBuilder(8, CPU, with_rope_lens=False)
+    steps = [[(9, 9, 8, 1), (16, 16, 15, 1)], [(10, 10, 9, 1), (3, 3, 2, 1)], [(1, 1, 0, 1), (2, 2, 1, 1)]]
+    batches = []
+    for rows in steps:
+        schedule = new_schedule(BlockManager(16, 8), rows)
+        batch, expected = builder.build(schedule), build(schedule)
+        assert batch.rope_lens is None
+        for name in ("token_ids", "positions", "seq_lens", "cu_seqlens_q", "logit_rows"):
+            assert getattr(batch, name).tolist() == getattr(expected, name).tolist()
+        assert batch.slot_mapping[0].tolist() == expected.slot_mapping[0].tolist()
+        assert batch.block_tables[0].tolist() == expected.block_tables[0].tolist()
+        batches.append(batch)
+    # The third has shorter tables.
+    assert batches[0] is batches[1]
+    assert batches[1] is not batches[2]

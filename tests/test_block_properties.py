@@ -275,11 +275,11 @@ class ManagerMachine(RuleBasedStateMachine):
     num_rules = 0
 
     @initialize(
-        size=st.integers(0, 2),
-        num_blocks=st.integers(2, 12),
+        size=st.integers(1, 2),
+        num_blocks=st.integers(3, 8),
         num_host_blocks=st.integers(0, 4),
         windows=st.sampled_from([(None,), (None,), (3,), (None, 2), (5, None, 1)]),
-        chunk=st.integers(1, 5),
+        chunk=st.integers(1, 9),
         weak=st.booleans(),
         caching=st.integers(0, 4),
     )
@@ -362,7 +362,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def compute(self, seq: Sequence, end: int) -> None:
         manager, blocks, start = self.manager, seq.blocks, seq.num_computed
-        before = {block for group in range(len(self.windows)) for block in blocks.live(group)}
+        before = [table[:] for table in blocks.tables]
         promised = manager.missing_blocks(blocks, end) <= manager.pool.num_available
         num_free, num_copies = manager.pool.num_available, len(self.copies)
         if not manager.grow(blocks, start, end, self.copies):
@@ -370,12 +370,17 @@ class ManagerMachine(RuleBasedStateMachine):
             assert len(self.copies) == num_copies
             assert manager.pool.num_available >= num_free
             return
-        after = {block for group in range(len(self.windows)) for block in blocks.live(group)}
-        self.not_in_use(after - before)
+        fresh = {
+            table[place]
+            for table, old, dropped in zip(blocks.tables, before, blocks.num_dropped, strict=True)
+            for place in range(dropped, len(table))
+            if place >= len(old) or table[place] != old[place]
+        }
+        self.not_in_use(fresh)
         for source, target in self.copies[num_copies:]:
             assert start % self.block_size, "only a block that is partly filled is copied"
-            assert source in before
-            assert target in after - before
+            assert source in {table[start // self.block_size] for table in before}
+            assert target in fresh
         assert blocks.num_blocks <= manager.most_blocks(end), "what a window lets go must go back"
         values = seq.values()
         value = values[-1] if values else zlib.crc32(seq.namespace)
@@ -385,7 +390,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 block = table[position // self.block_size]
                 assert manager.pool.refcount(block) == 1, "others hold what is written"
                 self.writes.append((block, position % self.block_size, value))
-        if manager.enable_prefix_caching and end >= blocks.register_at:
+        if end - start > 1 or end % 3 == 0:  # now or, as decodes do, some blocks later
             manager.register(blocks, seq.tokens, end)
         seq.num_computed, seq.step = end, self.num_steps + 1
 
@@ -406,11 +411,13 @@ class ManagerMachine(RuleBasedStateMachine):
         child.num_computed, child.step = seq.num_computed, seq.step
         self.live.append(child)
 
-    def release(self, which: int, much: int) -> None:  # noqa: ARG002
+    def release(self, which: int, much: int) -> None:
         candidates = [s for s in self.live if s.step <= self.num_steps]
         if candidates:
             seq = candidates[which % len(candidates)]
             self.live.remove(seq)
+            if much % 2 and not self.is_scheduling:
+                self.manager.register(seq.blocks, seq.tokens, seq.num_computed)
             self.manager.release(seq.blocks)
             assert not seq.blocks.num_blocks
             self.manager.release(seq.blocks)  # nothing is left to give back
