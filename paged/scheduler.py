@@ -458,7 +458,8 @@ class Scheduler:
                 break
             if candidate.priority <= head.priority:
                 return
-            if candidate.ready and not candidate.protected:
+            # Once more, and it would be protected: it would run again at once, before the head.
+            if candidate.ready and candidate.metrics.num_preemptions + 1 < self.max_preemptions:
                 victims.append(candidate)
                 seats += 1 + len(candidate.siblings)
                 available += candidate.blocks.num_blocks

@@ -277,7 +277,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize(
         size=st.integers(1, 2),
         num_blocks=st.integers(3, 8),
-        num_host_blocks=st.integers(0, 4),
+        num_host_blocks=st.integers(0, 8),
         windows=st.sampled_from([(None,), (None,), (3,), (None, 2), (5, None, 1)]),
         chunk=st.integers(1, 9),
         weak=st.booleans(),
@@ -322,8 +322,8 @@ class ManagerMachine(RuleBasedStateMachine):
     # Rules
 
     RULES = """
-        start start advance advance advance fork release swap_out swap_in pin reset begin_step begin_step
-        end_step end_step
+        start start advance advance advance fork release swap_out swap_out swap_in swap_in swap_in pin reset
+        begin_step begin_step end_step end_step
     """
 
     @rule(name=st.sampled_from(RULES.split()), which=ANY, much=ANY)
@@ -364,6 +364,8 @@ class ManagerMachine(RuleBasedStateMachine):
         manager, blocks, start = self.manager, seq.blocks, seq.num_computed
         before = [table[:] for table in blocks.tables]
         promised = manager.missing_blocks(blocks, end) <= manager.pool.num_available
+        # What a window lets go counts as available, which it is not while a step in flight reads it.
+        promised &= not self.readers or self.windows == (None,)
         num_free, num_copies = manager.pool.num_available, len(self.copies)
         if not manager.grow(blocks, start, end, self.copies):
             assert not promised, "missing_blocks promised room"
@@ -413,6 +415,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def release(self, which: int, much: int) -> None:
         candidates = [s for s in self.live if s.step <= self.num_steps]
+        # Rather one whose block is about to be copied.
+        sources = {source for source, _ in self.copies}
+        candidates = [s for s in candidates if sources & {*s.blocks.live(0)}] or candidates
         if candidates:
             seq = candidates[which % len(candidates)]
             self.live.remove(seq)
