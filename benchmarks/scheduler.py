@@ -27,7 +27,7 @@ from paged.sampling_params import SamplingParams
 from paged.scheduler import Scheduler
 
 BLOCK_SIZE = 16
-NEVER_STOPS = 10**6
+NEVER_STOPS = 20_000
 
 
 def main() -> None:

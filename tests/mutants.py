@@ -262,8 +262,8 @@ def copy_project(folder: Path) -> None:
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def run(folder: Path, *arguments: object) -> tuple[int, str]:
-    """Run Python in a copy. Returns its exit code and what it said; what never ends has failed too."""
+def run(folder: Path, *arguments: object) -> str | None:
+    """Run Python in a copy. Returns what it says; None if it says nothing for too long."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     try:
         done = subprocess.run(
@@ -275,19 +275,26 @@ def run(folder: Path, *arguments: object) -> tuple[int, str]:
             timeout=TIME_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        return 1, f"not done after {TIME_LIMIT_S} s"
-    return done.returncode, done.stdout + done.stderr
+        return None
+    if done.returncode not in (0, 1):  # killed, or never begun: that says nothing about the mutant
+        raise RuntimeError(f"exit code {done.returncode} of {arguments}: {done.stderr[-2000:]}")
+    return done.stdout + done.stderr if done.returncode else ""
 
 
 def failure(folder: Path, what: str, *arguments: int) -> str | None:
     """The first world or test that fails in a copy; None if none does."""
     if what == "worlds":
-        code, said = run(folder, "-c", WORLDS, *arguments)
-        found = re.search(r"^(world \d+: .*)", said, re.M)
+        said = run(folder, "-c", WORLDS, *arguments)
     else:
-        code, said = run(folder, "-m", "pytest", "-qx", "--noconftest", "-p", "no:cacheprovider", *TESTS)
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
-    return (found.group(1) if found else said.strip()[-200:]) if code else None
+        said = run(folder, "-m", "pytest", "-qx", "--noconftest", "-p", "no:cacheprovider", *TESTS)
+    if said is None:
+        return f"{what} not done after {TIME_LIMIT_S} s"
+    if not said:
+        return None
+    found = re.search(r"^(world \d+: .*)|^(?:FAILED|ERROR) (\S+)", said, re.M)
+    if found is None:
+        raise RuntimeError(f"it failed, but what did? {said[-2000:]}")
+    return found.group(1) or found.group(2)
 
 
 def failures(file: str | None, text: str, all_looks: bool) -> list[str]:
