@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -57,7 +56,7 @@ class BlockPool:
         self._newer[num_blocks] = self._older[num_blocks] = num_blocks
         self.num_cached = 0
         self._steps_begun = self._steps_ended = 0
-        self._deferred: deque[tuple[int, BlockId]] = deque()
+        self._deferred: dict[int, list[BlockId]] = {}  # by the step that must end first
         self._deferred_until: dict[BlockId, int] = {}
         self._kept: set[BlockId] = set()
 
@@ -144,8 +143,8 @@ class BlockPool:
         if self._steps_ended == self._steps_begun:
             raise UsageError("no step is in flight")
         self._steps_ended += 1
-        while self._deferred and self._deferred[0][0] <= self._steps_ended:
-            step, block = self._deferred.popleft()
+        step = self._steps_ended
+        for block in self._deferred.pop(step, ()):
             if self._deferred_until.get(block) == step:
                 del self._deferred_until[block]
                 self._settle(block)
@@ -260,7 +259,7 @@ class BlockPool:
     def _give_back(self, block: BlockId) -> None:
         step = self._steps_begun + (block in self._kept)
         if step > self._steps_ended:
-            self._deferred.append((step, block))
+            self._deferred.setdefault(step, []).append(block)
             self._deferred_until[block] = step
         else:
             self._settle(block)

@@ -178,7 +178,9 @@ class Fair:
         self._weights = dict(weights or {})
         self.service: dict[str, float] = {}  # the counters: service received, by weight
         self._queues: dict[str, deque[Request]] = {}  # tenants with requests waiting
-        self._heap: list[tuple[float, str]] = []  # their counters, as they were some time ago
+        # Their counters, as they were some time ago; some of these tenants have left since.
+        self._heap: list[tuple[float, str]] = []
+        self._in_heap: set[str] = set()
         self._last_to_leave: str | None = None
         self._num_waiting = 0
 
@@ -196,7 +198,9 @@ class Fair:
                 floor = self.service.get(self._last_to_leave or "", 0.0)
             self.service[tenant] = max(self.service.get(tenant, 0.0), floor)
             self._queues[tenant] = deque()
-            heapq.heappush(self._heap, (self.service[tenant], tenant))
+            if tenant not in self._in_heap:
+                self._in_heap.add(tenant)
+                heapq.heappush(self._heap, (self.service[tenant], tenant))
         if request.metrics.num_preemptions:
             self._queues[tenant].appendleft(request)
         else:
@@ -210,6 +214,7 @@ class Fair:
             queue = self._queues.get(tenant)
             if queue is None:
                 heapq.heappop(self._heap)
+                self._in_heap.remove(tenant)
             elif counter != self.service[tenant]:  # counters only grow: put it where it belongs now
                 heapq.heapreplace(self._heap, (self.service[tenant], tenant))
             elif queue[0].status is RequestStatus.FINISHED:

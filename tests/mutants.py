@@ -63,8 +63,8 @@ MUTANTS = {
         ("reuse before the step ends", "if step > self._steps_ended:", "if False:"),
         (
             "deferred blocks come back a step early",
-            "[0][0] <= self._steps_ended:",
-            "[0][0] <= self._steps_ended + 1:",
+            "step = self._steps_begun + (block",
+            "step = self._steps_begun - 1 + (block",
         ),
         ("keep_for_step forgets", "self._kept.add(block)", "pass"),
         ("kept blocks are kept for ever", "self._kept.clear()", "pass"),
@@ -235,6 +235,7 @@ MUTANTS = {
             "max(self.service.get(tenant, 0.0), floor)",
             "self.service.get(tenant, 0.0)",
         ),
+        ("fair: whoever comes back is noted twice", "if tenant not in self._in_heap:", "if True:"),
         ("fair: goes by old counters", "elif counter != self.service[tenant]:", "elif False:"),
         ("fair: the preempted are charged again", "if not request.metrics.num_preemptions:", "if True:"),
         (

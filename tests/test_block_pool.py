@@ -269,6 +269,20 @@ def test_what_is_kept_waits_for_the_step_that_is_being_scheduled():
     assert pool.num_free == 2
 
 
+def test_what_is_kept_holds_up_nobody_else():
+    pool = BlockPool(3)
+    a, b, _ = pool.allocate(3)
+    pool.begin_step()
+    pool.keep_for_step(a)
+    pool.free([a, b])
+    pool.begin_step()
+    pool.end_step()
+    assert list(pool.allocate(1)) == [b]
+    pool.end_step()
+    assert list(pool.allocate(1)) == [a]
+    pool.check()
+
+
 def test_no_step_ends_that_never_began():
     with pytest.raises(UsageError, match="no step is in flight"):
         BlockPool(1).end_step()

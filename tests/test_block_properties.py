@@ -176,10 +176,10 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.pool.end_step()
         self.ended += 1
-        # In the order in which they were given back: one that is kept longer holds up those behind it.
-        while self.deferred and self.deferred[0][0] <= self.ended:
-            step, block = self.deferred.pop(0)
-            if self.waiting.get(block) == step:
+        due = [block for step, block in self.deferred if step == self.ended]
+        self.deferred = [(step, block) for step, block in self.deferred if step > self.ended]
+        for block in due:
+            if self.waiting.get(block) == self.ended:
                 del self.waiting[block]
                 self.settle(block)
 

@@ -159,6 +159,14 @@ def test_time_away_earns_no_credit():
     assert policy.service["late"] == policy.service["old"]
 
 
+def test_tenant_that_comes_and_goes_leaves_nothing_behind():
+    policy = Fair()
+    for _ in range(100):
+        queued(policy, new_request("a", 10, tenant="one"), new_request("b", 10, tenant="two"))
+        assert popped(policy) + popped(policy) in ("ab", "ba")
+    assert len(policy._heap) <= 2
+
+
 def test_tenant_whose_fork_never_waited_is_charged():
     policy = Fair()
     served(policy, new_request("fork", tenant="unseen"), 3)
