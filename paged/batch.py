@@ -6,10 +6,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from .request import Request
 from .schedule import Schedule
 
 
@@ -39,19 +43,35 @@ class Batch:
         return self.logit_rows.shape[0]
 
 
+@dataclass(slots=True)
+class _Decodes:
+    """A step of decodes alone as it was laid out, to go on from."""
+
+    requests: list[Request]
+    longs: array[int]
+    ints: array[int]
+    growing: tuple[NDArray[Any], NDArray[Any]]  # what is one more with every step
+    sizes: tuple[int, ...]
+    batch: Batch
+
+
 class BatchBuilder:
     """Lays schedules out as batches for one model on one device.
 
-    On a CPU a batch of the same sizes as the one before is written over it, which must be done with: most
-    steps are decodes of the same requests, and making the tensors costs more than filling them.
+    On a CPU, where the same requests decode again, the last batch is brought up to date in place and given
+    out once more, so it must be done with: making tensors costs more than changing what is new in them.
     """
 
     def __init__(self, block_size: int, device: torch.device, *, with_rope_lens: bool) -> None:
         self.block_size, self.device, self.with_rope_lens = block_size, device, with_rope_lens
-        self._last: tuple[tuple[int, ...], array[int], array[int], Batch] | None = None
+        self._last: _Decodes | None = None
 
     def build(self, schedule: Schedule) -> Batch:
         """Lay out a schedule whose blocks are allocated."""
+        last = self._last
+        again = last is not None and schedule.is_decode and schedule.requests == last.requests
+        if last is not None and again and self._go_on(last, schedule):
+            return last.batch
         # Plain lists: for the few numbers of a decode step, numpy's calls cost more than they save.
         requests, num_new_tokens = schedule.requests, schedule.num_new_tokens
         token_ids, positions, seq_lens = _tokens(schedule)
@@ -61,21 +81,39 @@ class BatchBuilder:
         tables = [[r.blocks.tables[g] for r in requests] for g in range(len(requests[0].blocks.tables))]
 
         # Two buffers: each costs a trip to a GPU.
-        longs = array("q", token_ids + positions + logit_rows + rope_lens)
+        longs = array("q", token_ids + logit_rows + positions + rope_lens)
         ints = array("i", seq_lens + cu_seqlens_q)
         for group in tables:
             longs.extend(_slots(group, schedule, seq_lens, self.block_size))
             ints += pad_tables(group)
         widths = [max(map(len, group)) for group in tables]
         sizes = (len(requests), len(token_ids), len(logit_rows), max(num_new_tokens), *widths)
-        if self._last is not None and self._last[0] == sizes:
-            _, last_longs, last_ints, batch = self._last
-            last_longs[:], last_ints[:] = longs, ints
-            return batch
-        batch = self._batch(longs, ints, *sizes)
-        if self.device.type == "cpu":
-            self._last = (sizes, longs, ints, batch)
+        batch, self._last = self._batch(longs, ints, *sizes), None
+        if schedule.is_decode and self.device.type == "cpu":
+            num = len(requests)
+            growing = (np.frombuffer(longs, np.int64)[2 * num :], np.frombuffer(ints, np.int32)[:num])
+            self._last = _Decodes(requests, longs, ints, growing, sizes, batch)
         return batch
+
+    def _go_on(self, last: _Decodes, schedule: Schedule) -> bool:
+        """Make the last batch this one: every request has its next token. False if a table has no room."""
+        num, _, _, _, *widths = last.sizes
+        grown = [(row, schedule.requests[row].blocks.tables) for row in schedule.grown]
+        if any(len(tables[g]) > width for _, tables in grown for g, width in enumerate(widths)):
+            return False
+        last.longs[:num] = array("q", [request.token_ids[-1] for request in schedule.requests])
+        for numbers in last.growing:
+            numbers += 1
+        first_slot, first_table = len(last.longs) - num * len(widths), 2 * num + 1
+        for g, width in enumerate(widths):
+            for row, tables in grown:
+                table, at = tables[g], first_table + row * width
+                last.ints[at : at + len(table)] = table
+                offset = (last.ints[row] - 1) % self.block_size
+                last.longs[first_slot + row] = table[-1] * self.block_size + offset
+            first_slot += num
+            first_table += num * width
+        return True
 
     def _batch(
         self,
@@ -92,15 +130,15 @@ class BatchBuilder:
             longs,
             torch.int64,
             self.device,
-            [num_tokens, num_tokens, num_logits, num_rope_lens] + [num_tokens] * len(widths),
+            [num_tokens, num_logits, num_tokens, num_rope_lens] + [num_tokens] * len(widths),
         )
         by_sequence = _split(
             ints, torch.int32, self.device, [num_seqs, num_seqs + 1, *(num_seqs * width for width in widths)]
         )
         return Batch(
             token_ids=by_token[0],
-            positions=by_token[1],
-            logit_rows=by_token[2],
+            logit_rows=by_token[1],
+            positions=by_token[2],
             rope_lens=by_token[3] if self.with_rope_lens else None,
             slot_mapping=by_token[4:],
             seq_lens=by_sequence[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,7 +56,7 @@ class Request:
     is_greedy: bool = field(init=False)  # takes the most likely token, whatever it is
     alert_at: int = field(init=False)  # number of tokens from which on `append` has more to do than append
     index: int = 0  # among the n samples of one prompt
-    siblings: list[Request] = field(default_factory=list)  # the others, until the prompt is computed
+    siblings: Sequence[Request] = ()  # the others, until the prompt is computed
     priority: float = 0.0
     tenant: str = ""
     namespace: bytes = b""  # what, beside the tokens, its KV follows from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -39,8 +40,13 @@ def _argmax(logits: Tensor) -> tuple[list[float], list[int]]:
         return values.tolist(), indices.tolist()
     # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
     array = logits.numpy()
-    tokens: list[int] = array.argmax(-1).tolist()
-    return [array.item(row, token) for row, token in enumerate(tokens)], tokens
+    indices = array.argmax(-1)
+    return array[_first_rows(len(indices)), indices].tolist(), indices.tolist()
+
+
+@lru_cache(maxsize=4)
+def _first_rows(n: int) -> NDArray[np.int64]:
+    return np.arange(n)
 
 
 def _mask_early_stops(logits: Tensor, requests: Sequence[Request]) -> None:

@@ -28,6 +28,12 @@ class Schedule:
     num_tokens: int = 0
     num_decode_tokens: int = 0
     num_preempted: int = 0
+    grown: list[int] = field(default_factory=list)  # of the decodes: whose block tables have changed
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes one token, gets one, and got one before."""
+        return self.num_decode_tokens == len(self.requests) == len(self.sampled)
 
     @property
     def is_empty(self) -> bool:

@@ -266,10 +266,12 @@ class Scheduler:
             if scarce and len(requests) == budget:
                 break
             blocks = request.blocks
-            if end > blocks.capacity and not self._make_room(request, end, schedule):
-                continue
-            if end >= blocks.register_at:
-                self.block_manager.register(blocks, request.token_ids, end)
+            if end > blocks.capacity:
+                if not self._make_room(request, end, schedule):
+                    continue
+                schedule.grown.append(len(requests))
+                if end > blocks.register_at:
+                    self.block_manager.register(blocks, request.token_ids, end - 1)
             request.ready = False
             requests.append(request)
         num = schedule.num_tokens = schedule.num_decode_tokens = len(requests)
@@ -365,7 +367,7 @@ class Scheduler:
         for sibling in request.siblings:
             self._enter(sibling)
             self._share(request, sibling, end)
-        request.siblings = []
+        request.siblings = ()
 
     # Blocks
 

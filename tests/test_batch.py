@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+import scheduler_cases as cases
 import torch
 
 from paged.batch import Batch, BatchBuilder
@@ -9,6 +11,7 @@ from paged.block_manager import BlockManager
 from paged.request import Request
 from paged.sampling_params import SamplingParams
 from paged.schedule import Schedule
+from paged.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 
@@ -84,19 +87,29 @@ def test_one_row_gives_several_samples_their_logits():
     assert build(schedule).logit_rows.tolist() == [2, 2, 3]
 
 
-def test_batch_of_the_same_sizes_is_written_over_the_last_one():
-    builder = BatchBuilder(8, CPU, with_rope_lens=False)
-    steps = [[(9, 9, 8, 1), (16, 16, 15, 1)], [(10, 10, 9, 1), (3, 3, 2, 1)], [(1, 1, 0, 1), (2, 2, 1, 1)]]
-    batches = []
-    for rows in steps:
-        schedule = new_schedule(BlockManager(16, 8), rows)
+@pytest.mark.parametrize("windows", [(None,), (None, 12)], ids=["full", "windowed"])
+def test_batch_that_goes_on_from_the_last_one_equals_one_made_anew(windows):
+    """Over the life of requests that come, fork, grow by blocks, are preempted and finish."""
+    manager = BlockManager(60, cases.BLOCK_SIZE, windows=windows, max_step_tokens=32)
+    scheduler = Scheduler(manager, max_num_seqs=8, max_num_batched_tokens=32)
+    builder, last, num_steps, num_again = BatchBuilder(8, CPU, with_rope_lens=True), None, 0, 0
+    for i in range(24):
+        scheduler.add(cases.new_request(str(i), prompt_len=1 + 5 * i % 37, max_tokens=20 + 7 * i % 50))
+    while scheduler.has_unfinished():
+        schedule = scheduler.schedule()
         batch, expected = builder.build(schedule), build(schedule)
-        assert batch.rope_lens is None
-        for name in ("token_ids", "positions", "seq_lens", "cu_seqlens_q", "logit_rows"):
-            assert getattr(batch, name).tolist() == getattr(expected, name).tolist()
-        assert batch.slot_mapping[0].tolist() == expected.slot_mapping[0].tolist()
-        assert batch.block_tables[0].tolist() == expected.block_tables[0].tolist()
-        batches.append(batch)
-    # The third has shorter tables.
-    assert batches[0] is batches[1]
-    assert batches[1] is not batches[2]
+        for name in ("token_ids", "positions", "rope_lens", "seq_lens", "cu_seqlens_q", "logit_rows"):
+            assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
+        for name in ("slot_mapping", "block_tables"):
+            for got, wanted in zip(getattr(batch, name), getattr(expected, name), strict=True):
+                assert got.tolist() == wanted.tolist(), name
+        assert batch.max_seqlen_q == expected.max_seqlen_q
+        num_steps, num_again, last = num_steps + 1, num_again + (batch is last), batch
+        cases.updated(scheduler, schedule)
+        if num_steps in (30, 60) and scheduler.running[0].ready:
+            child = cases.new_request(f"fork {num_steps}", 1, 1)
+            parent = scheduler.running[0]
+            child.token_ids, child.max_total_tokens = parent.token_ids.copy(), parent.max_total_tokens + 9
+            scheduler.fork(parent, child)
+    assert num_again > num_steps / 4
+    assert scheduler.counters.num_recomputed
