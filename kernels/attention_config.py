@@ -2,71 +2,103 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
-# A result's bits depend on the tile shapes: nothing here may look at the batch, only at model and target.
-MAX_SPLITS = 64
+# Prefill: many query tokens. Decode: one to BLOCK_Q of them. Shared: one of each of many sequences, over
+# the prefix that these have in common.
+Use = Literal["prefill", "decode", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """How one specialisation of the attention kernel is compiled."""
+    """How one specialisation of the attention kernels is compiled.
 
-    BLOCK_M: int  # query rows of one program: BLOCK_Q query tokens times the GQA group
+    A result's bits depend on it: it follows from model and target alone, never from the batch.
+    """
+
+    BLOCK_M: int  # query rows of one program: BLOCK_Q query tokens times BLOCK_G heads
+    BLOCK_G: int  # heads of one GQA group
     BLOCK_Q: int
     TILE: int  # key tokens of one loop step
-    SPLIT: int  # key tokens of one program; 0: all of them
     num_warps: int
     num_stages: int
 
 
+# Key tokens of one split of a decode, a multiple of every TILE.
+SPLIT, INTERPRETED_SPLIT = 512, 64
+MAX_GROUP, MAX_HEAD_DIM = 128, 576
+
+
+def split_size(target: str) -> int:
+    """Key tokens of one split of a decode."""
+    return INTERPRETED_SPLIT if target == "interpreter" else SPLIT
+
+
 @lru_cache(maxsize=256)
 def choose_config(
-    head_dim: int, group: int, dtype: torch.dtype, *, decode: bool, target: str
+    head_dim: int, group: int, dtype: torch.dtype, use: Use, target: str, value_dim: int | None = None
 ) -> AttentionConfig:
     """Return the tile shapes for one model on one target.
 
-    `group` is the number of query heads that share a key head; `target` is "sm_90", "gfx942", "interpreter"
-    and the like. Raises ValueError for a head_dim or group no kernel is made for.
+    `head_dim` is that of query and key, and of value where `value_dim` is None; `group` is the number of query
+    heads that share a key head; `target` is "sm_90", "gfx942", "interpreter" and the like. Raises ValueError
+    for a head_dim or group no kernel is made for.
     """
-    if not 16 <= head_dim <= 256:
-        raise ValueError(f"head_dim must be between 16 and 256, got {head_dim}")
-    if not 1 <= group <= 64:
-        raise ValueError(f"the GQA group must be between 1 and 64, got {group}")
-    wide = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    for name, dim in (("head_dim", head_dim), ("value_dim", value_dim or head_dim)):
+        if not 16 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} must be between 16 and {MAX_HEAD_DIM}, got {dim}")
+    if not 1 <= group <= MAX_GROUP:
+        raise ValueError(f"the GQA group must be between 1 and {MAX_GROUP}, got {group}")
+    widest = max(head_dim, value_dim or head_dim)
+    wide = next(width for width in (64, 128, 256, MAX_HEAD_DIM) if widest <= width)
     if target == "interpreter":
         rows, tile, warps, stages = 16, 16, 4, 1  # small, so that short tests cross many edges
     elif dtype == torch.float32:
-        rows, tile, warps, stages = _FLOAT32[wide]
+        rows, tile, warps, stages = _FLOAT32["gfx" if target.startswith("gfx") else "nvidia"][wide]
+    elif use == "prefill":
+        rows, tile, warps, stages = _PREFILL[_family(target)][wide]
+    elif use == "decode" and group <= 16:
+        rows, tile, warps, stages = _DECODE[_family(target)][wide]
     else:
-        rows, tile, warps, stages = (_DECODE if decode else _PREFILL)[_family(target)][wide]
-    rows = max(rows, _next_power_of_2(group))
-    split = 64 if target == "interpreter" else 512
+        rows, tile, warps, stages = _MANY_ROWS[_family(target)][wide]
+    heads = min(group, rows)
+    if use == "decode" and group > 16:  # rows without a head cost less than dividing by an odd group
+        heads = min(1 << (group - 1).bit_length(), rows)
     return AttentionConfig(
         BLOCK_M=rows,
-        BLOCK_Q=1 if decode else rows // group,
+        BLOCK_G=heads,
+        BLOCK_Q=rows // heads,
         TILE=tile,
-        SPLIT=split if decode else 0,
         num_warps=warps,
         num_stages=stages,
     )
 
 
-# (rows, tile, warps, stages) by padded head_dim: what compiles without a spill (tests/aot.py).
+# (rows, tile, warps, stages) by padded head_dim: what compiles without a spill (kernels/README.md).
 # Full float32 has no tensor cores: registers decide.
-_FLOAT32 = {64: (16, 32, 4, 2), 128: (16, 32, 8, 2), 256: (16, 16, 8, 2)}
+_FLOAT32 = {
+    "gfx": {64: (16, 32, 4, 2), 128: (16, 32, 8, 2), 256: (16, 16, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
+    "nvidia": {64: (16, 32, 4, 2), 128: (16, 32, 8, 2), 256: (16, 16, 8, 3), MAX_HEAD_DIM: (16, 16, 8, 1)},
+}
 # The look-up in the block table takes pipeline stages of its own: 3 keep one tile in shared memory, 5 two.
 _DECODE = {
-    "gfx": {64: (16, 64, 4, 2), 128: (16, 64, 4, 2), 256: (16, 32, 4, 2)},
-    "hopper": {64: (16, 64, 4, 5), 128: (16, 64, 4, 5), 256: (16, 32, 4, 5)},
-    "ampere": {64: (16, 64, 4, 5), 128: (16, 32, 4, 5), 256: (16, 32, 4, 3)},
+    "gfx": {64: (16, 64, 4, 2), 128: (16, 64, 4, 2), 256: (16, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
+    "hopper": {64: (16, 64, 4, 5), 128: (16, 64, 4, 5), 256: (16, 32, 4, 5), MAX_HEAD_DIM: (16, 32, 4, 3)},
+    "ampere": {64: (16, 64, 4, 5), 128: (16, 32, 4, 5), 256: (16, 32, 4, 3), MAX_HEAD_DIM: (16, 16, 4, 3)},
 }
 # wgmma (sm_90) and tcgen05 (sm_100) need at least 64 rows.
 _PREFILL = {
-    "gfx": {64: (128, 64, 4, 2), 128: (128, 32, 8, 2), 256: (64, 32, 4, 2)},
-    "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
-    "ampere": {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+    "gfx": {64: (128, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
+    "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (64, 16, 8, 2)},
+    "ampere": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
+}
+# A decode of a large group, or of many sequences that share a prefix.
+_MANY_ROWS = {
+    "gfx": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
+    "hopper": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (64, 16, 8, 2)},
+    "ampere": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
 
 
@@ -75,7 +107,3 @@ def _family(target: str) -> str:
     if target.startswith("gfx"):
         return "gfx"
     return "hopper" if target in ("sm_90", "sm_100", "sm_103") else "ampere"
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 BackendName = Literal["triton", "torch"]
@@ -92,6 +93,14 @@ def current_target() -> str:
     from triton.runtime import driver
 
     return _target_of(driver.active.get_current_device())
+
+
+@lru_cache
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units) of a GPU; in the interpreter few, so that programs loop."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 1
 
 
 @lru_cache

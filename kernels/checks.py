@@ -1,5 +1,6 @@
 """What every launcher checks: a wrong shape is a ValueError here, not a fault on the GPU."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -43,3 +44,14 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
     """Raise ValueError unless `value` is a multiple of `of`."""
     if of < 1 or value % of:
         raise ValueError(f"{name} must be a multiple of {of_name}, got {value} and {of}")
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless `tensor` lies on this device."""
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the other arguments, got {tensor.device}")
+
+
+def in_debug_mode() -> bool:
+    """Whether PAGED_DEBUG=1 is set: launchers then read lengths, tables and slots on the host and check them."""
+    return os.environ.get("PAGED_DEBUG", "0") == "1"

@@ -1,14 +1,14 @@
 """Attention of a ragged batch over paged K and V: prefill chunks and decodes in one call.
 
-A sequence with one new token is a decode: `_attention_kernel` runs on splits of its context, which
-merge_splits.py joins. Any other goes through `_attention_kernel` in blocks of query tokens. Which of the two,
-how long a split is and in what order they are joined depend on the sequence alone, so its result is the same
-bits in any batch.
+A sequence with one to a few new tokens is a decode: `decode_kernel` runs on splits of its context, which
+split_kv.py lists and merges. Any other goes through `prefill_kernel` in blocks of query tokens. Which of the
+two, how long a split is and in what order they are merged depend on the sequence alone, so its result is the
+same bits in any batch.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,233 +16,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_config import MAX_SPLITS, AttentionConfig, choose_config
-from .backend import current_target, in_interpreter
-from .checks import check_dtype, check_last_dim_contiguous, check_multiple, check_positive, check_shape
-from .merge_splits import first_key_tile, merge_splits, split_tokens
+from .attention_checks import AttentionOptions, check_attention
+from .attention_config import AttentionConfig, Use, choose_config, split_size
+from .attention_kernel import decode_kernel, prefill_kernel
+from .backend import current_target, in_interpreter, num_sms
+from .split_kv import MAX_SPLITS, merge_splits, plan_decodes
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@triton.jit
-def _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q: tl.constexpr):
-    """The last sequence whose first Q-block, cu_seqlens_q[i] // BLOCK_Q + i, is not after q_block."""
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens_q_ptr + middle) // BLOCK_Q + middle <= q_block:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def _slot_offsets(
-    table_ptr,
-    tile,
-    offs_t,
-    mask_t,
-    stride_block: tl.constexpr,
-    stride_slot: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Where in the cache a tile's tokens lie."""
-    if BLOCK_SIZE % TILE == 0:  # one block holds the whole tile
-        block = tl.load(table_ptr + tile // BLOCK_SIZE)
-    else:
-        block = tl.load(table_ptr + offs_t // BLOCK_SIZE, mask=mask_t, other=0)
-    return block.to(tl.int64) * stride_block + (offs_t % BLOCK_SIZE) * stride_slot
-
-
-@triton.jit
-def _attend(
-    acc,  # [BLOCK_M, BLOCK_D]
-    row_max,  # [BLOCK_M]
-    row_sum,  # [BLOCK_M]
-    query,  # [BLOCK_M, BLOCK_D]
-    query_pos,  # [BLOCK_M]
-    key_ptr,
-    value_ptr,
-    table_ptr,
-    start,
-    end,
-    key_low,
-    key_high,
-    qk_scale,
-    stride_block: tl.constexpr,
-    stride_slot: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """Online softmax over the key tiles [start, end); MASKED where not every row sees every key."""
-    offs_d = tl.arange(0, BLOCK_D)
-    for tile in range(start, end, TILE):
-        offs_t = tile + tl.arange(0, TILE)
-        # A slot outside [key_low, key_high) may hold another sequence's NaN, and 0 * NaN is NaN.
-        mask_t = (offs_t >= key_low) & (offs_t < key_high) if MASKED else offs_t >= 0
-        offs = _slot_offsets(table_ptr, tile, offs_t, mask_t, stride_block, stride_slot, BLOCK_SIZE, TILE)
-        offs = offs[:, None] + offs_d[None, :]
-        # [TILE, BLOCK_D]
-        if MASKED or HEAD_DIM != BLOCK_D:
-            mask = mask_t[:, None] & (offs_d < HEAD_DIM)[None, :]
-            key = tl.load(key_ptr + offs, mask=mask, other=0.0)
-            value = tl.load(value_ptr + offs, mask=mask, other=0.0)
-        else:
-            key = tl.load(key_ptr + offs)
-            value = tl.load(value_ptr + offs)
-        # [BLOCK_M, TILE]
-        scores = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
-        if MASKED:
-            seen = offs_t[None, :] <= query_pos[:, None]
-            if WINDOW > 0:
-                seen = seen & (offs_t[None, :] > query_pos[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row that has seen nothing yet has no maximum to subtract.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weights = tl.exp2(scores * qk_scale - (shift * qk_scale)[:, None])
-        rescale = tl.exp2((row_max - shift) * qk_scale)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(DOT_DTYPE), value.to(DOT_DTYPE), acc, input_precision="ieee")
-        row_max = new_max
-    return acc, row_max, row_sum
-
-
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_splits", "stride_table"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"],
-)
-def _attention_kernel(
-    query_ptr,  # [num_tokens, num_heads, HEAD_DIM]
-    key_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]
-    value_cache_ptr,
-    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
-    partial_ptr,  # f32[num_seqs, num_heads, num_splits, HEAD_DIM]: each split's unnormalised output
-    partial_max_ptr,  # f32[num_seqs, num_heads, num_splits]
-    partial_sum_ptr,
-    block_tables_ptr,
-    seq_lens_ptr,
-    cu_seqlens_q_ptr,
-    num_seqs,
-    num_splits,
-    stride_table,
-    qk_scale,
-    stride_query_token: tl.constexpr,
-    stride_query_head: tl.constexpr,
-    stride_cache_block: tl.constexpr,
-    stride_cache_slot: tl.constexpr,
-    stride_cache_head: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """One program: one KV head of one Q-block, or (SPLIT) of one split of a decode."""
-    kv_head = tl.program_id(1)
-    if SPLIT > 0:
-        seq = tl.program_id(0)
-        first_token = 0
-    else:
-        # Later blocks see more keys: they go first, so that the short ones fill the end of the launch.
-        q_block = tl.num_programs(0) - 1 - tl.program_id(0)
-        seq = _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q)
-        first_token = (q_block - tl.load(cu_seqlens_q_ptr + seq) // BLOCK_Q - seq) * BLOCK_Q
-    query_start = tl.load(cu_seqlens_q_ptr + seq)
-    query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - query_start
-    if (query_len == 1) != (SPLIT > 0) or first_token >= query_len:
-        return
-    seq_len = tl.load(seq_lens_ptr + seq)
-
-    # Rows are query tokens times the group's heads.
-    row = tl.arange(0, BLOCK_M)
-    offs_q = first_token + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_row = (row < BLOCK_Q * GROUP) & (offs_q < query_len)
-    mask_query = mask_row[:, None] & (offs_d < HEAD_DIM)[None, :]
-    token = (query_start + offs_q).to(tl.int64)
-    offs_query = (token * stride_query_token + head * stride_query_head)[:, None] + offs_d[None, :]
-    query = tl.load(query_ptr + offs_query, mask=mask_query, other=0.0).to(DOT_DTYPE)
-    first_pos = seq_len - query_len + first_token
-    last_pos = tl.minimum(first_pos + BLOCK_Q, seq_len) - 1
-    query_pos = first_pos + row // GROUP
-
-    # Keys [key_low, key_high) are read; tiles [start, end) cover them.
-    key_high = last_pos + 1
-    key_low = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
-    start = first_key_tile(first_pos, WINDOW, TILE)
-    end = key_high
-    if SPLIT > 0:
-        split = tl.program_id(2)
-        step = split_tokens(key_high - start, SPLIT, MAX_SPLITS)
-        own_splits = tl.cdiv(key_high - start, step)
-        if split >= own_splits:
-            return
-        start += split * step
-        end = tl.minimum(start + step, key_high)
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    key_ptr = key_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
-    value_ptr = value_cache_ptr + kv_head.to(tl.int64) * stride_cache_head
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
-    # Every row sees every key of the tiles in [full_start, full_end).
-    full_end = tl.minimum((first_pos + 1) // TILE * TILE, end)
-    full_start = start
-    if WINDOW > 0:
-        full_start = tl.maximum(tl.cdiv(tl.maximum(last_pos - WINDOW + 1, 0), TILE) * TILE, start)
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, query, query_pos, key_ptr, value_ptr, table_ptr,
-            start, tl.minimum(full_start, end), key_low, key_high, qk_scale, stride_cache_block,
-            stride_cache_slot, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT_DTYPE,
-        )  # fmt: skip
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, query, query_pos, key_ptr, value_ptr, table_ptr,
-        full_start, full_end, key_low, key_high, qk_scale, stride_cache_block,
-        stride_cache_slot, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, False, DOT_DTYPE,
-    )  # fmt: skip
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, query, query_pos, key_ptr, value_ptr, table_ptr,
-        tl.maximum(full_start, full_end), end, key_low, key_high, qk_scale, stride_cache_block,
-        stride_cache_slot, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT_DTYPE,
-    )  # fmt: skip
-
-    if SPLIT > 0:
-        place = (seq.to(tl.int64) * NUM_HEADS + head) * num_splits + tl.program_id(2)
-        # No row, or all of them, leave as a partial result.
-        mask_partial = row < tl.where(own_splits > 1, BLOCK_Q * GROUP, 0)
-        offs_partial = place[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(partial_ptr + offs_partial, acc, mask=mask_query & mask_partial[:, None])
-        tl.store(partial_max_ptr + place, row_max * qk_scale, mask=mask_partial)
-        tl.store(partial_sum_ptr + place, row_sum, mask=mask_partial)
-        mask_query = mask_query & ~mask_partial[:, None]
-    offs_out = ((token * NUM_HEADS + head) * HEAD_DIM)[:, None] + offs_d[None, :]
-    out = acc / tl.where(mask_row, row_sum, 1.0)[:, None]
-    tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_query)
+# Decode programs on an SM: as many as fit at once (kernels/README.md), so that each has a share of the work.
+_PROGRAMS_PER_SM = 4
 
 
 def paged_attention(
     query: Tensor,  # [num_tokens, num_heads, head_dim], ragged: all sequences one after another
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: Tensor,  # like key_cache
+    value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, value_dim]
     block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
@@ -250,133 +38,212 @@ def paged_attention(
     scale: float,
     max_seqlen_q: int,
     sliding_window: int | None = None,
-) -> Tensor:  # [num_tokens, num_heads, head_dim], contiguous
+    softcap: float | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,  # f32[num_heads]
+    alibi_slopes: Tensor | None = None,  # f32[num_heads]
+    tree_mask: Tensor | None = None,  # i64[num_tokens]
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
+    value_scales: Tensor | None = None,  # like key_scales
+    shared_prefix_len: int = 0,
+) -> Tensor:  # [num_tokens, num_heads, value_dim], contiguous
     """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 
     New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own,
-    only the last `sliding_window` of them where one is given (itself included, as HF counts). A sequence may
-    have no new token. Slots past seq_len, or before the window, are never read; block table entries past the
-    last block neither. Rows of `query` past cu_seqlens_q[-1] give undefined rows.
+    all positions if not `causal`, only the last `sliding_window` of them where one is given (itself included,
+    as HF counts). A sequence may have no new token. Slots past seq_len, or before the window, are never read;
+    block table entries past the last block neither. Rows of `query` past cu_seqlens_q[-1] give undefined rows.
 
-    Online softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over
-    blocks after PagedAttention (Kwon et al. 2023). Raises ValueError for a shape, dtype, stride, scale,
-    window or max_seqlen_q that does not fit; the values of the int32 tensors are not read on the host.
+    softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
+    sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
+    alibi_slopes: slope (key position - query position) is added to a score (Press et al. 2022).
+    tree_mask: the new tokens of a sequence, at most 64, are nodes of a tree of candidates: bit i of token j
+        says that it sees new token i, its own bit included; it sees all positions before the new tokens.
+    key_scales, value_scales: a quantised cache holds key / key_scales for each token and head.
+    shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
+        these are read once for many sequences (cascade). Unlike everything else it may change the last bits.
+
+    A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
+    softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
+    after PagedAttention (Kwon et al. 2023). Raises ValueError for a shape, dtype, stride, device, value or
+    combination that does not fit; what the int32 tensors hold is checked only in debug mode, see `checks`.
     """
-    _check(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
-    check_positive("scale", scale)
-    check_positive("max_seqlen_q", max_seqlen_q)
-    if sliding_window is not None:
-        check_positive("sliding_window", sliding_window)
+    options = AttentionOptions(
+        scale=scale,
+        max_seqlen_q=max_seqlen_q,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        causal=causal,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        tree_mask=tree_mask,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        shared_prefix_len=shared_prefix_len,
+    )
+    check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
     num_tokens, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
-    window = sliding_window or 0
-    out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
-    target = current_target()
-    group = num_heads // num_kv_heads
-    arguments = {
+    num_kv_heads, value_dim = value_cache.shape[2:]
+    out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return out
+    configs = _Configs(head_dim, num_heads // num_kv_heads, query.dtype, current_target(), value_dim)
+    arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
+    # Which of the two serves a sequence is decided on the device, by its own query_len.
+    if max_seqlen_q > configs.choose("decode").BLOCK_Q:
+        _launch_prefill(arguments, configs)
+    _launch_decode(arguments, configs, options)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Configs:
+    """What the tile shapes of one model on one target follow from."""
+
+    head_dim: int
+    group: int
+    dtype: torch.dtype
+    target: str
+    value_dim: int
+
+    def choose(self, use: Use) -> AttentionConfig:
+        return choose_config(self.head_dim, self.group, self.dtype, use, self.target, self.value_dim)
+
+
+def _arguments(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    out: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    options: AttentionOptions,
+) -> dict[str, Any]:
+    """What all launches have in common."""
+    head_dim, value_dim = query.shape[2], out.shape[2]
+    num_heads, (_, block_size, num_kv_heads, _) = query.shape[1], key_cache.shape
+    # The largest power of two, and what is left over: 80 = 64 + 16, 576 = 512 + 64.
+    block_d = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - block_d
+    biased = options.softcap is not None or options.alibi_slopes is not None
+    quantized = options.key_scales is not None
+    return {
         "query_ptr": query,
         "key_cache_ptr": key_cache,
         "value_cache_ptr": value_cache,
+        "key_scale_ptr": options.key_scales,
+        "value_scale_ptr": options.value_scales,
         "out_ptr": out,
+        "sinks_ptr": options.sinks,
+        "alibi_ptr": options.alibi_slopes,
+        "tree_ptr": options.tree_mask,
         "block_tables_ptr": block_tables,
         "seq_lens_ptr": seq_lens,
         "cu_seqlens_q_ptr": cu_seqlens_q,
         "num_seqs": seq_lens.shape[0],
         "stride_table": block_tables.stride(0),
-        "qk_scale": scale * math.log2(math.e),
+        "score_scale": options.scale,
+        # From scores to powers of two, in one multiplication where nothing stands between.
+        "exp_scale": math.log2(math.e) * (1.0 if biased else options.scale),
+        "softcap": options.softcap or 0.0,
         "stride_query_token": query.stride(0),
         "stride_query_head": query.stride(1),
-        "stride_cache_block": key_cache.stride(0),
-        "stride_cache_slot": key_cache.stride(1),
-        "stride_cache_head": key_cache.stride(2),
+        "stride_key_block": key_cache.stride(0),
+        "stride_key_slot": key_cache.stride(1),
+        "stride_key_head": key_cache.stride(2),
+        "stride_value_block": value_cache.stride(0),
+        "stride_value_slot": value_cache.stride(1),
+        "stride_value_head": value_cache.stride(2),
+        "stride_scale_block": num_kv_heads * block_size,
         "NUM_HEADS": num_heads,
-        "GROUP": group,
+        "GROUP": num_heads // num_kv_heads,
         "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "MAX_SPLITS": MAX_SPLITS,
-        "WINDOW": window,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_R": max(16, triton.next_power_of_2(rest)) if rest else 0,
+        "BLOCK_V": triton.next_power_of_2(value_dim),
+        "WINDOW": options.sliding_window or 0,
+        "CAUSAL": options.causal,
+        "SOFTCAP": options.softcap is not None,
+        "ALIBI": options.alibi_slopes is not None,
+        "SINKS": options.sinks is not None,
+        "TREE": options.tree_mask is not None,
+        "QUANTIZED": quantized,
+        "VALUE_IN_KEY": value_dim == block_d and _is_view_of(value_cache, key_cache),
         "DOT_DTYPE": tl.float32 if in_interpreter() else _TL_DTYPES[query.dtype],
     }
-    # Which of the two serves a sequence is decided on the device, by its own query_len.
-    if max_seqlen_q > 1:
-        config = choose_config(head_dim, group, query.dtype, decode=False, target=target)
-        _launch_prefill(arguments, config)
-    config = choose_config(head_dim, group, query.dtype, decode=True, target=target)
-    _launch_decode(arguments, block_tables.shape[1] * block_size, config)
-    return out
 
 
-def _launch_prefill(arguments: dict[str, Any], config: AttentionConfig) -> None:
+def _is_view_of(value_cache: Tensor, key_cache: Tensor) -> bool:
+    same_strides = value_cache.stride()[:3] == key_cache.stride()[:3]
+    return same_strides and value_cache.data_ptr() == key_cache.data_ptr() and key_cache.numel() > 0
+
+
+def _launch_prefill(arguments: dict[str, Any], configs: _Configs) -> None:
+    config = configs.choose("prefill")
     # sum_i ceil(query_len_i / BLOCK_Q) is at most this, whatever the lengths: no need to know them here.
     num_q_blocks = arguments["query_ptr"].shape[0] // config.BLOCK_Q + arguments["num_seqs"]
-    num_kv_heads = arguments["NUM_HEADS"] // arguments["GROUP"]
-    _attention_kernel[(num_q_blocks, num_kv_heads)](
-        **arguments,
-        partial_ptr=None,
-        partial_max_ptr=None,
-        partial_sum_ptr=None,
-        num_splits=1,
-        **asdict(config),
+    grid = (num_q_blocks, _num_head_blocks(arguments, config))
+    prefill_kernel[grid](**arguments, DECODE_Q=configs.choose("decode").BLOCK_Q, **asdict(config))
+
+
+def _launch_decode(arguments: dict[str, Any], configs: _Configs, options: AttentionOptions) -> None:
+    config, split = configs.choose("decode"), split_size(configs.target)
+    out, block_tables = arguments["out_ptr"], arguments["block_tables_ptr"]
+    _, num_heads, value_dim = out.shape
+    plan = plan_decodes(
+        arguments["seq_lens_ptr"],
+        arguments["cu_seqlens_q_ptr"],
+        max_keys=block_tables.shape[1] * arguments["BLOCK_SIZE"],
+        decode_q=config.BLOCK_Q,
+        window=arguments["WINDOW"],
+        tile=config.TILE,
+        split=split,
+        shared_prefix_len=options.shared_prefix_len,
     )
-
-
-def _launch_decode(arguments: dict[str, Any], max_keys: int, config: AttentionConfig) -> None:
-    out, num_seqs, window = arguments["out_ptr"], arguments["num_seqs"], arguments["WINDOW"]
-    _, num_heads, head_dim = out.shape
-    if window:
-        max_keys = min(max_keys, window + config.TILE)
-    num_splits = min(triton.cdiv(max_keys, config.SPLIT), MAX_SPLITS)
     # A sequence of one split writes its output itself, in every batch.
-    places = (num_seqs if num_splits > 1 else 0, num_heads, num_splits)
-    partial = torch.empty(*places, head_dim, dtype=torch.float32, device=out.device)
+    partial_q = min(options.max_seqlen_q, config.BLOCK_Q)
+    places = (arguments["num_seqs"] * plan.most_splits if plan.most_splits > 1 else 0, partial_q, num_heads)
+    partial = torch.empty(*places, value_dim, dtype=torch.float32, device=out.device)
     partial_max = torch.empty(places, dtype=torch.float32, device=out.device)
     partial_sum = torch.empty(places, dtype=torch.float32, device=out.device)
-    _attention_kernel[(num_seqs, num_heads // arguments["GROUP"], num_splits)](
-        **arguments,
-        partial_ptr=partial,
-        partial_max_ptr=partial_max,
-        partial_sum_ptr=partial_sum,
-        num_splits=num_splits,
-        **asdict(config),
-    )
-    if num_splits > 1:
-        merge_splits(
-            out,
-            partial,
-            partial_max,
-            partial_sum,
-            arguments["seq_lens_ptr"],
-            arguments["cu_seqlens_q_ptr"],
-            window=window,
-            config=config,
+
+    def launch(config: AttentionConfig, most_work: int, *, shared: bool) -> None:
+        num_programs = min(most_work * _num_head_blocks(arguments, config), _most_programs(out.device))
+        decode_kernel[(num_programs,)](
+            **arguments,
+            partial_ptr=partial,
+            partial_max_ptr=partial_max,
+            partial_sum_ptr=partial_sum,
+            work_ptr=plan.work,
+            first_item_ptr=plan.first_item,
+            partial_q=partial_q,
+            min_split=plan.min_split,
+            shared_splits=plan.shared_splits,
+            SPLIT=split,
+            MAX_SPLITS=MAX_SPLITS,
+            SHARED=shared,
+            **asdict(config),
         )
 
+    if plan.shared_splits:
+        shared = configs.choose("shared")
+        num_blocks = triton.cdiv(arguments["num_seqs"], shared.BLOCK_Q)
+        launch(shared, num_blocks * plan.shared_splits, shared=True)
+    launch(config, plan.work.shape[0], shared=False)
+    if plan.most_splits > 1:
+        merge_splits(out, partial, partial_max, partial_sum, arguments["cu_seqlens_q_ptr"], plan)
 
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-) -> None:
-    check_shape("query", query, (None, None, None))
-    check_dtype("query", query)
-    check_shape("key_cache", key_cache, (None, None, None, query.shape[2]), query.dtype)
-    check_shape("value_cache", value_cache, key_cache.shape, query.dtype)
-    check_multiple("num_heads", query.shape[1], "num_kv_heads", key_cache.shape[2])
-    num_seqs = seq_lens.shape[0]
-    check_shape("seq_lens", seq_lens, (num_seqs,), torch.int32)
-    check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
-    check_shape("block_tables", block_tables, (num_seqs, None), torch.int32)
-    tensors = {"query": query, "key_cache": key_cache, "block_tables": block_tables, "seq_lens": seq_lens}
-    for name, tensor in {**tensors, "cu_seqlens_q": cu_seqlens_q}.items():
-        check_last_dim_contiguous(name, tensor)
-    if value_cache.stride() != key_cache.stride():
-        raise ValueError(
-            f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
-        )
+
+def _num_head_blocks(arguments: dict[str, Any], config: AttentionConfig) -> int:
+    group: int = arguments["GROUP"]
+    return arguments["NUM_HEADS"] // group * triton.cdiv(group, config.BLOCK_G)
+
+
+def _most_programs(device: torch.device) -> int:
+    return _PROGRAMS_PER_SM * num_sms(device)
 
 
 def paged_attention_cost(
@@ -387,13 +254,25 @@ def paged_attention_cost(
     head_dim: int,
     element_size: int,
     sliding_window: int | None = None,
+    *,
+    value_dim: int | None = None,
+    kv_bytes: float | None = None,
+    shared_prefix_len: int = 0,
 ) -> tuple[int, int]:
-    """(bytes, flops): queries in, outputs out, each visible K and V once; two products a visible pair."""
-    values = pairs = 0
+    """(bytes, flops): queries in, outputs out, each visible K and V once; two products a visible pair.
+
+    kv_bytes: of one element of the cache with its share of the scales, element_size where None.
+    shared_prefix_len: keys that all sequences have in common, read once.
+    """
+    both = head_dim + (value_dim or head_dim)
+    queries = keys = pairs = 0
     for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
         window = sliding_window or seq_len
         first = seq_len - query_len
-        keys = seq_len - max(0, first - window + 1) if query_len else 0
-        values += 2 * query_len * num_heads * head_dim + 2 * keys * num_kv_heads * head_dim
+        queries += query_len
+        keys += seq_len - max(0, first - window + 1) if query_len else 0
         pairs += sum(min(pos + 1, window) for pos in range(first, seq_len))
-    return values * element_size, 4 * pairs * num_heads * head_dim
+    keys -= shared_prefix_len * max(0, len(seq_lens) - 1)
+    moved = queries * num_heads * both * element_size
+    moved += keys * num_kv_heads * both * (element_size if kv_bytes is None else kv_bytes)
+    return int(moved), 2 * pairs * num_heads * both

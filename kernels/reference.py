@@ -74,7 +74,7 @@ def copy_blocks(
 def paged_attention(
     query: Tensor,  # [num_tokens, num_heads, head_dim]
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: Tensor,  # like key_cache
+    value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, value_dim]
     block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
@@ -82,13 +82,20 @@ def paged_attention(
     scale: float,
     max_seqlen_q: int,  # noqa: ARG001
     sliding_window: int | None = None,
-) -> Tensor:  # like query
+    softcap: float | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,  # f32[num_heads]
+    alibi_slopes: Tensor | None = None,  # f32[num_heads]
+    tree_mask: Tensor | None = None,  # i64[num_tokens]
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
+    value_scales: Tensor | None = None,  # like key_scales
+    shared_prefix_len: int = 0,  # noqa: ARG001
+) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 
-    New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own,
-    only the last `sliding_window` of them where one is given (itself included).
+    See the launcher, `paged_attention.paged_attention`, for what the options mean.
     """
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out = query.new_empty(*query.shape[:2], value_cache.shape[3])
     bounds = cu_seqlens_q.tolist()
     for i, seq_len in enumerate(seq_lens.tolist()):
         start, end = bounds[i], bounds[i + 1]
@@ -98,22 +105,38 @@ def paged_attention(
         first = seq_len - (end - start)
         # Slots outside the window are not read: their blocks may already be another sequence's.
         low = 0 if sliding_window is None else max(0, first - sliding_window + 1)
-        k = _gather(key_cache, block_tables[i], low, seq_len, q.shape[1])
-        v = _gather(value_cache, block_tables[i], low, seq_len, q.shape[1])
+        k = _gather(key_cache, key_scales, block_tables[i], low, seq_len, q)
+        v = _gather(value_cache, value_scales, block_tables[i], low, seq_len, q)
         query_pos = torch.arange(first, seq_len, device=query.device)[:, None]
         key_pos = torch.arange(low, seq_len, device=query.device)[None, :]
-        seen = key_pos <= query_pos
+        seen = key_pos <= query_pos if causal else torch.ones_like(key_pos <= query_pos)
+        if tree_mask is not None:
+            bits = tree_mask[start:end, None] >> (key_pos - first).clamp(min=0)
+            seen = (key_pos < first) | (bits & 1 == 1)
         if sliding_window is not None:
-            seen &= key_pos > query_pos - sliding_window
+            seen = seen & (key_pos > query_pos - sliding_window)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes[:, None, None] * (key_pos - query_pos)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            sink = sinks[:, None, None].to(scores.dtype).expand(-1, end - start, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., : seq_len - low]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
     return out
 
 
-def _gather(cache: Tensor, block_table: Tensor, low: int, high: int, num_heads: int) -> Tensor:
-    """The tokens [low, high) of one sequence, one copy per query head: [high - low, num_heads, head_dim]."""
+def _gather(
+    cache: Tensor, scales: Tensor | None, block_table: Tensor, low: int, high: int, like: Tensor
+) -> Tensor:
+    """The tokens [low, high) of one sequence, one copy per query head: [high - low, num_heads, dim]."""
     block_size, num_kv_heads = cache.shape[1], cache.shape[2]
     pos = torch.arange(low, high, device=cache.device)
-    tokens = cache[block_table[pos // block_size].long(), pos % block_size]
-    return _upcast(tokens).repeat_interleave(num_heads // num_kv_heads, dim=1)
+    blocks, slots = block_table[pos // block_size].long(), pos % block_size
+    tokens = cache[blocks, slots].to(like.dtype)
+    if scales is not None:
+        tokens = tokens * scales[blocks, :, slots][..., None].to(like.dtype)
+    return tokens.repeat_interleave(like.shape[1] // num_kv_heads, dim=1)

@@ -1,8 +1,12 @@
 """The operations in plain torch, written for speed on a CPU: what attention_backend="torch" runs."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from . import reference
 
 
 def rms_norm(
@@ -74,10 +78,27 @@ def paged_attention(
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
     *,
     scale: float,
-    max_seqlen_q: int,  # noqa: ARG001
+    max_seqlen_q: int,
     sliding_window: int | None = None,
-) -> Tensor:  # like query
-    """softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`."""
+    **options: Any,
+) -> Tensor:  # [num_tokens, num_heads, value_dim]
+    """softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`.
+
+    Its further options are computed by the reference itself: no model here needs them to be fast.
+    """
+    if options or key_cache.dtype != query.dtype or value_cache.shape != key_cache.shape:
+        return reference.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            cu_seqlens_q,
+            scale=scale,
+            max_seqlen_q=max_seqlen_q,
+            sliding_window=sliding_window,
+            **options,
+        )
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads

@@ -3,8 +3,9 @@
 A stand-in driver makes every launcher compile, on CPU tensors, exactly the specialisation it would launch
 on a target; figures() reads registers, spills, shared memory and instruction counts out of the binaries.
 
-    python -m tests.aot sm_90          # one table; needs TRITON_INTERPRET unset
+    python -m tests.aot sm_90          # one target's table; needs TRITON_INTERPRET unset
     python -m tests.aot sm_90 --json
+    python -m tests.aot --write        # kernels/README.md
 """
 
 import collections
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
@@ -101,7 +103,7 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
 
 
 def figures(target: str, binary: Any) -> dict[str, float]:
-    """Read one binary's figures; "stack" is in bytes, "local" counts the spilling instructions."""
+    """Read one binary's figures; "stack" is in bytes, "local" counts instructions that spill to memory."""
     return _amd_figures(binary) if target.startswith("gfx") else _nvidia_figures(target, binary)
 
 
@@ -160,28 +162,41 @@ def _amd_figures(binary: Any) -> dict[str, float]:
     return {
         "registers": field("vgpr_count"),
         "stack": field("private_segment_fixed_size"),
-        "local": field("vgpr_spill_count"),
+        "local": len(re.findall(r"^\s+scratch_(?:load|store)", isa, re.M)),
         "shared": binary.metadata.shared,
         "mfma": len(re.findall(r"^\s+v_mfma", isa, re.M)),
         "loads_16B": isa.count("load_dwordx4"),
+        "instructions": len(re.findall(r"^\s+[vs]_|^\s+(?:global|ds|buffer|flat)_", isa, re.M)),
     }
 
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# head_dim, group, dtype, block_size, window: every row of choose_config's tables and each branch of the
-# kernel, with head dims that are padded, and with the smallest and the largest blocks.
-ATTENTION_CASES = [
-    (64, 4, "bfloat16", 16, None),
-    (128, 4, "bfloat16", 16, 4096),
-    (128, 7, "float16", 64, None),
-    (256, 4, "bfloat16", 16, None),
-    (256, 4, "bfloat16", 16, 4096),
-    (96, 3, "float16", 8, 1024),
-    (32, 1, "bfloat16", 256, None),
-    (64, 4, "float32", 16, None),
-    (128, 7, "float32", 16, None),
-    (256, 4, "float32", 16, 4096),
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}
+# Every row of choose_config's tables and each branch of the kernels, with head dims that are padded and the
+# smallest and the largest blocks: head_dim, group, dtype, block_size, and what else is not as usual.
+ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
+    (64, 4, "bfloat16", 16, {}),
+    (128, 4, "bfloat16", 16, {"window": 4096}),
+    (128, 7, "float16", 64, {}),
+    (128, 20, "bfloat16", 64, {}),
+    (256, 4, "bfloat16", 16, {}),
+    (256, 4, "bfloat16", 16, {"window": 4096, "softcap": True}),
+    (96, 3, "float16", 8, {"window": 1024}),
+    (32, 1, "bfloat16", 256, {}),
+    (64, 8, "bfloat16", 16, {"window": 128, "sinks": True}),
+    (128, 4, "bfloat16", 16, {"alibi": True, "causal": False}),
+    (128, 4, "bfloat16", 16, {"tree": True}),
+    (128, 4, "bfloat16", 16, {"cache": "int8"}),
+    (128, 4, "bfloat16", 16, {"cache": "float8_e4m3fn"}),
+    (128, 4, "bfloat16", 16, {"shared": True}),
+    (576, 16, "bfloat16", 64, {"value_dim": 512}),
+    (192, 1, "bfloat16", 16, {"value_dim": 128}),
+    (64, 4, "float32", 16, {}),
+    (128, 7, "float32", 16, {}),
+    (256, 4, "float32", 16, {"window": 4096}),
+    (576, 16, "float32", 64, {"value_dim": 512}),
 ]
+# e4m3 arithmetic begins with sm_89, and gfx942 has a format of its own.
+FP8_TARGETS = ("sm_90", "sm_100")
 
 
 def compile_attention(
@@ -190,25 +205,50 @@ def compile_attention(
     group: int,
     dtype: torch.dtype,
     block_size: int,
-    window: int | None,
     *,
-    num_tokens: int = 8,
+    window: int | None = None,
+    value_dim: int | None = None,
+    cache: str | None = None,
+    softcap: bool = False,
+    sinks: bool = False,
+    alibi: bool = False,
+    tree: bool = False,
+    causal: bool = True,
+    shared: bool = False,
+    num_tokens: int = 40,
     num_seqs: int = 2,
     max_blocks: int = 128,
 ) -> None:
-    """Launch attention once, as a batch with prefill does: it compiles prefill, decode and merge."""
-    num_kv_heads = 2
-    cache = torch.empty(4, block_size, num_kv_heads, head_dim, dtype=dtype)
+    """Launch attention once, as a batch with prefill does: it compiles prefill, plan, decode and merge.
+
+    A value_dim other than head_dim is a view of the key cache, as in MLA.
+    """
+    num_kv_heads, num_blocks = 2, 4
+    num_heads = num_kv_heads * group
+    if shared:
+        num_tokens = num_seqs
+    key_cache = torch.empty(
+        num_blocks, block_size, num_kv_heads, head_dim, dtype=DTYPES[cache] if cache else dtype
+    )
+    scales = torch.empty(num_blocks, num_kv_heads, block_size) if cache else None
     kernels.paged_attention(
-        torch.empty(num_tokens, num_kv_heads * group, head_dim, dtype=dtype),
-        cache,
-        cache,
+        torch.empty(num_tokens, num_heads, head_dim, dtype=dtype),
+        key_cache,
+        key_cache[..., :value_dim] if value_dim == 512 else torch.empty_like(key_cache)[..., :value_dim],
         torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
         torch.zeros(num_seqs, dtype=torch.int32),
         torch.zeros(num_seqs + 1, dtype=torch.int32),
         scale=head_dim**-0.5,
-        max_seqlen_q=num_tokens,
+        max_seqlen_q=1 if shared else num_tokens,
         sliding_window=window,
+        causal=causal,
+        softcap=50.0 if softcap else None,
+        sinks=torch.empty(num_heads) if sinks else None,
+        alibi_slopes=torch.empty(num_heads) if alibi else None,
+        tree_mask=torch.empty(num_tokens, dtype=torch.int64) if tree else None,
+        key_scales=scales,
+        value_scales=scales,
+        shared_prefix_len=max_blocks * block_size // 2 if shared else 0,
     )
 
 
@@ -237,19 +277,26 @@ def report(target: str) -> list[dict[str, Any]]:
     kernels = load_kernels("triton")
     rows = []
     with compiling(target) as compiled:
-        for head_dim, group, dtype, block_size, window in ATTENTION_CASES:
-            compile_attention(kernels, head_dim, group, DTYPES[dtype], block_size, window)
-            case = f"{head_dim}x{group} {dtype} block {block_size}" + (f" window {window}" if window else "")
-            rows += [(_use(name, i), case, binary) for i, (name, binary) in enumerate(compiled)]
+        for head_dim, group, dtype, block_size, options in ATTENTION_CASES:
+            if options.get("cache") == "float8_e4m3fn" and target not in FP8_TARGETS:
+                continue
+            compile_attention(kernels, head_dim, group, DTYPES[dtype], block_size, **options)
+            case = " ".join([f"{head_dim}x{group} {dtype} block {block_size}", *map(_told, options.items())])
+            rows += [(name, case, binary) for name, binary in compiled]
             compiled.clear()
         compile_others(kernels, torch.bfloat16)
         rows += [(name, "bfloat16", binary) for name, binary in compiled]
-    return [{"kernel": name, "case": case, **figures(target, binary)} for name, case, binary in rows]
+    named: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name, case, binary in rows:  # several cases may share a plan or a merge
+        name = name.strip("_").removesuffix("_kernel")
+        key = (name, "", binary.hash) if name in ("plan", "merge") else (name, case, binary.hash)
+        named.setdefault(key, {"kernel": name, "case": case, **figures(target, binary)})
+    return list(named.values())
 
 
-def _use(name: str, launch: int) -> str:
-    """A batch with prefill launches the attention kernel twice: for prefill, then for decodes."""
-    return name if name != "_attention_kernel" else ("prefill", "decode")[launch]
+def _told(option: tuple[str, Any]) -> str:
+    name, value = option
+    return name if value is True else f"no {name}" if value is False else f"{name} {value}"
 
 
 def count_variants(target: str) -> dict[str, int]:
@@ -259,16 +306,62 @@ def count_variants(target: str) -> dict[str, int]:
     with compiling(target) as compiled:
         for num_tokens, num_seqs, max_blocks in [(1, 1, 33), (16, 2, 48), (17, 16, 1024), (3, 3, 1001)]:
             sizes = {"num_tokens": num_tokens, "num_seqs": num_seqs, "max_blocks": max_blocks}
-            compile_attention(kernels, 128, 7, torch.float16, 64, None, **sizes)
+            compile_attention(kernels, 128, 7, torch.float16, 64, **sizes)
             compile_others(kernels, torch.bfloat16, num_tokens)
         for name, binary in compiled:
             binaries[name].add(binary.hash)
     return {name: len(hashes) for name, hashes in binaries.items()}
 
 
+COLUMNS = {
+    "registers": "registers",
+    "shared": "shared memory",
+    "blocks_per_sm": "blocks per SM",
+    "instructions": "instructions",
+    "tensor": "tensor core instructions",
+    "wide": "wide loads",
+}
+
+
+def table(target: str, rows: list[dict[str, Any]]) -> str:
+    """The figures of one target as Markdown."""
+    lines = [
+        f"## {target}\n",
+        "| kernel | case | " + " | ".join(COLUMNS.values()) + " |",
+        "|---|---|" + "---:|" * len(COLUMNS),
+    ]
+    for row in rows:
+        values = {
+            **row,
+            "tensor": sum(row.get(name, 0) for name in ("wgmma", "mma", "tcgen05", "mfma")),
+            "wide": row.get("async_copies", 0) + row.get("loads_16B", 0),
+        }
+        cells = [row["kernel"], row["case"], *(str(values.get(name, "")) for name in COLUMNS)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+README = """# What the kernels compile to
+
+Made by `python -m tests.aot --write` with Triton {version}, with no GPU at hand; a test fails when it is stale.
+Nothing spills: no row has a stack or local memory. Registers are per thread, shared memory is in bytes per
+block; blocks per SM follow from both. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma
+(sm_80, and where a block has less than 64 rows) and MFMA (gfx942). Wide loads are asynchronous copies of 16
+bytes, on gfx942 loads of 16 bytes. A case names head_dim x GQA group, dtype, tokens of a block and options.
+
+"""
+
+
+def readme(reports: dict[str, list[dict[str, Any]]]) -> str:
+    """kernels/README.md from the reports of all targets."""
+    return README.format(version=triton.__version__) + "\n".join(map(table, reports, reports.values()))
+
+
 if __name__ == "__main__":
-    if sys.argv[2:] == ["--json"]:
+    if sys.argv[1:] == ["--write"]:
+        path = Path(__file__).parent.parent / "kernels" / "README.md"
+        path.write_text(readme({target: report(target) for target in TARGETS}))
+    elif sys.argv[2:] == ["--json"]:
         print(json.dumps({"rows": report(sys.argv[1]), "variants": count_variants(sys.argv[1])}))
     else:
-        for row in report(sys.argv[1]):
-            print(" ".join(f"{key}={value}" for key, value in row.items()))
+        print(table(sys.argv[1], report(sys.argv[1])))

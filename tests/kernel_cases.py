@@ -1,6 +1,8 @@
 """Inputs for the kernel tests, made to show what goes wrong: NaN wherever nobody wrote, shuffled blocks."""
 
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -35,12 +37,14 @@ def ragged_case(
     head_dim: int = 32,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    value_dim: int | None = None,
     sliding_window: int | None = None,
     extra_blocks: int = 3,
 ) -> dict[str, Any]:
     """Arguments of paged_attention: query is a view into a wider qkv, slots nobody may read are NaN.
 
     With a window these are also the slots before every query's window, as if their blocks had been freed.
+    Another value_dim makes values a view of the keys, as in MLA.
     """
     # [num_tokens, (num_heads + 2 num_kv_heads) * head_dim]
     qkv = torch.randn(sum(query_lens), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=DEVICE)
@@ -63,7 +67,7 @@ def ragged_case(
     return {
         "query": qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim),
         "key_cache": key_cache,
-        "value_cache": value_cache,
+        "value_cache": value_cache if value_dim is None else key_cache[..., :value_dim],
         "block_tables": block_tables.to(DEVICE),
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
         "cu_seqlens_q": cu_seqlens(query_lens),
@@ -71,6 +75,65 @@ def ragged_case(
         "max_seqlen_q": max([1, *query_lens]),
         "sliding_window": sliding_window,
     }
+
+
+def quantized(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same case over a quantised cache; what nobody may read stays NaN, in its scales."""
+    changed = {}
+    for name in ("key", "value"):
+        cache = case[f"{name}_cache"].float()
+        largest = 127.0 if dtype == torch.int8 else 448.0
+        scales = cache.abs().amax(-1) / largest  # [num_blocks, block_size, num_kv_heads]
+        values = (cache / scales[..., None]).nan_to_num()
+        changed[f"{name}_cache"] = (values.round() if dtype == torch.int8 else values).to(dtype)
+        changed[f"{name}_scales"] = scales.transpose(1, 2).contiguous()
+    return {**case, **changed}
+
+
+def tree_of(case: dict[str, Any], generator: random.Random) -> Tensor:
+    """A random tree mask: every new token sees itself and some of those before it."""
+    bounds = case["cu_seqlens_q"].tolist()
+    masks = [
+        (1 << j) | generator.getrandbits(64) & ((1 << j) - 1)
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for j in range(end - start)
+    ]
+    signed = [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
+    return torch.tensor(signed, dtype=torch.int64, device=DEVICE)
+
+
+def assert_exact_enough(got: Tensor, case: dict[str, Any], attention: Callable[..., Tensor]) -> None:
+    """`got` against `attention` in float64, within what rounding can do.
+
+    A score is a sum of head_dim products, so its error is at most (head_dim + 4) eps |q| |k| scale; a weight's
+    relative error is twice that (its own and the normaliser's), to which exp2 and the sum over the keys add
+    log2(keys) + 8 eps, and where weights are rounded to the dtype for the tensor cores half an eps of it.
+    Biases are added in float32. The output is rounded once more.
+    """
+    doubled = {
+        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in case.items()
+    }
+    exact = attention(**doubled)
+    eps, out_eps = torch.finfo(torch.float32).eps, torch.finfo(got.dtype).eps
+    length = {name: doubled[name].double().nan_to_num().norm(dim=-1) for name in ("query", "key_cache")}
+    for name in ("key", "value"):
+        if case.get(f"{name}_scales") is not None:
+            scales = doubled[f"{name}_scales"].transpose(1, 2).nan_to_num()
+            length[f"{name}_cache"] = doubled[f"{name}_cache"].double().norm(dim=-1) * scales
+    longest = max(1, int(case["seq_lens"].max())) if len(case["seq_lens"]) else 1
+    score = (length["query"].max() * length["key_cache"].max() * case["scale"]).item() if len(got) else 0.0
+    bias = longest * float(case["alibi_slopes"].max()) if case.get("alibi_slopes") is not None else 0.0
+    weight = 2 * ((case["query"].shape[2] + 4) * score + 2 * bias) * eps + (math.log2(longest) + 8) * eps
+    if got.is_cuda and got.dtype != torch.float32:
+        weight += out_eps
+    value_scales = case.get("value_scales")
+    values = doubled["value_cache"].double().nan_to_num().abs()
+    if value_scales is not None:
+        values = values * doubled["value_scales"].transpose(1, 2).nan_to_num()[..., None]
+    error = (got.double() - exact).abs()
+    allowed = weight * values.max() + out_eps * exact.abs()
+    assert (error <= allowed).all(), f"{error.max():.2e} with {allowed.min():.2e} allowed"
 
 
 def cu_seqlens(query_lens: Sequence[int]) -> Tensor:
@@ -81,9 +144,14 @@ def cu_seqlens(query_lens: Sequence[int]) -> Tensor:
 def take_sequences(case: dict[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
     """The same case with the sequences `chosen` only, in that order."""
     bounds = case["cu_seqlens_q"].tolist()
+    per_token = {
+        name: torch.cat([case[name][bounds[i] : bounds[i + 1]] for i in chosen])
+        for name in ("query", "tree_mask")
+        if name in case
+    }
     return {
         **case,
-        "query": torch.cat([case["query"][bounds[i] : bounds[i + 1]] for i in chosen]),
+        **per_token,
         "block_tables": case["block_tables"][list(chosen)],
         "seq_lens": case["seq_lens"][list(chosen)],
         "cu_seqlens_q": cu_seqlens([bounds[i + 1] - bounds[i] for i in chosen]),

@@ -1,14 +1,15 @@
-import dataclasses
+from itertools import accumulate
 
 import pytest
 import torch
-from kernel_cases import DEVICE, IMPLEMENTATIONS, TOLERANCES, ragged_case, take_sequences
+from kernel_cases import DEVICE, IMPLEMENTATIONS, TOLERANCES, cu_seqlens, ragged_case, take_sequences
 
 from paged.kernels import paged_attention as triton_attention
 from paged.kernels import reference
-from paged.kernels.attention_config import MAX_SPLITS, choose_config
+from paged.kernels.attention_config import choose_config, split_size
 from paged.kernels.backend import in_interpreter, load_kernels
 from paged.kernels.paged_attention import paged_attention_cost
+from paged.kernels.split_kv import MAX_SPLITS, plan_decodes
 
 # Lengths on both sides of a tile (16 in the interpreter), a block and a split (64); one with nothing to do.
 DECODES = ([1, 15, 16, 17, 63, 64, 65, 128, 131, 0], [1] * 9 + [0])
@@ -82,11 +83,12 @@ def test_neighbours_do_not_change_a_bit(chosen, window):
 def test_chunks_do_not_change_a_bit():
     """A prompt in one piece or in chunks of several tokens: a row sees its tiles in the same order.
 
-    Chunks of whole Q-blocks (8 tokens), for the interpreter's matrix product depends on a row's place in it.
+    Chunks of whole Q-blocks (8 tokens) and more than a decode has, for the interpreter's matrix product depends
+    on a row's place in it.
     """
     whole = ragged_case([61], [61])
     expected = triton_attention.paged_attention(**whole)
-    for start, end in [(0, 8), (8, 24), (24, 61)]:
+    for start, end in [(0, 16), (16, 40), (40, 61)]:
         chunk = {
             **whole,
             "query": whole["query"][start:end],
@@ -99,10 +101,7 @@ def test_chunks_do_not_change_a_bit():
 
 def test_splits_are_capped(monkeypatch):
     """A context of more than MAX_SPLITS splits: they get longer, and the merge takes chunks of them."""
-    small = dataclasses.replace(
-        choose_config(32, 2, torch.float32, decode=True, target="interpreter"), TILE=16, SPLIT=16
-    )
-    monkeypatch.setattr(triton_attention, "choose_config", lambda *_, **__: small)
+    monkeypatch.setattr(triton_attention, "split_size", lambda _: 16)
     case = ragged_case(
         [16 * (MAX_SPLITS + 3), 16 * 20 + 1], [1, 1], num_heads=2, num_kv_heads=1, block_size=64
     )
@@ -110,15 +109,29 @@ def test_splits_are_capped(monkeypatch):
     torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float32])
 
 
+@pytest.mark.parametrize("window", [0, 40])
+def test_plan_lists_every_split_of_every_decode_once(window):
+    seq_lens = torch.tensor([5, 64, 65, 300, 9, 130, 0], dtype=torch.int32, device=DEVICE)
+    query_lens = [1, 4, 1, 2, 9, 3, 0]
+    sizes = {"max_keys": 320, "decode_q": 8, "window": window, "tile": 16, "split": 64}
+    plan = plan_decodes(seq_lens, cu_seqlens(query_lens), **sizes)
+    expected = []
+    for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens, strict=True)):
+        first = max(0, seq_len - query_len - window + 1) // 16 * 16 if window else 0
+        num_splits = -(-(seq_len - first) // 64) if 1 <= query_len <= 8 else 0
+        expected.append([(seq, split) for split in range(num_splits)])
+    work = [item for items in expected for item in items]
+    *first_item, num_work = plan.first_item.tolist()
+    assert [tuple(item) for item in plan.work.tolist()[:num_work]] == work
+    assert first_item == [0, *accumulate(map(len, expected))]
+    assert plan.most_splits * len(query_lens) >= num_work
+
+
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_tiles_of_a_gpu(monkeypatch, target, block_size):
     """The tiles a GPU gets, whatever this machine is: longer than a block, and shorter."""
-
-    def choose(*_, decode, **__):
-        return choose_config(128, 4, torch.bfloat16, decode=decode, target=target)
-
-    monkeypatch.setattr(triton_attention, "choose_config", choose)
+    monkeypatch.setattr(triton_attention, "current_target", lambda: target)
     case = ragged_case(
         [600, 200, 129], [1, 70, 129], num_heads=4, num_kv_heads=1, block_size=block_size, dtype=torch.float16
     )
@@ -145,19 +158,21 @@ def test_wrong_inputs_are_named(change, message):
 
 
 def test_config_depends_on_the_model_alone():
-    prefill = choose_config(128, 4, torch.bfloat16, decode=False, target="sm_90")
-    assert prefill.BLOCK_M >= 64, "wgmma needs 64 rows"
-    assert prefill.BLOCK_Q * 4 == prefill.BLOCK_M
-    assert prefill.SPLIT == 0
-    for group in (1, 3, 5, 7, 16, 20):
+    for target in ("sm_90", "sm_100"):
+        prefill = choose_config(128, 4, torch.bfloat16, "prefill", target)
+        assert prefill.BLOCK_M >= 64, "wgmma and tcgen05 need 64 rows"
+        assert prefill.BLOCK_Q * 4 == prefill.BLOCK_M
+    for group in (1, 3, 5, 7, 16, 20, 128):
         for target in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "interpreter"):
-            for decode in (False, True):
-                config = choose_config(80, group, torch.float16, decode=decode, target=target)
-                assert 1 <= config.BLOCK_Q * group <= config.BLOCK_M
-                assert config.SPLIT % config.TILE == 0
-                assert (config.SPLIT > 0) == decode
-    with pytest.raises(ValueError, match="head_dim must be between 16 and 256, got 512"):
-        choose_config(512, 4, torch.bfloat16, decode=True, target="sm_90")
+            for use in ("prefill", "decode", "shared"):
+                for head_dim, value_dim in [(80, None), (576, 512), (16, 256)]:
+                    config = choose_config(head_dim, group, torch.float16, use, target, value_dim)
+                    assert 1 <= config.BLOCK_Q * config.BLOCK_G <= config.BLOCK_M
+                    assert split_size(target) % config.TILE == 0
+    with pytest.raises(ValueError, match="head_dim must be between 16 and 576, got 577"):
+        choose_config(577, 4, torch.bfloat16, "decode", "sm_90")
+    with pytest.raises(ValueError, match="group must be between 1 and 128, got 129"):
+        choose_config(64, 129, torch.bfloat16, "decode", "sm_90")
 
 
 def test_cost():
@@ -165,6 +180,11 @@ def test_cost():
     values = (2 * 4 + 2 * 2 * 2) * 8 + (2 * 2 * 4 + 2 * 3 * 2) * 8
     assert paged_attention_cost([1, 2], [2, 3], 4, 2, 8, 2) == (values * 2, 4 * (2 + 5) * 4 * 8)
     assert paged_attention_cost([1], [9], 1, 1, 1, 1, sliding_window=4) == (2 + 8, 16)
+    # A quantised cache; a prefix of 8 keys that two decodes share; values of half the size.
+    assert paged_attention_cost([1], [9], 1, 1, 1, 2, kv_bytes=1.5) == (4 + 27, 36)
+    assert (
+        paged_attention_cost([1, 1], [9, 10], 1, 1, 2, 1, value_dim=1, shared_prefix_len=8)[0] == 6 + 3 * 11
+    )
 
 
 @pytest.mark.gpu

@@ -1,0 +1,179 @@
+"""What `paged_attention` accepts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention_config import MAX_GROUP, MAX_HEAD_DIM
+from .checks import (
+    check_device,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_multiple,
+    check_positive,
+    check_shape,
+    in_debug_mode,
+)
+
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
+MAX_TREE = 64  # candidates: bits of an int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """The keyword arguments of `paged_attention`."""
+
+    scale: float
+    max_seqlen_q: int
+    sliding_window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    tree_mask: Tensor | None = None
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+    shared_prefix_len: int = 0
+
+
+def check_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    options: AttentionOptions,
+) -> None:
+    """Raise ValueError unless these fit together; in debug mode also for what the int32 tensors hold."""
+    check_shape("query", query, (None, None, None))
+    check_dtype("query", query)
+    num_tokens, num_heads, head_dim = query.shape
+    check_shape("key_cache", key_cache, (None, None, None, head_dim))
+    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    check_shape("value_cache", value_cache, (num_blocks, block_size, num_kv_heads, None), key_cache.dtype)
+    check_multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
+    check_between("head_dim", head_dim, 16, MAX_HEAD_DIM)
+    check_between("value_dim", value_cache.shape[3], 16, MAX_HEAD_DIM)
+    check_between("the GQA group", num_heads // num_kv_heads, 1, MAX_GROUP)
+    _check_scales(query, key_cache, options)
+    num_seqs = seq_lens.shape[0]
+    check_shape("seq_lens", seq_lens, (num_seqs,), torch.int32)
+    check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
+    check_shape("block_tables", block_tables, (num_seqs, None), torch.int32)
+    per_head = {"sinks": options.sinks, "alibi_slopes": options.alibi_slopes}
+    for name, values in per_head.items():
+        if values is not None:
+            check_shape(name, values, (num_heads,), torch.float32)
+    if options.tree_mask is not None:
+        check_shape("tree_mask", options.tree_mask, (num_tokens,), torch.int64)
+    tensors = {
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "tree_mask": options.tree_mask,
+        "key_scales": options.key_scales,
+        "value_scales": options.value_scales,
+        **per_head,
+    }
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_last_dim_contiguous(name, tensor)
+            check_device(name, tensor, query.device)
+    _check_options(options, num_tokens, num_seqs)
+    if in_debug_mode():
+        check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)
+
+
+def _check_scales(query: Tensor, key_cache: Tensor, options: AttentionOptions) -> None:
+    scales = {"key_scales": options.key_scales, "value_scales": options.value_scales}
+    if key_cache.dtype == query.dtype:
+        for name, scale in scales.items():
+            if scale is not None:
+                raise ValueError(f"{name} belong to a quantised cache; this one is {key_cache.dtype}")
+        return
+    check_dtype("key_cache", key_cache, (query.dtype, *QUANTIZED_DTYPES))
+    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    for name, scale in scales.items():
+        if scale is None:
+            raise ValueError(f"a cache of {key_cache.dtype} needs {name}")
+        check_shape(name, scale, (num_blocks, num_kv_heads, block_size), torch.float32)
+        if not scale.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {scale.stride()}")
+
+
+def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int) -> None:
+    check_positive("scale", options.scale)
+    check_positive("max_seqlen_q", options.max_seqlen_q)
+    if options.sliding_window is not None:
+        check_positive("sliding_window", options.sliding_window)
+        if not options.causal:
+            raise ValueError(f"sliding_window {options.sliding_window} needs causal=True")
+    if options.softcap is not None:
+        check_positive("softcap", options.softcap)
+    if options.tree_mask is not None:
+        check_between("max_seqlen_q with a tree_mask", options.max_seqlen_q, 1, MAX_TREE)
+        if not options.causal:
+            raise ValueError("tree_mask needs causal=True: it says which of the new tokens see each other")
+    if options.shared_prefix_len:
+        check_between("shared_prefix_len", options.shared_prefix_len, 0, 2**31 - 1)
+        if options.max_seqlen_q != 1 or num_tokens != num_seqs:
+            raise ValueError(
+                f"shared_prefix_len needs one new token of every sequence, got {num_tokens} of {num_seqs} "
+                f"sequences with max_seqlen_q {options.max_seqlen_q}"
+            )
+        if options.sliding_window is not None:
+            raise ValueError(
+                f"shared_prefix_len and sliding_window {options.sliding_window} exclude each other: "
+                "a window does not see a long prefix"
+            )
+
+
+def check_between(name: str, value: int, low: int, high: int) -> None:
+    """Raise ValueError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def check_contents(
+    key_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    num_tokens: int,
+    options: AttentionOptions,
+) -> None:
+    """Raise ValueError unless every read stays inside the tensors. Reads them on the host."""
+    num_blocks, block_size = key_cache.shape[:2]
+    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    if starts[0] != 0 or starts[-1] > num_tokens or sorted(starts) != starts:
+        raise ValueError(f"cu_seqlens_q must rise from 0 to at most {num_tokens}, got {starts}")
+    for i, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], lengths, strict=True)):
+        query_len = end - start
+        if query_len > options.max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_q is {options.max_seqlen_q}, and sequence {i} has {query_len} new tokens"
+            )
+        if query_len == 0:
+            continue
+        if not max(query_len, options.shared_prefix_len + 1) <= seq_len <= block_tables.shape[1] * block_size:
+            raise ValueError(
+                f"seq_lens[{i}] must hold its {query_len} new tokens, go beyond shared_prefix_len "
+                f"{options.shared_prefix_len} and fit {block_tables.shape[1]} blocks of {block_size}, "
+                f"got {seq_len}"
+            )
+        low = max(0, seq_len - query_len - options.sliding_window + 1) if options.sliding_window else 0
+        used = block_tables[i, low // block_size : -(-seq_len // block_size)]
+        if not bool(((used >= 0) & (used < num_blocks)).all()):
+            raise ValueError(f"block_tables[{i}] must hold blocks below {num_blocks}, got {used.tolist()}")
+        if options.tree_mask is not None:
+            for j, bits in enumerate(options.tree_mask[start:end].tolist()):
+                if not bits >> j & 1:
+                    raise ValueError(f"tree_mask: new token {j} of sequence {i} does not see itself")
+    num_shared = options.shared_prefix_len // block_size
+    if num_shared and not bool((block_tables[:, :num_shared] == block_tables[:1, :num_shared]).all()):
+        raise ValueError(f"block_tables must begin with the same {num_shared} blocks for shared_prefix_len")

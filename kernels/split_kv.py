@@ -1,0 +1,243 @@
+"""Split decodes (flash decoding, Dao et al. 2023): the list of splits to work through, and their merge.
+
+How long a sequence's splits are depends on its own length alone, and they are merged in a fixed order, so
+neighbours in the batch do not change a bit. The list is made on the device: a CUDA graph holds the same
+launches for any lengths, and one long sequence among short ones keeps every SM busy.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A result's bits depend on it. Contexts of more splits get longer ones.
+MAX_SPLITS = 64
+_CHUNK = 16  # splits joined at once: fixed, since the order of a sum decides its last bit
+
+
+@triton.jit
+def first_key_tile(first_pos, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The tile of the first key a query token at `first_pos` sees."""
+    tile = 0
+    if WINDOW > 0:
+        tile = tl.maximum(first_pos - WINDOW + 1, 0) // TILE * TILE
+    return tile
+
+
+@triton.jit
+def split_tokens(num_keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Key tokens of one split: SPLIT, or the multiple of it that makes MAX_SPLITS of them enough."""
+    return tl.maximum(tl.cdiv(num_keys, SPLIT * MAX_SPLITS), 1) * SPLIT
+
+
+@triton.jit
+def _num_splits(
+    seq_lens_ptr,
+    cu_seqlens_q_ptr,
+    seq,
+    mask,
+    min_split,
+    DECODE_Q: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """The splits of each sequence of `seq`; none if it is not a decode."""
+    query_len = tl.load(cu_seqlens_q_ptr + seq + 1, mask=mask, other=0)
+    query_len -= tl.load(cu_seqlens_q_ptr + seq, mask=mask, other=0)
+    seq_len = tl.load(seq_lens_ptr + seq, mask=mask, other=0)
+    num_keys = seq_len - first_key_tile(seq_len - query_len, WINDOW, TILE)
+    step = tl.maximum(split_tokens(num_keys, SPLIT, MAX_SPLITS), min_split)
+    return tl.where(mask & (query_len > 0) & (query_len <= DECODE_Q), tl.cdiv(num_keys, step), 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "min_split", "shared_splits"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "cu_seqlens_q_ptr"],
+)
+def _plan_kernel(
+    work_ptr,  # i32[num_work, 2], (sequence, split)
+    first_item_ptr,  # i32[num_seqs + 2]
+    seq_lens_ptr,
+    cu_seqlens_q_ptr,
+    num_seqs,
+    min_split,
+    shared_splits,
+    DECODE_Q: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program: one sequence's splits, behind those of all sequences before it; the last one counts."""
+    own = tl.program_id(0)
+    before = 0
+    for chunk in range(0, own, CHUNK):
+        seq = chunk + tl.arange(0, CHUNK)
+        splits = _num_splits(
+            seq_lens_ptr,
+            cu_seqlens_q_ptr,
+            seq,
+            seq < own,
+            min_split,
+            DECODE_Q,
+            WINDOW,
+            TILE,
+            SPLIT,
+            MAX_SPLITS,
+        )
+        before += tl.sum(splits, axis=0)
+    tl.store(first_item_ptr + own, before)
+    # What the sequences have in common is no work of theirs.
+    first_work = before - own * shared_splits
+    if own == num_seqs:
+        tl.store(first_item_ptr + own + 1, first_work)
+        return
+    splits = _num_splits(
+        seq_lens_ptr, cu_seqlens_q_ptr, own, own < num_seqs, min_split,
+        DECODE_Q, WINDOW, TILE, SPLIT, MAX_SPLITS,
+    )  # fmt: skip
+    split = tl.arange(0, MAX_SPLITS)
+    place = work_ptr + 2 * (first_work + split - shared_splits)
+    mask = (split >= shared_splits) & (split < splits)
+    tl.store(place, own + split * 0, mask=mask)
+    tl.store(place + 1, split, mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What the decodes of a batch have to do, in device memory; good for every layer of the same shape."""
+
+    work: Tensor  # i32[most_splits * num_seqs, 2], (sequence, split): so much of it as there is work
+    first_item: Tensor  # i32[num_seqs + 2], exclusive prefix sum of the splits, then how much work there is
+    most_splits: int  # of one sequence
+    min_split: int  # key tokens, at least
+    shared_splits: int  # at the beginning, which all sequences have in common
+
+
+def plan_decodes(
+    seq_lens: Tensor,  # i32[num_seqs]
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1]
+    *,
+    max_keys: int,  # as many as the block tables can hold
+    decode_q: int,  # the most query tokens of a decode
+    window: int,  # 0: none
+    tile: int,
+    split: int,
+    shared_prefix_len: int = 0,
+) -> DecodePlan:
+    """List the splits of all decodes. A shared prefix is rounded down to whole splits."""
+    if window:
+        max_keys = min(max_keys, window + decode_q + tile)
+    min_split = split
+    if shared_prefix_len:  # one length for all, or they would have no split in common
+        min_split = max(triton.cdiv(max_keys, split * MAX_SPLITS), 1) * split
+    num_seqs = seq_lens.shape[0]
+    most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
+    plan = DecodePlan(
+        work=torch.empty(num_seqs * most_splits, 2, dtype=torch.int32, device=seq_lens.device),
+        first_item=torch.empty(num_seqs + 2, dtype=torch.int32, device=seq_lens.device),
+        most_splits=most_splits,
+        min_split=min_split,
+        shared_splits=shared_prefix_len // min_split,
+    )
+    _plan_kernel[(num_seqs + 1,)](
+        work_ptr=plan.work,
+        first_item_ptr=plan.first_item,
+        seq_lens_ptr=seq_lens,
+        cu_seqlens_q_ptr=cu_seqlens_q,
+        num_seqs=num_seqs,
+        min_split=min_split,
+        shared_splits=plan.shared_splits,
+        DECODE_Q=decode_q,
+        WINDOW=window,
+        TILE=tile,
+        SPLIT=split,
+        MAX_SPLITS=MAX_SPLITS,
+        CHUNK=256,
+        num_warps=4,
+    )
+    return plan
+
+
+@triton.jit(
+    do_not_specialize=["partial_q"],
+    do_not_specialize_on_alignment=["first_item_ptr", "cu_seqlens_q_ptr"],
+)
+def _merge_kernel(
+    partial_ptr,  # f32[num_items, partial_q, num_heads, VALUE_DIM]
+    partial_max_ptr,  # f32[num_items, partial_q, num_heads], in powers of two
+    partial_sum_ptr,
+    out_ptr,  # [num_tokens, num_heads, VALUE_DIM]
+    first_item_ptr,
+    cu_seqlens_q_ptr,
+    partial_q,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program: one head of one query token, sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s."""
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    offs_q = tl.program_id(2)
+    first_item = tl.load(first_item_ptr + seq)
+    own_splits = tl.load(first_item_ptr + seq + 1) - first_item
+    first_token = tl.load(cu_seqlens_q_ptr + seq)
+    if own_splits <= 1 or first_token + offs_q >= tl.load(cu_seqlens_q_ptr + seq + 1):
+        return
+    place = (first_item.to(tl.int64) * partial_q + offs_q) * NUM_HEADS + head
+    stride_split = partial_q * NUM_HEADS
+    offs_s = tl.arange(0, MAX_SPLITS)
+    maxima_ptr = partial_max_ptr + place + offs_s * stride_split
+    maxima = tl.load(maxima_ptr, mask=offs_s < own_splits, other=float("-inf"))
+    row_max = tl.max(maxima, axis=0)
+    offs_v = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    row_sum = 0.0
+    for chunk in range(0, own_splits, CHUNK):
+        split = chunk + tl.arange(0, CHUNK)
+        mask_s = split < own_splits
+        offs = place + split * stride_split
+        split_max = tl.load(partial_max_ptr + offs, mask=mask_s, other=float("-inf"))
+        split_sum = tl.load(partial_sum_ptr + offs, mask=mask_s, other=0.0)
+        mask = mask_s[:, None] & (offs_v < VALUE_DIM)[None, :]
+        # [CHUNK, BLOCK_V]
+        partial = tl.load(partial_ptr + offs[:, None] * VALUE_DIM + offs_v[None, :], mask=mask, other=0.0)
+        weight = tl.exp2(split_max - row_max)
+        row_sum += tl.sum(weight * split_sum, axis=0)
+        acc += tl.sum(weight[:, None] * partial, axis=0)
+    offs_out = ((first_token + offs_q).to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + offs_v
+    tl.store(out_ptr + offs_out, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=offs_v < VALUE_DIM)
+
+
+def merge_splits(
+    out: Tensor,  # [num_tokens, num_heads, value_dim]; the decodes of several splits are written
+    partial: Tensor,  # f32[num_items, partial_q, num_heads, value_dim], unnormalised
+    partial_max: Tensor,  # f32[num_items, partial_q, num_heads], of the scores in powers of two
+    partial_sum: Tensor,  # f32[num_items, partial_q, num_heads]
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1]
+    plan: DecodePlan,
+) -> None:
+    """out = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s for every decode of more than one split."""
+    _, partial_q, num_heads, value_dim = partial.shape
+    _merge_kernel[(cu_seqlens_q.shape[0] - 1, num_heads, partial_q)](
+        partial_ptr=partial,
+        partial_max_ptr=partial_max,
+        partial_sum_ptr=partial_sum,
+        out_ptr=out,
+        first_item_ptr=plan.first_item,
+        cu_seqlens_q_ptr=cu_seqlens_q,
+        partial_q=partial_q,
+        NUM_HEADS=num_heads,
+        VALUE_DIM=value_dim,
+        BLOCK_V=triton.next_power_of_2(value_dim),
+        MAX_SPLITS=MAX_SPLITS,
+        CHUNK=_CHUNK,
+        num_warps=4,
+    )

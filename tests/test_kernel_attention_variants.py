@@ -1,0 +1,164 @@
+"""Every option of attention, alone and in pairs, on small adversarial ragged batches."""
+
+import random
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DEVICE, assert_exact_enough, quantized, ragged_case, take_sequences, tree_of
+
+from paged.kernels import paged_attention as triton_attention
+from paged.kernels import reference
+from paged.kernels.backend import in_interpreter, load_kernels
+
+OPTIONS = ("window", "softcap", "sinks", "alibi", "tree", "bidirectional", "int8", "fp8", "mla", "shared")
+# What cannot be combined has no meaning: a window or a tree says who sees whom, and so does bidirectional; a
+# prefix is shared by single tokens that see all of it; a cache has one dtype.
+EXCLUDED = [
+    {"bidirectional", "window"},
+    {"bidirectional", "tree"},
+    {"shared", "window"},
+    {"int8", "fp8"},
+    {"mla", "int8"},
+    {"mla", "fp8"},
+]
+PAIRS = [pair for pair in combinations(OPTIONS, 2) if set(pair) not in EXCLUDED]
+# Around the edges of a tile (16), a Q-block (8 with two heads a group) and a split (64).
+SEQ_LENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 47, 63, 64, 65]
+
+
+def with_options(chosen, seq_lens, query_lens, generator, **shape):
+    """A case with these options on."""
+    num_heads = shape.get("num_heads", 4)
+    if "shared" in chosen:
+        seq_lens, query_lens = [65 + seq_len for seq_len in seq_lens], [1] * len(seq_lens)
+    if "mla" in chosen:
+        shape |= {"head_dim": 48, "value_dim": 32}
+    case = ragged_case(seq_lens, query_lens, sliding_window=19 if "window" in chosen else None, **shape)
+    if "shared" in chosen:
+        num_shared = 64 // case["key_cache"].shape[1]
+        case["block_tables"][:, :num_shared] = case["block_tables"][:1, :num_shared].clone()
+        case["shared_prefix_len"] = 64
+    if "int8" in chosen or "fp8" in chosen:
+        case = quantized(case, torch.int8 if "int8" in chosen else torch.float8_e4m3fn)
+    if "softcap" in chosen:
+        case["softcap"] = 1.5
+    if "sinks" in chosen:
+        case["sinks"] = torch.randn(num_heads, device=DEVICE)
+    if "alibi" in chosen:
+        case["alibi_slopes"] = torch.rand(num_heads, device=DEVICE) / 4
+    if "tree" in chosen:
+        case["tree_mask"] = tree_of(case, generator)
+    if "bidirectional" in chosen:
+        case["causal"] = False
+    return case
+
+
+@st.composite
+def batches(draw):
+    """Sequence lengths and new tokens of each: decodes, a few tokens, chunks, none; one huge among tiny ones."""
+    seq_lens = draw(st.lists(st.sampled_from(SEQ_LENS), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        seq_lens[draw(st.integers(0, len(seq_lens) - 1))] = draw(st.sampled_from([129, 150]))
+    query_lens = [min(n, draw(st.sampled_from([0, 1, 1, 2, 7, 8, 9, 20]))) for n in seq_lens]
+    return seq_lens, query_lens
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(batch=batches(), seed=st.integers(0, 2**16), heads=st.sampled_from([(2, 1), (7, 1), (3, 3), (4, 2)]))
+def test_pairs_of_options_match_float64(pair, batch, seed, heads):
+    if "fp8" in pair and not in_interpreter() and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no e4m3")
+    torch.manual_seed(seed)
+    block_size = [8, 16, 32][seed % 3]
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size}
+    case = with_options(pair, *batch, random.Random(seed), **sizes)
+    assert_exact_enough(triton_attention.paged_attention(**case), case, reference.paged_attention)
+
+
+def test_tolerance_is_sharp():
+    """A key more or less, or a weight off by a hundredth of a percent, is not within what rounding can do."""
+    case = ragged_case([70, 40], [1, 9])
+    got = triton_attention.paged_attention(**case)
+    for wrong in (
+        got * 1.0001,
+        triton_attention.paged_attention(**{**case, "scale": case["scale"] * 1.0005}),
+    ):
+        with pytest.raises(AssertionError, match="allowed"):
+            assert_exact_enough(wrong, case, reference.paged_attention)
+
+
+@pytest.mark.parametrize(
+    "chosen", [("window", "sinks"), ("softcap", "alibi"), ("tree", "int8"), ("mla", "sinks")]
+)
+def test_neighbours_do_not_change_a_bit(chosen):
+    """Each sequence alone or in other company."""
+    query_lens = [1, 30, 1, 3, 8]
+    case = with_options(chosen, [200, 30, 1, 65, 131], query_lens, random.Random(0))
+    together = triton_attention.paged_attention(**case).split(query_lens)
+    for some in ([0], [3], [4, 1], [3, 2, 0]):
+        fewer = take_sequences(case, some)
+        got = triton_attention.paged_attention(**fewer)
+        torch.testing.assert_close(got, torch.cat([together[i] for i in some]), rtol=0, atol=0)
+
+
+def test_torch_backend_takes_every_option():
+    case = with_options(("softcap", "sinks"), [70, 20], [1, 5], random.Random(0))
+    got = load_kernels("torch").paged_attention(**case)
+    assert_exact_enough(got, case, reference.paged_attention)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"causal": False, "sliding_window": 4}, "sliding_window 4 needs causal=True"),
+        ({"causal": False, "tree_mask": torch.ones(2, dtype=torch.int64)}, "tree_mask needs causal=True"),
+        ({"tree_mask": torch.ones(2)}, "tree_mask must be torch.int64, got torch.float32"),
+        ({"tree_mask": torch.ones(2, dtype=torch.int64), "max_seqlen_q": 65}, "between 1 and 64, got 65"),
+        ({"sinks": torch.ones(3)}, r"sinks must have shape \[4\], got \[3\]"),
+        ({"softcap": -1.0}, "softcap must be greater than 0, got -1.0"),
+        ({"key_scales": torch.ones(1)}, "key_scales belong to a quantised cache; this one is torch.float32"),
+        ({"shared_prefix_len": 16, "max_seqlen_q": 2}, "one new token of every sequence, got 2 of 2"),
+        ({"shared_prefix_len": 16, "sliding_window": 4}, "exclude each other"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_impossible_combinations_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        triton_attention.paged_attention(**{**ragged_case([3, 4], [1, 1]), **change})
+
+
+def test_quantised_cache_needs_its_scales():
+    case = quantized(ragged_case([3], [1]), torch.int8)
+    with pytest.raises(ValueError, match=r"a cache of torch\.int8 needs value_scales"):
+        triton_attention.paged_attention(**{**case, "value_scales": None})
+    with pytest.raises(ValueError, match="key_cache must be one of .*, got torch.float16"):
+        triton_attention.paged_attention(
+            **{**case, "key_cache": case["key_cache"].half(), "value_cache": case["value_cache"].half()}
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_tables": [[0, 99]]}, r"block_tables\[0\] must hold blocks below 5, got \[0, 99\]"),
+        ({"seq_lens": [49]}, r"seq_lens\[0\] must hold its 2 new tokens, .* got 49"),
+        ({"seq_lens": [1]}, r"seq_lens\[0\] must hold its 2 new tokens, .* got 1"),
+        ({"cu_seqlens_q": [0, 3]}, r"cu_seqlens_q must rise from 0 to at most 2, got \[0, 3\]"),
+        ({"max_seqlen_q": 1}, "max_seqlen_q is 1, and sequence 0 has 2 new tokens"),
+        ({"tree_mask": [1, 1]}, "new token 1 of sequence 0 does not see itself"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_debug_mode_checks_what_tables_hold(monkeypatch, change, message):
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    case = ragged_case([20], [2])
+    triton_attention.paged_attention(**case)
+    for name, value in change.items():
+        dtype = torch.int64 if name == "tree_mask" else torch.int32
+        case[name] = value if isinstance(value, int) else torch.tensor(value, dtype=dtype, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        triton_attention.paged_attention(**case)
