@@ -7,7 +7,8 @@ For each batch: the bytes and FLOPs that no kernel can do without, and the limit
 does about it. It moves the partial results of split decodes as well; its loop, compiled for the target and
 read from the machine code (benchmarks/compiled.py), keeps an SM's schedulers and tensor cores busy for so
 many cycles a tile; and by Little's law it needs bandwidth times latency in flight. The slowest of these, and
-the launches, is the predicted time. A model: nothing here was measured, unless benchmarks/results/ holds what
+the launches, is the predicted time. It is an optimist's: shared memory, barriers and clocks below boost are
+not in it. A model: nothing here was measured, unless benchmarks/results/ holds what
 `python -m benchmarks.gpu` measured, which is then set beside it.
 """
 
