@@ -9,3 +9,10 @@ NAMES = (
     "vllm_unified",
     "without_cascade",
 )
+# To compile, for every shape anew: measured where a shape asks for it.
+SLOW = ("flex_attention",)
+
+
+def readiness_key(name: str, head_dim: int) -> str:
+    """What a comparator is called that has to be compiled for each head_dim."""
+    return f"{name}, D {head_dim}"

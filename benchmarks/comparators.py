@@ -1,6 +1,6 @@
 """Other people's attention kernels on our batches, each behind a small adapter.
 
-An adapter takes a case and returns a call that gives [num_tokens, num_heads, head_dim], in any view; whatever
+An adapter takes a case and returns a call that gives [..., num_heads, head_dim], all tokens in order; what
 it has to lay out differently it lays out before. It raises Skip where its kernel cannot do the batch.
 
     python -m benchmarks.comparators    # try each on small batches, in a process that may crash
@@ -11,15 +11,19 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import Case, attention_case
-from benchmarks.comparator_names import NAMES
-from benchmarks.shapes import AttentionShape, decode, prefill
+from benchmarks.comparator_names import NAMES, SLOW, readiness_key
+from benchmarks.shapes import AttentionShape, cascade, decode, prefill
 
 Call = Callable[[], Tensor]
 
@@ -72,7 +76,7 @@ def sdpa(backend: str) -> Callable[[Case], Call]:
                 out = scaled_dot_product_attention(
                     query, key, value, is_causal=batch.query_len > 1, scale=batch.scale, enable_gqa=True
                 )
-            return out.transpose(1, 2).flatten(0, 1)
+            return out.transpose(1, 2)  # a view: to copy it would cost them time
 
         return call
 
@@ -115,7 +119,7 @@ def flex_attention(case: Case) -> Call:
     def call() -> Tensor:
         out = attend(query, key, value, block_mask=physical, scale=batch.scale, enable_gqa=True)
         assert isinstance(out, Tensor)
-        return out.transpose(1, 2).flatten(0, 1)
+        return out.transpose(1, 2)  # a view: to copy it would cost them time
 
     return call
 
@@ -156,11 +160,14 @@ def varlen(case: Case) -> Call:
 
 def flashinfer(case: Case) -> Call:
     """FlashInfer's wrappers over our own blocks: tensor-core decode, and FA3 prefill on Hopper."""
-    import flashinfer as library
-
     batch = Batch(case)
     if not batch.on_gpu:
         raise Skip("needs a GPU")
+    if (nvcc := shutil.which("nvcc")) is not None:  # it compiles what it needs
+        os.environ.setdefault("CUDA_HOME", str(Path(nvcc).resolve().parent.parent))
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", tempfile.gettempdir())
+    import flashinfer as library
+
     device = batch.query.device
     needed = [-(-n // batch.block_size) for n in batch.contexts]
     indices = torch.cat([row[:n] for row, n in zip(batch.tables, needed, strict=True)])
@@ -232,7 +239,6 @@ COMPARATORS: dict[str, Callable[[Case], Call]] = {
     "without_cascade": without_cascade,
 }
 assert tuple(COMPARATORS) == NAMES
-SLOW = ("flex_attention",)  # to compile, for every shape anew: where a shape asks for it
 PACKAGES = {"flashinfer": "flashinfer", "vllm_unified": "conch"}
 
 
@@ -245,7 +251,7 @@ def adapt(name: str, shape: AttentionShape, case: Case) -> Call:
         raise Skip("measured on other batches")
     try:
         call = COMPARATORS[name](case)
-        case.check_attention(call())
+        case.check_attention(call().reshape(case.args[0].shape))
     except Skip:
         raise
     except Exception as error:  # whatever somebody else's kernel does, ours is still to be measured
@@ -258,16 +264,31 @@ def main() -> None:
     """Try every comparator on small batches; what it compiles now need not be waited for later."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shapes = [decode(2, 300), prefill(1, 200), decode(2, 300, head_dim=64), prefill(1, 200, head_dim=64)]
-    for name in COMPARATORS:
-        reasons = []
-        for shape in shapes if name not in SLOW else ():
-            try:
-                adapt(name, shape, attention_case(shape, dtype, device))
-            except Skip as skip:
-                reasons.append(str(skip))
-        ready = len(reasons) < len(shapes) or name == "without_cascade"
-        print(json.dumps({"comparator": name, "ready": ready, "reasons": sorted(set(reasons))}), flush=True)
+    for head_dim in (128, 64):
+        # The one that takes minutes to compile goes last.
+        for name in sorted(set(COMPARATORS) - set(SLOW), key=lambda name: (name == "flashinfer", name)):
+            reasons = []
+            for shape in small_shapes(head_dim):
+                try:
+                    adapt(name, shape, attention_case(shape, dtype, device))
+                except Skip as skip:
+                    reasons.append(str(skip))
+            ready = len(reasons) < len(small_shapes(head_dim))
+            told = {
+                "comparator": readiness_key(name, head_dim),
+                "ready": ready,
+                "reasons": sorted(set(reasons)),
+            }
+            print(json.dumps(told), flush=True)
+
+
+def small_shapes(head_dim: int) -> list[AttentionShape]:
+    """One batch of each kind."""
+    return [
+        decode(2, 300, head_dim=head_dim),
+        prefill(1, 200, head_dim=head_dim),
+        cascade(2, 1024, 20, head_dim=head_dim),
+    ]
 
 
 if __name__ == "__main__":

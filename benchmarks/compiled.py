@@ -8,7 +8,6 @@ the FLOPs of its tensor core instructions (those of sm_100 name no shape: one ti
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -119,11 +118,6 @@ def hot_loop(target: str, code: str) -> Loop:
         vector=sum(op.startswith("v_") and not _is_tensor(op) for op in body),
         tensor_flops=sum(_flops_of_a_warp(op) for op in body),
     )
-
-
-def classes(body_of: str) -> Counter[str]:
-    """Whole-kernel instruction counts by class, to look at beside the loop's."""
-    return Counter(op.split(".")[0] for _, op, _ in _SASS.findall(body_of))
 
 
 def _nvidia_loops(code: str) -> list[list[str]]:

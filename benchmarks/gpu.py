@@ -29,6 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparator_names import NAMES, SLOW, readiness_key
 from benchmarks.gpu_report import print_summary, write_report
 from benchmarks.gpu_tests import run_tests, test_files
 
@@ -104,8 +105,6 @@ def prepare_comparators() -> subprocess.Popen[str]:
 
 def ready_comparators(process: subprocess.Popen[str], deadline: float) -> dict[str, str]:
     """Which of them are not to be tried, and why."""
-    from benchmarks.comparator_names import NAMES
-
     try:
         told = process.communicate(timeout=max(1.0, deadline - time.time()))[0]
         why = f"crashed on a small batch, exit code {process.returncode}"
@@ -115,7 +114,8 @@ def ready_comparators(process: subprocess.Popen[str], deadline: float) -> dict[s
         why = "did not compile in time"
     lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"comparator"')]
     known = {line["comparator"]: None if line["ready"] else "; ".join(line["reasons"]) for line in lines}
-    return {name: reason for name in NAMES if (reason := known.get(name, why)) is not None}
+    keys = [readiness_key(name, head_dim) for name in NAMES if name not in SLOW for head_dim in (128, 64)]
+    return {key: reason for key in keys if (reason := known.get(key, why)) is not None}
 
 
 def run_workers(

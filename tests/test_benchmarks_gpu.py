@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +126,24 @@ def test_a_worker_that_dies_loses_one_section(monkeypatch):
     assert started == [["decode", "prefill", "engine"], ["engine"]]
     errors = {name: section["error"] for name, section in found["sections"].items()}
     assert errors == {"decode": None, "prefill": "the process ended with exit code -11", "engine": None}
+
+
+def test_comparators_that_crash_or_do_not_compile_are_not_tried():
+    lines = [
+        {"comparator": "sdpa_flash, D 128", "ready": True, "reasons": ["dense"]},
+        {"comparator": "varlen_attn, D 128", "ready": False, "reasons": ["needs a GPU"]},
+    ]
+    program = "import sys, time; print(sys.argv[1], flush=True); "
+    for last, seconds, why in (
+        ("sys.exit(3)", 60, "crashed on a small batch, exit code 3"),
+        ("time.sleep(600)", 5, "did not compile in time"),
+    ):
+        command = [sys.executable, "-c", program + last, "\n".join(map(json.dumps, lines))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            not_ready = gpu.ready_comparators(process, time.time() + seconds)
+        assert "sdpa_flash, D 128" not in not_ready
+        assert not_ready["varlen_attn, D 128"] == "needs a GPU"
+        assert not_ready["flashinfer, D 128"] == not_ready["sdpa_flash, D 64"] == why
 
 
 def test_without_a_gpu_it_says_what_to_do():
