@@ -53,5 +53,5 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def in_debug_mode() -> bool:
-    """Whether PAGED_DEBUG=1 is set: launchers then read lengths, tables and slots on the host and check them."""
+    """Whether PAGED_DEBUG=1 is set: launchers then read lengths and tables on the host and check them."""
     return os.environ.get("PAGED_DEBUG", "0") == "1"

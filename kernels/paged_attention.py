@@ -52,7 +52,7 @@ def paged_attention(
     New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own,
     all positions if not `causal`, only the last `sliding_window` of them where one is given (itself included,
     as HF counts). A sequence may have no new token. Slots past seq_len, or before the window, are never read;
-    block table entries past the last block neither. Rows of `query` past cu_seqlens_q[-1] give undefined rows.
+    block table entries past the last block neither. Rows of query past cu_seqlens_q[-1] give undefined ones.
 
     softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
     sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
@@ -211,7 +211,9 @@ def _launch_decode(arguments: dict[str, Any], configs: _Configs, options: Attent
     partial_sum = torch.empty(places, dtype=torch.float32, device=out.device)
 
     def launch(config: AttentionConfig, most_work: int, *, shared: bool) -> None:
-        num_programs = min(most_work * _num_head_blocks(arguments, config), _most_programs(out.device))
+        num_programs = min(
+            most_work * _num_head_blocks(arguments, config), _PROGRAMS_PER_SM * num_sms(out.device)
+        )
         decode_kernel[(num_programs,)](
             **arguments,
             partial_ptr=partial,
@@ -238,12 +240,9 @@ def _launch_decode(arguments: dict[str, Any], configs: _Configs, options: Attent
 
 
 def _num_head_blocks(arguments: dict[str, Any], config: AttentionConfig) -> int:
+    num_heads: int = arguments["NUM_HEADS"]
     group: int = arguments["GROUP"]
-    return arguments["NUM_HEADS"] // group * triton.cdiv(group, config.BLOCK_G)
-
-
-def _most_programs(device: torch.device) -> int:
-    return _PROGRAMS_PER_SM * num_sms(device)
+    return num_heads // group * -(-group // config.BLOCK_G)
 
 
 def paged_attention_cost(
@@ -274,5 +273,5 @@ def paged_attention_cost(
         pairs += sum(min(pos + 1, window) for pos in range(first, seq_len))
     keys -= shared_prefix_len * max(0, len(seq_lens) - 1)
     moved = queries * num_heads * both * element_size
-    moved += keys * num_kv_heads * both * (element_size if kv_bytes is None else kv_bytes)
-    return int(moved), 2 * pairs * num_heads * both
+    moved += round(keys * num_kv_heads * both * (element_size if kv_bytes is None else kv_bytes))
+    return moved, 2 * pairs * num_heads * both

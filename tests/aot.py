@@ -343,7 +343,7 @@ def table(target: str, rows: list[dict[str, Any]]) -> str:
 
 README = """# What the kernels compile to
 
-Made by `python -m tests.aot --write` with Triton {version}, with no GPU at hand; a test fails when it is stale.
+Made by `python -m tests.aot --write` with Triton {version} and no GPU; a test fails when it is stale.
 Nothing spills: no row has a stack or local memory. Registers are per thread, shared memory is in bytes per
 block; blocks per SM follow from both. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma
 (sm_80, and where a block has less than 64 rows) and MFMA (gfx942). Wide loads are asynchronous copies of 16

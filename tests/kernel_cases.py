@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -95,7 +95,7 @@ def tree_of(case: dict[str, Any], generator: random.Random) -> Tensor:
     bounds = case["cu_seqlens_q"].tolist()
     masks = [
         (1 << j) | generator.getrandbits(64) & ((1 << j) - 1)
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, end in pairwise(bounds)
         for j in range(end - start)
     ]
     signed = [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
@@ -105,9 +105,9 @@ def tree_of(case: dict[str, Any], generator: random.Random) -> Tensor:
 def assert_exact_enough(got: Tensor, case: dict[str, Any], attention: Callable[..., Tensor]) -> None:
     """`got` against `attention` in float64, within what rounding can do.
 
-    A score is a sum of head_dim products, so its error is at most (head_dim + 4) eps |q| |k| scale; a weight's
+    A score is a sum of head_dim products, its error at most (head_dim + 4) eps |q| |k| scale; a weight's
     relative error is twice that (its own and the normaliser's), to which exp2 and the sum over the keys add
-    log2(keys) + 8 eps, and where weights are rounded to the dtype for the tensor cores half an eps of it.
+    log2(keys) + 8 eps, and on a GPU the rounding of weights to the dtype one of its eps.
     Biases are added in float32. The output is rounded once more.
     """
     doubled = {

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from aot import readme
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Shared memory one block may use, in bytes.

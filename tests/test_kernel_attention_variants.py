@@ -58,7 +58,7 @@ def with_options(chosen, seq_lens, query_lens, generator, **shape):
 
 @st.composite
 def batches(draw):
-    """Sequence lengths and new tokens of each: decodes, a few tokens, chunks, none; one huge among tiny ones."""
+    """Sequence lengths and new tokens of each: decodes, chunks, none; one huge among tiny ones."""
     seq_lens = draw(st.lists(st.sampled_from(SEQ_LENS), min_size=1, max_size=3))
     if draw(st.booleans()):
         seq_lens[draw(st.integers(0, len(seq_lens) - 1))] = draw(st.sampled_from([129, 150]))
@@ -135,7 +135,7 @@ def test_quantised_cache_needs_its_scales():
     case = quantized(ragged_case([3], [1]), torch.int8)
     with pytest.raises(ValueError, match=r"a cache of torch\.int8 needs value_scales"):
         triton_attention.paged_attention(**{**case, "value_scales": None})
-    with pytest.raises(ValueError, match="key_cache must be one of .*, got torch.float16"):
+    with pytest.raises(ValueError, match=r"key_cache must be one of .*, got torch\.float16"):
         triton_attention.paged_attention(
             **{**case, "key_cache": case["key_cache"].half(), "value_cache": case["value_cache"].half()}
         )
