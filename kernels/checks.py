@@ -33,6 +33,12 @@ def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
 
 
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless `tensor` is on `device`."""
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError unless `value` is greater than zero."""
     if not value > 0:

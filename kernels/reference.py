@@ -62,6 +62,34 @@ def store_kv(
         value_cache[slot // block_size, slot % block_size] = value[token]
 
 
+def rotary_store_kv(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor,  # like key_cache, written in place
+    slot_mapping: Tensor,  # i64[num_tokens]
+    *,
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
+    key_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Norm of query and key heads where there are weights, rotary, K and V into their slots.
+
+    The query is changed in place and returned as a view of qkv, whose key heads are undefined afterwards.
+    """
+    num_kv_heads = key_cache.shape[2]
+    query, key, value = qkv.tensor_split(
+        [qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads], dim=1
+    )
+    if query_norm_weight is not None and key_norm_weight is not None:
+        query.copy_(rms_norm(query, query_norm_weight, eps))
+        key.copy_(rms_norm(key, key_norm_weight, eps))
+    rotary(query, key, cos, sin)
+    store_kv(key, value, key_cache, value_cache, slot_mapping)
+    return query
+
+
 def copy_blocks(
     cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
