@@ -158,17 +158,16 @@ def attention_case(
 def layer_cases(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """The kernels around attention, on num_tokens rows."""
     from paged.kernels.rms_norm import rms_norm_cost
-    from paged.kernels.rotary import rotary_cost
+    from paged.kernels.rotary_store_kv import rotary_store_kv_cost
     from paged.kernels.silu_and_mul import silu_and_mul_cost
-    from paged.kernels.store_kv import store_kv_cost
 
     def random(*size: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)
 
     hidden, size = shape.hidden_size, dtype.itemsize
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    query = random(num_tokens, shape.num_heads, shape.head_dim)
-    key, value = (random(num_tokens, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+    qkv = random(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    norms = {f"{name}_norm_weight": random(shape.head_dim) for name in ("query", "key")}
     angles = random(num_tokens, shape.head_dim // 2, dtype=torch.float32)
     num_blocks = -(-num_tokens // shape.block_size)
     caches = [random(num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim) for _ in range(2)]
@@ -187,17 +186,15 @@ def layer_cases(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch
             (random(num_tokens, 2 * shape.intermediate_size),),
             silu_and_mul_cost(num_tokens, shape.intermediate_size, size),
         ),
-        Case(
-            f"rotary, {rows}",
-            "rotary",
-            (query, key, angles.cos(), angles.sin()),
-            rotary_cost(num_tokens, *heads, size),
-        ),
-        Case(
-            f"store_kv, {rows}",
-            "store_kv",
-            (key, value, *caches, slots),
-            store_kv_cost(num_tokens, shape.num_kv_heads, shape.head_dim, size),
+        *(
+            Case(
+                f"rotary_store_kv{' with norms' if options else ''}, {rows}",
+                "rotary_store_kv",
+                (qkv, angles.cos(), angles.sin(), *caches, slots),
+                rotary_store_kv_cost(num_tokens, *heads, size, norm=bool(options)),
+                options,
+            )
+            for options in ({}, norms)
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""The six operations as one value, in the implementation asked for.
+"""The five operations as one value, in the implementation asked for.
 
 Importing this module, and loading "torch", needs no Triton.
 """
@@ -22,9 +22,8 @@ class Kernels:
 
     name: BackendName
     rms_norm: Callable[..., Tensor]
-    rotary: Callable[..., None]
+    rotary_store_kv: Callable[..., Tensor]
     silu_and_mul: Callable[..., Tensor]
-    store_kv: Callable[..., None]
     copy_blocks: Callable[..., None]
     paged_attention: Callable[..., Tensor]
 
@@ -47,9 +46,8 @@ def _torch_kernels() -> Kernels:
     return Kernels(
         name="torch",
         rms_norm=torch_ops.rms_norm,
-        rotary=torch_ops.rotary,
+        rotary_store_kv=torch_ops.rotary_store_kv,
         silu_and_mul=torch_ops.silu_and_mul,
-        store_kv=torch_ops.store_kv,
         copy_blocks=torch_ops.copy_blocks,
         paged_attention=torch_ops.paged_attention,
     )
@@ -66,16 +64,14 @@ def _triton_kernels() -> Kernels:
     from .copy_blocks import copy_blocks
     from .paged_attention import paged_attention
     from .rms_norm import rms_norm
-    from .rotary import rotary
+    from .rotary_store_kv import rotary_store_kv
     from .silu_and_mul import silu_and_mul
-    from .store_kv import store_kv
 
     return Kernels(
         name="triton",
         rms_norm=rms_norm,
-        rotary=rotary,
+        rotary_store_kv=rotary_store_kv,
         silu_and_mul=silu_and_mul,
-        store_kv=store_kv,
         copy_blocks=copy_blocks,
         paged_attention=paged_attention,
     )

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,7 @@ def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
             re.findall(r"cp\.async\.c[ag]\.shared\.global[^,]*,[^,]*, (?:0x10|16)\b|bulk\.tensor", ptx)
         ),
         "loads_2B": len(re.findall(r"ld\.global(?:\.\w+)*\.b16 ", ptx)),
+        **_widths(re.findall(r"\b(ld|st)\.global((?:\.\w+)*) ", ptx), _ptx_bytes),
         "instructions": sum(sass.values()),
     }
 
@@ -165,9 +166,31 @@ def _amd_figures(binary: Any) -> dict[str, float]:
         "local": len(re.findall(r"^\s+scratch_(?:load|store)", isa, re.M)),
         "shared": binary.metadata.shared,
         "mfma": len(re.findall(r"^\s+v_mfma", isa, re.M)),
-        "loads_16B": isa.count("load_dwordx4"),
         "instructions": len(re.findall(r"^\s+[vs]_|^\s+(?:global|ds|buffer|flat)_", isa, re.M)),
+        **_widths(re.findall(r"\b(?:global|buffer)_(load|store)_(\w+)", isa), _amd_bytes),
     }
+
+
+def _widths(instructions: list[tuple[str, str]], width: Callable[[str], int]) -> dict[str, int]:
+    """How many loads from and stores to global memory move 16 bytes a thread, and how many fewer."""
+    counts = dict.fromkeys(["loads_16B", "loads_narrow", "stores_16B", "stores_narrow"], 0)
+    for kind, suffix in instructions:
+        counts[
+            f"{'loads' if kind.startswith('l') else 'stores'}_{'16B' if width(suffix) == 16 else 'narrow'}"
+        ] += 1
+    return counts
+
+
+def _ptx_bytes(suffix: str) -> int:
+    """ld.global.L1::evict_last.v4.b32: 4 times 32 bits."""
+    vector, bits = re.search(r"\.v(\d)", suffix), re.search(r"\.[bfsu](\d+)$", suffix)
+    assert bits is not None, suffix
+    return int(bits[1]) // 8 * (int(vector[1]) if vector else 1)
+
+
+def _amd_bytes(suffix: str) -> int:
+    """dwordx4: 4 times 32 bits; ushort, short_d16_hi and the like are not counted closely."""
+    return 4 * int(suffix.removeprefix("dwordx") or 1) if re.fullmatch(r"dwordx[234]", suffix) else 4
 
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}
@@ -253,23 +276,54 @@ def compile_attention(
 
 
 def compile_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> None:
-    """Launch every other kernel as a layer of Llama-3-8B does, Qwen3's norm of strided heads included."""
-    num_heads, num_kv_heads, head_dim, size = 32, 8, 128, 4096
-    qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    query, key, value = (
-        part.unflatten(1, (-1, head_dim))
-        for part in qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=1)
-    )
+    """Launch the kernels that know no heads as a layer of Llama-3-8B does."""
+    size = 4096
     hidden = torch.empty(num_tokens, size, dtype=dtype)
     kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, residual=torch.empty_like(hidden))
     kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6)
-    kernels.rms_norm(query, torch.empty(head_dim, dtype=dtype), 1e-6)
-    kernels.rotary(query, key, torch.empty(num_tokens, head_dim // 2), torch.empty(num_tokens, head_dim // 2))
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
-    cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=dtype)
-    kernels.store_kv(key, value, cache, cache, torch.zeros(num_tokens, dtype=torch.int64))
-    planes = torch.empty(2, 4, 16, num_kv_heads, head_dim, dtype=dtype)
+    planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
+
+
+# num_heads, num_kv_heads, head_dim, dtype, norm: every shape of tile, full and padded.
+ROTARY_CASES = [
+    (32, 8, 64, "bfloat16", False),
+    (32, 4, 64, "bfloat16", True),
+    (32, 8, 128, "bfloat16", False),
+    (16, 8, 128, "bfloat16", True),
+    (32, 8, 80, "float16", False),
+    (8, 4, 256, "bfloat16", True),
+    (7, 1, 16, "float16", True),
+    (32, 8, 128, "float32", True),
+    (8, 4, 256, "float32", True),
+]
+
+
+def compile_rotary_store_kv(
+    kernels: Kernels,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    norm: bool,
+    num_tokens: int = 5,
+) -> None:
+    """Launch it as a layer does, on the view of a fused projection's output."""
+    qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = torch.empty(num_tokens, head_dim // 2)
+    cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=dtype)
+    weight = torch.empty(head_dim, dtype=dtype) if norm else None
+    kernels.rotary_store_kv(
+        qkv.unflatten(-1, (-1, head_dim)),
+        angles,
+        angles,
+        cache,
+        cache,
+        torch.zeros(num_tokens, dtype=torch.int64),
+        query_norm_weight=weight,
+        key_norm_weight=weight,
+    )
 
 
 def report(target: str) -> list[dict[str, Any]]:
@@ -282,6 +336,11 @@ def report(target: str) -> list[dict[str, Any]]:
                 continue
             compile_attention(kernels, head_dim, group, DTYPES[dtype], block_size, **options)
             case = " ".join([f"{head_dim}x{group} {dtype} block {block_size}", *map(_told, options.items())])
+            rows += [(name, case, binary) for name, binary in compiled]
+            compiled.clear()
+        for num_heads, num_kv_heads, head_dim, dtype, norm in ROTARY_CASES:
+            compile_rotary_store_kv(kernels, num_heads, num_kv_heads, head_dim, DTYPES[dtype], norm)
+            case = f"{num_heads}/{num_kv_heads}x{head_dim} {dtype}" + (" norm" if norm else "")
             rows += [(name, case, binary) for name, binary in compiled]
             compiled.clear()
         compile_others(kernels, torch.bfloat16)
@@ -307,6 +366,7 @@ def count_variants(target: str) -> dict[str, int]:
         for num_tokens, num_seqs, max_blocks in [(1, 1, 33), (16, 2, 48), (17, 16, 1024), (3, 3, 1001)]:
             sizes = {"num_tokens": num_tokens, "num_seqs": num_seqs, "max_blocks": max_blocks}
             compile_attention(kernels, 128, 7, torch.float16, 64, **sizes)
+            compile_rotary_store_kv(kernels, 28, 4, 128, torch.bfloat16, False, num_tokens)
             compile_others(kernels, torch.bfloat16, num_tokens)
         for name, binary in compiled:
             binaries[name].add(binary.hash)
