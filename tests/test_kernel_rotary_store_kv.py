@@ -227,6 +227,9 @@ def test_quantised_cache(shape, dtype):
             assert within.all() if is_sound else within.float().mean() > 0.9
 
 
+@pytest.mark.filterwarnings(
+    "ignore:invalid value"
+)  # what int8 a NaN becomes does not matter: its scale is NaN
 def test_nan_stays_nan_in_a_quantised_cache():
     case = make_case(SHAPES[0], torch.float32, norm=False)
     num_blocks, block_size, num_kv_heads, _ = case["key_cache"].shape
