@@ -31,17 +31,14 @@ class OutputProcessor:
             detokenizer.search_from = max(detokenizer.search_from, len(text) - max(map(len, stops)) + 1)
 
     def output(self, group: RequestGroup) -> RequestOutput:
-        """The request so far. A finished one is forgotten: ask once."""
-        finished, first = group.finished, group.samples[0]
-        outputs = [self._completion(sample) for sample in group.samples]
-        if finished:
-            self.forget(group)
+        """The request so far."""
+        first = group.samples[0]
         return RequestOutput(
             request_id=group.request_id,
             prompt=first.prompt,
             prompt_token_ids=first.prompt_token_ids,
-            outputs=outputs,
-            finished=finished,
+            outputs=[self._completion(sample) for sample in group.samples],
+            finished=group.finished,
             num_cached_tokens=first.num_cached_tokens,
             metrics=first.metrics,
         )

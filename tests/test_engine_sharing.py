@@ -292,6 +292,79 @@ def test_step_that_fails_loses_nothing(monkeypatch):
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("where", ["expire", "schedule", "execute", "update", "release_finished"])
+def test_exception_anywhere_in_a_step_changes_no_tokens_and_loses_nobody(monkeypatch, where, late):
+    """Before and after each part of a step: prompts, decodes, samples, stop strings, last tokens."""
+    options = {"skip_tokenizer_init": False, "block_size": 8, "num_blocks": 24, "max_num_batched_tokens": 48}
+    engine = new_engine("demo", **options)
+    prompts = ["import os\n", "def add(a, b):\n", "class Stack:\n    def push(self, item):", "x"]
+    params = [greedy(20, stop="e imp"), greedy(9, n=2), sampled(14, n=2, seed=5), greedy(3)]
+    expected = engine.generate(prompts, params, use_tqdm=False)
+    assert expected[0].outputs[0].text == "from distutils.cor"
+
+    engine = new_engine("demo", **options)
+    owner = engine.runner if where == "execute" else engine.scheduler
+    part, attempt, now, broken = getattr(owner, where), 0, 0.0, {1, 4, 5, 6, 7, 8, 12}
+
+    def interrupted(*args: Any) -> Any:
+        done = part(*args) if late else None
+        if attempt in broken:
+            broken.remove(attempt)
+            raise KeyboardInterrupt
+        return done if late else part(*args)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    monkeypatch.setattr(engine.scheduler, "clock", lambda: now)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, param)
+    engine.add_request("late", "def", greedy(100), timeout_s=5)
+    finished: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        attempt += 1
+        now = 10.0 * (attempt >= 4)
+        try:
+            outputs = engine.step()
+        except KeyboardInterrupt:
+            outputs = []
+        engine.scheduler.check()
+        live = (*engine.scheduler.running, *engine.scheduler.waiting())
+        assert all(request.finish_reason is None for request in live)
+        for output in outputs:
+            if output.finished:
+                assert output.request_id not in finished
+                finished[output.request_id] = output
+    assert finished.pop("late").outputs[0].stop_reason == "timeout_s has passed"
+    assert [finished[str(i)].outputs for i in range(4)] == [output.outputs for output in expected]
+    assert_all_free(engine)
+
+
+def test_output_that_cannot_be_made_comes_with_the_next_step(monkeypatch):
+    engine = new_engine(checkpoint("llama"))
+    expected, _ = reference("llama").greedy(PROMPTS[0], 2)
+    for name, max_tokens in (("other", 2), ("mine", 2)):
+        engine.add_request(name, PROMPTS[0], greedy(max_tokens))
+    engine.add_request("kept", PROMPTS[0], greedy(1))
+    engine.generate(PROMPTS[1], greedy(1), use_tqdm=False)  # "kept" finishes meanwhile
+    output = engine._outputs.output
+
+    def broken(group: Any) -> RequestOutput:
+        if group.request_id == "mine":
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return output(group)
+
+    monkeypatch.setattr(engine._outputs, "output", broken)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    finished = finish(engine)
+    assert {name: samples_of(output)[0] for name, output in finished.items()} == {
+        "other": expected,
+        "mine": expected,
+        "kept": expected[:1],
+    }
+
+
 # --- all of it at once
 
 
