@@ -163,7 +163,11 @@ class ModelRunner:
             blocks, max_num_seqs=len(lengths), max_num_batched_tokens=sum(lengths), watermark=0.0
         )
         for i, n in enumerate(lengths):
-            scheduler.add(Request(str(i), None, [0] * n, params, n + 1, frozenset(), 0))
+            # Each in a namespace of its own: what one finds of another's blocks is not computed.
+            name = str(i)
+            scheduler.add(
+                Request(name, None, [0] * n, params, n + 1, frozenset(), 0, namespace=name.encode())
+            )
         schedule = scheduler.schedule()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.kv_cache = self._new_kv_cache(blocks.pool.num_blocks)

@@ -29,7 +29,7 @@ def cuda_counters(monkeypatch):
 
 
 @pytest.mark.usefixtures("cuda_counters")
-@pytest.mark.parametrize("max_num_seqs", [1, 7, 256])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 256])  # two are long enough to share blocks
 def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     engine = LLMEngine(
         "demo", max_num_seqs=max_num_seqs, max_num_batched_tokens=50, num_blocks=8, skip_tokenizer_init=True
