@@ -232,9 +232,18 @@ def test_damaged_file_is_refused_before_anything_is_loaded(engine, saved, tmp_pa
         {"kv": tensors["kv"][:, :, :-1]},
         {"token_ids": tensors["token_ids"].long()},
         {"groups": torch.full_like(tensors["groups"], 7)},
+        {"predecessors": tensors["predecessors"].double()},
+        {"predecessors": tensors["predecessors"][:, None]},
+        {"groups": tensors["groups"].bool()},
+        {"token_ids": torch.tensor(5, dtype=torch.int32)},
+        {"namespaces": '{"0": 5}'},
+        {"namespaces": "[1]"},
+        {"namespaces": "[" * 100_000},
     ]
     for change in changes:
-        save_file({name: t.contiguous() for name, t in (tensors | change).items()}, damaged, metadata)
+        texts = {name: value for name, value in change.items() if isinstance(value, str)}
+        changed = {name: change.get(name, tensor).contiguous() for name, tensor in tensors.items()}
+        save_file(changed, damaged, metadata | texts)
         with pytest.raises(CheckpointError, match="damaged"):
             engine.load_prefix(damaged)
     damaged.write_bytes(saved.read_bytes()[:100])
@@ -243,3 +252,33 @@ def test_damaged_file_is_refused_before_anything_is_loaded(engine, saved, tmp_pa
     with pytest.raises(CheckpointError, match="absent"):
         engine.load_prefix(tmp_path / "absent")
     assert engine.stats().num_free_blocks == 64
+
+
+@pytest.mark.parametrize("num_written", [0, 3])
+def test_load_that_breaks_off_leaves_nothing_that_was_not_written(
+    engine, saved, monkeypatch, num_written, expected
+):
+    engine.reset_prefix_cache()
+    engine.runner.kv_cache.data.fill_(float("nan"))
+    kv, writes = engine.runner.kv_cache.data, 0
+
+    class Breaking:
+        """The cache's memory, until there is no more of it."""
+
+        shape, dtype, device = kv.shape, kv.dtype, kv.device
+
+        def __setitem__(self, where: object, value: torch.Tensor) -> None:
+            nonlocal writes
+            writes += 1
+            if writes > num_written:
+                raise KeyboardInterrupt
+            kv[where] = value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.kv_cache, "data", Breaking())
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_prefix(saved)
+    engine.scheduler.check()
+    assert engine.stats().num_cached_blocks == num_written
+    assert engine.stats().num_used_blocks == 0
+    assert tokens_of(generate(engine, PROMPTS)) == expected
