@@ -226,8 +226,8 @@ class LLMEngine:
         """Keep the KV of a prompt's full blocks resident, computing it where needed.
 
         Until `unpin_prefix`, `reset_prefix_cache`, or a step that raises: nobody knows what that one wrote.
-        Returns how many tokens that are. Raises RequestError if they fill no block or do not fit beside the
-        requests there are.
+        Returns how many tokens that are. Raises RequestError if they fill no block, or do not stay cached or
+        fit beside the requests there are.
         """
         self._require_prefix_cache()
         parsed = self._factory.parse(prompt)
@@ -238,14 +238,15 @@ class LLMEngine:
         if self.block_manager.is_pinned(name):
             raise UsageError("this prompt is pinned already")
         self.generate([prompt], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-        num_pinned = self.scheduler.pin(name, parsed.token_ids, parsed.namespace)
-        if num_pinned < num_full:
-            if num_pinned:
-                self.block_manager.unpin(name)
+        num_cached = len(self.block_manager.find(parsed.token_ids, parsed.namespace)[0]) * size
+        if num_cached < num_full:
+            raise RequestError(f"of {num_full} tokens only {num_cached} stay cached; raise num_blocks")
+        if not self.scheduler.pin(name, parsed.token_ids, parsed.namespace):
             raise RequestError(
-                f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them"
+                f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them; "
+                "wait for these, or raise num_blocks"
             )
-        return num_pinned
+        return num_full
 
     def unpin_prefix(self, prompt: Prompt) -> None:
         """Let go of a pinned prompt. It stays cached until its blocks are needed.

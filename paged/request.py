@@ -139,8 +139,9 @@ class CompletionOutput:
     """What was generated for a prompt.
 
     finish_reason: None while it runs; "stop" (EOS, a stop string or stop token), "length" (max_tokens or
-    the end of the context), "abort", or "error" (see stop_reason for the message).
-    stop_reason: the stop string or stop token id that ended it; None for EOS.
+    the end of the context), "abort", or "error".
+    stop_reason: the stop string or stop token id that ended it, None for EOS; the message of an "error", and
+        of an "abort" for timeout_s.
     """
 
     index: int

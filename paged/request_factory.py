@@ -102,6 +102,8 @@ class RequestFactory:
         elif isinstance(params, SamplingParams) and params.seed is not None:
             seed = params.seed
         self._check_params(params)
+        if params.n > 1:
+            raise RequestError(f"a fork is one sequence, got n {params.n}; fork as often as there are to be")
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
         terms = Terms(priority=parent.priority, tenant=parent.tenant)
         child = self._new_request(request_id, parsed, params, terms, now, 0, seed)

@@ -84,6 +84,8 @@ def test_fork_goes_on_as_a_request_of_its_own(num_blocks):
     assert set(finished) == {"a", *names}
     for name in ("a", *names[:2]):
         assert samples_of(finished[name]) == [expected]
+        # Of the prompt, not of what the parent had generated.
+        assert finished[name].num_cached_tokens <= len(prompt)
     # The third one has what was there, and then its own.
     other = samples_of(finished[names[2]])[0]
     assert other[:5] == expected[:5]
@@ -116,6 +118,8 @@ def test_wrong_forks_are_refused():
         engine.fork("several")
     with pytest.raises(RequestError, match="max_tokens 2 leaves a fork nothing"):
         engine.fork("a", "b", greedy(2))
+    with pytest.raises(RequestError, match="one sequence, got n 4; fork as often"):
+        engine.fork("a", "b", sampled(n=4))
     with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
         engine.fork("a", "b", {"max_tokens": 9})  # type: ignore[arg-type]
     assert set(finish(engine)) == {"a", "several"}
