@@ -18,11 +18,9 @@ from .config import EngineConfig
 from .errors import RequestError, UnknownArgumentError, UsageError
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
-from .policies import new_policy
 from .request import Request, RequestGroup, RequestOutput, RequestStatus
 from .request_factory import Prompt, RequestFactory, Terms, as_list, per_prompt
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler
 from .stats import EngineStats
 from .tokenizer import Tokenizer
 from .weights import read_config, read_eos_token_ids, resolve
@@ -51,10 +49,10 @@ class LLMEngine:
         # Ids outside the vocabulary, such as the -1 of models that have no EOS, are never sampled.
         vocabulary = range(self.model_config.vocab_size)
         self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
-        self.max_model_len = runner.max_model_len
-        cache = runner.kv_cache
-        self.block_manager = runner.new_block_manager(cache.num_blocks, cache.num_host_blocks)
-        self.scheduler = self._new_scheduler()
+        sizes, cache = runner.sizes, runner.kv_cache
+        self.max_model_len = sizes.max_model_len
+        self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
+        self.scheduler = sizes.new_scheduler(self.block_manager)
         self._factory = RequestFactory(
             self.model_config,
             self.block_manager,
@@ -72,26 +70,6 @@ class LLMEngine:
         self._ids = itertools.count()
         self._fingerprint: str | None = None
         logger.info(self.describe())
-
-    def _new_scheduler(self) -> Scheduler:
-        config, manager = self.config, self.block_manager
-        policy = new_policy(
-            config.scheduling_policy,
-            lambda request: manager.num_matched(request.blocks, request.token_ids),
-            config.tenant_weights,
-        )
-        return Scheduler(
-            manager,
-            policy=policy,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=self.runner.max_num_batched_tokens,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            max_num_partial_prefills=config.max_num_partial_prefills,
-            watermark=config.watermark,
-            max_waiting=config.max_waiting,
-            max_preemptions=config.max_preemptions,
-            swap_pays=self.runner.swap_pays if self.runner.kv_cache.num_host_blocks else None,
-        )
 
     def describe(self) -> str:
         """The model and its KV cache in one line."""

@@ -154,7 +154,7 @@ def test_preempted_requests_give_the_same_tokens(mode, name):
         num_blocks=12 if name == "llama" else 24,
         block_size=8,
         preemption_mode=mode,
-        swap_space=0.001,
+        swap_space=None if mode == "recompute" else 0.001,
         watermark=0.0,
     )
     outputs = engine.generate(PROMPTS, greedy(20), use_tqdm=False)
@@ -403,8 +403,7 @@ def test_any_combination_gives_the_tokens_of_an_undisturbed_run(seed):
         max_num_batched_tokens=rng.choice((7, 16, 64)),
         long_prefill_token_threshold=rng.choice((None, 5)),
         scheduling_policy=rng.choice(("fcfs", "priority", "longest-prefix-match", "fair")),
-        preemption_mode=rng.choice(("recompute", "swap")),
-        swap_space=0.003,
+        **rng.choice(({"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_space": 0.003})),
         watermark=0.0,
     )
     waiting, forks, aborted = list(range(9)), {}, set()

@@ -24,7 +24,7 @@ LAYERS = [
     ["scheduler"],
     ["stats"],
     ["kernels"],
-    ["kv_cache", "batch", "layers", "models", "weights", "tokenizer"],
+    ["kv_cache", "batch", "layers", "models", "sizes", "weights", "tokenizer"],
     ["devices", "sampler", "model_runner"],
     ["request_factory", "outputs"],
     ["prefix_store"],

@@ -9,7 +9,6 @@ from paged import ConfigError, LLMEngine
 from paged.batch import Batch
 from paged.config import EngineConfig
 from paged.devices import kv_bytes_on_cpu, kv_bytes_on_gpu
-from paged.kv_cache import block_bytes
 
 GIB = 2**30
 
@@ -45,8 +44,7 @@ def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     assert isinstance(batch, Batch)
     assert (batch.num_tokens, batch.num_logits, len(batch.seq_lens)) == (50, num_seqs, num_seqs)
     num_blocks = len(set(map(int, batch.slot_mapping[0] // 16)))
-    block = block_bytes(engine.model_config, 16, engine.runner.dtype)
-    assert peak == 3 * GIB - num_blocks * block
+    assert peak == 3 * GIB - num_blocks * engine.runner.sizes.block_bytes
 
 
 def logits(batch: Batch) -> torch.Tensor:

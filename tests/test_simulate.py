@@ -76,7 +76,7 @@ class TestCost:
 
     def seconds(self, schedule, sheet=SHEET):
         roofline = Roofline(MODEL, sheet, overhead=0.25, flops_efficiency=0.5, bandwidth_efficiency=0.8)
-        return StepCost(roofline, MODEL, sheet, 16).seconds(schedule)
+        return StepCost(roofline, MODEL, sheet, 16 * KV_BYTES).seconds(schedule)
 
     def test_step_bound_by_memory(self):
         # Decodes behind 99 and 49 tokens read 100 and 50, and write one each.
@@ -109,7 +109,7 @@ class TestCost:
         assert num_params(MODEL) == LAYER_PARAMS + HEAD_PARAMS  # tied
         sheet = DATA_SHEETS["L4"]
         free = 24 * 2**30 * 0.5 - 2 * (LAYER_PARAMS + HEAD_PARAMS)
-        assert blocks_that_fit(MODEL, sheet, 0.5, 16) == free // (16 * KV_BYTES)
+        assert blocks_that_fit(MODEL, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
 
     def test_coefficients(self, tmp_path):
         file = tmp_path / "fit.json"

@@ -161,7 +161,7 @@ def _run(options: Mapping[str, Any], plot: Path | None = None) -> dict[str, Any]
     summary = {**statistics.summary(), "wall_s": time.perf_counter() - started}
     if plot is not None and timeline is not None:
         where = f"{fleet_config.replicas:,} x {fleet_config.gpu}"
-        timeline.plot(plot, fleet.sizes.num_blocks * fleet_config.replicas, f"{engine.model} on {where}")
+        timeline.plot(plot, fleet.num_blocks * fleet_config.replicas, f"{engine.model} on {where}")
     return summary
 
 
