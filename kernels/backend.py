@@ -41,7 +41,7 @@ def load_kernels(name: BackendName) -> Kernels:
 
 
 def _torch_kernels() -> Kernels:
-    from . import torch_ops
+    from . import reference, torch_ops
 
     return Kernels(
         name="torch",
@@ -49,7 +49,7 @@ def _torch_kernels() -> Kernels:
         rotary=torch_ops.rotary,
         silu_and_mul=torch_ops.silu_and_mul,
         store_kv=torch_ops.store_kv,
-        copy_blocks=torch_ops.copy_blocks,
+        copy_blocks=reference.copy_blocks,
         paged_attention=torch_ops.paged_attention,
     )
 
