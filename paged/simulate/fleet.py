@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..models.config import ModelConfig
 from ..request import Request
 from ..sizes import Sizes
-from ..validation import check_int, check_number
+from ..validation import changed, check_int, check_number
 from .cost import (
     DATA_SHEETS,
     Coefficients,
@@ -68,6 +68,9 @@ class FleetConfig:
         for name in ("flops_efficiency", "bandwidth_efficiency"):
             check_number(ConfigError, name, getattr(self, name), 0.0, 1.0, above=True)
         check_number(ConfigError, "step_overhead", self.step_overhead, 0.0)
+        replaced = {"flops_efficiency", "bandwidth_efficiency", "step_overhead"}.intersection(changed(self))
+        if self.coefficients is not None and replaced:
+            raise ConfigError(f"coefficients say how long a step takes; {min(replaced)} goes without them")
 
     def step_cost(self, model: ModelConfig, block_bytes: int) -> StepCost:
         """What a step costs on one of these GPUs."""
