@@ -41,14 +41,14 @@ def load_kernels(name: BackendName) -> Kernels:
 
 
 def _torch_kernels() -> Kernels:
-    from . import torch_ops
+    from . import reference, torch_ops
 
     return Kernels(
         name="torch",
         rms_norm=torch_ops.rms_norm,
         rotary_store_kv=torch_ops.rotary_store_kv,
         silu_and_mul=torch_ops.silu_and_mul,
-        copy_blocks=torch_ops.copy_blocks,
+        copy_blocks=reference.copy_blocks,
         paged_attention=torch_ops.paged_attention,
     )
 

@@ -26,7 +26,8 @@ from .errors import PagedError
 from .jobs import Job, check_writable, read_jobs
 from .options import option
 from .sampling_params import SamplingParams
-from .simulate.command import simulate
+from .simulate.command import WEIGHTS_HELP, simulate
+from .simulate.workload import read_shares
 
 if TYPE_CHECKING:
     from .block_manager import BlockManager
@@ -128,7 +129,7 @@ def generate(
     cpu_memory_utilization: Annotated[float | None, _engine("cpu_memory_utilization")] = None,
     enable_prefix_caching: Annotated[bool | None, _engine("enable_prefix_caching")] = None,
     scheduling_policy: Annotated[str | None, _engine("scheduling_policy")] = None,
-    tenant_weights: Annotated[list[str] | None, _engine("tenant_weights")] = None,
+    tenant_weights: Annotated[list[str] | None, typer.Option(help=WEIGHTS_HELP)] = None,
     long_prefill_token_threshold: Annotated[int | None, _engine("long_prefill_token_threshold")] = None,
     max_num_partial_prefills: Annotated[int | None, _engine("max_num_partial_prefills")] = None,
     max_waiting: Annotated[int | None, _engine("max_waiting")] = None,
@@ -144,7 +145,7 @@ def generate(
     options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
     options.pop("seed", None)  # --seed is the one of SamplingParams
     if "tenant_weights" in options:
-        options["tenant_weights"] = _weights(options["tenant_weights"])
+        options["tenant_weights"] = read_shares("tenant_weights", options["tenant_weights"])
     EngineConfig.from_kwargs(**options)
     params = SamplingParams(**sampling)
     if prompts is None:
@@ -169,19 +170,6 @@ def generate(
 
 
 app.command()(simulate)
-
-
-def _weights(given: list[str]) -> dict[str, float]:
-    weights = {}
-    for text in given:
-        tenant, separator, number = text.rpartition("=")
-        try:
-            weights[tenant] = float(number)
-        except ValueError:
-            separator = ""
-        if not separator:
-            raise CliError(f"--tenant-weights must be TENANT=NUMBER, got {text!r}")
-    return weights
 
 
 def _read_stdin() -> str:

@@ -213,7 +213,6 @@ class Scheduler:
                 request.take_note(token, now)
                 num_finished += request.finish_reason is not None
         self._count(schedule)
-        self.counters.num_finished += num_finished
         if num_finished:
             self.release_finished()
         if num_aborted:
@@ -245,6 +244,7 @@ class Scheduler:
         """Take the blocks of finished requests back."""
         finished = [r for r in self.running if r.status is RequestStatus.FINISHED]
         if finished:
+            self.counters.num_finished += len(finished)
             self.running = [r for r in self.running if r.status is not RequestStatus.FINISHED]
             for request in finished:
                 self._leave(request)
