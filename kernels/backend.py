@@ -4,7 +4,8 @@ Importing this module, and loading "torch", needs no Triton.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -80,6 +81,19 @@ def _triton_kernels() -> Kernels:
 def in_interpreter() -> bool:
     """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+@contextmanager
+def listening(compiled: Callable[[], None]) -> Iterator[None]:
+    """Inside, call `compiled` for every kernel that Triton compiles, or finds in its cache on disk."""
+    from triton import knobs
+
+    before = knobs.compilation.listener
+    knobs.compilation.listener = lambda **_: compiled()
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
 
 
 def current_target() -> str:

@@ -1,4 +1,4 @@
-"""The command line: `paged generate`, for one prompt or a file of them, and `paged simulate`.
+"""The command line: `paged generate`, for one prompt or a file of them, `paged warmup`, `paged simulate`.
 
 Everything that can be wrong with the arguments is looked at before torch is imported and the model loaded.
 Every error is one line on stderr; only generated text and results go to stdout.
@@ -166,6 +166,23 @@ def generate(
         return _complete(_start(options), jobs, output, live=live)
     if output is not None:
         output.write_bytes(b"")
+    return 0
+
+
+@app.command()
+def warmup(
+    model: Annotated[str, typer.Argument(help="As in generate.")] = "demo",
+    dtype: Annotated[str | None, _engine("dtype")] = None,
+    device: Annotated[str | None, _engine("device")] = None,
+    block_size: Annotated[int | None, _engine("block_size")] = None,
+    max_model_len: Annotated[int | None, _engine("max_model_len")] = None,
+    attention_backend: Annotated[str | None, _engine("attention_backend")] = None,
+) -> int:
+    """Compile the kernels a model needs, so that engines start at once; Triton keeps them on disk."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    EngineConfig.from_kwargs(**given)
+    num_kernels = _start(given | {"skip_tokenizer_init": True}).num_kernels
+    print(f"{num_kernels} kernels ready" if num_kernels else "nothing to compile: no Triton kernels run here")
     return 0
 
 

@@ -49,6 +49,10 @@ class LLMEngine:
         # Ids outside the vocabulary, such as the -1 of models that have no EOS, are never sampled.
         vocabulary = range(self.model_config.vocab_size)
         self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
+        started = time.perf_counter()
+        self.num_kernels = runner.warm_up()
+        if self.num_kernels:
+            logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
         sizes, cache = runner.sizes, runner.kv_cache
         self.max_model_len = sizes.max_model_len
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from .batch import BatchBuilder
 from .config import EngineConfig
@@ -18,7 +19,8 @@ from .devices import (
     resolve_dtype,
 )
 from .errors import ConfigError
-from .kernels.backend import load_kernels
+from .kernels.attention_config import SPLIT
+from .kernels.backend import in_interpreter, listening, load_kernels
 from .kv_cache import KVCache
 from .layers import can_pack
 from .models.config import ModelConfig
@@ -132,6 +134,35 @@ class ModelRunner:
         del self.kv_cache
         torch.cuda.empty_cache()
         return peak
+
+    def warm_up(self) -> int:
+        """Compile what the model needs, so that no request waits for it. Returns how many kernels that are.
+
+        None where the torch backend or the interpreter runs. It writes into the KV cache, which nobody may be
+        using. Triton keeps what it compiled on disk: the next start takes a fraction of the time.
+        """
+        kernels, num_blocks = self.model.kernels, self.kv_cache.num_blocks
+        if kernels.name != "triton" or in_interpreter():
+            return 0
+        with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, listening(bar.update):
+            self.execute(self._end_of_a_prompt())
+            if num_blocks > 1:
+                self.kv_cache.copy_blocks([(0, num_blocks - 1)], kernels)
+            return int(bar.n)
+
+    def _end_of_a_prompt(self) -> Schedule:
+        """As much of a prompt as a step takes, behind so many tokens that a decode would be split."""
+        blocks = self.sizes.new_block_manager(self.kv_cache.num_blocks)
+        length = blocks.longest_fit(min(2 * SPLIT, self.sizes.max_model_len - 1))
+        num_new = min(length, self.sizes.max_step_tokens)
+        params = SamplingParams(temperature=0.0)
+        request = Request("", None, [0] * length, params, length + 1, frozenset(), 0)
+        request.num_computed_tokens = length - num_new
+        request.blocks = blocks.open(request.token_ids)
+        blocks.start(request.blocks, [[] for _ in blocks.windows])
+        for start, end in ((0, length - num_new), (length - num_new, length)):
+            assert blocks.grow(request.blocks, start, end, []), "no room for what fits"
+        return Schedule([request], [num_new], [request], [0], num_tokens=num_new)
 
     def _largest_step(self) -> list[int]:
         """The token budget as the most sequences there may be, so that the logits are largest too."""
