@@ -93,8 +93,10 @@ def test_enough_bytes_in_flight(compiled, target):
     for row in compiled[target]["rows"]:
         if row["kernel"] == "_rotary_store_kv_kernel":
             assert row["blocks_per_sm"] >= 8, row
+            assert row["shared"] == 0, row
         if row["kernel"] == "_rms_norm_kernel":  # of 4096: 8 KB, or 16 with the residual
             assert row["blocks_per_sm"] >= 6, row
+            assert row["loads_behind_barrier"] == 0, row
 
 
 @pytest.mark.parametrize("target", TARGETS)
