@@ -148,6 +148,7 @@ def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
         ),
         "loads_2B": len(re.findall(r"ld\.global(?:\.\w+)*\.b16 ", ptx)),
         **_widths(re.findall(r"\b(ld|st)\.global((?:\.\w+)*) ", ptx), _ptx_bytes),
+        "loads_behind_barrier": ptx.partition("bar.sync")[2].count("ld.global"),
         "instructions": sum(sass.values()),
     }
 

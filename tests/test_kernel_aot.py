@@ -95,8 +95,10 @@ def test_enough_bytes_in_flight(compiled, target):
     for row in compiled[target]["rows"]:
         if row["kernel"] == "rotary_store_kv":
             assert row["blocks_per_sm"] >= 8, row
+            assert row["shared"] == 0, row
         if row["kernel"] == "rms_norm":  # of 4096: 8 KB, or 16 with the residual
             assert row["blocks_per_sm"] >= 6, row
+            assert row["loads_behind_barrier"] == 0, row
 
 
 def test_table_of_figures_is_fresh(compiled):
