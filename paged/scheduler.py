@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -133,9 +134,10 @@ class Scheduler:
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace)
-        live = (*self.running, *self.waiting())
-        fits = all(manager.fits(request.max_total_tokens - 1) for request in live)
-        if num_tokens and fits and self._num_reserved_blocks() <= manager.pool.num_available:
+        live = itertools.chain(self.running, self.waiting())
+        longest = max((request.max_total_tokens for request in live), default=1)
+        spare = manager.pool.num_available - self._num_reserved_blocks()
+        if num_tokens and manager.fits(longest - 1) and spare >= 0:
             return num_tokens
         manager.unpin(name)
         return 0
@@ -484,6 +486,10 @@ class Scheduler:
         self._num_arrivals += 1
         request.rank = self.policy.rank(request)
         if request.deadline < math.inf:
+            # Most end long before: they go when they are more than those who are left.
+            if len(self._deadlines) > 2 * (len(self.running) + self.num_waiting) + 64:
+                live = [entry for entry in self._deadlines if entry[2].status is not RequestStatus.FINISHED]
+                self._deadlines = sorted(live)
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
 
     def _run(self, request: Request, num_computed: int) -> None:

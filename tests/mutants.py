@@ -140,6 +140,8 @@ MUTANTS = {
         ),
         ("release forgets host blocks", "self.host_pool.free(blocks)", "pass"),
         ("unpin lets go of nothing", "self.pool.free(reversed(blocks))", "pass"),
+        ("a block leaves with its first pin", "if not self._pinned[block]:", "if True:"),
+        ("the unpinned stay pinned", "del self._pinned[block]", "pass"),
         ("pins take no room", "self.pool.num_blocks - self.num_pinned", "self.pool.num_blocks"),
     ],
     "scheduler": [
@@ -160,6 +162,8 @@ MUTANTS = {
         ("ignores max_num_partial_prefills", "= max_num_partial_prefills or max_num_seqs", "= max_num_seqs"),
         ("ignores the watermark", "int(watermark * block_manager.pool.num_blocks)", "0"),
         ("ignores max_waiting", "if self.max_waiting is not None and", "if False and"),
+        ("deadlines outlive their requests", "self._deadlines = sorted(live)", "pass"),
+        ("the shortest must fit beside a pin", "longest = max(", "longest = min("),
         ("ignores deadlines", "while self._deadlines and", "while False and"),
         ("admits before those who run", "promised += self._num_reserved_blocks()", "promised = 0"),
         (

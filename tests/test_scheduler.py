@@ -155,6 +155,17 @@ def test_pin_is_refused_where_a_live_request_would_not_fit_beside_it():
     assert second.finish_reason == "length"
 
 
+def test_pin_costs_the_same_however_many_are_alive():
+    scheduler, asked = new_scheduler(num_blocks=400, max_num_seqs=200), []
+    added(scheduler, *(new_request(str(i), 9, 1 + i) for i in range(100)))
+    run_step(scheduler)
+    fits = scheduler.block_manager.fits
+    scheduler.block_manager.fits = lambda num_tokens: asked.append(num_tokens) or fits(num_tokens)
+    prompt = scheduler.running[0].prompt_token_ids
+    assert scheduler.pin("one", prompt, b"") == 8
+    assert asked == [9 + 100 - 1]  # the longest
+
+
 # Samples and forks
 
 
@@ -334,6 +345,17 @@ def test_deadline_ends_whoever_runs_or_waits():
     assert scheduler.running == [b]
     assert scheduler.num_waiting == 0
     finish(scheduler)
+
+
+def test_finished_requests_are_not_kept_until_their_deadline():
+    scheduler = new_scheduler(clock=lambda: 0.0)
+    added(scheduler, *(new_request("early", 1, 1, deadline=1.0) for _ in range(2)))
+    for _ in range(100):
+        added(scheduler, *(new_request("a", 1, 1, deadline=9.0) for _ in range(8)))
+        run_until(scheduler, lambda: scheduler.num_waiting == 0)
+        assert len(scheduler._deadlines) < 100
+    (last,) = added(scheduler, new_request("last", 1, 9, deadline=0.0))
+    assert scheduler.expire() == [last]
 
 
 def test_scheduling_needs_no_torch():
