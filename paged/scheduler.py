@@ -230,7 +230,8 @@ class Scheduler:
         """
         while self.block_manager.pool.num_steps_in_flight:
             self.block_manager.end_step()
-        for request in [*self.running]:
+        # Each goes to the front of its queue: the first of them comes last.
+        for request in reversed(self.running):
             self._leave(request)
             request.status, request.ready = RequestStatus.WAITING, False
             if request.protected:
@@ -501,7 +502,7 @@ class Scheduler:
             self.policy.pop(request)
         request.num_computed_tokens = num_computed
         self._num_promised_seqs += len(request.siblings)
-        if request.num_cached_tokens is None:
+        if not request.ran_before:
             request.num_cached_tokens = num_computed
             self.counters.num_cached_tokens += num_computed
             self.counters.num_queried_tokens += request.num_tokens

@@ -22,6 +22,7 @@ from scheduler_cases import (
 )
 
 from paged.errors import QueueFullError, UsageError
+from paged.policies import POLICIES, Fair, new_policy
 from paged.request import Request, RequestStatus
 
 # Tokens
@@ -321,6 +322,24 @@ def test_abort_at_any_stage_frees_blocks(stage):
         assert b not in updated(scheduler, schedule)
     finish(scheduler)
     assert all(r.finish_reason == "length" for r in requests if r is not victim)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_whoever_ran_in_a_step_that_failed_keeps_the_place_and_is_charged_once(name):
+    policy = new_policy(name, lambda _: 0)
+    scheduler = new_scheduler(max_num_seqs=2, policy=policy)
+    requests = added(scheduler, *(new_request(n, 4, 3, tenant="t") for n in "abcd"))
+    run_step(scheduler)
+    scheduled(scheduler)
+    scheduler.cancel()
+    scheduler.check()
+    assert names(scheduler.waiting()) == ["a", "b", "c", "d"]
+    assert computed(scheduled(scheduler)) == {"a": 5, "b": 5}
+    scheduler.cancel()
+    finish(scheduler)
+    assert [r.output_token_ids for r in requests] == [[hash_token(n, i) for i in (4, 5, 6)] for n in "abcd"]
+    if isinstance(policy, Fair):
+        assert policy.service["t"] == 4 * (4 * policy.INPUT_COST + 3 * policy.OUTPUT_COST)
 
 
 def test_deadline_ends_whoever_runs_or_waits():
