@@ -141,6 +141,15 @@ class BlockManager:
             needed += -shared if window is None else shared
         return needed
 
+    def num_freed(self, seq: SequenceBlocks, gone: Counter[BlockId]) -> int:
+        """How many blocks would come back with this sequence when others have gone.
+
+        `gone` counts the references that went with them, and gets those of this one too.
+        """
+        blocks = [block for group in range(len(self.windows)) for block in seq.live(group)]
+        gone.update(blocks)
+        return sum(self.pool.refcount(block) == gone[block] for block in blocks)
+
     def num_matched(self, seq: SequenceBlocks, token_ids: Sequence[int]) -> int:
         """How many tokens of a sequence the prefix cache holds."""
         return len(self.match(seq, token_ids)[0]) * self.block_size

@@ -103,6 +103,11 @@ MUTANTS = {
             "if start % self.block_size and pool.refcount",
             "if False and pool.refcount",
         ),
+        (
+            "what is shared makes room twice",
+            "sum(self.pool.refcount(block) == gone[block] for block in blocks)",
+            "len(blocks)",
+        ),
         ("the copy is lost", "copies.append((source, target))", "pass"),
         ("the copy's source is not kept", "pool.keep_for_step(source)", "pass"),
         ("the copy's source is not freed", "pool.free((source,))", "pass"),
@@ -154,8 +159,8 @@ MUTANTS = {
         ("promises seats twice", "len(self.running) - self._num_promised_seqs", "len(self.running)"),
         (
             "ignores the budget",
-            "return min(self.max_chunk, self.max_num_batched_tokens - schedule.num_tokens)",
-            "return self.max_chunk",
+            "return self.max_num_batched_tokens - schedule.num_tokens",
+            "return self.max_num_batched_tokens",
         ),
         ("ignores the budget of decodes", "if scarce and len(requests) == budget:", "if False:"),
         ("ignores long_prefill_token_threshold", "min(long_prefill_token_threshold or", "min("),
@@ -174,12 +179,46 @@ MUTANTS = {
         (
             "admits by the first chunk alone",
             "hits or (), self._num_tokens_ahead(request)",
-            "hits or (), num_new",
+            "hits or (), computed + 1",
         ),
         (
-            "a blocked head is never looked at again",
-            "if blocked is request and available < lacked and",
-            "if blocked is request and",
+            "a refused head is never looked at again",
+            "if before == state and not room.first_chunk(need, self.max_chunk):",
+            "if before == state:",
+        ),
+        (
+            "a refused head is looked at only when blocks come back",
+            "(self._queue.num_changes, manager.pool.last_serial)",
+            "(self._queue.num_changes, 0)",
+        ),
+        (
+            "whoever comes is not looked at while blocks lack",
+            "(self._queue.num_changes, manager.pool.last_serial)",
+            "(0, manager.pool.last_serial)",
+        ),
+        ("what is pinned is still needed", "self._refused = None  # who", "pass  # who"),
+        ("searches the queue each time", "self._refused = (state, need)", "pass"),
+        (
+            "searches the queue without a seat",
+            "self._budget_left(schedule) and self._num_seats > 0",
+            "self._budget_left(schedule)",
+        ),
+        ("makes room for a priority beside nobody", "room = room.minus(self._claim(request))", "pass"),
+        (
+            "makes room for a priority where prompts wait for blocks",
+            "if num_new < missing or request.protected:",
+            "if request.protected:",
+        ),
+        (
+            "makes room for a priority with what is shared",
+            "for block in blocks})\n        for c",
+            "for block in ()})\n        for c",
+        ),
+        ("makes no room for a priority that needs all", "room = room._replace(num_blocks=math.inf)", "pass"),
+        (
+            "makes room for a priority again and again",
+            "pool.num_available + pool.num_deferred",
+            "pool.num_available",
         ),
         (
             "preempts the oldest",
@@ -221,6 +260,16 @@ MUTANTS = {
             "bisect.insort(self.running, request, key=lambda other: other.rank)",
             "self.running.append(request)",
         ),
+    ],
+    "waiting": [
+        (
+            "the protected wait behind others",
+            "return self._protected[0][1] if self._protected else",
+            "return",
+        ),
+        ("ignores that samples need seats", "need.num_seats > self.num_seats or", "self.num_seats < 1 or"),
+        ("ignores that blocks lack", "or need.num_blocks > self.num_blocks", ""),
+        ("begins as many prompts as there are", "in_part and self.num_partial <= 0", "False"),
     ],
     "policies": [
         (

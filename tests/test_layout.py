@@ -20,7 +20,7 @@ LAYERS = [
     ["block_manager"],
     ["request"],
     ["policies", "schedule"],
-    ["scheduler"],
+    ["waiting", "scheduler"],
     ["stats"],
     ["kernels"],
     ["kv_cache", "batch", "layers", "models", "weights", "tokenizer"],

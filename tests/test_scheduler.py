@@ -22,7 +22,7 @@ from scheduler_cases import (
 )
 
 from paged.errors import QueueFullError, UsageError
-from paged.policies import POLICIES, Fair, new_policy
+from paged.policies import POLICIES, Fair, LongestPrefixMatch, new_policy
 from paged.request import Request, RequestStatus
 
 # Tokens
@@ -140,6 +140,51 @@ def test_no_prompt_is_begun_that_the_running_ones_leave_no_room_for():
     num_computed = sum(sum(step.values()) for step in finish(scheduler))
     needed = sum(request.num_tokens - 1 for request in requests)
     assert num_computed < 1.5 * needed
+
+
+def test_prefix_that_becomes_known_lets_who_waits_for_blocks_run():
+    scheduler = new_scheduler(num_blocks=16, long_prefill_token_threshold=16)
+    a, b = added(scheduler, new_request("same", 96, 32), new_request("same", 96, 2))
+    run_until(scheduler, lambda: b.status is not RequestStatus.WAITING)
+    # Both will need 13 blocks. When they share ten of 16, there is room for what each lacks.
+    assert (a.num_computed_tokens, b.num_cached_tokens) == (80, 80)
+    finish(scheduler)
+
+
+def test_prefix_that_is_pinned_is_no_block_that_who_waits_still_needs():
+    scheduler = new_scheduler(num_blocks=8)
+    (prefix,) = added(scheduler, new_request("prefix", 17, 1))
+    run_step(scheduler)
+    _, b = added(scheduler, new_request("a", 9, 7), new_request("b", 2, 6))
+    run_step(scheduler)
+    longer = prefix.prompt_token_ids[:16] + [1] * 25
+    waits = new_request("waits", 41, 2)
+    waits.token_ids = longer.copy()
+    added(scheduler, waits)
+    assert run_step(scheduler) == {"a": 1, "b": 1}  # it needs six blocks, and five are left
+    assert scheduler.pin("prefix", longer[:16], b"") == 16
+    assert run_step(scheduler) == {"a": 1, "b": 1}  # four of three
+    scheduler.abort(b)
+    assert run_step(scheduler) == {"a": 1, "waits": 25}
+
+
+@pytest.mark.parametrize("short_of", ["seats", "seats for samples", "blocks"])
+def test_queue_is_not_searched_again_while_nothing_changes_for_its_head(short_of):
+    searched = []
+    policy = LongestPrefixMatch(lambda request: searched.append(request) or 0)
+    num_blocks = 4 if short_of == "blocks" else 32
+    scheduler = new_scheduler(num_blocks, max_num_seqs=1 if short_of == "seats" else 2, policy=policy)
+    added(scheduler, new_request("a", 9, 16))
+    run_step(scheduler)
+    searched.clear()
+    added(scheduler, *(new_samples(name, 17, 2, 1 + (short_of == "seats for samples"))[0] for name in "bcd"))
+    for _ in range(6):
+        assert run_step(scheduler) == {"a": 1}
+    assert len(searched) == (0 if short_of == "seats" else 3)
+    added(scheduler, new_request("e", 17, 2))
+    run_step(scheduler)
+    assert len(searched) == (0 if short_of == "seats" else 7)
+    finish(scheduler)
 
 
 def test_pin_is_refused_where_a_live_request_would_not_fit_beside_it():
