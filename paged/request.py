@@ -92,6 +92,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def ran_before(self) -> bool:
+        """Whether it ran at any time, though it may wait again."""
+        return self.num_cached_tokens is not None
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]

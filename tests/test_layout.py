@@ -21,7 +21,7 @@ LAYERS = [
     ["block_manager"],
     ["request"],
     ["policies", "schedule"],
-    ["scheduler"],
+    ["waiting", "scheduler"],
     ["stats"],
     ["kernels"],
     ["kv_cache", "batch", "layers", "models", "sizes", "weights", "tokenizer"],
