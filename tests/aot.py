@@ -28,7 +28,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from paged import EngineConfig, SamplingParams, model_runner
 from paged.kernels.backend import Kernels, load_kernels
+from paged.request import Request
+from paged.weights import read_config, resolve
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -374,6 +377,30 @@ def count_variants(target: str) -> dict[str, int]:
     return {name: len(hashes) for name, hashes in binaries.items()}
 
 
+def warm_up(target: str) -> dict[str, Any]:
+    """Which kernels an engine's warm-up compiles, and which a day's batches add to them."""
+    config = EngineConfig(model="demo", device="cpu", dtype="bfloat16", num_blocks=200)
+    directory = resolve("demo")
+    model_runner.resolve_backend = lambda *_: "triton"
+    with compiling(target) as compiled:
+        runner = model_runner.ModelRunner(config, read_config(directory), directory)
+        num_compiled = runner.warm_up()
+        ready = {binary.hash for _, binary in compiled}
+        manager = runner.sizes.new_block_manager(200)
+        scheduler = runner.sizes.new_scheduler(manager)
+        for i, prompt_len in enumerate([1, 2, 3, 700, 17, 640]):
+            params = SamplingParams(temperature=0.0, max_tokens=3)
+            request = Request(str(i), None, [i] * prompt_len, params, prompt_len + 3, frozenset(), 0)
+            scheduler.add(request)
+            for _ in range(2):
+                schedule = scheduler.schedule()
+                schedule.copies.append((0, 1))
+                tokens = runner.execute(schedule)
+                scheduler.update(schedule, [0] * len(tokens))  # what is not launched computes nothing
+    later = [name for name, binary in compiled if binary.hash not in ready]
+    return {"num_compiled": num_compiled, "ready": len(ready), "later": later}
+
+
 COLUMNS = {
     "registers": "registers",
     "shared": "shared memory",
@@ -423,6 +450,7 @@ if __name__ == "__main__":
         path = Path(__file__).parent.parent / "kernels" / "README.md"
         path.write_text(readme({target: report(target) for target in TARGETS}))
     elif sys.argv[2:] == ["--json"]:
-        print(json.dumps({"rows": report(sys.argv[1]), "variants": count_variants(sys.argv[1])}))
+        name = sys.argv[1]
+        print(json.dumps({"rows": report(name), "variants": count_variants(name), "warm_up": warm_up(name)}))
     else:
         print(table(sys.argv[1], report(sys.argv[1])))

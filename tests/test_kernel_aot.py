@@ -122,3 +122,10 @@ def test_batches_do_not_multiply_binaries(compiled, target):
         "_silu_and_mul_kernel": 1,
         "_copy_blocks_kernel": 1,
     }
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_warm_up_compiles_all_that_batches_need(compiled, target):
+    warm_up = compiled[target]["warm_up"]
+    assert warm_up["later"] == []
+    assert warm_up["num_compiled"] == warm_up["ready"] >= 9, warm_up
