@@ -35,6 +35,7 @@ class AttentionOptions:
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
     shared_prefix_len: int = 0
+    max_decode_q: int = 1
 
 
 def check_attention(

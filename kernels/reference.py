@@ -140,6 +140,7 @@ def paged_attention(
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
     value_scales: Tensor | None = None,  # like key_scales
     shared_prefix_len: int = 0,  # noqa: ARG001
+    max_decode_q: int = 1,  # noqa: ARG001
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 

@@ -99,7 +99,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             free = kv_bytes_on_cpu(self.config)
         else:
-            free = kv_bytes_on_gpu(self.config, self.device, self._profile())
+            free = kv_bytes_on_gpu(self.config, self.device, self._profile()) - self._most_partial_bytes()
         size = self.sizes.block_bytes
         if free < size:
             raise ConfigError(
@@ -108,6 +108,17 @@ class ModelRunner:
                 "_memory_utilization or lower max_num_batched_tokens"
             )
         return min(free // size, self.sizes.most_blocks)
+
+    def _most_partial_bytes(self) -> int:
+        """What split decodes take at most: the profiled step has none."""
+        if self.model.kernels.name != "triton":
+            return 0
+        from .kernels.split_kv import most_partial_bytes
+
+        sizes, model = self.sizes, self.model_config
+        return most_partial_bytes(
+            self.config.max_num_seqs, sizes.max_model_len, model.num_heads, model.head_dim, SPLIT
+        )
 
     def _profile(self) -> int:
         """Run a step of the largest size. Returns the bytes that torch held at its peak, KV not counted."""

@@ -53,6 +53,9 @@ def with_options(chosen, seq_lens, query_lens, generator, **shape):
         case["tree_mask"] = tree_of(case, generator)
     if "bidirectional" in chosen:
         case["causal"] = False
+    if generator.random() < 0.5 and "shared" not in chosen:
+        group = num_heads // shape.get("num_kv_heads", 2)
+        case["max_decode_q"] = generator.randint(1, 16 // group)
     return case
 
 
@@ -103,6 +106,28 @@ def test_neighbours_do_not_change_a_bit(chosen):
         torch.testing.assert_close(got, torch.cat([together[i] for i in some]), rtol=0, atol=0)
 
 
+def test_several_tokens_at_once_have_the_bits_of_one_at_a_time():
+    """What a speculative decoder verifies is what it would have decoded.
+
+    One head a group, for the interpreter's matrix product depends on a row's place in it.
+    """
+    case = ragged_case([200, 66], [4, 3], num_heads=1, num_kv_heads=1)
+    together = triton_attention.paged_attention(**case, max_decode_q=4)
+    for token, (seq, seq_len) in enumerate(
+        [(0, 197), (0, 198), (0, 199), (0, 200), (1, 64), (1, 65), (1, 66)]
+    ):
+        alone = {
+            **case,
+            "query": case["query"][token : token + 1],
+            "block_tables": case["block_tables"][seq : seq + 1],
+            "seq_lens": torch.tensor([seq_len], dtype=torch.int32, device=DEVICE),
+            "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+            "max_seqlen_q": 1,
+        }
+        got = triton_attention.paged_attention(**alone, max_decode_q=4)
+        torch.testing.assert_close(got[0], together[token], rtol=0, atol=0)
+
+
 def test_torch_backend_takes_every_option():
     case = with_options(("softcap", "sinks"), [70, 20], [1, 5], random.Random(0))
     got = load_kernels("torch").paged_attention(**case)
@@ -121,6 +146,7 @@ def test_torch_backend_takes_every_option():
         ({"key_scales": torch.ones(1)}, "key_scales belong to a quantised cache; this one is torch.float32"),
         ({"shared_prefix_len": 16, "max_seqlen_q": 2}, "one new token of every sequence, got 2 of 2"),
         ({"shared_prefix_len": 16, "sliding_window": 4}, "exclude each other"),
+        ({"max_decode_q": 9}, "max_decode_q must be between 1 and 8, got 9"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
