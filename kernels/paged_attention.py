@@ -2,8 +2,8 @@
 
 A sequence with one new token, or a few if the caller says so, is a decode: `decode_kernel` runs on splits of
 its context, which split_kv.py lists and merges. Any other goes through `prefill_kernel` in blocks of query
-tokens. Which of the two, how long a split is and in what order they are merged depend on the sequence alone, so
-its result is the same bits in any batch.
+tokens. Which of the two, how long a split is and in what order they are merged depend on the sequence alone,
+so its result is the same bits in any batch.
 """
 
 import math

@@ -1,41 +1,14 @@
 """The kernels compiled for GPUs that are not here: what the binaries must and must not contain."""
 
-import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
-from aot import readme
-
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# Shared memory one block may use, in bytes.
-SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-
-
-def _compile(target: str, cache: Path) -> dict:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache / target)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.aot", target, "--json"],
-        env=environment,
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+from aot import ROOT, SHARED_LIMITS, TARGETS, readme, reports
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("triton")
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        reports = pool.map(lambda target: _compile(target, cache), TARGETS)
-    return dict(zip(TARGETS, reports, strict=True))
+def compiled():
+    return reports()
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -102,7 +75,7 @@ def test_enough_bytes_in_flight(compiled, target):
 
 
 def test_table_of_figures_is_fresh(compiled):
-    path = Path(__file__).parent.parent / "kernels" / "README.md"
+    path = ROOT / "kernels" / "README.md"
     if f"Triton {version('triton')}," not in path.read_text():
         pytest.skip(f"kernels/README.md was made with another Triton than {version('triton')}")
     made = readme({target: compiled[target]["rows"] for target in TARGETS})
