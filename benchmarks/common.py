@@ -15,6 +15,18 @@ import torch
 CHECKPOINTS = Path(tempfile.gettempdir()) / "paged-benchmarks"
 # Shapes with random weights: speed does not depend on what a model has learned.
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
     "tinyllama-1.1b": {
         "hidden_size": 2048,
         "intermediate_size": 5632,
@@ -52,7 +64,7 @@ def nano_vllm_workload(num_requests: int, scale: float, vocab_size: int) -> Work
     rng = random.Random(0)
     low, high = max(1, int(100 * scale)), int(1024 * scale)
     prompts = [
-        [rng.randrange(min(10000, vocab_size)) for _ in range(rng.randint(low, high))]
+        [rng.randint(0, min(10000, vocab_size - 1)) for _ in range(rng.randint(low, high))]
         for _ in range(num_requests)
     ]
     return Workload(prompts, [rng.randint(low, high) for _ in range(num_requests)])
@@ -68,14 +80,15 @@ def checkpoint(name: str) -> str:
         return name
     directory = CHECKPOINTS / name
     if not (directory / "model.safetensors").exists():
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         print(f"making {directory}", flush=True)
         torch.manual_seed(0)
-        config = LlamaConfig(max_position_embeddings=2048, dtype=torch.bfloat16, **SHAPES[name])
+        shape = {"model_type": "llama", "max_position_embeddings": 2048, **SHAPES[name]}
+        config = AutoConfig.for_model(dtype=torch.bfloat16, **shape)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
-        LlamaForCausalLM(config).save_pretrained(directory)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
         torch.set_default_dtype(before)
     return str(directory)
 
