@@ -1,11 +1,12 @@
-# make demo | test | lint | simulation | mutants | clean. Each makes its own virtual environment first, in .venv.
+# make demo | test | lint | simulation | mutants | test-triton-3.6 | clean. Each makes its own virtual
+# environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint simulation mutants clean
+.PHONY: demo test lint simulation mutants test-triton-3.6 clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -26,8 +27,15 @@ simulation: $(INSTALLED)
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
+# The kernels on the oldest Triton that is supported, whose interpreter does what newer numpy refuses.
+test-triton-3.6:
+	$(MAKE) VENV=$(VENV)-triton-3.6 $(VENV)-triton-3.6/.installed
+	$(VENV)-triton-3.6/bin/python -m pip install triton==3.6.0 "numpy<2.4"
+	$(VENV)-triton-3.6/bin/python -m pytest -W "ignore:Conversion of an array:DeprecationWarning" \
+	  tests/test_kernel_*.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-triton-3.6 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and by its exact version: an open range takes gigabytes of CUDA even where a smaller
 # build of this version is at hand.

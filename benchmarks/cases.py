@@ -35,6 +35,8 @@ class Case:
         for implementation in (kernels, reference):
             args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in self.args]
             returned = getattr(implementation, self.op)(*args, **self.options)
+            if self.op == "rotary_store_kv":
+                args = args[1:]  # the key heads of qkv are scratch, its query is what is returned
             results.append([returned, *(arg for arg in args if isinstance(arg, Tensor))])
         pairs = [(got, want) for got, want in zip(*results, strict=True) if isinstance(got, Tensor)]
         return max(_assert_close(got, want) for got, want in pairs if got.is_floating_point())
@@ -129,16 +131,14 @@ def layer_costs(shape: LayerShape, num_tokens: int, element_size: int) -> dict[s
     """(bytes, flops) of the kernels around attention by operation."""
     from paged.kernels.copy_blocks import copy_blocks_cost
     from paged.kernels.rms_norm import rms_norm_cost
-    from paged.kernels.rotary import rotary_cost
+    from paged.kernels.rotary_store_kv import rotary_store_kv_cost
     from paged.kernels.silu_and_mul import silu_and_mul_cost
-    from paged.kernels.store_kv import store_kv_cost
 
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     return {
         "rms_norm": rms_norm_cost(num_tokens, shape.hidden_size, element_size, residual=True),
         "silu_and_mul": silu_and_mul_cost(num_tokens, shape.intermediate_size, element_size),
-        "rotary": rotary_cost(num_tokens, heads, kv_heads, dim, element_size),
-        "store_kv": store_kv_cost(num_tokens, kv_heads, dim, element_size),
+        "rotary_store_kv": rotary_store_kv_cost(num_tokens, heads, kv_heads, dim, element_size, norm=True),
         "copy_blocks": copy_blocks_cost(
             num_tokens // 16, 2 * shape.num_layers, shape.block_size, kv_heads, dim, element_size
         ),
@@ -152,8 +152,7 @@ def layer_cases(shape: LayerShape, num_tokens: int, dtype: torch.dtype, device: 
         return torch.randn(size, dtype=dtype, device=device)
 
     hidden = shape.hidden_size
-    query = random(num_tokens, shape.num_heads, shape.head_dim)
-    key, value = (random(num_tokens, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+    qkv = random(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
     angles = random(num_tokens, shape.head_dim // 2, dtype=torch.float32)
     num_blocks = -(-num_tokens // shape.block_size)
     block = (shape.block_size, shape.num_kv_heads, shape.head_dim)
@@ -165,16 +164,21 @@ def layer_cases(shape: LayerShape, num_tokens: int, dtype: torch.dtype, device: 
     arguments = {
         "rms_norm": (random(num_tokens, hidden), random(hidden), 1e-6, random(num_tokens, hidden)),
         "silu_and_mul": (random(num_tokens, 2 * shape.intermediate_size),),
-        "rotary": (query, key, angles.cos(), angles.sin()),
-        "store_kv": (key, value, *caches, slots),
+        "rotary_store_kv": (qkv, angles.cos(), angles.sin(), *caches, slots),
         "copy_blocks": (planes, pairs),
     }
+    norms = {f"{name}_norm_weight": random(shape.head_dim) for name in ("query", "key")}
+    options = {"rotary_store_kv": norms}
     costs = layer_costs(shape, num_tokens, dtype.itemsize)
-    return [Case(layer_name(op, num_tokens), op, args, costs[op]) for op, args in arguments.items()]
+    return [
+        Case(layer_name(op, num_tokens), op, args, costs[op], options.get(op, {}))
+        for op, args in arguments.items()
+    ]
 
 
 def layer_name(op: str, num_tokens: int) -> str:
     """What a measurement of one of them is called."""
     if op == "copy_blocks":
         return f"copy_blocks, {num_tokens // 16} blocks"
-    return f"{op}{' with residual' if op == 'rms_norm' else ''}, {num_tokens} rows"
+    options = {"rms_norm": " with residual", "rotary_store_kv": " with norms"}
+    return f"{op}{options.get(op, '')}, {num_tokens} rows"

@@ -12,11 +12,11 @@ from .checks import (
     check_last_dim_contiguous,
     check_multiple,
     check_positive,
+    check_scales,
     check_shape,
     in_debug_mode,
 )
 
-QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.int8)
 MAX_TREE = 64  # candidates: bits of an int64
 
 
@@ -35,6 +35,7 @@ class AttentionOptions:
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
     shared_prefix_len: int = 0
+    max_decode_q: int = 1
 
 
 def check_attention(
@@ -57,7 +58,7 @@ def check_attention(
     check_between("head_dim", head_dim, 16, MAX_HEAD_DIM)
     check_between("value_dim", value_cache.shape[3], 16, MAX_HEAD_DIM)
     check_between("the GQA group", num_heads // num_kv_heads, 1, MAX_GROUP)
-    _check_scales(query, key_cache, options)
+    check_scales(key_cache, options.key_scales, options.value_scales, query.dtype)
     num_seqs = seq_lens.shape[0]
     check_shape("seq_lens", seq_lens, (num_seqs,), torch.int32)
     check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
@@ -76,8 +77,6 @@ def check_attention(
         "seq_lens": seq_lens,
         "cu_seqlens_q": cu_seqlens_q,
         "tree_mask": options.tree_mask,
-        "key_scales": options.key_scales,
-        "value_scales": options.value_scales,
         **per_head,
     }
     for name, tensor in tensors.items():
@@ -87,23 +86,6 @@ def check_attention(
     _check_options(options, num_tokens, num_seqs)
     if in_debug_mode():
         check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)
-
-
-def _check_scales(query: Tensor, key_cache: Tensor, options: AttentionOptions) -> None:
-    scales = {"key_scales": options.key_scales, "value_scales": options.value_scales}
-    if key_cache.dtype == query.dtype:
-        for name, scale in scales.items():
-            if scale is not None:
-                raise ValueError(f"{name} belong to a quantised cache; this one is {key_cache.dtype}")
-        return
-    check_dtype("key_cache", key_cache, (query.dtype, *QUANTIZED_DTYPES))
-    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
-    for name, scale in scales.items():
-        if scale is None:
-            raise ValueError(f"a cache of {key_cache.dtype} needs {name}")
-        check_shape(name, scale, (num_blocks, num_kv_heads, block_size), torch.float32)
-        if not scale.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {scale.stride()}")
 
 
 def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int) -> None:

@@ -42,9 +42,9 @@ def choose_config(
 ) -> AttentionConfig:
     """Return the tile shapes for one model on one target.
 
-    `head_dim` is that of query and key, and of value where `value_dim` is None; `group` is the number of query
-    heads that share a key head; `target` is "sm_90", "gfx942", "interpreter" and the like. Raises ValueError
-    for a head_dim or group no kernel is made for.
+    `head_dim` is that of query and key, and of value where `value_dim` is None; `group` is the number of
+    query heads that share a key head; `target` is "sm_90", "gfx942", "interpreter" and the like. Raises
+    ValueError for a head_dim or group no kernel is made for.
     """
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim or head_dim)):
         if not 16 <= dim <= MAX_HEAD_DIM:
@@ -64,7 +64,8 @@ def choose_config(
     else:
         rows, tile, warps, stages = _MANY_ROWS[_family(target)][wide]
     heads = min(group, rows)
-    if use == "decode" and group > 16:  # rows without a head cost less than dividing by an odd group
+    if use == "decode" and group > 16:
+        # Rows without a head cost less than dividing by an odd group.
         heads = min(1 << (group - 1).bit_length(), rows)
     return AttentionConfig(
         BLOCK_M=rows,

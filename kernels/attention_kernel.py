@@ -218,7 +218,7 @@ def _attend_rows(
     if TREE:
         tree = tl.load(tree_ptr + token, mask=mask_row, other=0)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if SINKS:
+    if SINKS:  # noqa: SIM102  (decided by the compiler, unlike the next)
         if with_sinks:
             # A key of its own that has no value; exp_scale takes it to powers of two.
             row_max = tl.load(sinks_ptr + head, mask=mask_row, other=0.0) * (1.4426950408889634 / exp_scale)
@@ -480,8 +480,8 @@ def decode_kernel(
             end = tl.minimum(start + step, last_pos + 1)
         acc, row_max, row_sum = _attend_rows(
             query_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr, alibi_ptr,
-            tree_ptr, block_tables_ptr + first_seq.to(tl.int64) * stride_table, kv_head, head, token, mask_row,
-            query_pos, first_pos, last_pos, context_len, start, end, key_low, end, split == 0,
+            tree_ptr, block_tables_ptr + first_seq.to(tl.int64) * stride_table, kv_head, head, token,
+            mask_row, query_pos, first_pos, last_pos, context_len, start, end, key_low, end, split == 0,
             score_scale, exp_scale, softcap, stride_query_token, stride_query_head,
             stride_key_block, stride_key_slot, stride_key_head,
             stride_value_block, stride_value_slot, stride_value_head, stride_scale_block,

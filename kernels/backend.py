@@ -1,10 +1,11 @@
-"""The six operations as one value, in the implementation asked for.
+"""The five operations as one value, in the implementation asked for.
 
 Importing this module, and loading "torch", needs no Triton.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -22,9 +23,8 @@ class Kernels:
 
     name: BackendName
     rms_norm: Callable[..., Tensor]
-    rotary: Callable[..., None]
+    rotary_store_kv: Callable[..., Tensor]
     silu_and_mul: Callable[..., Tensor]
-    store_kv: Callable[..., None]
     copy_blocks: Callable[..., None]
     paged_attention: Callable[..., Tensor]
 
@@ -42,15 +42,14 @@ def load_kernels(name: BackendName) -> Kernels:
 
 
 def _torch_kernels() -> Kernels:
-    from . import torch_ops
+    from . import reference, torch_ops
 
     return Kernels(
         name="torch",
         rms_norm=torch_ops.rms_norm,
-        rotary=torch_ops.rotary,
+        rotary_store_kv=torch_ops.rotary_store_kv,
         silu_and_mul=torch_ops.silu_and_mul,
-        store_kv=torch_ops.store_kv,
-        copy_blocks=torch_ops.copy_blocks,
+        copy_blocks=reference.copy_blocks,
         paged_attention=torch_ops.paged_attention,
     )
 
@@ -66,16 +65,14 @@ def _triton_kernels() -> Kernels:
     from .copy_blocks import copy_blocks
     from .paged_attention import paged_attention
     from .rms_norm import rms_norm
-    from .rotary import rotary
+    from .rotary_store_kv import rotary_store_kv
     from .silu_and_mul import silu_and_mul
-    from .store_kv import store_kv
 
     return Kernels(
         name="triton",
         rms_norm=rms_norm,
-        rotary=rotary,
+        rotary_store_kv=rotary_store_kv,
         silu_and_mul=silu_and_mul,
-        store_kv=store_kv,
         copy_blocks=copy_blocks,
         paged_attention=paged_attention,
     )
@@ -84,6 +81,19 @@ def _triton_kernels() -> Kernels:
 def in_interpreter() -> bool:
     """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+@contextmanager
+def listening(compiled: Callable[[], None]) -> Iterator[None]:
+    """Inside, call `compiled` for every kernel that Triton compiles, or finds in its cache on disk."""
+    from triton import knobs
+
+    before = knobs.compilation.listener
+    knobs.compilation.listener = lambda **_: compiled()
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
 
 
 def current_target() -> str:

@@ -7,6 +7,32 @@ import torch
 from torch import Tensor
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What a quantised cache holds, each token and head with a scale of its own, and the largest value of each.
+QUANTIZED_DTYPES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def check_scales(
+    key_cache: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless a cache of `dtype` has no scales, or a quantised one has both.
+
+    Scales are f32[num_blocks, num_kv_heads, block_size], contiguous.
+    """
+    scales = {"key_scales": key_scales, "value_scales": value_scales}
+    if key_cache.dtype == dtype:
+        for name, scale in scales.items():
+            if scale is not None:
+                raise ValueError(f"{name} belong to a quantised cache; this one is {key_cache.dtype}")
+        return
+    check_dtype("key_cache", key_cache, (dtype, *QUANTIZED_DTYPES))
+    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    for name, scale in scales.items():
+        if scale is None:
+            raise ValueError(f"a cache of {key_cache.dtype} needs {name}")
+        check_shape(name, scale, (num_blocks, num_kv_heads, block_size), torch.float32)
+        check_device(name, scale, key_cache.device)
+        if not scale.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {scale.stride()}")
 
 
 def check_shape(
@@ -34,6 +60,12 @@ def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
 
 
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless `tensor` is on `device`."""
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError unless `value` is greater than zero."""
     if not value > 0:
@@ -46,12 +78,6 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
         raise ValueError(f"{name} must be a multiple of {of_name}, got {value} and {of}")
 
 
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless `tensor` lies on this device."""
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like the other arguments, got {tensor.device}")
-
-
 def in_debug_mode() -> bool:
-    """Whether PAGED_DEBUG=1 is set: launchers then read lengths, tables and slots on the host and check them."""
+    """Whether PAGED_DEBUG=1 is set: launchers then read lengths and tables on the host and check them."""
     return os.environ.get("PAGED_DEBUG", "0") == "1"

@@ -1,9 +1,9 @@
 """Attention of a ragged batch over paged K and V: prefill chunks and decodes in one call.
 
-A sequence with one to a few new tokens is a decode: `decode_kernel` runs on splits of its context, which
-split_kv.py lists and merges. Any other goes through `prefill_kernel` in blocks of query tokens. Which of the
-two, how long a split is and in what order they are merged depend on the sequence alone, so its result is the
-same bits in any batch.
+A sequence with one new token, or a few if the caller says so, is a decode: `decode_kernel` runs on splits of
+its context, which split_kv.py lists and merges. Any other goes through `prefill_kernel` in blocks of query
+tokens. Which of the two, how long a split is and in what order they are merged depend on the sequence alone,
+so its result is the same bits in any batch.
 """
 
 import math
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_checks import AttentionOptions, check_attention
+from .attention_checks import AttentionOptions, check_attention, check_between
 from .attention_config import AttentionConfig, Use, choose_config, split_size
 from .attention_kernel import decode_kernel, prefill_kernel
 from .backend import current_target, in_interpreter, num_sms
@@ -46,13 +46,14 @@ def paged_attention(
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
     value_scales: Tensor | None = None,  # like key_scales
     shared_prefix_len: int = 0,
+    max_decode_q: int = 1,
 ) -> Tensor:  # [num_tokens, num_heads, value_dim], contiguous
     """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 
     New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own,
     all positions if not `causal`, only the last `sliding_window` of them where one is given (itself included,
     as HF counts). A sequence may have no new token. Slots past seq_len, or before the window, are never read;
-    block table entries past the last block neither. Rows of `query` past cu_seqlens_q[-1] give undefined rows.
+    block table entries past the last block neither. Rows of query past cu_seqlens_q[-1] give undefined ones.
 
     softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
     sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
@@ -62,6 +63,8 @@ def paged_attention(
     key_scales, value_scales: a quantised cache holds key / key_scales for each token and head.
     shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
         these are read once for many sequences (cascade). Unlike everything else it may change the last bits.
+    max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
+        for speculative decoding: a token's bits are those it has alone. It costs memory for each of them.
 
     A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
     softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
@@ -80,6 +83,7 @@ def paged_attention(
         key_scales=key_scales,
         value_scales=value_scales,
         shared_prefix_len=shared_prefix_len,
+        max_decode_q=max_decode_q,
     )
     check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
     num_tokens, num_heads, head_dim = query.shape
@@ -89,9 +93,10 @@ def paged_attention(
         return out
     configs = _Configs(head_dim, num_heads // num_kv_heads, query.dtype, current_target(), value_dim)
     arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
+    check_between("max_decode_q", max_decode_q, 1, configs.choose("decode").BLOCK_Q)
     # Which of the two serves a sequence is decided on the device, by its own query_len.
-    if max_seqlen_q > configs.choose("decode").BLOCK_Q:
-        _launch_prefill(arguments, configs)
+    if max_seqlen_q > max_decode_q:
+        _launch_prefill(arguments, configs, max_decode_q)
     _launch_decode(arguments, configs, options)
     return out
 
@@ -181,12 +186,12 @@ def _is_view_of(value_cache: Tensor, key_cache: Tensor) -> bool:
     return same_strides and value_cache.data_ptr() == key_cache.data_ptr() and key_cache.numel() > 0
 
 
-def _launch_prefill(arguments: dict[str, Any], configs: _Configs) -> None:
+def _launch_prefill(arguments: dict[str, Any], configs: _Configs, max_decode_q: int) -> None:
     config = configs.choose("prefill")
     # sum_i ceil(query_len_i / BLOCK_Q) is at most this, whatever the lengths: no need to know them here.
     num_q_blocks = arguments["query_ptr"].shape[0] // config.BLOCK_Q + arguments["num_seqs"]
     grid = (num_q_blocks, _num_head_blocks(arguments, config))
-    prefill_kernel[grid](**arguments, DECODE_Q=configs.choose("decode").BLOCK_Q, **asdict(config))
+    prefill_kernel[grid](**arguments, DECODE_Q=max_decode_q, **asdict(config))
 
 
 def _launch_decode(arguments: dict[str, Any], configs: _Configs, options: AttentionOptions) -> None:
@@ -197,21 +202,23 @@ def _launch_decode(arguments: dict[str, Any], configs: _Configs, options: Attent
         arguments["seq_lens_ptr"],
         arguments["cu_seqlens_q_ptr"],
         max_keys=block_tables.shape[1] * arguments["BLOCK_SIZE"],
-        decode_q=config.BLOCK_Q,
+        decode_q=options.max_decode_q,
         window=arguments["WINDOW"],
         tile=config.TILE,
         split=split,
         shared_prefix_len=options.shared_prefix_len,
     )
     # A sequence of one split writes its output itself, in every batch.
-    partial_q = min(options.max_seqlen_q, config.BLOCK_Q)
+    partial_q = options.max_decode_q
     places = (arguments["num_seqs"] * plan.most_splits if plan.most_splits > 1 else 0, partial_q, num_heads)
     partial = torch.empty(*places, value_dim, dtype=torch.float32, device=out.device)
     partial_max = torch.empty(places, dtype=torch.float32, device=out.device)
     partial_sum = torch.empty(places, dtype=torch.float32, device=out.device)
 
     def launch(config: AttentionConfig, most_work: int, *, shared: bool) -> None:
-        num_programs = min(most_work * _num_head_blocks(arguments, config), _most_programs(out.device))
+        num_programs = min(
+            most_work * _num_head_blocks(arguments, config), _PROGRAMS_PER_SM * num_sms(out.device)
+        )
         decode_kernel[(num_programs,)](
             **arguments,
             partial_ptr=partial,
@@ -238,12 +245,9 @@ def _launch_decode(arguments: dict[str, Any], configs: _Configs, options: Attent
 
 
 def _num_head_blocks(arguments: dict[str, Any], config: AttentionConfig) -> int:
+    num_heads: int = arguments["NUM_HEADS"]
     group: int = arguments["GROUP"]
-    return arguments["NUM_HEADS"] // group * triton.cdiv(group, config.BLOCK_G)
-
-
-def _most_programs(device: torch.device) -> int:
-    return _PROGRAMS_PER_SM * num_sms(device)
+    return num_heads // group * -(-group // config.BLOCK_G)
 
 
 def paged_attention_cost(
@@ -274,5 +278,5 @@ def paged_attention_cost(
         pairs += sum(min(pos + 1, window) for pos in range(first, seq_len))
     keys -= shared_prefix_len * max(0, len(seq_lens) - 1)
     moved = queries * num_heads * both * element_size
-    moved += keys * num_kv_heads * both * (element_size if kv_bytes is None else kv_bytes)
-    return int(moved), 2 * pairs * num_heads * both
+    moved += round(keys * num_kv_heads * both * (element_size if kv_bytes is None else kv_bytes))
+    return moved, 2 * pairs * num_heads * both

@@ -6,6 +6,8 @@ Loops over sequences, float32 arithmetic (float64 for float64 inputs), results c
 import torch
 from torch import Tensor
 
+from .checks import QUANTIZED_DTYPES
+
 
 def _upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.float32)
@@ -54,12 +56,59 @@ def store_kv(
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
     value_cache: Tensor,  # like key_cache, written in place
     slot_mapping: Tensor,  # i64[num_tokens]
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    value_scales: Tensor | None = None,
 ) -> None:
-    """cache[slot // block_size, slot % block_size] = new token, for K and V."""
+    """cache[slot // block_size, slot % block_size] = K and V of the new token, quantised if it has scales."""
     block_size = key_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        key_cache[slot // block_size, slot % block_size] = key[token]
-        value_cache[slot // block_size, slot % block_size] = value[token]
+    for x, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+        for token, slot in enumerate(slot_mapping.tolist()):
+            block, place = slot // block_size, slot % block_size
+            if scales is None:
+                cache[block, place] = x[token]
+            else:
+                cache[block, place], scales[block, :, place] = quantize(x[token], cache.dtype)
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [..., size] -> like x, f32[...]
+    """x / scale in `dtype`, and scale: the largest absolute value of the last dimension over the dtype's."""
+    x32 = x.float()
+    largest = x32.abs().amax(-1)
+    scale = largest / QUANTIZED_DTYPES[dtype]
+    divided = x32 * (QUANTIZED_DTYPES[dtype] / largest.where(largest > 0, 1.0))[..., None]
+    if dtype == torch.int8:
+        divided = (divided + 0.5).floor()
+    return divided.to(dtype), scale
+
+
+def rotary_store_kv(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor,  # like key_cache, written in place
+    slot_mapping: Tensor,  # i64[num_tokens]
+    *,
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
+    key_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    value_scales: Tensor | None = None,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Norm of query and key heads where there are weights, rotary, K and V into their slots.
+
+    The query is changed in place and returned as a view of qkv, whose key heads are undefined afterwards.
+    """
+    num_kv_heads = key_cache.shape[2]
+    query, key, value = qkv.tensor_split(
+        [qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads], dim=1
+    )
+    if query_norm_weight is not None and key_norm_weight is not None:
+        query.copy_(rms_norm(query, query_norm_weight, eps))
+        key.copy_(rms_norm(key, key_norm_weight, eps))
+    rotary(query, key, cos, sin)
+    store_kv(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
+    return query
 
 
 def copy_blocks(
@@ -67,6 +116,7 @@ def copy_blocks(
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
 ) -> None:
     """cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
+    # A slice for each pair: 2 to 5 times faster on a CPU than index_copy_ of all, and pairs are few.
     for source, target in pairs.tolist():
         cache[:, target] = cache[:, source]
 
@@ -90,6 +140,7 @@ def paged_attention(
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
     value_scales: Tensor | None = None,  # like key_scales
     shared_prefix_len: int = 0,  # noqa: ARG001
+    max_decode_q: int = 1,  # noqa: ARG001
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 

@@ -164,6 +164,15 @@ def plan_decodes(
     return plan
 
 
+def most_partial_bytes(
+    num_seqs: int, max_keys: int, num_heads: int, value_dim: int, split: int, decode_q: int = 1
+) -> int:
+    """What the splits of so many decodes take at most, before they are merged."""
+    most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
+    values = num_heads * (value_dim + 2) * decode_q
+    return 4 * num_seqs * most_splits * values if most_splits > 1 else 0
+
+
 @triton.jit(
     do_not_specialize=["partial_q"],
     do_not_specialize_on_alignment=["first_item_ptr", "cu_seqlens_q_ptr"],

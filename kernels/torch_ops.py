@@ -23,50 +23,54 @@ def rms_norm(
     return ((x32 * scale).to(x.dtype) * weight).contiguous()
 
 
-def rotary(
-    query: Tensor,  # [num_tokens, num_heads, head_dim], in place
-    key: Tensor,  # [num_tokens, num_kv_heads, head_dim], in place
-    cos: Tensor,  # f32[num_tokens, head_dim // 2]
-    sin: Tensor,  # f32[num_tokens, head_dim // 2]
-) -> None:
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the halves of every head; see `reference.rotary`."""
-    cos, sin = cos[:, None], sin[:, None]
-    for x in (query, key):
-        half1, half2 = x.chunk(2, dim=-1)
-        x1, x2 = half1.float(), half2.float()
-        rotated1 = x1 * cos - x2 * sin
-        half2.copy_(x2 * cos + x1 * sin)
-        half1.copy_(rotated1)
-
-
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-def store_kv(
-    key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    value: Tensor,  # like key
+def rotary_store_kv(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
     value_cache: Tensor,  # like key_cache, written in place
     slot_mapping: Tensor,  # i64[num_tokens]
-) -> None:
-    """cache[slot // block_size, slot % block_size] = new token, for K and V; see `reference.store_kv`."""
-    block_size = key_cache.shape[1]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[block, offset] = key
-    value_cache[block, offset] = value
-
-
-def copy_blocks(
-    cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
-    pairs: Tensor,  # i64[num_pairs, 2], (from, to)
-) -> None:
-    """cache[:, to] = cache[:, from] for all pairs at once; see `reference.copy_blocks`."""
-    # A slice for each pair: 2 to 5 times faster on a CPU than index_copy_ of all, and pairs are few.
-    for source, target in pairs.tolist():
-        cache[:, target] = cache[:, source]
+    *,
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
+    key_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    **scales: Tensor,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """QK norm, rotary, K and V into their slots; see `reference.rotary_store_kv`, which quantises itself."""
+    if scales:
+        weights = {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}
+        return reference.rotary_store_kv(
+            qkv, cos, sin, key_cache, value_cache, slot_mapping, **weights, eps=eps, **scales
+        )
+    num_kv_heads, head_dim = key_cache.shape[2:]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    # Query and key heads go through everything together: half the calls, which is what a decode waits for.
+    heads, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    query: Tensor = heads[:, :num_heads]
+    half1, half2 = heads.chunk(2, dim=-1)
+    if query_norm_weight is not None and key_norm_weight is not None:
+        x32 = heads.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
+        normed = (x32 * scale).to(qkv.dtype)
+        normed[:, :num_heads].mul_(query_norm_weight)
+        normed[:, num_heads:].mul_(key_norm_weight)
+        x1, x2 = normed.float().chunk(2, dim=-1)
+    else:
+        x1, x2 = half1.float(), half2.float()
+    cos, sin = cos[:, None], sin[:, None]
+    rotated1 = (x1 * cos).sub_(x2 * sin)
+    rotated2 = (x2 * cos).add_(x1 * sin)
+    half1.copy_(rotated1)
+    half2.copy_(rotated2)
+    key_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, heads[:, num_heads:])
+    value_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, value)
+    return query
 
 
 def paged_attention(

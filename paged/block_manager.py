@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 from .block_pool import BlockId, BlockPool
@@ -83,13 +84,14 @@ class BlockManager:
         self.block_size, self.windows = block_size, tuple(windows)
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, block_size, len(self.windows))
-        self.host_pool = BlockPool(num_host_blocks, block_size)
+        self.host_pool = BlockPool(num_host_blocks, block_size=0)  # it knows no tokens
         self._hash_block = hash_block
         # The tokens that a step computes and those in the window before them, wherever blocks begin.
         spans = [w and w - 1 + max_step_tokens for w in self.windows]
         self._most_blocks = [NEVER if s is None else -(-(s - 1) // block_size) + 1 for s in spans]
         self._sequences: set[SequenceBlocks] = set()
         self._pins: dict[str, list[list[BlockId]]] = {}
+        self._pinned: Counter[BlockId] = Counter()  # how many pins hold each block
 
     # Sizes
 
@@ -138,6 +140,15 @@ class BlockManager:
             shared = sum(refcount(block) > 0 for block in visible)
             needed += -shared if window is None else shared
         return needed
+
+    def num_freed(self, seq: SequenceBlocks, gone: Counter[BlockId]) -> int:
+        """How many blocks would come back with this sequence when others have gone.
+
+        `gone` counts the references that went with them, and gets those of this one too.
+        """
+        blocks = [block for group in range(len(self.windows)) for block in seq.live(group)]
+        gone.update(blocks)
+        return sum(self.pool.refcount(block) == gone[block] for block in blocks)
 
     def num_matched(self, seq: SequenceBlocks, token_ids: Sequence[int]) -> int:
         """How many tokens of a sequence the prefix cache holds."""
@@ -330,6 +341,7 @@ class BlockManager:
         self._pins[name] = self.find(token_ids, namespace)
         for blocks in self._pins[name]:
             self.pool.share(blocks)
+            self._pinned.update(blocks)
         return len(self._pins[name][0]) * self.block_size
 
     def unpin(self, name: str) -> None:
@@ -339,6 +351,10 @@ class BlockManager:
             raise UsageError(f"{name!r} is not pinned; {pinned} is")
         for blocks in self._pins.pop(name):
             self.pool.free(reversed(blocks))
+            self._pinned.subtract(blocks)
+            for block in blocks:
+                if not self._pinned[block]:
+                    del self._pinned[block]
 
     def is_pinned(self, name: str) -> bool:
         """Whether there is a pin of this name."""
@@ -352,7 +368,7 @@ class BlockManager:
     @property
     def num_pinned(self) -> int:
         """How many blocks are pinned."""
-        return len({block for groups in self._pins.values() for blocks in groups for block in blocks})
+        return len(self._pinned)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and let go of those that are pinned."""
@@ -408,10 +424,11 @@ class BlockManager:
         """The pools are sound, and their references are exactly the tables, the pins and the host blocks."""
         self.pool.check()
         self.host_pool.check()
+        pins = [block for groups in self._pins.values() for block in itertools.chain(*groups)]
+        assert dict(self._pinned) == dict(Counter(pins)), "the pinned blocks are miscounted"
         held = [0] * self.pool.num_blocks
-        for groups in self._pins.values():
-            for block in itertools.chain(*groups):
-                held[block] += 1
+        for block in pins:
+            held[block] += 1
         for seq in self._sequences:
             for table, dropped in zip(seq.tables, seq.num_dropped, strict=True):
                 assert dropped <= len(table), "more blocks dropped than there were"

@@ -156,6 +156,11 @@ class BlockPool:
 
     # The prefix cache
 
+    @property
+    def last_serial(self) -> int:
+        """That of the block that became known last: while it stays the same, no cached prefix gets longer."""
+        return self._next_serial - 1
+
     def match(self, chain: PrefixChain, num_blocks: int, group: int = 0) -> list[BlockId]:
         """The cached blocks of the longest known prefix, at most num_blocks of them."""
         get, parents, serials, tokens = self._index.get, self._parents, self._serials, self._tokens

@@ -1,4 +1,4 @@
-"""The command line: `paged generate`, for one prompt or a file of them, and `paged simulate`.
+"""The command line: `paged generate`, for one prompt or a file of them, `paged warmup`, `paged simulate`.
 
 Everything that can be wrong with the arguments is looked at before torch is imported and the model loaded.
 Every error is one line on stderr; only generated text and results go to stdout.
@@ -26,7 +26,8 @@ from .errors import PagedError
 from .jobs import Job, check_writable, read_jobs
 from .options import option
 from .sampling_params import SamplingParams
-from .simulate.command import simulate
+from .simulate.command import WEIGHTS_HELP, simulate
+from .simulate.workload import read_shares
 
 if TYPE_CHECKING:
     from .block_manager import BlockManager
@@ -128,7 +129,7 @@ def generate(
     cpu_memory_utilization: Annotated[float | None, _engine("cpu_memory_utilization")] = None,
     enable_prefix_caching: Annotated[bool | None, _engine("enable_prefix_caching")] = None,
     scheduling_policy: Annotated[str | None, _engine("scheduling_policy")] = None,
-    tenant_weights: Annotated[list[str] | None, _engine("tenant_weights")] = None,
+    tenant_weights: Annotated[list[str] | None, typer.Option(help=WEIGHTS_HELP)] = None,
     long_prefill_token_threshold: Annotated[int | None, _engine("long_prefill_token_threshold")] = None,
     max_num_partial_prefills: Annotated[int | None, _engine("max_num_partial_prefills")] = None,
     max_waiting: Annotated[int | None, _engine("max_waiting")] = None,
@@ -144,7 +145,7 @@ def generate(
     options = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
     options.pop("seed", None)  # --seed is the one of SamplingParams
     if "tenant_weights" in options:
-        options["tenant_weights"] = _weights(options["tenant_weights"])
+        options["tenant_weights"] = read_shares("tenant_weights", options["tenant_weights"])
     EngineConfig.from_kwargs(**options)
     params = SamplingParams(**sampling)
     if prompts is None:
@@ -168,20 +169,24 @@ def generate(
     return 0
 
 
+@app.command()
+def warmup(
+    model: Annotated[str, typer.Argument(help="As in generate.")] = "demo",
+    dtype: Annotated[str | None, _engine("dtype")] = None,
+    device: Annotated[str | None, _engine("device")] = None,
+    block_size: Annotated[int | None, _engine("block_size")] = None,
+    max_model_len: Annotated[int | None, _engine("max_model_len")] = None,
+    attention_backend: Annotated[str | None, _engine("attention_backend")] = None,
+) -> int:
+    """Compile the kernels a model needs, so that engines start at once; Triton keeps them on disk."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    EngineConfig.from_kwargs(**given)
+    num_kernels = _start(given | {"skip_tokenizer_init": True}).num_kernels
+    print(f"{num_kernels} kernels ready" if num_kernels else "nothing to compile: no Triton kernels run here")
+    return 0
+
+
 app.command()(simulate)
-
-
-def _weights(given: list[str]) -> dict[str, float]:
-    weights = {}
-    for text in given:
-        tenant, separator, number = text.rpartition("=")
-        try:
-            weights[tenant] = float(number)
-        except ValueError:
-            separator = ""
-        if not separator:
-            raise CliError(f"--tenant-weights must be TENANT=NUMBER, got {text!r}")
-    return weights
 
 
 def _read_stdin() -> str:

@@ -50,7 +50,7 @@ class EngineConfig:
     max_waiting: how many requests may wait before others are refused; None sets no limit.
     watermark: share of the blocks left free when a request is admitted, for those running to grow into.
     preemption_mode: what happens to the KV of a request that gives its blocks to others: "recompute" it,
-        "swap" it to host memory, or "auto", whichever is estimated to take less time.
+        "swap" it to host memory, which needs swap_space, or "auto", whichever is estimated to take less time.
     max_preemptions: how often that may happen to a request before it is protected from it.
     swap_space: host memory for swapping in GiB; None takes 4 beside a GPU and 0 on a CPU.
     attention_backend: "triton" or "torch"; "auto" takes triton on a GPU and torch on a CPU.
@@ -122,6 +122,10 @@ class EngineConfig:
         check_number(ConfigError, "watermark", self.watermark, 0.0, 0.5)
         if self.swap_space is not None:
             check_number(ConfigError, "swap_space", self.swap_space, 0.0)
+            if self.swap_space and self.preemption_mode == "recompute":
+                raise ConfigError(
+                    f"swap_space {self.swap_space:g} is no use to preemption_mode 'recompute'; leave one out"
+                )
 
 
 def check_policy(name: str, weights: object) -> None:

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
 import torch
 
 from .config import EngineConfig
 from .errors import ConfigError
-
-# What a step computes at most, and host memory for swapping in GiB, unless the options say so.
-MAX_BATCHED_TOKENS = {"cuda": 8192, "cpu": 512}
-SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
-
-
-class HostRates(NamedTuple):
-    """What a device does in a second, roughly: half of what the least of its kind promise."""
-
-    flops_per_s: float
-    bytes_per_s: float  # to or from the host
-
-
-HOST_RATES = {"cuda": HostRates(100e12, 12e9), "cpu": HostRates(100e9, 5e9)}
 
 
 def resolve_device(name: str) -> torch.device:

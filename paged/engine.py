@@ -7,8 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from numbers import Integral
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from .config import EngineConfig
 from .errors import RequestError, UnknownArgumentError, UsageError
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
-from .policies import new_policy
 from .request import Request, RequestGroup, RequestOutput, RequestStatus
-from .request_factory import Prompt, RequestFactory, Terms
+from .request_factory import Prompt, RequestFactory, Terms, as_list, per_prompt
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler
 from .stats import EngineStats
 from .tokenizer import Tokenizer
 from .weights import read_config, read_eos_token_ids, resolve
@@ -52,10 +49,14 @@ class LLMEngine:
         # Ids outside the vocabulary, such as the -1 of models that have no EOS, are never sampled.
         vocabulary = range(self.model_config.vocab_size)
         self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
-        self.max_model_len = runner.max_model_len
-        cache = runner.kv_cache
-        self.block_manager = runner.new_block_manager(cache.num_blocks, cache.num_host_blocks)
-        self.scheduler = self._new_scheduler()
+        started = time.perf_counter()
+        self.num_kernels = runner.warm_up()
+        if self.num_kernels:
+            logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
+        sizes, cache = runner.sizes, runner.kv_cache
+        self.max_model_len = sizes.max_model_len
+        self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
+        self.scheduler = sizes.new_scheduler(self.block_manager)
         self._factory = RequestFactory(
             self.model_config,
             self.block_manager,
@@ -68,30 +69,11 @@ class LLMEngine:
         self._groups: dict[str, RequestGroup] = {}  # unfinished
         self._with_stops: set[RequestGroup] = set()  # of them, those with stop strings
         self._outputs = OutputProcessor(self.tokenizer)
+        self._finished: dict[RequestGroup, None] = {}  # of the unfinished, those whose last output is due
         self._undelivered: list[RequestOutput] = []  # finished while generate() waited for others
         self._ids = itertools.count()
         self._fingerprint: str | None = None
         logger.info(self.describe())
-
-    def _new_scheduler(self) -> Scheduler:
-        config, manager = self.config, self.block_manager
-        policy = new_policy(
-            config.scheduling_policy,
-            lambda request: manager.num_matched(request.blocks, request.token_ids),
-            config.tenant_weights,
-        )
-        return Scheduler(
-            manager,
-            policy=policy,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=self.runner.max_num_batched_tokens,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            max_num_partial_prefills=config.max_num_partial_prefills,
-            watermark=config.watermark,
-            max_waiting=config.max_waiting,
-            max_preemptions=config.max_preemptions,
-            swap_pays=self.runner.swap_pays if self.runner.kv_cache.num_host_blocks else None,
-        )
 
     def describe(self) -> str:
         """The model and its KV cache in one line."""
@@ -125,14 +107,14 @@ class LLMEngine:
 
         Raises RequestError, before anything runs, if one of the prompts or parameters is wrong.
         """
-        listed = _as_list(prompts)
+        listed = as_list(prompts)
         columns = {
             "sampling_params": SamplingParams() if sampling_params is None else sampling_params,
             "priority": priority,
             "tenant": tenant,
             "timeout_s": timeout_s,
         }
-        rows = zip(*(_per_prompt(name, value, len(listed)) for name, value in columns.items()), strict=True)
+        rows = zip(*(per_prompt(name, value, len(listed)) for name, value in columns.items()), strict=True)
         groups: list[RequestGroup] = []
         try:
             for i, (prompt, (params, *terms)) in enumerate(zip(listed, rows, strict=True)):
@@ -215,18 +197,19 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns what every request that got a token has so far, and who finished."""
+        advanced = self._advance()
+        outputs = self._outputs_of(dict.fromkeys([*self._groups_of(advanced), *self._finished]))
         delivered, self._undelivered = self._undelivered, []
-        advanced, finished = self._advance()
-        groups = dict.fromkeys(self._groups[r.request_id] for r in advanced if r.request_id in self._groups)
-        return delivered + [self._outputs.output(group) for group in dict.fromkeys([*groups, *finished])]
+        return delivered + outputs
 
     # Prefixes
 
     def pin_prefix(self, prompt: Prompt) -> int:
-        """Keep the KV of a prompt's full blocks resident until `unpin_prefix`, computing it where needed.
+        """Keep the KV of a prompt's full blocks resident, computing it where needed.
 
-        Returns how many tokens that are. Raises RequestError if they fill no block or do not fit beside the
-        requests there are.
+        Until `unpin_prefix`, `reset_prefix_cache`, or a step that raises: nobody knows what that one wrote.
+        Returns how many tokens that are. Raises RequestError if they fill no block, or do not stay cached or
+        fit beside the requests there are.
         """
         self._require_prefix_cache()
         parsed = self._factory.parse(prompt)
@@ -237,14 +220,15 @@ class LLMEngine:
         if self.block_manager.is_pinned(name):
             raise UsageError("this prompt is pinned already")
         self.generate([prompt], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-        num_pinned = self.scheduler.pin(name, parsed.token_ids, parsed.namespace)
-        if num_pinned < num_full:
-            if num_pinned:
-                self.block_manager.unpin(name)
+        num_cached = len(self.block_manager.find(parsed.token_ids, parsed.namespace)[0]) * size
+        if num_cached < num_full:
+            raise RequestError(f"of {num_full} tokens only {num_cached} stay cached; raise num_blocks")
+        if not self.scheduler.pin(name, parsed.token_ids, parsed.namespace):
             raise RequestError(
-                f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them"
+                f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them; "
+                "wait for these, or raise num_blocks"
             )
-        return num_pinned
+        return num_full
 
     def unpin_prefix(self, prompt: Prompt) -> None:
         """Let go of a pinned prompt. It stays cached until its blocks are needed.
@@ -304,10 +288,9 @@ class LLMEngine:
             while len(outputs) < len(groups):
                 while pending and self._may_wait():
                     self.scheduler.add(pending.popleft().samples[0])
-                advanced, finished = self._advance()
-                num_tokens += len(advanced)
-                for group in finished:
-                    output = self._outputs.output(group)
+                num_tokens += len(self._advance())
+                finished = [*self._finished]
+                for group, output in zip(finished, self._outputs_of(finished), strict=True):
                     if group in own:
                         outputs[group.request_id] = output
                         rate = num_tokens / (time.perf_counter() - started)
@@ -321,32 +304,36 @@ class LLMEngine:
         most = self.config.max_waiting
         return most is None or self.scheduler.num_waiting < most
 
-    def _advance(self) -> tuple[list[Request], list[RequestGroup]]:
-        """Run one step. Returns the requests that got a token or an error, and who finished."""
+    def _advance(self) -> list[Request]:
+        """Run one step. Returns the requests that got a token or an error; `_finished` gets who finished."""
         scheduler, advanced = self.scheduler, list[Request]()
-        ended = scheduler.expire()
-        schedule = scheduler.schedule()
-        if not schedule.is_empty:
-            try:
+        try:
+            ended = scheduler.expire()
+            schedule = scheduler.schedule()
+            if not schedule.is_empty:
                 tokens = self.runner.execute(schedule)
-            except BaseException:
-                scheduler.cancel()
-                raise
-            num_finished = scheduler.counters.num_finished
-            advanced = scheduler.update(schedule, tokens)
-            num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
-            # Most steps finish nobody, and need not be looked through.
-            if num_stopped or scheduler.counters.num_finished > num_finished:
-                ended += [request for request in advanced if request.finish_reason is not None]
-        if not ended:
-            return advanced, []
-        scheduler.release_finished()
-        groups = dict.fromkeys(self._groups[r.request_id] for r in ended if r.request_id in self._groups)
-        finished = [group for group in groups if group.finished]
-        for group in finished:
-            self._groups.pop(group.request_id)
-            self._with_stops.discard(group)
-        return advanced, finished
+                num_finished = scheduler.counters.num_finished
+                advanced = scheduler.update(schedule, tokens)
+                num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
+                # Most steps finish nobody, and need not be looked through.
+                if num_stopped or scheduler.counters.num_finished > num_finished:
+                    ended += [request for request in advanced if request.finish_reason is not None]
+            if ended:
+                scheduler.release_finished()
+                self._note_finished(self._groups_of(ended))
+        except BaseException:
+            self._recover()
+            raise
+        return advanced
+
+    def _recover(self) -> None:
+        """After a step that failed: whoever it ended stays ended, everybody else is computed again."""
+        # The step may have got as far as their tokens, which are not taken back.
+        unsure = [sample for group in self._with_stops for sample in group.samples]
+        self._end_at_stop_strings([s for s in unsure if not isinstance(s.stop_reason, str)])
+        self.scheduler.release_finished()
+        self.scheduler.cancel()
+        self._note_finished(self._groups.values())
 
     def _end_at_stop_strings(self, advanced: list[Request]) -> int:
         """Finish those whose newest token completes a stop string. Returns how many finished."""
@@ -354,6 +341,19 @@ class LLMEngine:
             if request.params.stop:
                 self._outputs.end_at_stop_string(request, self.scheduler.clock())
         return sum(request.finish_reason is not None for request in advanced)
+
+    def _groups_of(self, requests: list[Request]) -> Iterator[RequestGroup]:
+        return (self._groups[r.request_id] for r in requests if r.request_id in self._groups)
+
+    def _note_finished(self, groups: Iterable[RequestGroup]) -> None:
+        self._finished |= dict.fromkeys(group for group in groups if group.finished)
+
+    def _outputs_of(self, groups: Iterable[RequestGroup]) -> list[RequestOutput]:
+        """What their owners get to see. Those who finished are forgotten, once all of it is made."""
+        outputs = [self._outputs.output(group) for group in groups]
+        for group in [*self._finished]:
+            self._forget(group)
+        return outputs
 
     def _next_id(self) -> str:
         return next(i for i in map(str, self._ids) if i not in self._groups)
@@ -376,6 +376,7 @@ class LLMEngine:
 
     def _forget(self, group: RequestGroup) -> None:
         del self._groups[group.request_id]
+        self._finished.pop(group, None)
         self._with_stops.discard(group)
         self._outputs.forget(group)
 
@@ -383,23 +384,3 @@ class LLMEngine:
         self._groups[group.request_id] = group
         if group.samples[0].params.stop:
             self._with_stops.add(group)
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt, or a list of them, as a list. A list of ints is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r}")
-    if isinstance(prompts, bytes | bytearray) or (prompts and isinstance(prompts[0], Integral)):
-        return [prompts]
-    return list(prompts)
-
-
-def _per_prompt(name: str, value: Any, num_prompts: int) -> Sequence[Any]:
-    """An argument for each prompt, given for all of them or one by one."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return [value] * num_prompts
-    if len(value) != num_prompts:
-        raise RequestError(f"{len(value)} {name} for {num_prompts} prompts; give one or as many")
-    return value

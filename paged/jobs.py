@@ -40,8 +40,10 @@ def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
     return jobs
 
 
-def check_writable(output: Path, prompts: Path) -> None:
+def check_writable(output: Path, *inputs: Path) -> None:
     """Find out now, not after everything is computed, that the results cannot be written.
+
+    inputs: files that must not be overwritten.
 
     Raises RequestError naming the file.
     """
@@ -49,8 +51,8 @@ def check_writable(output: Path, prompts: Path) -> None:
         raise RequestError(f"{output}: no such directory: {output.parent}")
     if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
         raise RequestError(f"{output}: not a file that can be written")
-    if output.exists() and output.samefile(prompts):
-        raise RequestError(f"{output}: --output would overwrite the prompts")
+    if output.exists() and any(output.samefile(file) for file in inputs):
+        raise RequestError(f"{output}: this would overwrite the input; name another file")
 
 
 def _parse_text(line: str, sampling: dict[str, Any]) -> Job:

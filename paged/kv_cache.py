@@ -80,8 +80,3 @@ class KVCache:
 
 def _as_tensor(pairs: Pairs, device: torch.device) -> Tensor:
     return torch.tensor(pairs, dtype=torch.int64).to(device)
-
-
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over the layers of its group."""
-    return config.kv_elements_per_slot * block_size * dtype.itemsize

@@ -152,22 +152,28 @@ class Attention(nn.Module):
         self.split_sizes = [q_size, kv_size, kv_size]
         self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
         self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, kernels) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, kernels) if config.qk_norm else None
+        self.eps = config.rms_norm_eps
+        self.query_norm_weight = self.key_norm_weight = None
+        if config.qk_norm:
+            self.query_norm_weight = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
+            self.key_norm_weight = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
 
     def forward(
         self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> the same
-        # Views into one [num_tokens, q_size + 2 * kv_size]
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(hidden).split(self.split_sizes, -1)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        self.kernels.rotary(query, key, *cos_sin)
+        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
         key_cache, value_cache = kv_cache.layer(self.layer)
         group = kv_cache.group_of[self.layer]
-        self.kernels.store_kv(key, value, key_cache, value_cache, batch.slot_mapping[group])
+        query = self.kernels.rotary_store_kv(
+            qkv,
+            *cos_sin,
+            key_cache,
+            value_cache,
+            batch.slot_mapping[group],
+            query_norm_weight=self.query_norm_weight,
+            key_norm_weight=self.key_norm_weight,
+            eps=self.eps,
+        )
         attended = self.kernels.paged_attention(
             query,
             key_cache,
@@ -189,9 +195,9 @@ class Attention(nn.Module):
         tensors |= _split_rows(names, self.qkv, self.split_sizes)
         if self.output.bias is not None:
             tensors["self_attn.o_proj.bias"] = self.output.bias
-        if self.q_norm is not None and self.k_norm is not None:
-            tensors["self_attn.q_norm.weight"] = self.q_norm.weight
-            tensors["self_attn.k_norm.weight"] = self.k_norm.weight
+        if self.query_norm_weight is not None and self.key_norm_weight is not None:
+            tensors["self_attn.q_norm.weight"] = self.query_norm_weight
+            tensors["self_attn.k_norm.weight"] = self.key_norm_weight
         return tensors
 
 

@@ -7,14 +7,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from .batch import BatchBuilder
-from .block_manager import BlockManager
 from .config import EngineConfig
 from .devices import (
-    HOST_RATES,
-    MAX_BATCHED_TOKENS,
-    SWAP_SPACE,
     kv_bytes_on_cpu,
     kv_bytes_on_gpu,
     resolve_backend,
@@ -22,8 +19,9 @@ from .devices import (
     resolve_dtype,
 )
 from .errors import ConfigError
-from .kernels.backend import load_kernels
-from .kv_cache import KVCache, block_bytes
+from .kernels.attention_config import SPLIT
+from .kernels.backend import in_interpreter, listening, load_kernels
+from .kv_cache import KVCache
 from .layers import can_pack
 from .models.config import ModelConfig
 from .models.decoder import Decoder
@@ -32,6 +30,7 @@ from .sampler import sample
 from .sampling_params import SamplingParams
 from .schedule import Schedule
 from .scheduler import Scheduler
+from .sizes import Sizes
 from .weights import check_weights, load_weights, torch_dtype
 
 
@@ -47,12 +46,7 @@ class ModelRunner:
         self.config, self.model_config = config, model_config
         self.device = resolve_device(config.device)
         self.dtype = torch_dtype(resolve_dtype(config.dtype, model_config.dtype, self.device))
-        self.max_num_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS[self.device.type]
-        self.max_model_len = config.max_model_len or model_config.max_context
-        if self.max_model_len > model_config.max_context:
-            raise ConfigError(
-                f"max_model_len {self.max_model_len} is more than the {model_config.max_context} of the model"
-            )
+        self.sizes = Sizes(config, model_config, self.device.type, self.dtype.itemsize)
         kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
         with torch.device("meta"):
             # Before anything is allocated: a config that disagrees may ask for any amount.
@@ -60,14 +54,13 @@ class ModelRunner:
         with torch.device(self.device), _default_dtype(self.dtype):
             self.model = Decoder(model_config, kernels).to(self.device)
         load_weights(self.model.hf_tensors(), directory, use_tqdm=use_tqdm)
-        self.num_parameters = sum(p.numel() for p in self.model.parameters())
         if can_pack(self.device, self.dtype):
             self.model.pack_linears()
         self.batch_builder = BatchBuilder(
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
         num_blocks = config.num_blocks or self._num_blocks_that_fit()
-        self.kv_cache = self._new_kv_cache(num_blocks, self._num_host_blocks())
+        self.kv_cache = self._new_kv_cache(num_blocks, self.sizes.num_host_blocks)
 
     def execute(self, schedule: Schedule) -> list[int | None]:
         """Run one step. Returns what `Scheduler.update` takes: one token for each of schedule.sampled."""
@@ -80,19 +73,6 @@ class ModelRunner:
             logits = self.model(self.batch_builder.build(schedule), self.kv_cache)
             return sample(logits, schedule.sampled_requests)
 
-    def swap_pays(self, num_tokens: int) -> bool:
-        """Whether moving a sequence's KV to the host and back takes less time than computing it again.
-
-        By estimate: the FLOPs of its linears and attention, against its bytes twice over the host link.
-        """
-        if self.config.preemption_mode != "auto":
-            return self.config.preemption_mode == "swap"
-        config, rates = self.model_config, HOST_RATES[self.device.type]
-        kv_bytes = num_tokens * config.kv_elements_per_slot * len(config.layer_groups) * self.dtype.itemsize
-        attention = 2 * num_tokens**2 * config.num_layers * config.num_heads * config.head_dim
-        recompute_s = (2 * self.num_parameters * num_tokens + attention) / rates.flops_per_s
-        return 2 * kv_bytes / rates.bytes_per_s < recompute_s
-
     def _copy_blocks(self, schedule: Schedule) -> None:
         if schedule.swap_out:
             self.kv_cache.swap_out(schedule.swap_out)
@@ -101,14 +81,6 @@ class ModelRunner:
         if schedule.copies:
             self.kv_cache.copy_blocks(schedule.copies, self.model.kernels)
 
-    def _num_host_blocks(self) -> int:
-        space = self.config.swap_space
-        if space is None:
-            space = SWAP_SPACE[self.device.type]
-        if self.config.preemption_mode == "recompute":
-            return 0
-        return int(space * 2**30) // block_bytes(self.model_config, self.config.block_size, self.dtype)
-
     def _new_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
         block_size = self.config.block_size
         try:
@@ -116,7 +88,7 @@ class ModelRunner:
                 self.model_config, num_blocks, block_size, self.dtype, self.device, num_host_blocks
             )
         except RuntimeError as error:  # torch has no narrower one for a CPU
-            size = block_bytes(self.model_config, block_size, self.dtype) / 2**30
+            size = self.sizes.block_bytes / 2**30
             host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""
             raise ConfigError(
                 f"no memory for num_blocks {num_blocks}: {num_blocks * size:,.1f} GiB{host} cannot be "
@@ -127,43 +99,43 @@ class ModelRunner:
         if self.device.type == "cpu":
             free = kv_bytes_on_cpu(self.config)
         else:
-            free = kv_bytes_on_gpu(self.config, self.device, self._profile())
-        size = block_bytes(self.model_config, self.config.block_size, self.dtype)
-        # More than every request at full length could fill is of no use.
-        most = self.config.max_num_seqs * -(-self.max_model_len // self.config.block_size)
-        most *= len(self.model_config.layer_groups)
+            free = kv_bytes_on_gpu(self.config, self.device, self._profile()) - self._most_partial_bytes()
+        size = self.sizes.block_bytes
         if free < size:
             raise ConfigError(
                 f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, one block takes "
                 f"{size / 2**20:,.2f} MiB; raise {'cpu' if self.device.type == 'cpu' else 'gpu'}"
                 "_memory_utilization or lower max_num_batched_tokens"
             )
-        return min(free // size, most)
+        return min(free // size, self.sizes.most_blocks)
 
-    def new_block_manager(self, num_blocks: int, num_host_blocks: int = 0) -> BlockManager:
-        """A manager for so many blocks of this model."""
-        config, budget = self.config, self.max_num_batched_tokens
-        return BlockManager(
-            num_blocks,
-            config.block_size,
-            windows=[group.window for group in self.model_config.layer_groups],
-            max_step_tokens=min(config.long_prefill_token_threshold or budget, budget),
-            num_host_blocks=num_host_blocks,
-            enable_prefix_caching=config.enable_prefix_caching,
+    def _most_partial_bytes(self) -> int:
+        """What split decodes take at most: the profiled step has none."""
+        if self.model.kernels.name != "triton":
+            return 0
+        from .kernels.split_kv import most_partial_bytes
+
+        sizes, model = self.sizes, self.model_config
+        return most_partial_bytes(
+            self.config.max_num_seqs, sizes.max_model_len, model.num_heads, model.head_dim, SPLIT
         )
 
     def _profile(self) -> int:
         """Run a step of the largest size. Returns the bytes that torch held at its peak, KV not counted."""
         lengths = self._largest_step()
         params = SamplingParams(top_k=50, top_p=0.9, min_p=0.1)  # what takes most memory to sample
-        blocks = self.new_block_manager(
+        blocks = self.sizes.new_block_manager(
             len(self.model_config.layer_groups) * sum(-(-n // self.config.block_size) for n in lengths)
         )
         scheduler = Scheduler(
             blocks, max_num_seqs=len(lengths), max_num_batched_tokens=sum(lengths), watermark=0.0
         )
         for i, n in enumerate(lengths):
-            scheduler.add(Request(str(i), None, [0] * n, params, n + 1, frozenset(), 0))
+            # Each in a namespace of its own: what one finds of another's blocks is not computed.
+            name = str(i)
+            scheduler.add(
+                Request(name, None, [0] * n, params, n + 1, frozenset(), 0, namespace=name.encode())
+            )
         schedule = scheduler.schedule()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.kv_cache = self._new_kv_cache(blocks.pool.num_blocks)
@@ -174,10 +146,40 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return peak
 
+    def warm_up(self) -> int:
+        """Compile what the model needs, so that no request waits for it. Returns how many kernels that are.
+
+        None where the torch backend or the interpreter runs. It writes into the KV cache, which nobody may be
+        using. Triton keeps what it compiled on disk: the next start takes a fraction of the time.
+        """
+        kernels, num_blocks = self.model.kernels, self.kv_cache.num_blocks
+        if kernels.name != "triton" or in_interpreter():
+            return 0
+        with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, listening(bar.update):
+            self.execute(self._end_of_a_prompt())
+            if num_blocks > 1:
+                self.kv_cache.copy_blocks([(0, num_blocks - 1)], kernels)
+            return int(bar.n)
+
+    def _end_of_a_prompt(self) -> Schedule:
+        """As much of a prompt as a step takes, behind so many tokens that a decode would be split."""
+        blocks = self.sizes.new_block_manager(self.kv_cache.num_blocks)
+        length = blocks.longest_fit(min(2 * SPLIT, self.sizes.max_model_len - 1))
+        num_new = min(length, self.sizes.max_step_tokens)
+        params = SamplingParams(temperature=0.0)
+        request = Request("", None, [0] * length, params, length + 1, frozenset(), 0)
+        request.num_computed_tokens = length - num_new
+        request.blocks = blocks.open(request.token_ids)
+        blocks.start(request.blocks, [[] for _ in blocks.windows])
+        for start, end in ((0, length - num_new), (length - num_new, length)):
+            assert blocks.grow(request.blocks, start, end, []), "no room for what fits"
+        return Schedule([request], [num_new], [request], [0], num_tokens=num_new)
+
     def _largest_step(self) -> list[int]:
         """The token budget as the most sequences there may be, so that the logits are largest too."""
-        num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
-        share, rest = divmod(min(self.max_num_batched_tokens, num_seqs * self.max_model_len), num_seqs)
+        budget = self.sizes.max_num_batched_tokens
+        num_seqs = min(self.config.max_num_seqs, budget)
+        share, rest = divmod(min(budget, num_seqs * self.sizes.max_model_len), num_seqs)
         return [share + (i < rest) for i in range(num_seqs)]
 
 

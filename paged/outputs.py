@@ -17,32 +17,28 @@ class OutputProcessor:
         """Finish a request whose newest token completes one of its stop strings, and cut its text there."""
         detokenizer = self._update(request)
         assert detokenizer is not None, "stop strings were admitted without a tokenizer"
-        text, stops = detokenizer.text, request.params.stop
-        if request.num_output_tokens <= request.params.min_tokens:
-            detokenizer.search_from = len(text)
-            return
-        found = [(at, s) for s in stops if (at := text.find(s, detokenizer.search_from)) >= 0]
-        if found:
+        text, searched = detokenizer.text, detokenizer.num_searched
+        # It may begin in what was looked at, or did not count for min_tokens, but must end behind that.
+        starts = ((text.find(s, max(0, searched - len(s) + 1)), s) for s in request.params.stop)
+        found = [(at, s) for at, s in starts if at >= 0]
+        if found and request.num_output_tokens > request.params.min_tokens:
             at, stop = min(found)
             detokenizer.text = text[:at]
             request.finish("stop", now, stop)
         else:
-            # What was looked at needs no second look, but for the beginning of a stop string at its end.
-            detokenizer.search_from = max(detokenizer.search_from, len(text) - max(map(len, stops)) + 1)
+            detokenizer.num_searched = len(text)
 
     def output(self, group: RequestGroup) -> RequestOutput:
-        """The request so far. A finished one is forgotten: ask once."""
-        finished, first = group.finished, group.samples[0]
-        outputs = [self._completion(sample) for sample in group.samples]
-        if finished:
-            self.forget(group)
+        """The request so far."""
+        first = group.samples[0]
+        cached = first.num_cached_tokens  # of a fork, those that its parent had generated are among them
         return RequestOutput(
             request_id=group.request_id,
             prompt=first.prompt,
             prompt_token_ids=first.prompt_token_ids,
-            outputs=outputs,
-            finished=finished,
-            num_cached_tokens=first.num_cached_tokens,
+            outputs=[self._completion(sample) for sample in group.samples],
+            finished=group.finished,
+            num_cached_tokens=cached and min(cached, first.num_prompt_tokens),
             metrics=first.metrics,
         )
 

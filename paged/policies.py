@@ -7,7 +7,7 @@ the highest rank first, and only from ranks above one's own.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -81,9 +81,13 @@ class FirstComeFirstServed:
         _, head = heapq.heappop(self._heap)
         assert head is request, "somebody else was at the head of the queue"
 
-    def remove(self, request: Request) -> None:  # noqa: ARG002  (it is known by its status)
+    def remove(self, request: Request) -> None:
         """Leave the queue from anywhere."""
         self._num_removed += 1
+        # Behind a head that waits for long they would pile up.
+        if self._num_removed > len(self._heap) // 2:
+            self._heap = sorted((r.rank, r) for r in self if r is not request)
+            self._num_removed = 0
 
     def generated(self, requests: Iterable[Request]) -> None:
         """Nothing to book."""
@@ -109,7 +113,7 @@ class LongestPrefixMatch:
     """Whoever has most of its prompt in the prefix cache first, as in SGLang; then by arrival.
 
     Looks at the WINDOW oldest only, so that the queue's length costs nothing. The oldest is overtaken
-    at most MAX_OVERTAKES times.
+    at most MAX_OVERTAKES times; those who ran before stand in front of it.
     """
 
     preempts = False
@@ -128,7 +132,7 @@ class LongestPrefixMatch:
     def push(self, request: Request) -> None:
         """Enter the queue; somebody who ran before goes to its front."""
         self._queue[request.arrival] = request
-        if request.metrics.num_preemptions:
+        if request.ran_before:
             self._queue.move_to_end(request.arrival, last=False)
 
     def peek(self) -> Request | None:
@@ -142,13 +146,13 @@ class LongestPrefixMatch:
 
     def pop(self, request: Request) -> None:
         """Leave the queue."""
-        overtakes = next(iter(self._queue)) != request.arrival
-        self._num_overtakes = self._num_overtakes + 1 if overtakes else 0
-        del self._queue[request.arrival]
+        self._num_overtakes += not request.ran_before
+        self.remove(request)
 
     def remove(self, request: Request) -> None:
         """Leave the queue."""
-        if next(iter(self._queue)) == request.arrival:
+        # Behind somebody who ran before the oldest is still the same.
+        if next(iter(self._queue)) == request.arrival and not request.ran_before:
             self._num_overtakes = 0
         del self._queue[request.arrival]
 
@@ -177,12 +181,15 @@ class Fair:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self.service: dict[str, float] = {}  # the counters: service received, by weight
-        self._queues: dict[str, deque[Request]] = {}  # tenants with requests waiting
-        # Their counters, as they were some time ago; some of these tenants have left since.
-        self._heap: list[tuple[float, str]] = []
+        # Tenants with requests waiting, these by arrival.
+        self._queues: dict[str, OrderedDict[int, Request]] = {}
+        # Their counters, as they were some time ago, and the arrivals since which they wait; some of these
+        # tenants have left since.
+        self._heap: list[tuple[float, int, str]] = []
         self._in_heap: set[str] = set()
-        self._last_to_leave: str | None = None
+        self._last_to_leave = ""
         self._num_waiting = 0
+        self._forget_at = 64
 
     def rank(self, request: Request) -> Rank:
         """By arrival."""
@@ -192,50 +199,49 @@ class Fair:
         """Wait in the tenant's own queue; a tenant that had none gets no credit for the time without."""
         tenant = request.tenant
         if tenant not in self._queues:
-            if self._queues:
-                floor = min(self.service[other] for other in self._queues)
-            else:
-                floor = self.service.get(self._last_to_leave or "", 0.0)
+            floor = self._floor()
             self.service[tenant] = max(self.service.get(tenant, 0.0), floor)
-            self._queues[tenant] = deque()
+            self._queues[tenant] = OrderedDict()
             if tenant not in self._in_heap:
                 self._in_heap.add(tenant)
-                heapq.heappush(self._heap, (self.service[tenant], tenant))
-        if request.metrics.num_preemptions:
-            self._queues[tenant].appendleft(request)
-        else:
-            self._queues[tenant].append(request)
+                heapq.heappush(self._heap, (self.service[tenant], request.arrival, tenant))
+            if len(self.service) > self._forget_at:
+                self._forget(floor)
+        self._queues[tenant][request.arrival] = request
+        if request.ran_before:
+            self._queues[tenant].move_to_end(request.arrival, last=False)
         self._num_waiting += 1
 
     def peek(self) -> Request | None:
         """The first request of the tenant with the lowest counter."""
         while self._heap:
-            counter, tenant = self._heap[0]
+            counter, arrival, tenant = self._heap[0]
             queue = self._queues.get(tenant)
             if queue is None:
                 heapq.heappop(self._heap)
                 self._in_heap.remove(tenant)
             elif counter != self.service[tenant]:  # counters only grow: put it where it belongs now
-                heapq.heapreplace(self._heap, (self.service[tenant], tenant))
-            elif queue[0].status is RequestStatus.FINISHED:
-                queue.popleft()
-                self._leave(tenant)
+                heapq.heapreplace(self._heap, (self.service[tenant], arrival, tenant))
             else:
-                return queue[0]
+                return next(iter(queue.values()))
         return None
 
     def pop(self, request: Request) -> None:
         """Leave the queue, charged for the prompt the first time."""
-        head = self._queues[request.tenant].popleft()
+        head = next(iter(self._queues[request.tenant].values()))
         assert head is request, "somebody else was at the head of the queue"
-        self._num_waiting -= 1
-        if not request.metrics.num_preemptions:
+        if not request.ran_before:
             self._charge(request, self.INPUT_COST * request.num_prompt_tokens)
-        self._leave(request.tenant)
+        self.remove(request)
 
-    def remove(self, request: Request) -> None:  # noqa: ARG002  (it is known by its status)
+    def remove(self, request: Request) -> None:
         """Leave the queue from anywhere."""
+        tenant = request.tenant
+        del self._queues[tenant][request.arrival]
         self._num_waiting -= 1
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+            self._last_to_leave = tenant
 
     def generated(self, requests: Iterable[Request]) -> None:
         """Charge a token each."""
@@ -244,20 +250,27 @@ class Fair:
 
     def _charge(self, request: Request, cost: float) -> None:
         tenant = request.tenant
-        # A fork's tenant may never have waited.
-        self.service[tenant] = self.service.get(tenant, 0.0) + cost / self._weights.get(tenant, 1.0)
+        if tenant not in self.service:  # forgotten, or that of a fork who never waited
+            self.service[tenant] = self._floor()
+        self.service[tenant] += cost / self._weights.get(tenant, 1.0)
 
-    def _leave(self, tenant: str) -> None:
-        if not self._queues[tenant]:
-            del self._queues[tenant]
-            self._last_to_leave = tenant
+    def _floor(self) -> float:
+        """Where a tenant begins: level with the lowest who wait, or with who was the last to."""
+        head = self.peek()
+        return self.service.get(self._last_to_leave if head is None else head.tenant, 0.0)
+
+    def _forget(self, floor: float) -> None:
+        """Drop the tenants who do not wait and would come back at the floor, so that many may come and go."""
+        self.service = {t: c for t, c in self.service.items() if t in self._queues or c > floor}
+        self._heap = sorted(entry for entry in self._heap if entry[-1] in self._queues)
+        self._in_heap = set(self._queues)
+        self._forget_at = 2 * len(self.service) + 64
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
-        waiting = (request for queue in self._queues.values() for request in queue)
-        return (r for r in waiting if r.status is not RequestStatus.FINISHED)
+        return (request for queue in self._queues.values() for request in queue.values())
 
 
 def new_policy(

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .block_manager import BlockManager
-from .block_pool import BlockId
+from .block_pool import BlockId, BlockPool
 from .errors import CheckpointError, RequestError
 from .kv_cache import KVCache
 from .models.config import ModelConfig
@@ -21,6 +21,7 @@ from .prefix_chain import first_digest, key_of, sha256_block
 from .request_factory import ParsedPrompt
 
 FORMAT = "paged-prefix-1"
+Entry = tuple[bytes, int, int, bytes]  # of a block: tokens, place of its predecessor, group, namespace
 
 
 def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype) -> str:
@@ -86,31 +87,33 @@ def load(path: Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str)
             raise CheckpointError(
                 f"{path} was saved for {what}: its {name} is {metadata.get(name)!r}, this engine's {value!r}"
             )
-    entries = _entries(path, tensors, metadata, kv_cache)
-    loaded: list[tuple[BlockId, int]] = []  # and its place in the file
+    return _put(_entries(path, tensors, metadata, kv_cache), tensors["kv"], manager.pool, kv_cache)
+
+
+def _put(entries: list[Entry], kv: Tensor, pool: BlockPool, kv_cache: KVCache) -> int:
+    """Fill free blocks, as far as they go, with what is not cached yet. Returns how many."""
+    loaded: list[BlockId] = []
     known: list[BlockId | None] = []
     digests: list[bytes] = []
-    pool = manager.pool
-    for i, (tokens, predecessor, group, namespace) in enumerate(entries):
-        before = first_digest(namespace) if predecessor < 0 else digests[predecessor]
-        digests.append(sha256_block(before, tokens))
-        behind = None if predecessor < 0 else known[predecessor]
-        if (predecessor >= 0 and behind is None) or not pool.num_free:
-            known.append(None)
-            continue
-        allocated = pool.allocate(1)
-        assert allocated is not None, "a free block cannot be had"
-        parent = 0 if behind is None else pool.serial(behind)
-        block = pool.adopt(allocated[0], key_of(digests[i]), tokens, parent, namespace, group)
-        known.append(block)
-        if block == allocated[0]:
-            loaded.append((block, i))
-        else:
-            pool.free(allocated)  # it is cached already
-    if loaded:
-        blocks, places = map(list, zip(*loaded, strict=True))
-        kv_cache.data[:, :, blocks] = tensors["kv"][:, :, places].to(kv_cache.data.device)
-        pool.free(reversed(blocks))
+    try:
+        for i, (tokens, predecessor, group, namespace) in enumerate(entries):
+            before = first_digest(namespace) if predecessor < 0 else digests[predecessor]
+            digests.append(sha256_block(before, tokens))
+            behind = None if predecessor < 0 else known[predecessor]
+            if (predecessor >= 0 and behind is None) or not pool.num_free:
+                known.append(None)
+                continue
+            allocated = pool.allocate(1)
+            assert allocated is not None, "a free block cannot be had"
+            loaded += allocated
+            # Before anybody can find it: this may fail, or be interrupted.
+            kv_cache.data[:, :, allocated[0]] = kv[:, :, i]
+            parent = 0 if behind is None else pool.serial(behind)
+            known.append(pool.adopt(allocated[0], key_of(digests[i]), tokens, parent, namespace, group))
+            if known[-1] != allocated[0]:
+                pool.free([loaded.pop()])  # it is cached already
+    finally:
+        pool.free(reversed(loaded))
     return len(loaded)
 
 
@@ -125,22 +128,22 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _entries(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], kv_cache: KVCache
-) -> list[tuple[bytes, int, int, bytes]]:
-    """Tokens, place of the predecessor, group and namespace of every block, all checked."""
+) -> list[Entry]:
+    """What the file says of every block, all checked."""
     try:
-        kv, token_ids = tensors["kv"], tensors["token_ids"]
-        predecessors, groups = tensors["predecessors"].tolist(), tensors["groups"].tolist()
+        kv, token_ids, *numbers = (tensors[name] for name in ("kv", "token_ids", "predecessors", "groups"))
         namespaces = {int(i): bytes.fromhex(text) for i, text in json.loads(metadata["namespaces"]).items()}
-    except (KeyError, ValueError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
-    num_blocks, shape = len(token_ids), list(kv_cache.data.shape)
-    shape[2] = num_blocks
+    shape = list(kv_cache.data.shape)
+    num_blocks = shape[2] = token_ids.shape[:1].numel()
+    predecessors, groups = (tensor.tolist() for tensor in numbers)
     sound = (
         list(kv.shape) == shape
         and kv.dtype == kv_cache.data.dtype
         and list(token_ids.shape) == [num_blocks, kv_cache.block_size]
         and token_ids.dtype == torch.int32
-        and len(predecessors) == len(groups) == num_blocks
+        and all(t.shape == (num_blocks,) and t.dtype == torch.int64 for t in numbers)
         and all(-1 <= before < i for i, before in enumerate(predecessors))
         and all(0 <= group < kv_cache.num_groups for group in groups)
         and all(before < 0 or groups[before] == groups[i] for i, before in enumerate(predecessors))

@@ -54,7 +54,7 @@ class Request:
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
     is_greedy: bool = field(init=False)  # takes the most likely token, whatever it is
-    alert_at: int = field(init=False)  # number of tokens from which on `append` has more to do than append
+    alert_at: int = field(init=False)  # number of tokens from which on each must be looked at
     index: int = 0  # among the n samples of one prompt
     siblings: Sequence[Request] = ()  # the others, until the prompt is computed
     priority: float = 0.0
@@ -92,18 +92,17 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def ran_before(self) -> bool:
+        """Whether it ran at any time, though it may wait again."""
+        return self.num_cached_tokens is not None
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append(self, token_id: int, now: float) -> None:
-        """Take a token sampled at this time, and finish if it is the last one."""
-        self.token_ids.append(token_id)
-        if len(self.token_ids) >= self.alert_at or token_id in self.stop_ids:
-            self.take_note(token_id, now)
-
     def take_note(self, token_id: int, now: float) -> None:
-        """What `append` does when the newest token is the first one, or perhaps the last."""
+        """Look at the newest token, sampled at this time: the first one, or perhaps the last."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
             self.alert_at = self.max_total_tokens
@@ -139,8 +138,9 @@ class CompletionOutput:
     """What was generated for a prompt.
 
     finish_reason: None while it runs; "stop" (EOS, a stop string or stop token), "length" (max_tokens or
-    the end of the context), "abort", or "error" (see stop_reason for the message).
-    stop_reason: the stop string or stop token id that ended it; None for EOS.
+    the end of the context), "abort", or "error".
+    stop_reason: the stop string or stop token id that ended it, None for EOS; the message of an "error", and
+        of an "abort" for timeout_s.
     """
 
     index: int

@@ -102,6 +102,8 @@ class RequestFactory:
         elif isinstance(params, SamplingParams) and params.seed is not None:
             seed = params.seed
         self._check_params(params)
+        if params.n > 1:
+            raise RequestError(f"a fork is one sequence, got n {params.n}; fork as often as there are to be")
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
         terms = Terms(priority=parent.priority, tenant=parent.tenant)
         child = self._new_request(request_id, parsed, params, terms, now, 0, seed)
@@ -238,3 +240,23 @@ def _sample_seed(seed: int, index: int) -> int:
 def _digest(text: str) -> int:
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little")
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """One prompt, or a list of them, as a list. A list of ints is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r}")
+    if isinstance(prompts, bytes | bytearray) or (prompts and isinstance(prompts[0], Integral)):
+        return [prompts]
+    return list(prompts)
+
+
+def per_prompt(name: str, value: Any, num_prompts: int) -> Sequence[Any]:
+    """An argument for each prompt, given for all of them or one by one."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise RequestError(f"{len(value)} {name} for {num_prompts} prompts; give one or as many")
+    return value

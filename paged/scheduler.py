@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from .block_manager import BlockManager
 from .errors import QueueFullError, UsageError
-from .policies import FirstComeFirstServed, Policy, Rank
+from .policies import FirstComeFirstServed, Policy
 from .request import Request, RequestStatus
 from .schedule import Schedule, SchedulerCounters
+from .waiting import Need, Room, WaitingQueue
 
 
 class Scheduler:
@@ -69,25 +72,24 @@ class Scheduler:
         self.swap_pays, self.clock = swap_pays, clock
         self.running: list[Request] = []  # by rank
         self.counters = SchedulerCounters()
-        self._protected: list[tuple[Rank, Request]] = []  # waiting, before all others
+        self._queue = WaitingQueue(self.policy)
         self._num_protected = 0  # running
         self._num_arrivals = 0
         self._num_promised_seqs = 0  # samples that will run once their prompt is computed
         self._deadlines: list[tuple[float, int, Request]] = []
-        # The head of the queue, and how many blocks it lacked when it was last looked up.
-        self._blocked: tuple[Request | None, int] = (None, 0)
+        # When the head of the queue was refused last, by what may change that, and what it needed.
+        self._refused: tuple[tuple[int, int], Need] | None = None
 
     # From outside
 
     @property
     def num_waiting(self) -> int:
         """How many requests wait."""
-        return len(self.policy) + len(self._protected)
+        return len(self._queue)
 
     def waiting(self) -> Iterator[Request]:
         """The requests that wait, roughly in order."""
-        yield from (request for _, request in sorted(self._protected))
-        yield from self.policy
+        return iter(self._queue)
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do."""
@@ -108,7 +110,7 @@ class Scheduler:
         assert 1 + len(request.siblings) <= self.max_num_seqs, "more samples than can run at once"
         request.blocks = self.block_manager.open(request.token_ids, request.namespace)
         self._enter(request)
-        self.policy.push(request)
+        self._queue.push(request)
 
     def fork(self, request: Request, child: Request) -> None:
         """Let a child of a live request, with the same tokens so far, go on by itself.
@@ -133,9 +135,11 @@ class Scheduler:
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace)
-        live = (*self.running, *self.waiting())
-        fits = all(manager.fits(request.max_total_tokens - 1) for request in live)
-        if num_tokens and fits and self._num_reserved_blocks() <= manager.pool.num_available:
+        self._refused = None  # who waits need not bring what is pinned now
+        live = itertools.chain(self.running, self.waiting())
+        longest = max((request.max_total_tokens for request in live), default=1)
+        spare = manager.pool.num_available - self._num_reserved_blocks()
+        if num_tokens and manager.fits(longest - 1) and spare >= 0:
             return num_tokens
         manager.unpin(name)
         return 0
@@ -145,11 +149,8 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._leave(request)
-        elif request.protected:
-            self._protected.remove((request.rank, request))
-            heapq.heapify(self._protected)
         else:
-            self.policy.remove(request)
+            self._queue.remove(request)
         for ended in (request, *request.siblings):
             ended.finish("abort", self.clock(), message)
         self.block_manager.release(request.blocks)
@@ -173,7 +174,7 @@ class Scheduler:
         lacking = self._schedule_decodes(schedule)
         unfinished = self._schedule_prompts(lacking, schedule) if lacking else lacking
         # Whoever was preempted for want of blocks waits for the next step.
-        if schedule.num_preempted == num_preempted and (self._protected or self.policy):
+        if schedule.num_preempted == num_preempted and len(self._queue):
             self._admit_waiting(unfinished, schedule)
         if not schedule.is_empty:
             self.block_manager.begin_step()
@@ -213,7 +214,6 @@ class Scheduler:
                 request.take_note(token, now)
                 num_finished += request.finish_reason is not None
         self._count(schedule)
-        self.counters.num_finished += num_finished
         if num_finished:
             self.release_finished()
         if num_aborted:
@@ -228,13 +228,10 @@ class Scheduler:
         """
         while self.block_manager.pool.num_steps_in_flight:
             self.block_manager.end_step()
-        for request in [*self.running]:
+        # Each goes to the front of its queue: the first of them comes last.
+        for request in reversed(self.running):
             self._leave(request)
-            request.status, request.ready = RequestStatus.WAITING, False
-            if request.protected:
-                heapq.heappush(self._protected, (request.rank, request))
-            else:
-                self.policy.push(request)
+            self._wait_again(request)
         self.running.clear()
         for request in self.waiting():
             self.block_manager.release(request.blocks)
@@ -245,6 +242,7 @@ class Scheduler:
         """Take the blocks of finished requests back."""
         finished = [r for r in self.running if r.status is RequestStatus.FINISHED]
         if finished:
+            self.counters.num_finished += len(finished)
             self.running = [r for r in self.running if r.status is not RequestStatus.FINISHED]
             for request in finished:
                 self._leave(request)
@@ -287,7 +285,7 @@ class Scheduler:
             if not request.ready:
                 continue
             missing = request.num_tokens - request.num_computed_tokens
-            num_new = min(missing, self._room(schedule))
+            num_new = min(missing, self.max_chunk, self._budget_left(schedule))
             end = request.num_computed_tokens + num_new
             # Those who decode go first, and end some time. Only where nobody does, room is made.
             if num_new and (
@@ -302,52 +300,60 @@ class Scheduler:
 
     def _admit_waiting(self, unfinished: list[Request], schedule: Schedule) -> None:
         """Let waiting requests run while there are tokens, places and blocks for them."""
+        pool = self.block_manager.pool
         # Those who run already come first.
         promised = sum(self._missing_blocks(request) for request in unfinished if not request.protected)
         promised += self._num_reserved_blocks()
-        num_partial = len(unfinished)
-        while schedule.num_tokens < self.max_num_batched_tokens:
-            request = self._head()
-            if request is None or len(request.siblings) >= self._num_seats:
-                return
-            available = self.block_manager.pool.num_available - promised
-            if not self._admit(request, available, num_partial < self.max_num_partial_prefills, schedule):
+        num_partial = self.max_num_partial_prefills - len(unfinished)
+        while self._budget_left(schedule) and self._num_seats > 0:
+            alone = not self.running and not pool.num_steps_in_flight
+            num_blocks = math.inf if alone else pool.num_available - promised
+            room = Room(self._budget_left(schedule), self._num_seats, num_partial, num_blocks)
+            request = self._admit_head(room, schedule)
+            if request is None:
                 return
             partial = request.num_computed_tokens + schedule.num_new_tokens[-1] < request.num_tokens
-            num_partial += partial
+            num_partial -= partial
             if partial or request.protected:
                 promised += self._missing_blocks(request)
 
-    def _admit(self, request: Request, available: int, in_part: bool, schedule: Schedule) -> bool:
-        """Let a request run if there are blocks for all that is known of it, or do nothing.
+    def _admit_head(self, room: Room, schedule: Schedule) -> Request | None:
+        """Let the head of the queue run, and return it, if there is room for all that is known of it."""
+        manager = self.block_manager
+        # While these stay the same it needs what it needed, or more.
+        state = (self._queue.num_changes, manager.pool.last_serial)
+        if self._refused is not None:
+            before, need = self._refused
+            if before == state and not room.first_chunk(need, self.max_chunk):
+                return None
+        request = self._queue.peek()
+        if request is None:
+            return None
+        need = self._need(request)
+        num_new = room.first_chunk(need, self.max_chunk)
+        if not num_new:
+            self._refused = (state, need)
+            return None
+        seq, start = request.blocks, need.num_computed_tokens
+        if need.hits is not None:
+            manager.start(seq, need.hits)
+        elif not manager.swap_in(seq, start, schedule.swap_in):
+            raise AssertionError("no room for a request that was admitted")
+        if not manager.grow(seq, start, start + num_new, schedule.copies):
+            raise AssertionError("no room for the first tokens of a request that was admitted")
+        self._run(request, start)
+        self._compute(request, num_new, schedule)
+        return request
 
-        in_part: whether it may begin with less than all of its tokens.
-        """
+    def _need(self, request: Request) -> Need:
+        """What a waiting request takes to run."""
         manager, seq = self.block_manager, request.blocks
-        alone = not self.running and not manager.pool.num_steps_in_flight
-        blocked, lacked = self._blocked
-        if blocked is request and available < lacked and not alone:
-            return False
         hits = manager.match(seq, request.token_ids) if seq.host is None else None
         computed = request.num_computed_tokens if hits is None else len(hits[0]) * manager.block_size
-        num_new = min(request.num_tokens - computed, self._room(schedule))
-        if computed + num_new < request.num_tokens and not in_part:
-            return False
-        # Not by its first chunk alone: it would be computed only to be preempted, again and again.
-        needed = manager.blocks_to_start(hits or (), self._num_tokens_ahead(request))
-        needed += len(request.siblings) * len(manager.windows) + self.watermark_blocks
-        if not alone and needed > available:
-            self._blocked = (request, needed)
-            return False
-        if hits is not None:
-            manager.start(seq, hits)
-        elif not manager.swap_in(seq, computed, schedule.swap_in):
-            raise AssertionError("no room for a request that was admitted")
-        if not manager.grow(seq, computed, computed + num_new, schedule.copies):
-            raise AssertionError("no room for the first tokens of a request that was admitted")
-        self._run(request, computed)
-        self._compute(request, num_new, schedule)
-        return True
+        # Not for its first chunk alone: it would be computed only to be preempted, again and again.
+        num_blocks = manager.blocks_to_start(hits or (), self._num_tokens_ahead(request))
+        num_blocks += len(request.siblings) * len(manager.windows) + self.watermark_blocks
+        return Need(hits, computed, request.num_tokens - computed, 1 + len(request.siblings), num_blocks)
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens for which there is room into the step."""
@@ -369,11 +375,10 @@ class Scheduler:
             self._share(request, sibling, end)
         request.siblings = ()
 
-    # Blocks
+    def _budget_left(self, schedule: Schedule) -> int:
+        return self.max_num_batched_tokens - schedule.num_tokens
 
-    def _room(self, schedule: Schedule) -> int:
-        """The most tokens one more request can have in this step."""
-        return min(self.max_chunk, self.max_num_batched_tokens - schedule.num_tokens)
+    # Blocks
 
     def _num_tokens_ahead(self, request: Request) -> int:
         """How many tokens there must be blocks for before a request runs, or goes on with its prompt."""
@@ -438,36 +443,49 @@ class Scheduler:
             self.counters.num_recomputed += 1
         self.running.remove(victim)
         self._leave(victim)
-        victim.status, victim.ready = RequestStatus.WAITING, False
         victim.metrics.num_preemptions += 1
         schedule.num_preempted += 1
-        if victim.metrics.num_preemptions >= self.max_preemptions:
-            victim.protected = True
-            heapq.heappush(self._protected, (victim.rank, victim))
-        else:
-            self.policy.push(victim)
+        victim.protected = victim.metrics.num_preemptions >= self.max_preemptions
+        self._wait_again(victim)
 
     def _preempt_for_waiting(self, schedule: Schedule) -> None:
-        """Make room for the head of the queue where running requests have a higher priority number."""
-        head, pool = self._head(), self.block_manager.pool
-        if head is None:
+        """Let those with a higher priority number make room for the head of the queue, if it then runs."""
+        head, pool = self._queue.peek(), self.block_manager.pool
+        if head is None or not self.running or self.running[-1].priority <= head.priority:
             return
-        needed = self.block_manager.most_blocks(self._num_tokens_ahead(head))
-        needed += len(head.siblings) + self.watermark_blocks + self._num_reserved_blocks()
-        seats, available, victims = self._num_seats, pool.num_available, []
+        need = self._need(head)
+        num_blocks = pool.num_available + pool.num_deferred  # those come back soon
+        room = Room(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_partial_prefills, num_blocks)
+        for request in self.running:
+            room = room.minus(self._claim(request))
+        victims = list[Request]()
+        # What the head begins with does not come back: it holds it then.
+        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
         for candidate in reversed(self.running):
-            if seats > len(head.siblings) and available >= needed:
+            if room.first_chunk(need, self.max_chunk):
                 break
             if candidate.priority <= head.priority:
                 return
             # Once more, and it would be protected: it would run again at once, before the head.
             if candidate.ready and candidate.metrics.num_preemptions + 1 < self.max_preemptions:
                 victims.append(candidate)
-                seats += 1 + len(candidate.siblings)
-                available += candidate.blocks.num_blocks
-        if seats > len(head.siblings) and available >= needed:
+                freed = self.block_manager.num_freed(candidate.blocks, gone)
+                room = room.plus(self._claim(candidate)).plus(Room(0, 0, 0, freed))
+        if len(victims) == len(self.running) and not pool.num_steps_in_flight:
+            room = room._replace(num_blocks=math.inf)
+        if room.first_chunk(need, self.max_chunk):
             for victim in victims:
                 self._preempt(victim, schedule)
+
+    def _claim(self, request: Request) -> Room:
+        """What a running request takes of the next step and is promised beyond it, if nobody is short."""
+        missing = request.num_tokens - request.num_computed_tokens if request.ready else 0
+        num_new, num_blocks = min(missing, self.max_chunk), 0
+        if num_new < missing or request.protected:
+            num_blocks = self._missing_blocks(request)
+        elif num_new and request.num_tokens > request.blocks.capacity:
+            num_blocks = self.block_manager.missing_blocks(request.blocks, request.num_tokens)
+        return Room(num_new, 1 + len(request.siblings), num_new < missing, num_blocks)
 
     # Who waits, who runs
 
@@ -475,27 +493,25 @@ class Scheduler:
     def _num_seats(self) -> int:
         return self.max_num_seqs - len(self.running) - self._num_promised_seqs
 
-    def _head(self) -> Request | None:
-        return self._protected[0][1] if self._protected else self.policy.peek()
-
     def _enter(self, request: Request) -> None:
         """Take note of a new request."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         request.rank = self.policy.rank(request)
         if request.deadline < math.inf:
+            # Most end long before: they go when they are more than those who are left.
+            if len(self._deadlines) > 2 * (len(self.running) + self.num_waiting) + 64:
+                live = [entry for entry in self._deadlines if entry[2].status is not RequestStatus.FINISHED]
+                self._deadlines = sorted(live)
             heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
 
     def _run(self, request: Request, num_computed: int) -> None:
         """Move a request from the queue to those who run."""
-        if request.protected:
-            heapq.heappop(self._protected)
-            self._num_protected += 1
-        else:
-            self.policy.pop(request)
+        self._queue.pop(request)
+        self._num_protected += request.protected
         request.num_computed_tokens = num_computed
         self._num_promised_seqs += len(request.siblings)
-        if request.num_cached_tokens is None:
+        if not request.ran_before:
             request.num_cached_tokens = num_computed
             self.counters.num_cached_tokens += num_computed
             self.counters.num_queried_tokens += request.num_tokens
@@ -515,6 +531,10 @@ class Scheduler:
         """Book that a request does not run any more."""
         self._num_promised_seqs -= len(request.siblings)
         self._num_protected -= request.protected
+
+    def _wait_again(self, request: Request) -> None:
+        request.status, request.ready = RequestStatus.WAITING, False
+        self._queue.push(request)
 
     def _count(self, schedule: Schedule) -> None:
         counters = self.counters

@@ -53,7 +53,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self.text = ""  # what can no longer change
         self.num_tokens = 0  # taken so far
-        self.search_from = 0  # where in the text a stop string may begin
+        self.num_searched = 0  # characters of the text where no stop string may end any more
         self._pending = ""  # the tail that may change: half characters
         self._ids = _context(tokenizer, prompt_token_ids)  # context, then tokens not yet settled
         self._num_context = len(self._ids)

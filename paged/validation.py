@@ -1,9 +1,11 @@
-"""Checks of single values, shared by the two classes that users fill in."""
+"""Checks of values, shared by the classes that users fill in."""
 
 from __future__ import annotations
 
 import math
 import sys
+from dataclasses import MISSING, fields
+from typing import Any
 
 from .errors import PagedError
 
@@ -40,3 +42,11 @@ def check_number(
             wanted += f" and at most {maximum:g}"
         raise error(f"{name} must be {wanted}, got {value!r}")
     return float(value)
+
+
+def changed(config: Any) -> list[str]:
+    """The fields of a dataclass that differ from their defaults; all must have one."""
+    defaults = {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)
+    }
+    return [name for name, default in defaults.items() if getattr(config, name) != default]

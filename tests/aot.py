@@ -16,7 +16,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from paged import EngineConfig, SamplingParams, model_runner
 from paged.kernels.backend import Kernels, load_kernels
+from paged.request import Request
+from paged.weights import read_config, resolve
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -44,6 +48,7 @@ SM_LIMITS = {
     "sm_90": (65536, 64, 228 * 1024, 32),
     "sm_100": (65536, 64, 228 * 1024, 32),
 }
+ROOT = Path(__file__).parent.parent
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 
 
@@ -147,6 +152,8 @@ def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
             re.findall(r"cp\.async\.c[ag]\.shared\.global[^,]*,[^,]*, (?:0x10|16)\b|bulk\.tensor", ptx)
         ),
         "loads_2B": len(re.findall(r"ld\.global(?:\.\w+)*\.b16 ", ptx)),
+        **_widths(re.findall(r"\b(ld|st)\.global((?:\.\w+)*) ", ptx), _ptx_bytes),
+        "loads_behind_barrier": ptx.partition("bar.sync")[2].count("ld.global"),
         "instructions": sum(sass.values()),
     }
 
@@ -165,9 +172,31 @@ def _amd_figures(binary: Any) -> dict[str, float]:
         "local": len(re.findall(r"^\s+scratch_(?:load|store)", isa, re.M)),
         "shared": binary.metadata.shared,
         "mfma": len(re.findall(r"^\s+v_mfma", isa, re.M)),
-        "loads_16B": isa.count("load_dwordx4"),
         "instructions": len(re.findall(r"^\s+[vs]_|^\s+(?:global|ds|buffer|flat)_", isa, re.M)),
+        **_widths(re.findall(r"\b(?:global|buffer)_(load|store)_(\w+)", isa), _amd_bytes),
     }
+
+
+def _widths(instructions: list[tuple[str, str]], width: Callable[[str], int]) -> dict[str, int]:
+    """How many loads from and stores to global memory move 16 bytes a thread, and how many fewer."""
+    counts = dict.fromkeys(["loads_16B", "loads_narrow", "stores_16B", "stores_narrow"], 0)
+    for kind, suffix in instructions:
+        counts[
+            f"{'loads' if kind.startswith('l') else 'stores'}_{'16B' if width(suffix) == 16 else 'narrow'}"
+        ] += 1
+    return counts
+
+
+def _ptx_bytes(suffix: str) -> int:
+    """ld.global.L1::evict_last.v4.b32: 4 times 32 bits."""
+    vector, bits = re.search(r"\.v(\d)", suffix), re.search(r"\.[bfsu](\d+)$", suffix)
+    assert bits is not None, suffix
+    return int(bits[1]) // 8 * (int(vector[1]) if vector else 1)
+
+
+def _amd_bytes(suffix: str) -> int:
+    """dwordx4: 4 times 32 bits; ushort, short_d16_hi and the like are not counted closely."""
+    return 4 * int(suffix.removeprefix("dwordx") or 1) if re.fullmatch(r"dwordx[234]", suffix) else 4
 
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}
@@ -178,7 +207,6 @@ ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
     (128, 4, "bfloat16", 16, {"window": 4096}),
     (128, 7, "float16", 64, {}),
     (128, 20, "bfloat16", 64, {}),
-    (256, 4, "bfloat16", 16, {}),
     (256, 4, "bfloat16", 16, {"window": 4096, "softcap": True}),
     (96, 3, "float16", 8, {"window": 1024}),
     (32, 1, "bfloat16", 256, {}),
@@ -189,7 +217,6 @@ ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
     (128, 4, "bfloat16", 16, {"cache": "float8_e4m3fn"}),
     (128, 4, "bfloat16", 16, {"shared": True}),
     (576, 16, "bfloat16", 64, {"value_dim": 512}),
-    (192, 1, "bfloat16", 16, {"value_dim": 128}),
     (64, 4, "float32", 16, {}),
     (128, 7, "float32", 16, {}),
     (256, 4, "float32", 16, {"window": 4096}),
@@ -253,23 +280,54 @@ def compile_attention(
 
 
 def compile_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> None:
-    """Launch every other kernel as a layer of Llama-3-8B does, Qwen3's norm of strided heads included."""
-    num_heads, num_kv_heads, head_dim, size = 32, 8, 128, 4096
-    qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    query, key, value = (
-        part.unflatten(1, (-1, head_dim))
-        for part in qkv.split([num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim], dim=1)
-    )
+    """Launch the kernels that know no heads as a layer of Llama-3-8B does."""
+    size = 4096
     hidden = torch.empty(num_tokens, size, dtype=dtype)
     kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, residual=torch.empty_like(hidden))
     kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6)
-    kernels.rms_norm(query, torch.empty(head_dim, dtype=dtype), 1e-6)
-    kernels.rotary(query, key, torch.empty(num_tokens, head_dim // 2), torch.empty(num_tokens, head_dim // 2))
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
-    cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=dtype)
-    kernels.store_kv(key, value, cache, cache, torch.zeros(num_tokens, dtype=torch.int64))
-    planes = torch.empty(2, 4, 16, num_kv_heads, head_dim, dtype=dtype)
+    planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
+
+
+# num_heads, num_kv_heads, head_dim, dtype, norm: every shape of tile, full and padded.
+ROTARY_CASES = [
+    (32, 8, 64, "bfloat16", False),
+    (32, 4, 64, "bfloat16", True),
+    (32, 8, 128, "bfloat16", False),
+    (16, 8, 128, "bfloat16", True),
+    (32, 8, 80, "float16", False),
+    (8, 4, 256, "bfloat16", True),
+    (7, 1, 16, "float16", True),
+    (32, 8, 128, "float32", True),
+    (8, 4, 256, "float32", True),
+]
+
+
+def compile_rotary_store_kv(
+    kernels: Kernels,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    norm: bool,
+    num_tokens: int = 5,
+) -> None:
+    """Launch it as a layer does, on the view of a fused projection's output."""
+    qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = torch.empty(num_tokens, head_dim // 2)
+    cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=dtype)
+    weight = torch.empty(head_dim, dtype=dtype) if norm else None
+    kernels.rotary_store_kv(
+        qkv.unflatten(-1, (-1, head_dim)),
+        angles,
+        angles,
+        cache,
+        cache,
+        torch.zeros(num_tokens, dtype=torch.int64),
+        query_norm_weight=weight,
+        key_norm_weight=weight,
+    )
 
 
 def report(target: str) -> list[dict[str, Any]]:
@@ -284,13 +342,19 @@ def report(target: str) -> list[dict[str, Any]]:
             case = " ".join([f"{head_dim}x{group} {dtype} block {block_size}", *map(_told, options.items())])
             rows += [(name, case, binary) for name, binary in compiled]
             compiled.clear()
+        for num_heads, num_kv_heads, head_dim, dtype, norm in ROTARY_CASES:
+            compile_rotary_store_kv(kernels, num_heads, num_kv_heads, head_dim, DTYPES[dtype], norm)
+            case = f"{num_heads}/{num_kv_heads}x{head_dim} {dtype}" + (" norm" if norm else "")
+            rows += [(name, case, binary) for name, binary in compiled]
+            compiled.clear()
         compile_others(kernels, torch.bfloat16)
         rows += [(name, "bfloat16", binary) for name, binary in compiled]
     named: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name, case, binary in rows:  # several cases may share a plan or a merge
         name = name.strip("_").removesuffix("_kernel")
-        key = (name, "", binary.hash) if name in ("plan", "merge") else (name, case, binary.hash)
-        named.setdefault(key, {"kernel": name, "case": case, **figures(target, binary)})
+        key = (name, "" if name in ("plan", "merge") else case, binary.hash)
+        if key not in named:
+            named[key] = {"kernel": name, "case": case, **figures(target, binary)}
     return list(named.values())
 
 
@@ -307,10 +371,35 @@ def count_variants(target: str) -> dict[str, int]:
         for num_tokens, num_seqs, max_blocks in [(1, 1, 33), (16, 2, 48), (17, 16, 1024), (3, 3, 1001)]:
             sizes = {"num_tokens": num_tokens, "num_seqs": num_seqs, "max_blocks": max_blocks}
             compile_attention(kernels, 128, 7, torch.float16, 64, **sizes)
+            compile_rotary_store_kv(kernels, 28, 4, 128, torch.bfloat16, False, num_tokens)
             compile_others(kernels, torch.bfloat16, num_tokens)
         for name, binary in compiled:
             binaries[name].add(binary.hash)
     return {name: len(hashes) for name, hashes in binaries.items()}
+
+
+def warm_up(target: str) -> dict[str, Any]:
+    """Which kernels an engine's warm-up compiles, and which a day's batches add to them."""
+    config = EngineConfig(model="demo", device="cpu", dtype="bfloat16", num_blocks=200)
+    directory = resolve("demo")
+    model_runner.resolve_backend = lambda *_: "triton"
+    with compiling(target) as compiled:
+        runner = model_runner.ModelRunner(config, read_config(directory), directory)
+        num_compiled = runner.warm_up()
+        ready = {binary.hash for _, binary in compiled}
+        manager = runner.sizes.new_block_manager(200)
+        scheduler = runner.sizes.new_scheduler(manager)
+        for i, prompt_len in enumerate([1, 2, 3, 700, 17, 640]):
+            params = SamplingParams(temperature=0.0, max_tokens=3)
+            request = Request(str(i), None, [i] * prompt_len, params, prompt_len + 3, frozenset(), 0)
+            scheduler.add(request)
+            for _ in range(2):
+                schedule = scheduler.schedule()
+                schedule.copies.append((0, 1))
+                tokens = runner.execute(schedule)
+                scheduler.update(schedule, [0] * len(tokens))  # what is not launched computes nothing
+    later = [name for name, binary in compiled if binary.hash not in ready]
+    return {"num_compiled": num_compiled, "ready": len(ready), "later": later}
 
 
 COLUMNS = {
@@ -343,7 +432,7 @@ def table(target: str, rows: list[dict[str, Any]]) -> str:
 
 README = """# What the kernels compile to
 
-Made by `python -m tests.aot --write` with Triton {version}, with no GPU at hand; a test fails when it is stale.
+Made by `python -m tests.aot --write` with Triton {version} and no GPU; a test fails when it is stale.
 Nothing spills: no row has a stack or local memory. Registers are per thread, shared memory is in bytes per
 block; blocks per SM follow from both. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma
 (sm_80, and where a block has less than 64 rows) and MFMA (gfx942). Wide loads are asynchronous copies of 16
@@ -357,11 +446,28 @@ def readme(reports: dict[str, list[dict[str, Any]]]) -> str:
     return README.format(version=triton.__version__) + "\n".join(map(table, reports, reports.values()))
 
 
+def reports() -> dict[str, Any]:
+    """What `--json` prints, for all targets: each in a process of its own, with a cache of its own."""
+
+    def of(target: str) -> Any:
+        with tempfile.TemporaryDirectory() as cache:
+            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+            environment.pop("TRITON_INTERPRET", None)
+            command = [sys.executable, "-m", "tests.aot", target, "--json"]
+            done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(TARGETS, pool.map(of, TARGETS), strict=True))
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        path = Path(__file__).parent.parent / "kernels" / "README.md"
-        path.write_text(readme({target: report(target) for target in TARGETS}))
+        rows = {target: report["rows"] for target, report in reports().items()}
+        (ROOT / "kernels" / "README.md").write_text(readme(rows))
     elif sys.argv[2:] == ["--json"]:
-        print(json.dumps({"rows": report(sys.argv[1]), "variants": count_variants(sys.argv[1])}))
+        name = sys.argv[1]
+        print(json.dumps({"rows": report(name), "variants": count_variants(name), "warm_up": warm_up(name)}))
     else:
         print(table(sys.argv[1], report(sys.argv[1])))

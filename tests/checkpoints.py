@@ -200,9 +200,10 @@ def poison(engine: LLMEngine) -> None:
 
     def load_and_keep(path: Path) -> int:
         fresh.clear()
-        num_loaded = load_prefix(path)
-        fresh.clear()  # these are filled
-        return num_loaded
+        try:
+            return load_prefix(path)
+        finally:
+            fresh.clear()  # these are filled
 
     data.fill_(math.nan)
     load_prefix = engine.load_prefix

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -95,7 +95,7 @@ def tree_of(case: dict[str, Any], generator: random.Random) -> Tensor:
     bounds = case["cu_seqlens_q"].tolist()
     masks = [
         (1 << j) | generator.getrandbits(64) & ((1 << j) - 1)
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, end in pairwise(bounds)
         for j in range(end - start)
     ]
     signed = [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
@@ -105,10 +105,10 @@ def tree_of(case: dict[str, Any], generator: random.Random) -> Tensor:
 def assert_exact_enough(got: Tensor, case: dict[str, Any], attention: Callable[..., Tensor]) -> None:
     """`got` against `attention` in float64, within what rounding can do.
 
-    A score is a sum of head_dim products, so its error is at most (head_dim + 4) eps |q| |k| scale; a weight's
-    relative error is twice that (its own and the normaliser's), to which exp2 and the sum over the keys add
-    log2(keys) + 8 eps, and where weights are rounded to the dtype for the tensor cores half an eps of it.
-    Biases are added in float32. The output is rounded once more.
+    Rounding errors do not all point one way (Higham & Mary 2019), so a score, a sum of head_dim products, is
+    off by some (sqrt(head_dim) + 4) eps |q| |k| scale. A weight's relative error is twice that, its own and
+    the normaliser's; exp2 and the sum over the keys add log2(keys) + 8 eps, and on a GPU the rounding of
+    weights to the dtype one of its eps. Biases are added in float32. The output is rounded once more.
     """
     doubled = {
         name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
@@ -124,7 +124,10 @@ def assert_exact_enough(got: Tensor, case: dict[str, Any], attention: Callable[.
     longest = max(1, int(case["seq_lens"].max())) if len(case["seq_lens"]) else 1
     score = (length["query"].max() * length["key_cache"].max() * case["scale"]).item() if len(got) else 0.0
     bias = longest * float(case["alibi_slopes"].max()) if case.get("alibi_slopes") is not None else 0.0
-    weight = 2 * ((case["query"].shape[2] + 4) * score + 2 * bias) * eps + (math.log2(longest) + 8) * eps
+    weight = (
+        2 * ((math.sqrt(case["query"].shape[2]) + 4) * score + 2 * bias) * eps
+        + (math.log2(longest) + 8) * eps
+    )
     if got.is_cuda and got.dtype != torch.float32:
         weight += out_eps
     value_scales = case.get("value_scales")

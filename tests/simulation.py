@@ -66,6 +66,17 @@ def slot_value(before: int, token: int) -> int:
     return zlib.crc32(token.to_bytes(4, "little"), before)
 
 
+class WatchedScheduler(Scheduler):
+    """Knows for whom others had to make room in this step."""
+
+    favoured: Request | None = None
+
+    def _preempt_for_waiting(self, schedule: Schedule) -> None:
+        head = self._queue.peek()
+        super()._preempt_for_waiting(schedule)
+        self.favoured = head if schedule.num_preempted else None
+
+
 class World:
     """One scheduler with its users; everything follows from the seed."""
 
@@ -93,7 +104,7 @@ class World:
         self.max_preemptions = rng.choice((1, 2, 8))
         self.max_num_seqs = rng.randint(1, 6)
         self.policy_name = rng.choice(POLICIES)
-        self.scheduler = Scheduler(
+        self.scheduler = WatchedScheduler(
             self.manager,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=budget,
@@ -262,6 +273,10 @@ class World:
             started = [self.place(r) for r in waiting if r.status is RequestStatus.RUNNING]
             left = [self.place(r) for r in waiting if r.status is RequestStatus.WAITING]
             assert not started or not left or max(started) < min(left), "somebody was overtaken"
+        # Nobody makes room in vain; blocks of steps in flight come back later.
+        favoured = self.scheduler.favoured
+        if favoured is not None and not self.in_flight:
+            assert favoured.status is RequestStatus.RUNNING, "room was made in vain"
         # For somebody with priority nobody gives way who would be protected by it.
         last_time = self.max_preemptions - 1 if self.policy_name == "priority" else self.max_preemptions
         kept = [self.place(r) for r, n in ready if r.metrics.num_preemptions == n < last_time]

@@ -22,7 +22,7 @@ def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -
     for prompt, total, computed, new in rows:
         request = Request("", None, list(range(100, 100 + prompt)), SamplingParams(), 99, frozenset(), 0)
         for i in range(prompt, total):
-            request.append(100 + i, now=0.0)
+            request.token_ids.append(100 + i)
         request.num_computed_tokens = computed
         request.blocks = manager.open(request.token_ids)
         manager.start(request.blocks, [[] for _ in manager.windows])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import timeit
+import tracemalloc
 
 import pytest
 
@@ -368,6 +370,16 @@ def test_release_gives_back_host_blocks():
     manager.check()
 
 
+def test_host_block_takes_what_counting_it_takes():
+    """Nobody looks for tokens there: 16 of them would be 64 bytes."""
+    tracemalloc.start()
+    manager = BlockManager(1, 16, num_host_blocks=10_000)
+    current, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert manager.host_pool.num_free == 10_000
+    assert current < 50 * 10_000
+
+
 # Pins and steps in flight
 
 
@@ -395,6 +407,30 @@ def test_pin_holds_only_what_is_cached_and_unpinned_ends_go_first():
     manager.unpin("system")
     assert second in manager.pool.allocate(3)
     assert manager.match(manager.open(tokens), tokens) == [[first]]
+
+
+def test_block_of_several_pins_counts_once_and_until_the_last_of_them_goes():
+    manager, tokens = BlockManager(8, 4), [*range(12)]
+    manager.release(started(manager, tokens))
+    for name, num_tokens, num_pinned in [("long", 12, 3), ("short", 4, 3), ("same", 8, 3)]:
+        manager.pin(name, tokens[:num_tokens])
+        manager.check()
+        assert manager.num_pinned == num_pinned
+    for name, num_pinned in [("long", 2), ("same", 1), ("short", 0)]:
+        manager.unpin(name)
+        manager.check()
+        assert manager.num_pinned == num_pinned
+
+
+def test_counting_what_is_pinned_costs_the_same_however_much_it_is():
+    # Admission asks many times.
+    manager, tokens = BlockManager(10_000, 1), [*range(10_000)]
+    manager.release(started(manager, tokens))
+    manager.pin("one", tokens[:1])
+    one = min(timeit.repeat(lambda: manager.num_pinned, number=20))
+    manager.pin("all", tokens)
+    assert manager.num_pinned == 10_000
+    assert min(timeit.repeat(lambda: manager.num_pinned, number=20)) < 50 * one
 
 
 def test_misuse_of_pins_names_them():

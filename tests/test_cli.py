@@ -177,9 +177,9 @@ def test_engine_flags_reach_the_engine(run, monkeypatch):
     }
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
     # --seed is a sampling option.
-    weights = ("--tenant-weights", "a=2", "--tenant-weights", "b=0.5")
+    weights = ("--tenant-weights", "a=2,b=0.5", "--tenant-weights", "c=1")
     run("generate", "x", *flags, *weights, "--no-enable-prefix-caching", "--seed", "3")
-    extra = {"tenant_weights": {"a": 2.0, "b": 0.5}, "enable_prefix_caching": False}
+    extra = {"tenant_weights": {"a": 2.0, "b": 0.5, "c": 1.0}, "enable_prefix_caching": False}
     assert seen == [options | extra]
 
 
@@ -334,7 +334,11 @@ def test_empty_file_gives_empty_output(run, tmp_path):
             ["generate", "x", "--scheduling-policy", "fair", "--tenant-weights", "a=-1"],
             "the weight of tenant 'a' must be above 0, got -1.0",
         ),
-        (["generate", "x", "--tenant-weights", "a"], "TENANT=NUMBER, got 'a'"),
+        (["generate", "x", "--tenant-weights", "a"], "a number for each tenant such as a=3,b=1; got 'a'"),
+        (
+            ["generate", "x", "--tenant-weights", "a=1,a=2"],
+            "a number for each tenant such as a=3,b=1; got 'a=1,a=2'",
+        ),
         (["generate"], "no prompt: give it as an argument, on stdin,"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import shutil
@@ -333,11 +334,13 @@ def test_stop_string_ends_the_text_before_itself(demo, demo_output, stop):
 
 
 def test_requests_that_stop_in_the_same_step_all_stop(demo, stop):
+    num_finished = demo.scheduler.counters.num_finished
     (alone,) = generate(demo, DEMO_PROMPT, with_stop(stop))
     length = len(alone.outputs[0].token_ids)
     for params in (with_stop(stop), with_stop(stop, max_tokens=length)):
         together = generate(demo, [DEMO_PROMPT] * 3, params)
         assert [output.outputs[0] for output in together] == [alone.outputs[0]] * 3
+    assert demo.scheduler.counters.num_finished == num_finished + 7  # each of them once
 
 
 def test_min_tokens_holds_off_stop_strings_too(demo, demo_output, stop):
@@ -348,6 +351,23 @@ def test_min_tokens_holds_off_stop_strings_too(demo, demo_output, stop):
     assert len(completion.token_ids) > length
     assert demo_output.text.startswith(completion.text)
     assert stop in completion.text
+
+
+@pytest.mark.parametrize("others", [[], ["never, seen"]], ids=str)
+def test_stop_string_counts_if_it_ends_behind_min_tokens(demo, pieces, others):
+    """One that the last token of min_tokens begins counts, one that it completes does not."""
+    text = "".join(pieces)
+    ends = list(itertools.accumulate(map(len, pieces)))
+    n = next(i for i, end in enumerate(ends) if i > 4 and text.find(text[end - 2 : end + 1]) == end - 2)
+    whole, spanning = text[ends[n] - 2 : ends[n]], text[ends[n] - 2 : ends[n] + 1]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=n + 2, min_tokens=n + 1, ignore_eos=True, stop=[spanning, *others]
+    )
+    (output,) = generate(demo, DEMO_PROMPT, params)
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == (text[: ends[n] - 2], spanning)
+    held_off = dataclasses.replace(params, stop=[whole, *others])
+    (output,) = generate(demo, DEMO_PROMPT, held_off)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text[: ends[n + 1]], "length")
 
 
 def test_earliest_of_several_stop_strings_counts(demo, demo_output, pieces):

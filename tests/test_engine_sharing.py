@@ -84,6 +84,8 @@ def test_fork_goes_on_as_a_request_of_its_own(num_blocks):
     assert set(finished) == {"a", *names}
     for name in ("a", *names[:2]):
         assert samples_of(finished[name]) == [expected]
+        # Of the prompt, not of what the parent had generated.
+        assert finished[name].num_cached_tokens <= len(prompt)
     # The third one has what was there, and then its own.
     other = samples_of(finished[names[2]])[0]
     assert other[:5] == expected[:5]
@@ -116,6 +118,8 @@ def test_wrong_forks_are_refused():
         engine.fork("several")
     with pytest.raises(RequestError, match="max_tokens 2 leaves a fork nothing"):
         engine.fork("a", "b", greedy(2))
+    with pytest.raises(RequestError, match="one sequence, got n 4; fork as often"):
+        engine.fork("a", "b", sampled(n=4))
     with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
         engine.fork("a", "b", {"max_tokens": 9})  # type: ignore[arg-type]
     assert set(finish(engine)) == {"a", "several"}
@@ -150,7 +154,7 @@ def test_preempted_requests_give_the_same_tokens(mode, name):
         num_blocks=12 if name == "llama" else 24,
         block_size=8,
         preemption_mode=mode,
-        swap_space=0.001,
+        swap_space=None if mode == "recompute" else 0.001,
         watermark=0.0,
     )
     outputs = engine.generate(PROMPTS, greedy(20), use_tqdm=False)
@@ -292,6 +296,79 @@ def test_step_that_fails_loses_nothing(monkeypatch):
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("where", ["expire", "schedule", "execute", "update", "release_finished"])
+def test_exception_anywhere_in_a_step_changes_no_tokens_and_loses_nobody(monkeypatch, where, late):
+    """Before and after each part of a step: prompts, decodes, samples, stop strings, last tokens."""
+    options = {"skip_tokenizer_init": False, "block_size": 8, "num_blocks": 24, "max_num_batched_tokens": 48}
+    engine = new_engine("demo", **options)
+    prompts = ["import os\n", "def add(a, b):\n", "class Stack:\n    def push(self, item):", "x"]
+    params = [greedy(20, stop="e imp"), greedy(9, n=2), sampled(14, n=2, seed=5), greedy(3)]
+    expected = engine.generate(prompts, params, use_tqdm=False)
+    assert expected[0].outputs[0].text == "from distutils.cor"
+
+    engine = new_engine("demo", **options)
+    owner = engine.runner if where == "execute" else engine.scheduler
+    part, attempt, now, broken = getattr(owner, where), 0, 0.0, {1, 4, 5, 6, 7, 8, 12}
+
+    def interrupted(*args: Any) -> Any:
+        done = part(*args) if late else None
+        if attempt in broken:
+            broken.remove(attempt)
+            raise KeyboardInterrupt
+        return done if late else part(*args)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    monkeypatch.setattr(engine.scheduler, "clock", lambda: now)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, param)
+    engine.add_request("late", "def", greedy(100), timeout_s=5)
+    finished: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        attempt += 1
+        now = 10.0 * (attempt >= 4)
+        try:
+            outputs = engine.step()
+        except KeyboardInterrupt:
+            outputs = []
+        engine.scheduler.check()
+        live = (*engine.scheduler.running, *engine.scheduler.waiting())
+        assert all(request.finish_reason is None for request in live)
+        for output in outputs:
+            if output.finished:
+                assert output.request_id not in finished
+                finished[output.request_id] = output
+    assert finished.pop("late").outputs[0].stop_reason == "timeout_s has passed"
+    assert [finished[str(i)].outputs for i in range(4)] == [output.outputs for output in expected]
+    assert_all_free(engine)
+
+
+def test_output_that_cannot_be_made_comes_with_the_next_step(monkeypatch):
+    engine = new_engine(checkpoint("llama"))
+    expected, _ = reference("llama").greedy(PROMPTS[0], 2)
+    for name, max_tokens in (("other", 2), ("mine", 2)):
+        engine.add_request(name, PROMPTS[0], greedy(max_tokens))
+    engine.add_request("kept", PROMPTS[0], greedy(1))
+    engine.generate(PROMPTS[1], greedy(1), use_tqdm=False)  # "kept" finishes meanwhile
+    output = engine._outputs.output
+
+    def broken(group: Any) -> RequestOutput:
+        if group.request_id == "mine":
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return output(group)
+
+    monkeypatch.setattr(engine._outputs, "output", broken)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    finished = finish(engine)
+    assert {name: samples_of(output)[0] for name, output in finished.items()} == {
+        "other": expected,
+        "mine": expected,
+        "kept": expected[:1],
+    }
+
+
 # --- all of it at once
 
 
@@ -326,8 +403,7 @@ def test_any_combination_gives_the_tokens_of_an_undisturbed_run(seed):
         max_num_batched_tokens=rng.choice((7, 16, 64)),
         long_prefill_token_threshold=rng.choice((None, 5)),
         scheduling_policy=rng.choice(("fcfs", "priority", "longest-prefix-match", "fair")),
-        preemption_mode=rng.choice(("recompute", "swap")),
-        swap_space=0.003,
+        **rng.choice(({"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_space": 0.003})),
         watermark=0.0,
     )
     waiting, forks, aborted = list(range(9)), {}, set()

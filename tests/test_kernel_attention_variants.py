@@ -53,12 +53,15 @@ def with_options(chosen, seq_lens, query_lens, generator, **shape):
         case["tree_mask"] = tree_of(case, generator)
     if "bidirectional" in chosen:
         case["causal"] = False
+    if generator.random() < 0.5 and "shared" not in chosen:
+        group = num_heads // shape.get("num_kv_heads", 2)
+        case["max_decode_q"] = generator.randint(1, 16 // group)
     return case
 
 
 @st.composite
 def batches(draw):
-    """Sequence lengths and new tokens of each: decodes, a few tokens, chunks, none; one huge among tiny ones."""
+    """Sequence lengths and new tokens of each: decodes, chunks, none; one huge among tiny ones."""
     seq_lens = draw(st.lists(st.sampled_from(SEQ_LENS), min_size=1, max_size=3))
     if draw(st.booleans()):
         seq_lens[draw(st.integers(0, len(seq_lens) - 1))] = draw(st.sampled_from([129, 150]))
@@ -80,13 +83,11 @@ def test_pairs_of_options_match_float64(pair, batch, seed, heads):
 
 
 def test_tolerance_is_sharp():
-    """A key more or less, or a weight off by a hundredth of a percent, is not within what rounding can do."""
+    """An output or a scale that is off by a thousandth is not within what rounding can do."""
     case = ragged_case([70, 40], [1, 9])
     got = triton_attention.paged_attention(**case)
-    for wrong in (
-        got * 1.0001,
-        triton_attention.paged_attention(**{**case, "scale": case["scale"] * 1.0005}),
-    ):
+    rescaled = triton_attention.paged_attention(**{**case, "scale": 1.001 * case["scale"]})
+    for wrong in (1.001 * got, rescaled):
         with pytest.raises(AssertionError, match="allowed"):
             assert_exact_enough(wrong, case, reference.paged_attention)
 
@@ -103,6 +104,28 @@ def test_neighbours_do_not_change_a_bit(chosen):
         fewer = take_sequences(case, some)
         got = triton_attention.paged_attention(**fewer)
         torch.testing.assert_close(got, torch.cat([together[i] for i in some]), rtol=0, atol=0)
+
+
+def test_several_tokens_at_once_have_the_bits_of_one_at_a_time():
+    """What a speculative decoder verifies is what it would have decoded.
+
+    One head a group, for the interpreter's matrix product depends on a row's place in it.
+    """
+    case = ragged_case([200, 66], [4, 3], num_heads=1, num_kv_heads=1)
+    together = triton_attention.paged_attention(**case, max_decode_q=4)
+    for token, (seq, seq_len) in enumerate(
+        [(0, 197), (0, 198), (0, 199), (0, 200), (1, 64), (1, 65), (1, 66)]
+    ):
+        alone = {
+            **case,
+            "query": case["query"][token : token + 1],
+            "block_tables": case["block_tables"][seq : seq + 1],
+            "seq_lens": torch.tensor([seq_len], dtype=torch.int32, device=DEVICE),
+            "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+            "max_seqlen_q": 1,
+        }
+        got = triton_attention.paged_attention(**alone, max_decode_q=4)
+        torch.testing.assert_close(got[0], together[token], rtol=0, atol=0)
 
 
 def test_torch_backend_takes_every_option():
@@ -123,6 +146,7 @@ def test_torch_backend_takes_every_option():
         ({"key_scales": torch.ones(1)}, "key_scales belong to a quantised cache; this one is torch.float32"),
         ({"shared_prefix_len": 16, "max_seqlen_q": 2}, "one new token of every sequence, got 2 of 2"),
         ({"shared_prefix_len": 16, "sliding_window": 4}, "exclude each other"),
+        ({"max_decode_q": 9}, "max_decode_q must be between 1 and 8, got 9"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -135,7 +159,7 @@ def test_quantised_cache_needs_its_scales():
     case = quantized(ragged_case([3], [1]), torch.int8)
     with pytest.raises(ValueError, match=r"a cache of torch\.int8 needs value_scales"):
         triton_attention.paged_attention(**{**case, "value_scales": None})
-    with pytest.raises(ValueError, match="key_cache must be one of .*, got torch.float16"):
+    with pytest.raises(ValueError, match=r"key_cache must be one of .*, got torch\.float16"):
         triton_attention.paged_attention(
             **{**case, "key_cache": case["key_cache"].half(), "value_cache": case["value_cache"].half()}
         )

@@ -10,7 +10,7 @@ import pytest
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
 
-OPERATIONS = ("rms_norm", "rotary", "silu_and_mul", "store_kv", "paged_attention")
+OPERATIONS = ("rms_norm", "rotary_store_kv", "silu_and_mul", "copy_blocks", "paged_attention")
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

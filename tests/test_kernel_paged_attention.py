@@ -83,8 +83,8 @@ def test_neighbours_do_not_change_a_bit(chosen, window):
 def test_chunks_do_not_change_a_bit():
     """A prompt in one piece or in chunks of several tokens: a row sees its tiles in the same order.
 
-    Chunks of whole Q-blocks (8 tokens) and more than a decode has, for the interpreter's matrix product depends
-    on a row's place in it.
+    Chunks of whole Q-blocks (8 tokens) and more than a decode has, for the interpreter's matrix product
+    depends on a row's place in it.
     """
     whole = ragged_case([61], [61])
     expected = triton_attention.paged_attention(**whole)

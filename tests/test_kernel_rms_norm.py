@@ -24,16 +24,19 @@ def test_matches_reference(name, dtype, shape, with_residual):
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
-def test_heads_of_a_wider_tensor(name, dtype):
-    """Qwen3's norm of query heads: a strided view in, a contiguous tensor out, neighbours untouched."""
-    qkv = torch.randn(3, 7, 48, dtype=dtype, device=DEVICE)
-    before = qkv.clone()
-    query = qkv[:, 1:6, :32]
+def test_rows_of_a_wider_tensor(name, dtype):
+    """A strided view in, a contiguous tensor out, neighbours untouched."""
+    wide = torch.randn(3, 2, 48, dtype=dtype, device=DEVICE)
+    before = wide.clone()
+    x, residual = wide[:, 1, :32], wide[:, 0, 8:40]
+    expected_residual = residual.clone()
     weight = torch.randn(32, dtype=dtype, device=DEVICE)
-    got = load_kernels(name).rms_norm(query, weight, 1e-5)
+    expected = reference.rms_norm(x, weight, 1e-5, expected_residual)
+    got = load_kernels(name).rms_norm(x, weight, 1e-5, residual)
     assert got.is_contiguous()
-    torch.testing.assert_close(got, reference.rms_norm(query, weight, 1e-5), **TOLERANCES[dtype])
-    torch.testing.assert_close(qkv, before, rtol=0, atol=0)
+    torch.testing.assert_close(got, expected, **TOLERANCES[dtype])
+    before[:, 0, 8:40] = expected_residual
+    torch.testing.assert_close(wide, before, rtol=0, atol=0)
 
 
 def test_reference_matches_torch():
@@ -47,6 +50,10 @@ def test_wrong_inputs_are_named():
     x = torch.randn(2, 32)
     with pytest.raises(ValueError, match=r"weight must have shape \[32\], got \[31\]"):
         rms_norm(x, torch.randn(31), 1e-5)
+    with pytest.raises(ValueError, match=r"x must have shape \[any, any\], got \[2, 4, 8\]"):
+        rms_norm(torch.randn(2, 4, 8), torch.randn(8), 1e-5)
+    with pytest.raises(ValueError, match="weight must be on cpu, got meta"):
+        rms_norm(x, torch.randn(32, device="meta"), 1e-5)
     with pytest.raises(ValueError, match="x must be contiguous in its last dimension"):
         rms_norm(torch.randn(32, 2).t(), torch.randn(32), 1e-5)
     with pytest.raises(ValueError, match=r"residual must be torch.float32, got torch.float16"):

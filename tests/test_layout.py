@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import paged
+from paged import errors
 
 ROOT = Path(__file__).parents[1]
 # Imports go from a row to itself or to one above it, never down. Every module has its row.
@@ -20,10 +21,10 @@ LAYERS = [
     ["block_manager"],
     ["request"],
     ["policies", "schedule"],
-    ["scheduler"],
+    ["waiting", "scheduler"],
     ["stats"],
     ["kernels"],
-    ["kv_cache", "batch", "layers", "models", "weights", "tokenizer"],
+    ["kv_cache", "batch", "layers", "models", "sizes", "weights", "tokenizer"],
     ["devices", "sampler", "model_runner"],
     ["request_factory", "outputs"],
     ["prefix_store"],
@@ -143,6 +144,11 @@ def test_all_is_sorted_and_complete():
         if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("paged.")
     }
     assert public | {"LLM", "LLMEngine"} == set(paged.__all__)
+
+
+def test_every_error_is_public():
+    found = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, errors.PagedError)]
+    assert {error.__name__ for error in found} <= set(paged.__all__)
 
 
 def test_wheel_holds_kernels_and_demo(tmp_path):

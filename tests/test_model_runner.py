@@ -9,7 +9,6 @@ from paged import ConfigError, LLMEngine
 from paged.batch import Batch
 from paged.config import EngineConfig
 from paged.devices import kv_bytes_on_cpu, kv_bytes_on_gpu
-from paged.kv_cache import block_bytes
 
 GIB = 2**30
 
@@ -29,7 +28,7 @@ def cuda_counters(monkeypatch):
 
 
 @pytest.mark.usefixtures("cuda_counters")
-@pytest.mark.parametrize("max_num_seqs", [1, 7, 256])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 256])  # two are long enough to share blocks
 def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     engine = LLMEngine(
         "demo", max_num_seqs=max_num_seqs, max_num_batched_tokens=50, num_blocks=8, skip_tokenizer_init=True
@@ -45,8 +44,7 @@ def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     assert isinstance(batch, Batch)
     assert (batch.num_tokens, batch.num_logits, len(batch.seq_lens)) == (50, num_seqs, num_seqs)
     num_blocks = len(set(map(int, batch.slot_mapping[0] // 16)))
-    block = block_bytes(engine.model_config, 16, engine.runner.dtype)
-    assert peak == 3 * GIB - num_blocks * block
+    assert peak == 3 * GIB - num_blocks * engine.runner.sizes.block_bytes
 
 
 def logits(batch: Batch) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 
 import pytest
@@ -46,6 +47,12 @@ def order(policy: Policy) -> str:
     return "".join(iter(lambda: popped(policy), None))
 
 
+def again(policy: Policy, request: Request) -> None:
+    """Somebody who ran waits once more."""
+    request.num_cached_tokens = 0
+    policy.push(request)
+
+
 def gone(policy: Policy, request: Request) -> None:
     policy.remove(request)
     request.status = RequestStatus.FINISHED
@@ -56,8 +63,7 @@ def test_equals_go_in_order_of_arrival_and_the_preempted_before_those_who_came_l
     policy = new_policy(name, lambda _: 0)
     a, b, c, d = queued(policy, *(new_request(n) for n in "abcd"))
     assert (popped(policy), popped(policy)) == ("a", "b")
-    b.metrics.num_preemptions = 1
-    policy.push(b)
+    again(policy, b)
     assert [r.request_id for r in policy] == ["b", "c", "d"]
     gone(policy, c)
     assert len(policy) == 2
@@ -77,6 +83,25 @@ def test_a_queue_may_empty_from_outside(name):
     assert (len(policy), [*policy], policy.peek()) == (0, [], None)
     queued(policy, new_request("c"))
     assert order(policy) == "c"
+
+
+class Watched(Request):
+    """A request that one can see go."""
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_aborted_behind_a_head_that_waits_is_not_kept(name):
+    policy = new_policy(name, lambda _: 0)
+    queued(policy, new_request("a", tenant="one"), new_request("b", tenant="two"))
+    watched = []
+    for i in range(100):
+        request = Watched(str(i), None, [1], SamplingParams(), 9, frozenset(), 0, tenant="two")
+        queued(policy, request)
+        gone(policy, request)
+        watched.append(weakref.ref(request))
+        del request
+    assert sum(ref() is not None for ref in watched) <= 3
+    assert (len(policy), order(policy)) == (2, "ab")
 
 
 def test_lower_priority_number_goes_first():
@@ -114,6 +139,21 @@ def test_the_oldest_is_overtaken_so_often_and_no_more():
             gone(policy, request)
 
 
+@pytest.mark.parametrize("end", ["runs", "is aborted"])
+def test_the_oldest_is_overtaken_no_more_often_when_somebody_who_ran_before(end):
+    policy = LongestPrefixMatch(lambda request: request.request_id == "lucky")
+    (before,) = queued(policy, new_request("before"))
+    assert popped(policy) == "before"
+    queued(policy, new_request("oldest"), new_request("lucky"))
+    for i in range(policy.MAX_OVERTAKES):
+        if i == 100:
+            again(policy, before)  # to the front
+            policy.pop(before) if end == "runs" else gone(policy, before)
+        assert popped(policy) == "lucky"
+        queued(policy, new_request("lucky"))
+    assert popped(policy) == "oldest"
+
+
 # Fair
 
 
@@ -139,8 +179,7 @@ def test_weights_count_and_the_preempted_are_charged_once():
     (request,) = queued(policy, new_request("a", 12, tenant="heavy"))
     popped(policy)
     assert policy.service["heavy"] == 3.0
-    request.metrics.num_preemptions = 1
-    policy.push(request)
+    again(policy, request)
     popped(policy)
     served(policy, request, 2)
     assert policy.service["heavy"] == 4.0
@@ -169,27 +208,74 @@ def test_tenant_that_comes_and_goes_leaves_nothing_behind():
 
 def test_tenant_whose_fork_never_waited_is_charged():
     policy = Fair()
+    queued(policy, *(new_request("a", 10, tenant="other") for _ in range(2)))
+    popped(policy)
     served(policy, new_request("fork", tenant="unseen"), 3)
-    assert policy.service["unseen"] == 6.0
+    assert policy.service["unseen"] == 10.0 + 6.0
 
 
+@pytest.mark.parametrize("end", ["run", "are aborted"])
+def test_tenants_who_would_come_back_at_the_floor_are_forgotten(end):
+    policy = Fair()
+    ahead, _ = queued(policy, new_request("a", 1000, tenant="ahead"), new_request("b", 1, tenant="behind"))
+    assert popped(policy) == "a"
+    if end == "run":
+        assert popped(policy) == "b"
+    for i in range(500):
+        (request,) = queued(policy, new_request("visitor", 1, tenant=str(i)))
+        popped(policy) if end == "run" else gone(policy, request)
+        assert max(len(policy.service), len(policy._heap)) < 140
+    assert policy.service["ahead"] == 1000.0
+    served(policy, ahead, 1)
+    assert policy.service["ahead"] == 1002.0
+
+
+def test_tenant_who_came_first_goes_first_however_many_come_level_with_it():
+    policy = Fair()
+    queued(policy, new_request("last by name", tenant="z"), new_request("visitor", tenant="a"))
+    assert popped(policy) == "last by name"
+    queued(policy, new_request("last by name", tenant="z"))
+    assert popped(policy) == "visitor"
+    for name in "bcd":
+        queued(policy, new_request("visitor", tenant=name))
+    assert popped(policy) == "last by name"
+
+
+def test_arrival_looks_at_few_of_the_tenants_who_wait():
+    class Counters(dict[str, float]):
+        num_read = 0
+
+        def __getitem__(self, tenant: str) -> float:
+            self.num_read += 1
+            return super().__getitem__(tenant)
+
+    policy = Fair()
+    queued(policy, *(new_request("a", tenant=str(i)) for i in range(1000)))
+    policy.service = counters = Counters(policy.service)
+    queued(policy, new_request("b", tenant="late"))
+    assert counters.num_read < 10
+
+
+@pytest.mark.parametrize("visitors", [False, True], ids=["alone", "among visitors"])
 @pytest.mark.parametrize("weights", [{}, {"long": 3.0}], ids=["equal", "three-to-one"])
-def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(weights):
+def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(weights, visitors):
     """Theorem 4.4 of Sheng et al.: |W_i - W_j| <= 2 max(w_p L_input, w_q M), here over weights."""
     num_blocks, block_size, longest = 24, 8, 60
     policy = Fair(weights)
     manager = BlockManager(num_blocks, block_size)
     scheduler = Scheduler(manager, max_num_seqs=8, max_num_batched_tokens=64, policy=policy)
     lengths = {"long": longest, "short": 6}
-    service = dict.fromkeys(lengths, 0.0)
+    service: Counter[str] = Counter()
     charged: set[str] = set()
     bound = 2 * max(policy.INPUT_COST * longest, policy.OUTPUT_COST * num_blocks * block_size)
     numbers = itertools.count()
-    for _ in range(3000):
+    for step in range(3000):
         waiting = Counter(request.tenant for request in scheduler.waiting())
         for tenant, length in lengths.items():
             for _ in range(9 - waiting[tenant]):
                 scheduler.add(new_request(f"{tenant}{next(numbers)}", length, tenant))
+        if visitors and step % 4 == 0:
+            scheduler.add(new_request(f"visitor{step}", 6, f"visitor{step % 1200}"))
         schedule = scheduler.schedule()
         for request in scheduler.running:
             if request.request_id not in charged:
@@ -199,8 +285,8 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(weights
             service[request.tenant] += 2.0 / weights.get(request.tenant, 1.0)
         scheduler.update(schedule, [1] * len(schedule.sampled))
         assert abs(service["long"] - service["short"]) <= bound
-    assert min(service.values()) > 20 * bound
-    assert service == pytest.approx(policy.service)
+    assert min(service[tenant] for tenant in lengths) > 20 * bound
+    assert {t: service[t] for t in lengths} == pytest.approx({t: policy.service[t] for t in lengths})
 
 
 # By name

@@ -121,6 +121,78 @@ def test_priority_takes_seats_of_higher_numbers_only():
     assert names(scheduler.waiting()) == ["two", "as one"]
 
 
+@pytest.mark.parametrize(
+    ("options", "prompt_len"),
+    [
+        ({"long_prefill_token_threshold": 64}, 455),
+        ({"long_prefill_token_threshold": 64, "num_blocks": 122}, 448),
+        ({"budget": 65}, 300),
+        ({"long_prefill_token_threshold": 64, "max_num_partial_prefills": 1}, 300),
+    ],
+    ids=[
+        "blocks are promised to a prompt",
+        "and one for its first token",
+        "a prompt takes all tokens",
+        "one prompt at a time",
+    ],
+)
+def test_nobody_makes_room_for_a_priority_that_cannot_run_yet(options, prompt_len):
+    scheduler = new_scheduler(**{"num_blocks": 120, "budget": 256, "policy": Priority(), **options})
+    low, high = new_request("low", 470, 30, priority=5), new_request("high", prompt_len, 2, priority=0)
+    added(scheduler, low)
+    run_until(scheduler, lambda: low.num_output_tokens)
+    added(scheduler, high)
+    run_step(scheduler)
+    added(scheduler, new_request("middle", 515, 2, priority=1))
+    steps = run_until(scheduler, lambda: low.metrics.num_preemptions)
+    assert ["middle" in step for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert len(steps) >= 4  # while the prompt of `high` is computed
+
+
+def test_priority_makes_no_room_that_a_known_prefix_saves():
+    scheduler = new_scheduler(num_blocks=11, budget=128, policy=Priority())
+    added(scheduler, new_request("same", 33, 4, priority=0), new_request("low", 33, 9, priority=5))
+    run_step(scheduler)
+    added(scheduler, new_request("same", 33, 4, priority=1))
+    schedule = scheduled(scheduler)
+    assert names(schedule.requests) == ["same", "low", "same"]
+    updated(scheduler, schedule)
+    finish(scheduler)
+
+
+def test_priority_that_fits_only_alone_has_all_others_make_room():
+    scheduler = new_scheduler(num_blocks=10, watermark=0.1, policy=Priority())
+    added(scheduler, *(new_request(name, 9, 9, priority=5) for name in "ab"))
+    run_step(scheduler)
+    added(scheduler, new_request("all", 72, 9, priority=1))
+    assert run_step(scheduler) == {"all": 64}
+    finish(scheduler)
+
+
+def test_blocks_that_several_share_make_room_once():
+    scheduler = new_scheduler(num_blocks=10, policy=Priority())
+    # The two hold seven blocks, five of them both. With the one that is free that is not enough for nine.
+    added(scheduler, *(new_request("same", 44, 3, priority=2) for _ in range(2)))
+    added(scheduler, new_request("first", 15, 9, priority=0))
+    run_step(scheduler)
+    added(scheduler, new_request("high", 64, 2, priority=1))
+    for _ in range(2):
+        assert run_step(scheduler) == {"same": 1, "first": 1}
+    finish(scheduler)
+
+
+def test_blocks_that_a_priority_shares_make_no_room_for_it():
+    scheduler = new_scheduler(num_blocks=10, policy=Priority())
+    low, _ = added(scheduler, new_request("low", 33, 4, priority=2), new_request("first", 9, 8, priority=0))
+    run_step(scheduler)
+    # It needs nine blocks. Three are free, and of low's five it shares four already: they make no room.
+    alike = new_request("high", 64, 2, priority=1)
+    alike.token_ids[:32] = low.prompt_token_ids[:32]
+    added(scheduler, alike)
+    assert run_step(scheduler) == {"low": 1, "first": 1}
+    finish(scheduler)
+
+
 # Steps in flight
 
 
@@ -152,6 +224,24 @@ def test_blocks_given_back_are_not_used_before_the_steps_that_read_them_end():
     assert run_step(scheduler) == {"b": 9}
     finish(scheduler)
     assert b.finish_reason == "length"
+
+
+def test_blocks_that_come_back_when_a_step_ends_are_enough_room_for_a_priority():
+    scheduler, steps = new_scheduler(num_blocks=8, policy=Priority()), []
+    for name in "abc":
+        added(scheduler, new_request(name, 9, 9, priority=5))
+        steps.append(scheduled(scheduler))
+    updated(scheduler, steps[0])
+    (high,) = added(scheduler, new_request("high", 17, 2, priority=0))
+    assert (scheduled(scheduler).num_preempted, scheduler.block_manager.pool.num_deferred) == (1, 2)
+    updated(scheduler, steps[1])
+    schedule = scheduled(scheduler)
+    assert (computed(schedule), names(scheduler.waiting())) == ({"b": 1}, ["high", "a"])
+    updated(scheduler, steps[2])
+    updated(scheduler, schedule)
+    assert run_step(scheduler) == {"b": 1, "c": 1, "high": 17}
+    assert high.metrics.num_preemptions == 0
+    finish(scheduler)
 
 
 def test_head_that_lacked_blocks_is_looked_at_again_when_there_are_more():

@@ -166,6 +166,11 @@ def test_wrong_pins_are_refused(engine):
         engine.pin_prefix(ragged_prompts([40], seed=5)[0])
     engine.abort_request("large")
     assert_all_free(engine)
+    # Windows let a prompt run in fewer blocks than it fills, and nobody else is there.
+    small = new_engine(checkpoint("qwen2-mixed"), block_size=8, num_blocks=40, max_num_batched_tokens=16)
+    with pytest.raises(RequestError, match=r"of 200 tokens only \d+ stay cached; raise num_blocks"):
+        small.pin_prefix(ragged_prompts([200])[0])
+    assert_all_free(small)
 
 
 # --- files
@@ -232,9 +237,18 @@ def test_damaged_file_is_refused_before_anything_is_loaded(engine, saved, tmp_pa
         {"kv": tensors["kv"][:, :, :-1]},
         {"token_ids": tensors["token_ids"].long()},
         {"groups": torch.full_like(tensors["groups"], 7)},
+        {"predecessors": tensors["predecessors"].double()},
+        {"predecessors": tensors["predecessors"][:, None]},
+        {"groups": tensors["groups"].bool()},
+        {"token_ids": torch.tensor(5, dtype=torch.int32)},
+        {"namespaces": '{"0": 5}'},
+        {"namespaces": "[1]"},
+        {"namespaces": "[" * 100_000},
     ]
     for change in changes:
-        save_file({name: t.contiguous() for name, t in (tensors | change).items()}, damaged, metadata)
+        texts = {name: value for name, value in change.items() if isinstance(value, str)}
+        changed = {name: change.get(name, tensor).contiguous() for name, tensor in tensors.items()}
+        save_file(changed, damaged, metadata | texts)
         with pytest.raises(CheckpointError, match="damaged"):
             engine.load_prefix(damaged)
     damaged.write_bytes(saved.read_bytes()[:100])
@@ -243,3 +257,33 @@ def test_damaged_file_is_refused_before_anything_is_loaded(engine, saved, tmp_pa
     with pytest.raises(CheckpointError, match="absent"):
         engine.load_prefix(tmp_path / "absent")
     assert engine.stats().num_free_blocks == 64
+
+
+@pytest.mark.parametrize("num_written", [0, 3])
+def test_load_that_breaks_off_leaves_nothing_that_was_not_written(
+    engine, saved, monkeypatch, num_written, expected
+):
+    engine.reset_prefix_cache()
+    engine.runner.kv_cache.data.fill_(float("nan"))
+    kv, writes = engine.runner.kv_cache.data, 0
+
+    class Breaking:
+        """The cache's memory, until there is no more of it."""
+
+        shape, dtype, device = kv.shape, kv.dtype, kv.device
+
+        def __setitem__(self, where: object, value: torch.Tensor) -> None:
+            nonlocal writes
+            writes += 1
+            if writes > num_written:
+                raise KeyboardInterrupt
+            kv[where] = value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.kv_cache, "data", Breaking())
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_prefix(saved)
+    engine.scheduler.check()
+    assert engine.stats().num_cached_blocks == num_written
+    assert engine.stats().num_used_blocks == 0
+    assert tokens_of(generate(engine, PROMPTS)) == expected

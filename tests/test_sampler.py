@@ -119,7 +119,7 @@ def test_min_tokens_keeps_stop_ids_from_being_chosen():
     early = [new_request(seed=i, min_tokens=1, stop_ids=[1]) for i in range(50)]
     assert set(draw(logits, early)) == {0, 2}
     for request in early:
-        request.append(0, now=0.0)
+        request.token_ids.append(0)
     assert set(draw(logits, early)) == {1}
     # ignore_eos leaves nothing to mask.
     assert draw(logits[:1], [new_request(min_tokens=1)]) == [1]

@@ -22,6 +22,7 @@ from scheduler_cases import (
 )
 
 from paged.errors import QueueFullError, UsageError
+from paged.policies import POLICIES, Fair, LongestPrefixMatch, new_policy
 from paged.request import Request, RequestStatus
 
 # Tokens
@@ -141,6 +142,51 @@ def test_no_prompt_is_begun_that_the_running_ones_leave_no_room_for():
     assert num_computed < 1.5 * needed
 
 
+def test_prefix_that_becomes_known_lets_who_waits_for_blocks_run():
+    scheduler = new_scheduler(num_blocks=16, long_prefill_token_threshold=16)
+    a, b = added(scheduler, new_request("same", 96, 32), new_request("same", 96, 2))
+    run_until(scheduler, lambda: b.status is not RequestStatus.WAITING)
+    # Both will need 13 blocks. When they share ten of 16, there is room for what each lacks.
+    assert (a.num_computed_tokens, b.num_cached_tokens) == (80, 80)
+    finish(scheduler)
+
+
+def test_prefix_that_is_pinned_is_no_block_that_who_waits_still_needs():
+    scheduler = new_scheduler(num_blocks=8)
+    (prefix,) = added(scheduler, new_request("prefix", 17, 1))
+    run_step(scheduler)
+    _, b = added(scheduler, new_request("a", 9, 7), new_request("b", 2, 6))
+    run_step(scheduler)
+    longer = prefix.prompt_token_ids[:16] + [1] * 25
+    waits = new_request("waits", 41, 2)
+    waits.token_ids = longer.copy()
+    added(scheduler, waits)
+    assert run_step(scheduler) == {"a": 1, "b": 1}  # it needs six blocks, and five are left
+    assert scheduler.pin("prefix", longer[:16], b"") == 16
+    assert run_step(scheduler) == {"a": 1, "b": 1}  # four of three
+    scheduler.abort(b)
+    assert run_step(scheduler) == {"a": 1, "waits": 25}
+
+
+@pytest.mark.parametrize("short_of", ["seats", "seats for samples", "blocks"])
+def test_queue_is_not_searched_again_while_nothing_changes_for_its_head(short_of):
+    searched = []
+    policy = LongestPrefixMatch(lambda request: searched.append(request) or 0)
+    num_blocks = 4 if short_of == "blocks" else 32
+    scheduler = new_scheduler(num_blocks, max_num_seqs=1 if short_of == "seats" else 2, policy=policy)
+    added(scheduler, new_request("a", 9, 16))
+    run_step(scheduler)
+    searched.clear()
+    added(scheduler, *(new_samples(name, 17, 2, 1 + (short_of == "seats for samples"))[0] for name in "bcd"))
+    for _ in range(6):
+        assert run_step(scheduler) == {"a": 1}
+    assert len(searched) == (0 if short_of == "seats" else 3)
+    added(scheduler, new_request("e", 17, 2))
+    run_step(scheduler)
+    assert len(searched) == (0 if short_of == "seats" else 7)
+    finish(scheduler)
+
+
 def test_pin_is_refused_where_a_live_request_would_not_fit_beside_it():
     scheduler = new_scheduler(num_blocks=4)
     (first,) = added(scheduler, new_request("prefix", 17, 1))
@@ -153,6 +199,17 @@ def test_pin_is_refused_where_a_live_request_would_not_fit_beside_it():
     assert scheduler.block_manager.num_pinned == 1
     run_until(scheduler, lambda: second.status is RequestStatus.FINISHED)
     assert second.finish_reason == "length"
+
+
+def test_pin_costs_the_same_however_many_are_alive():
+    scheduler, asked = new_scheduler(num_blocks=400, max_num_seqs=200), []
+    added(scheduler, *(new_request(str(i), 9, 1 + i) for i in range(100)))
+    run_step(scheduler)
+    fits = scheduler.block_manager.fits
+    scheduler.block_manager.fits = lambda num_tokens: asked.append(num_tokens) or fits(num_tokens)
+    prompt = scheduler.running[0].prompt_token_ids
+    assert scheduler.pin("one", prompt, b"") == 8
+    assert asked == [9 + 100 - 1]  # the longest
 
 
 # Samples and forks
@@ -312,6 +369,24 @@ def test_abort_at_any_stage_frees_blocks(stage):
     assert all(r.finish_reason == "length" for r in requests if r is not victim)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_whoever_ran_in_a_step_that_failed_keeps_the_place_and_is_charged_once(name):
+    policy = new_policy(name, lambda _: 0)
+    scheduler = new_scheduler(max_num_seqs=2, policy=policy)
+    requests = added(scheduler, *(new_request(n, 4, 3, tenant="t") for n in "abcd"))
+    run_step(scheduler)
+    scheduled(scheduler)
+    scheduler.cancel()
+    scheduler.check()
+    assert names(scheduler.waiting()) == ["a", "b", "c", "d"]
+    assert computed(scheduled(scheduler)) == {"a": 5, "b": 5}
+    scheduler.cancel()
+    finish(scheduler)
+    assert [r.output_token_ids for r in requests] == [[hash_token(n, i) for i in (4, 5, 6)] for n in "abcd"]
+    if isinstance(policy, Fair):
+        assert policy.service["t"] == 4 * (4 * policy.INPUT_COST + 3 * policy.OUTPUT_COST)
+
+
 def test_deadline_ends_whoever_runs_or_waits():
     now = 0.0
     scheduler = new_scheduler(max_num_seqs=2, clock=lambda: now)
@@ -334,6 +409,17 @@ def test_deadline_ends_whoever_runs_or_waits():
     assert scheduler.running == [b]
     assert scheduler.num_waiting == 0
     finish(scheduler)
+
+
+def test_finished_requests_are_not_kept_until_their_deadline():
+    scheduler = new_scheduler(clock=lambda: 0.0)
+    added(scheduler, *(new_request("early", 1, 1, deadline=1.0) for _ in range(2)))
+    for _ in range(100):
+        added(scheduler, *(new_request("a", 1, 1, deadline=9.0) for _ in range(8)))
+        run_until(scheduler, lambda: scheduler.num_waiting == 0)
+        assert len(scheduler._deadlines) < 100
+    (last,) = added(scheduler, new_request("last", 1, 9, deadline=0.0))
+    assert scheduler.expire() == [last]
 
 
 def test_scheduling_needs_no_torch():

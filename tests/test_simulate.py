@@ -76,7 +76,7 @@ class TestCost:
 
     def seconds(self, schedule, sheet=SHEET):
         roofline = Roofline(MODEL, sheet, overhead=0.25, flops_efficiency=0.5, bandwidth_efficiency=0.8)
-        return StepCost(roofline, MODEL, sheet, 16).seconds(schedule)
+        return StepCost(roofline, MODEL, sheet, 16 * KV_BYTES).seconds(schedule)
 
     def test_step_bound_by_memory(self):
         # Decodes behind 99 and 49 tokens read 100 and 50, and write one each.
@@ -109,7 +109,7 @@ class TestCost:
         assert num_params(MODEL) == LAYER_PARAMS + HEAD_PARAMS  # tied
         sheet = DATA_SHEETS["L4"]
         free = 24 * 2**30 * 0.5 - 2 * (LAYER_PARAMS + HEAD_PARAMS)
-        assert blocks_that_fit(MODEL, sheet, 0.5, 16) == free // (16 * KV_BYTES)
+        assert blocks_that_fit(MODEL, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
 
     def test_coefficients(self, tmp_path):
         file = tmp_path / "fit.json"
@@ -283,7 +283,8 @@ def command(capsys):
     return run_command
 
 
-QUICK = "--requests 40 --rate 50 --num-blocks 400 --swap-space 0 --input-len fixed:100 --output-len fixed:9"
+SHORT = "--requests 40 --rate 50 --swap-space 0 --input-len fixed:100"
+QUICK = f"{SHORT} --num-blocks 400 --output-len fixed:9"
 
 
 def test_report_and_json(command):
@@ -297,13 +298,42 @@ def test_report_and_json(command):
 
 
 def test_sweep(command):
-    lines = command(f"{QUICK} --sweep num-blocks=20,100,400").splitlines()
+    lines = command(f"{SHORT} --output-len fixed:9 --sweep num-blocks=20,100,400").splitlines()
     assert len(lines) == 5
     assert [line.split()[0] for line in lines[2:]] == ["20", "100", "400"]
     result = json.loads(command(f"{QUICK} --rate inf --sweep max_num_seqs=1,16 --json"))
     one, many = result["rows"]
+    lengths = json.loads(command(f"{SHORT} --num-blocks 400 --sweep output_len=fixed:3;uniform:2-4 --json"))
+    assert [row["output_len"] for row in lengths["rows"]] == ["fixed:3", "uniform:2-4"]
     assert (result["sweep"], one["max_num_seqs"], many["max_num_seqs"]) == ("max_num_seqs", 1, 16)
     assert many["output_tokens_per_s"] > 5 * one["output_tokens_per_s"]
+
+
+def test_sweep_over_files(command, tmp_path, monkeypatch):
+    """A value is what its option takes: here a name, though it looks like a number."""
+    monkeypatch.chdir(tmp_path)
+    for name, num_tokens in (("1", 10), ("2", 20)):
+        line = {"timestamp": 0, "input_tokens": num_tokens, "output_tokens": num_tokens}
+        (tmp_path / name).write_text(json.dumps(line))
+    rows = json.loads(command("--num-blocks 99 --sweep trace=1,2 --json"))["rows"]
+    assert [(row["trace"], row["output_tokens"]) for row in rows] == [("1", 10), ("2", 20)]
+    refused(["--trace", tmp_path / "1", "--prefix-len", 7], "lines of the trace that have a prefix_id")
+
+
+def test_tenants_in_one_text_or_in_several(command):
+    one, several = (
+        json.loads(command(f"{QUICK} {tenants} --json"))["tenants"]
+        for tenants in ("--tenants a=3,b=1", "--tenants a=3 --tenants b=1")
+    )
+    assert one == several
+
+
+def test_picture_does_not_replace_what_is_read(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib, of the extra 'plots', is not installed")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("{}")
+    refused(["--trace", trace, "--plot", trace], "would overwrite the input")
+    refused(["--plot", tmp_path / "missing" / "x.png"], "no such directory")
 
 
 def test_timeline():
@@ -366,7 +396,22 @@ def refused(argv, message):
         (["--sweep", "speed=1,2"], "--sweep knows no option 'speed'; it takes gpu, "),
         (["--sweep", "num_blocks=1000,x"], "num_blocks must be an int, got 'x'"),
         (["--sweep", "num_blocks="], "such as rate=1,2,4; got 'num_blocks='"),
+        (["--sweep", "num_blocks=1e3"], "num_blocks must be an int, got '1e3'"),
+        (["--sweep", "rate=fast"], "rate must be a number, got 'fast'"),
+        (["--sweep", "input_len=100,200"], "input_len must be one of fixed:N, .*; got '100'"),
+        (["--sweep", "input_len=fixed:1;"], "such as rate=1,2,4; got 'input_len=fixed:1;'"),
+        (["--sweep", "enable_prefix_caching=yes"], "enable_prefix_caching must be True or False, got 'yes'"),
+        (["--sweep", "tenants=a,b"], "--sweep knows no option 'tenants'"),
+        (["--sweep", "rate=1,2", "--rate", 3], "--sweep goes over rate, which is also given as 3.0"),
         (["--sweep", "rate=1", "--plot", "x.png"], "leave it out of a --sweep"),
+        (["--policy", "fair", "--tenant-weights", "a=1,a=2"], "a number for each tenant .* got 'a=1,a=2'"),
+        (["--policy", "fair", "--tenant-weights", "a=1", "--tenant-weights", "a=2"], "got 'a=1,a=2'"),
+        (["--prefix-len", 64], "prefix_len goes with prefixes, or a trace; leave it out"),
+        (["--think-time", 1], "think_time goes with turns above 1; leave it out"),
+        (["--arrivals", "bursty", "--rate", "inf"], "arrivals goes with a finite rate"),
+        (["--coefficients", "fit.json", "--flops-efficiency", 0.5], "flops_efficiency goes without them"),
+        (["--coefficients", "fit.json", "--step-overhead", 2], "step_overhead goes without them"),
+        (["--max-model-len", 4096], "max_model_len 4096 is more than the 2048 of the model"),
     ],
     ids=str,
 )

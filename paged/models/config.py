@@ -119,6 +119,12 @@ class ModelConfig:
         )
 
     @property
+    def num_layer_params(self) -> int:
+        """Weights of the layers, without embedding and head. Norms and biases, a percent, are left out."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim  # Q and O, K and V
+        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+
+    @property
     def kv_elements_per_slot(self) -> int:
         """Elements of K and V together that one token takes in the layers of one group."""
         return 2 * len(self.layer_groups[0].layers) * self.num_kv_heads * self.head_dim

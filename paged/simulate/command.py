@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..jobs import check_writable
 from ..options import option
 from .fleet import Fleet, FleetConfig
 from .report import report, sweep_report
@@ -26,14 +27,15 @@ MAPPINGS = ("tenants", "tenant_weights")
 
 _engine, _fleet, _workload = (partial(option, owner) for owner in (EngineConfig, FleetConfig, Workload))
 
-MODEL_HELP = "A directory with a config.json, or 'demo' for the checkpoint that ships with `paged`."
+MODEL_HELP = "A directory with a config.json; without it, the checkpoint that ships with `paged`, 'demo'."
 WEIGHTS_HELP = "For the policy fair, what tenants are entitled to, such as a=1,b=2; 1 where nothing is said."
-SWEEP_HELP = "Simulate once for each value of an option, and print a table: num_blocks=1000,2000,4000."
+SWEEP_HELP = """Simulate once for each value of an option, and print a table: num_blocks=1000,2000,4000, or
+input_len=lognormal:500,0.8;fixed:500 where values have commas of their own."""
 PLOT_HELP = "Write a PNG: requests, tokens a second and blocks used over time."
 
 
 def simulate(
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "demo",
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     gpu: Annotated[str | None, _fleet("gpu")] = None,
     replicas: Annotated[int | None, _fleet("replicas")] = None,
     router: Annotated[str | None, _fleet("router")] = None,
@@ -47,13 +49,13 @@ def simulate(
     prefix_len: Annotated[int | None, _workload("prefix_len")] = None,
     turns: Annotated[int | None, _workload("turns")] = None,
     think_time: Annotated[float | None, _workload("think_time")] = None,
-    tenants: Annotated[str | None, _workload("tenants")] = None,
+    tenants: Annotated[list[str] | None, _workload("tenants")] = None,
     trace: Annotated[str | None, _workload("trace")] = None,
     seed: Annotated[int | None, _workload("seed")] = None,
     scheduling_policy: Annotated[
         str | None, _engine("scheduling_policy", "--scheduling-policy", "--policy")
     ] = None,
-    tenant_weights: Annotated[str | None, typer.Option(help=WEIGHTS_HELP)] = None,
+    tenant_weights: Annotated[list[str] | None, typer.Option(help=WEIGHTS_HELP)] = None,
     num_blocks: Annotated[int | None, _engine("num_blocks")] = None,
     block_size: Annotated[int | None, _engine("block_size")] = None,
     max_model_len: Annotated[int | None, _engine("max_model_len")] = None,
@@ -77,7 +79,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, times in seconds.")] = False,
 ) -> int:
     """Predict latency, throughput and cache use of a fleet: the real scheduler on a virtual clock."""
-    given = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in locals().items() if value not in (None, [], ())}
     options = {name: given[name] for name in (*_NAMES, *MAPPINGS) if name in given}
     for name in MAPPINGS:
         if name in options:
@@ -85,10 +87,16 @@ def simulate(
     if sweep is not None:
         if plot is not None:
             raise ConfigError("--plot shows one simulation; leave it out of a --sweep")
-        _sweep(options, *_read_sweep(sweep), as_json=as_json)
+        name, values = _read_sweep(sweep)
+        if name in options:
+            raise ConfigError(
+                f"--sweep goes over {name}, which is also given as {options[name]!r}; leave one out"
+            )
+        _sweep(options, name, values, as_json=as_json)
         return 0
     if plot is not None:
-        _check_plot(plot)
+        check_matplotlib()
+        check_writable(plot, *(Path(options[name]) for name in ("trace", "coefficients") if name in options))
     summary = _run(options, plot)
     print(json.dumps(summary) if as_json else report(summary))
     return 0
@@ -120,21 +128,21 @@ def _read_sweep(text: str) -> tuple[str, list[Any]]:
     name = "scheduling_policy" if name == "policy" else name
     if name not in _NAMES:
         raise ConfigError(f"--sweep knows no option {name!r}; it takes {', '.join(_NAMES)}")
-    if not (equals and all(values.split(","))):
+    parts = values.split(";" if ";" in values else ",")
+    if not (equals and all(parts)):
         raise ConfigError(f"--sweep must be an option and its values such as rate=1,2,4; got {text!r}")
-    separator = ";" if ";" in values else ","
-    return name, [_parse(value) for value in values.split(separator)]
+    kinds = get_args(get_type_hints(simulate)[name])
+    return name, [_parse(part, kinds) for part in parts]
 
 
-def _parse(text: str) -> bool | int | float | str:
-    """A value as what it looks like; the configs say whether that is right."""
-    if text in ("true", "false"):
-        return text == "true"
+def _parse(text: str, kinds: tuple[type, ...]) -> bool | int | float | str:
+    """A value as its option has it. The configs refuse what is none, by the text that it stays."""
+    if bool in kinds:
+        return {"true": True, "false": False}.get(text, text)
     for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
+        if kind in kinds:
+            with suppress(ValueError):
+                return kind(text)
     return text
 
 
@@ -142,7 +150,7 @@ def _configs(options: Mapping[str, Any]) -> tuple[FleetConfig, EngineConfig, Wor
     def of(owner: type[Any]) -> dict[str, Any]:
         return {field.name: options[field.name] for field in fields(owner) if field.name in options}
 
-    engine = of(EngineConfig)
+    engine = {"model": "demo", **of(EngineConfig)}
     engine.pop("seed", None)
     return FleetConfig(**of(FleetConfig)), EngineConfig(**engine), Workload(**of(Workload))
 
@@ -161,12 +169,5 @@ def _run(options: Mapping[str, Any], plot: Path | None = None) -> dict[str, Any]
     summary = {**statistics.summary(), "wall_s": time.perf_counter() - started}
     if plot is not None and timeline is not None:
         where = f"{fleet_config.replicas:,} x {fleet_config.gpu}"
-        timeline.plot(plot, fleet.sizes.num_blocks * fleet_config.replicas, f"{engine.model} on {where}")
+        timeline.plot(plot, fleet.num_blocks * fleet_config.replicas, f"{engine.model} on {where}")
     return summary
-
-
-def _check_plot(file: Path) -> None:
-    """Find out now, not after everything is simulated, that the picture cannot be written."""
-    check_matplotlib()
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"{file}: not a file that can be written")

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol, Self
 from ..errors import ConfigError
 from ..models.config import ModelConfig
 from ..schedule import Schedule
+from ..sizes import GIB
 from ..validation import check_number
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Roofline:
         flops_efficiency: float,
         bandwidth_efficiency: float,
     ) -> None:
-        layer_params, head_params = num_layer_params(model), model.vocab_size * model.hidden_size
+        layer_params, head_params = model.num_layer_params, model.vocab_size * model.hidden_size
         self._flops_per_token, self._flops_per_sample = 2 * layer_params, 2 * head_params
         self._flops_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
         self._weight_bytes = (layer_params + head_params) * element_bytes(model)
@@ -187,10 +186,9 @@ class Coefficients:
 class StepCost:
     """Seconds of a whole step: what it computes, and the blocks it moves."""
 
-    def __init__(self, compute: ComputeCost, model: ModelConfig, sheet: DataSheet, block_size: int) -> None:
+    def __init__(self, compute: ComputeCost, model: ModelConfig, sheet: DataSheet, block_bytes: int) -> None:
         self._compute, self._windows = compute, window_shares(model)
-        self._bytes_per_token = kv_bytes_per_token(model)
-        self._block_bytes = block_bytes(model, block_size)
+        self._block_bytes = block_bytes
         self._link_bytes_per_s = sheet.link_gb_per_s * 1e9
         self._memory_bytes_per_s = sheet.memory_gb_per_s * 1e9
 
@@ -206,27 +204,14 @@ class StepCost:
             seconds += 2 * len(schedule.copies) * self._block_bytes / self._memory_bytes_per_s
         return seconds
 
-    def swap_pays(self, num_tokens: int) -> bool:
-        """Whether that many tokens are sooner swapped out and in again than computed again."""
-        swap = 2 * num_tokens * self._bytes_per_token / self._link_bytes_per_s
-        pairs = num_tokens * (num_tokens + 1) // 2
-        return swap < self._compute.seconds(Work(num_tokens, 1, 1, num_tokens, pairs))
-
 
 # Sizes
-
-
-def num_layer_params(model: ModelConfig) -> int:
-    """Weights of all layers, without embedding and head."""
-    hidden = model.hidden_size
-    attention = 2 * hidden * (model.num_heads + model.num_kv_heads) * model.head_dim  # Q and O, K and V
-    return model.num_layers * (attention + 3 * hidden * model.intermediate_size)
 
 
 def num_params(model: ModelConfig) -> int:
     """All weights."""
     tables = 1 if model.tie_word_embeddings else 2
-    return num_layer_params(model) + tables * model.vocab_size * model.hidden_size
+    return model.num_layer_params + tables * model.vocab_size * model.hidden_size
 
 
 def element_bytes(model: ModelConfig) -> int:
@@ -239,15 +224,10 @@ def kv_bytes_per_token(model: ModelConfig) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes(model)
 
 
-def block_bytes(model: ModelConfig, block_size: int) -> int:
-    """Bytes of one block over the layers of its group."""
-    return model.kv_elements_per_slot * block_size * element_bytes(model)
-
-
-def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, block_size: int) -> int:
+def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, block_bytes: int) -> int:
     """Blocks beside the weights, in that share of the GPU's memory. Raises ConfigError if there is none."""
     free = sheet.memory_gib * GIB * utilization - num_params(model) * element_bytes(model)
-    num_blocks = math.floor(free / block_bytes(model, block_size))
+    num_blocks = math.floor(free / block_bytes)
     if num_blocks < 1:
         weights = num_params(model) * element_bytes(model) / GIB
         raise ConfigError(

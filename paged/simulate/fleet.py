@@ -11,26 +11,24 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models.config import ModelConfig
 from ..request import Request
-from ..validation import check_int, check_number
+from ..sizes import Sizes
+from ..validation import changed, check_int, check_number
 from .cost import (
     DATA_SHEETS,
-    GIB,
     Coefficients,
     ComputeCost,
     Roofline,
     StepCost,
-    block_bytes,
     blocks_that_fit,
+    element_bytes,
 )
 from .model import read_model
-from .replica import Replica, Sizes
+from .replica import Replica
 from .router import ROUTERS, new_router
 from .statistics import Statistics
 from .timeline import Timeline
 from .workload import Arrival
 
-# What the engine takes beside a GPU.
-GPU_STEP_TOKENS, GPU_SWAP_SPACE = 8192, 4.0
 # What happens first of all that happens at one time: a step begins with everything that has come in by then.
 ARRIVAL, NEXT_TURN, STEP = range(3)
 Event = tuple[float, int, int, Arrival | None]  # the number is the arrival's, or the replica's
@@ -70,8 +68,11 @@ class FleetConfig:
         for name in ("flops_efficiency", "bandwidth_efficiency"):
             check_number(ConfigError, name, getattr(self, name), 0.0, 1.0, above=True)
         check_number(ConfigError, "step_overhead", self.step_overhead, 0.0)
+        replaced = {"flops_efficiency", "bandwidth_efficiency", "step_overhead"}.intersection(changed(self))
+        if self.coefficients is not None and replaced:
+            raise ConfigError(f"coefficients say how long a step takes; {min(replaced)} goes without them")
 
-    def step_cost(self, model: ModelConfig, block_size: int) -> StepCost:
+    def step_cost(self, model: ModelConfig, block_bytes: int) -> StepCost:
         """What a step costs on one of these GPUs."""
         sheet = DATA_SHEETS[self.gpu]
         compute: ComputeCost
@@ -85,7 +86,7 @@ class FleetConfig:
                 flops_efficiency=self.flops_efficiency,
                 bandwidth_efficiency=self.bandwidth_efficiency,
             )
-        return StepCost(compute, model, sheet, block_size)
+        return StepCost(compute, model, sheet, block_bytes)
 
 
 class Fleet:
@@ -93,15 +94,16 @@ class Fleet:
 
     def __init__(self, fleet: FleetConfig, engine: EngineConfig, timeline: Timeline | None = None) -> None:
         model = read_model(engine.model)
-        self.sizes = _sizes(fleet, engine, model)
-        cost = fleet.step_cost(model, engine.block_size)
-        self.replicas = [Replica(engine, self.sizes, cost) for _ in range(fleet.replicas)]
+        sizes = Sizes(engine, model, "cuda", element_bytes(model))
+        self.num_blocks = engine.num_blocks or _num_blocks_that_fit(fleet, sizes)
+        cost = fleet.step_cost(model, sizes.block_bytes)
+        self.replicas = [Replica(sizes, self.num_blocks, cost) for _ in range(fleet.replicas)]
         self._router = new_router(fleet.router, engine.block_size)
         self._loads = [0] * fleet.replicas  # tokens of unfinished requests
         self._events: list[Event] = []
         self._num_requests = 0
         self._conversations: dict[str, Arrival] = {}  # unfinished requests that are not the last turn
-        self.statistics = Statistics(self.sizes.num_blocks, fleet.replicas, timeline)
+        self.statistics = Statistics(self.num_blocks, fleet.replicas, timeline)
 
     def run(
         self, arrivals: Iterator[Arrival], think_time: float = 0.0, done: Callable[[int], object] = bool
@@ -175,24 +177,7 @@ class Fleet:
             heapq.heappush(self._events, (now, NEXT_TURN, int(request.request_id), turn))
 
 
-def _sizes(fleet: FleetConfig, engine: EngineConfig, model: ModelConfig) -> Sizes:
-    """What the options leave open, as the engine settles it beside a GPU."""
-    sheet = DATA_SHEETS[fleet.gpu]
-    budget, max_model_len = engine.max_num_batched_tokens or GPU_STEP_TOKENS, engine.max_model_len
-    max_model_len = max_model_len or model.max_context
-    num_blocks = engine.num_blocks
-    if num_blocks is None:
-        fitting = blocks_that_fit(model, sheet, engine.gpu_memory_utilization, engine.block_size)
-        # More than every request at full length could fill is of no use.
-        most = engine.max_num_seqs * -(-max_model_len // engine.block_size) * len(model.layer_groups)
-        num_blocks = min(fitting, most)
-    swap_space = GPU_SWAP_SPACE if engine.swap_space is None else engine.swap_space
-    swap_space = 0.0 if engine.preemption_mode == "recompute" else swap_space
-    return Sizes(
-        num_blocks=num_blocks,
-        num_host_blocks=int(swap_space * GIB) // block_bytes(model, engine.block_size),
-        max_num_batched_tokens=budget,
-        max_step_tokens=min(engine.long_prefill_token_threshold or budget, budget),
-        max_model_len=max_model_len,
-        windows=tuple(group.window for group in model.layer_groups),
-    )
+def _num_blocks_that_fit(fleet: FleetConfig, sizes: Sizes) -> int:
+    utilization = sizes.config.gpu_memory_utilization
+    fitting = blocks_that_fit(sizes.model, DATA_SHEETS[fleet.gpu], utilization, sizes.block_bytes)
+    return min(fitting, sizes.most_blocks)

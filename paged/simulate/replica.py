@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from ..block_manager import BlockManager
-from ..config import EngineConfig
 from ..errors import QueueFullError
-from ..policies import new_policy
 from ..request import Request, RequestMetrics, RequestStatus
 from ..sampling_params import SamplingParams
 from ..schedule import Schedule
-from ..scheduler import Scheduler
+from ..sizes import Sizes
 from .cost import StepCost
 from .workload import SAMPLED, Arrival
 
@@ -20,51 +14,16 @@ PARAMS = SamplingParams()
 NO_STOPS = frozenset[int]()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What follows from model and GPU, where the options leave it open."""
-
-    num_blocks: int
-    num_host_blocks: int
-    max_num_batched_tokens: int
-    max_step_tokens: int  # of one request
-    max_model_len: int
-    windows: tuple[int | None, ...]  # of the layer groups
-
-
 class Replica:
     """The real scheduler and block manager, one step at a time."""
 
-    def __init__(self, config: EngineConfig, sizes: Sizes, cost: StepCost) -> None:
+    def __init__(self, sizes: Sizes, num_blocks: int, cost: StepCost) -> None:
         self.now = 0.0
         self.step: Schedule | None = None  # in flight
         self.awake = False  # whether it runs a step, or is about to
         self._cost, self._max_model_len = cost, sizes.max_model_len
-        manager = self.manager = BlockManager(
-            sizes.num_blocks,
-            config.block_size,
-            windows=sizes.windows,
-            max_step_tokens=sizes.max_step_tokens,
-            num_host_blocks=sizes.num_host_blocks,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        self.scheduler = Scheduler(
-            manager,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            policy=new_policy(
-                config.scheduling_policy,
-                lambda request: manager.num_matched(request.blocks, request.token_ids),
-                config.tenant_weights,
-            ),
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            max_num_partial_prefills=config.max_num_partial_prefills,
-            watermark=config.watermark,
-            max_waiting=config.max_waiting,
-            max_preemptions=config.max_preemptions,
-            swap_pays=_swap_pays(config.preemption_mode, cost),
-            clock=lambda: self.now,
-        )
+        self.manager = sizes.new_block_manager(num_blocks, sizes.num_host_blocks)
+        self.scheduler = sizes.new_scheduler(self.manager, clock=lambda: self.now)
 
     def add(self, request_id: str, arrival: Arrival) -> Request | None:
         """Queue a request; None if it is refused, for its length or because too many wait."""
@@ -108,9 +67,3 @@ class Replica:
         if len(self.scheduler.running) == num_running:
             return num_sampled, []
         return num_sampled, [r for r in advanced if r.status is RequestStatus.FINISHED]
-
-
-def _swap_pays(mode: str, cost: StepCost) -> Callable[[int], bool] | None:
-    if mode == "recompute":
-        return None
-    return cost.swap_pays if mode == "auto" else lambda _: True

@@ -6,12 +6,12 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from ..validation import check_int, check_number
+from ..validation import changed, check_int, check_number
 from .trace import TraceLine, read_trace
 
 ARRIVALS = ("poisson", "bursty")
@@ -87,28 +87,34 @@ class Workload:
             raise ConfigError(f"arrivals must be one of {', '.join(ARRIVALS)}; got {self.arrivals!r}")
         if self.burstiness is not None:
             check_number(ConfigError, "burstiness", self.burstiness, 0.0, above=True)
-            if self.arrivals != "bursty":
-                raise ConfigError(f"burstiness goes with arrivals 'bursty', got {self.arrivals!r}")
         for name in ("input_len", "output_len"):
             new_length(name, getattr(self, name), random.Random())
         for tenant, share in self.tenants.items():
             check_number(ConfigError, f"the share of tenant {tenant!r}", share, 0.0, above=True)
-        if self.trace is not None:
-            self._check_replaces()
+        self._check_of_use()
 
-    def _check_replaces(self) -> None:
-        for option in fields(self):
-            if option.name in ("trace", "prefix_len", "seed"):
-                continue
-            default = {} if option.name == "tenants" else option.default
-            if getattr(self, option.name) != default:
-                raise ConfigError(f"the trace says all about requests; {option.name} goes without one")
+    def _check_of_use(self) -> None:
+        """Nothing is given that would change nothing."""
+        conditions = {
+            "arrivals": (self.rate < math.inf, "a finite rate"),
+            "burstiness": (self.arrivals == "bursty", "arrivals 'bursty'"),
+            "prefix_len": (self.prefixes > 0 or self.trace is not None, "prefixes, or a trace"),
+            "think_time": (self.turns > 1, "turns above 1"),
+        }
+        for name in changed(self):
+            if self.trace is not None and name not in ("trace", "prefix_len", "seed"):
+                raise ConfigError(f"the trace says all about requests; {name} goes without one")
+            holds, condition = conditions.get(name, (True, ""))
+            if not holds:
+                raise ConfigError(f"{name} goes with {condition}; leave it out, or give that")
 
     def open(self) -> tuple[int, Iterator[Arrival]]:
         """How many requests there are, and those that nobody has to wait for, by time."""
         if self.trace is None:
             return self.requests, self._synthetic()
         lines = read_trace(Path(self.trace))
+        if "prefix_len" in changed(self) and all(line.prefix_id is None for line in lines):
+            raise ConfigError("prefix_len goes with lines of the trace that have a prefix_id; leave it out")
         return len(lines), _replay(lines, self.prefix_len)
 
     def _synthetic(self) -> Iterator[Arrival]:
@@ -205,9 +211,10 @@ def new_length(name: str, text: str, rng: random.Random) -> Callable[[], int]:
     return lambda: max(1, round(rng.lognormvariate(mu, last)))
 
 
-def read_shares(name: str, text: str) -> dict[str, float]:
-    """Numbers by tenant, from a text such as "a=3,b=1". Raises ConfigError."""
+def read_shares(name: str, texts: Sequence[str]) -> dict[str, float]:
+    """Numbers by tenant, from texts such as "a=3,b=1". Raises ConfigError."""
     shares: dict[str, float] = {}
+    text = ",".join(texts)
     for part in text.split(","):
         tenant, equals, value = part.partition("=")
         try:
@@ -215,6 +222,6 @@ def read_shares(name: str, text: str) -> dict[str, float]:
         except ValueError:
             share = math.nan
         if not (tenant and equals and math.isfinite(share)) or tenant in shares:
-            raise ConfigError(f"{name} must be numbers by tenant such as a=3,b=1; got {text!r}")
+            raise ConfigError(f"{name} must be a number for each tenant such as a=3,b=1; got {text!r}")
         shares[tenant] = share
     return shares
