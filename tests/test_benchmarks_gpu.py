@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_tests, roofline
+from benchmarks import gpu, gpu_tests, roofline, timing
 from benchmarks.cases import attention_case
 from benchmarks.comparators import COMPARATORS, Skip, adapt
 from benchmarks.compiled import hot_loop
@@ -144,6 +146,67 @@ def test_comparators_that_crash_or_do_not_compile_are_not_tried():
         assert "sdpa_flash, D 128" not in not_ready
         assert not_ready["varlen_attn, D 128"] == "needs a GPU"
         assert not_ready["flashinfer, D 128"] == not_ready["sdpa_flash, D 64"] == why
+
+
+class FakeCuda:
+    """Events that tell the time of a clock which every call moves on, and graphs with a replay of ours."""
+
+    def __init__(self, monkeypatch, capturable):
+        self.now, self.captured = 0.0, None
+        fakes = {
+            "synchronize": lambda *_: None,
+            "Event": lambda **_: FakeEvent(self),
+            "Stream": lambda: SimpleNamespace(wait_stream=lambda _: None),
+            "current_stream": lambda: SimpleNamespace(wait_stream=lambda _: None),
+            "stream": lambda _: nullcontext(),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.captured()),
+            "graph": lambda _: nullcontext() if capturable else self.refuse(),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(timing, "_flush_buffer", lambda _: torch.ones(4))
+
+    def refuse(self):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class FakeEvent:
+    def __init__(self, cuda):
+        self.cuda, self.at = cuda, None
+
+    def record(self):
+        self.at = self.cuda.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_gpu_times_are_medians_of_runs_over_poisoned_outputs(monkeypatch, capturable):
+    cuda = FakeCuda(monkeypatch, capturable)
+    out, poisoned = torch.zeros(3), []
+
+    def run():
+        cuda.now += 5.0 if len(poisoned) % 5 else 500.0  # an outlier now and then
+        poisoned.append(bool(out.isnan().all()))
+        return out.fill_(1)
+
+    def replay():
+        cuda.now += 2.0
+        out.fill_(1)
+
+    cuda.captured = replay
+    measured = timing._time_on_gpu(run, CPU)
+    assert measured.call_seconds == 5e-3
+    assert measured.seconds == (2e-3 if capturable else 5e-3)
+    assert measured.graph is capturable
+    assert sum(poisoned) == measured.runs - 1  # all but the first of the timed ones
+    cuda.captured = lambda: None
+    if capturable:
+        with pytest.raises(AssertionError, match="some of the output was not written"):
+            timing._time_on_gpu(run, CPU)
+    with pytest.raises(AssertionError, match="some of the output was not written"):
+        timing._time_on_gpu(lambda: out, CPU)
 
 
 def test_without_a_gpu_it_says_what_to_do():
