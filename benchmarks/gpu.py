@@ -5,10 +5,10 @@
     python -m benchmarks.gpu --tiny         # anywhere, in Triton's interpreter: tries out this program
 
 The tests of the kernels, compiled; the device's ceilings, a large copy and a large matrix product; every
-kernel against its limit and against other people's, whichever are installed (pip install flashinfer-python
-conch-triton-kernels); the engine on nano-vllm's workload. Each kernel is proven right on the batch that it
-is timed on. Times are medians between events, of CUDA graphs where they can be captured, with a cold L2
-cache and outputs that were NaN before.
+kernel against its limit and against other people's, whichever are installed (pip install
+flashinfer-python==0.6.1 conch-triton-kernels==1.3); the engine on nano-vllm's workload. Each kernel is proven
+right on the batch that it is timed on. Times are medians between events, of CUDA graphs where they can be
+captured, with a cold L2 cache and outputs that were NaN before.
 
 Writes benchmarks/results/<gpu>-<date>.json, pictures (with `pip install 'paged[plots]'`), and from all
 results there benchmarks/README.md. A section that fails is an error in the JSON, the others go on, and the

@@ -12,7 +12,8 @@ HEADER = """# What was measured on GPUs
 
 Made by `python -m benchmarks.gpu`, whose JSON lies in {results}; `--report` remakes this page from it. The
 limit of a kernel is the larger of its bytes over the copy bandwidth and its FLOPs over the matrix throughput
-of the same run. Comparators are given as their time over ours: above 1 ours is faster.
+of the same run. Comparators are given as their time over ours: above 1 ours is faster; * is what could not be
+captured in a CUDA graph as ours was, and waits for the host.
 """
 
 
@@ -69,8 +70,7 @@ def attention_table(sections: dict[str, Any]) -> str:
     head = ["attention", "µs", "GB/s", "TFLOP/s", "of limit", *(f"{name} ÷ ours" for name in columns)]
     cells = []
     for row in rows:
-        ratios = [row["comparators"].get(name, {}).get("theirs_over_ours") for name in columns]
-        cells.append([*_measured(row), *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+        cells.append([*_measured(row), *(_ratio(row, row["comparators"].get(name, {})) for name in columns)])
     return _markdown(head, cells)
 
 
@@ -106,8 +106,8 @@ def print_summary(result: dict[str, Any]) -> None:
     ]
     rows = []
     for row in shown:
-        others = {name: c["theirs_over_ours"] for name, c in row.get("comparators", {}).items() if "us" in c}
-        told = ", ".join(f"{name} {ratio:.2f}" for name, ratio in others.items())
+        others = {name: _ratio(row, theirs) for name, theirs in row.get("comparators", {}).items()}
+        told = ", ".join(f"{name} {ratio}" for name, ratio in others.items() if ratio)
         rows.append(dict(zip(("kernel", "us", "GB/s", "TFLOP/s", "of limit"), _measured(row), strict=True)))
         rows[-1]["their time / ours"] = told
     if rows:
@@ -138,6 +138,12 @@ def _measured(row: dict[str, Any]) -> list[str]:
         f"{row['tflops']:,.1f}",
         f"{row['of_limit']:.0%}",
     ]
+
+
+def _ratio(row: dict[str, Any], theirs: dict[str, Any]) -> str:
+    if "us" not in theirs:
+        return ""
+    return f"{theirs['theirs_over_ours']:.2f}{'*' if row['graph'] and not theirs['graph'] else ''}"
 
 
 def _markdown(head: list[str], cells: list[list[str]]) -> str:

@@ -146,12 +146,13 @@ class Worker:
             if (key := readiness_key(name, shape.head_dim)) in self.not_ready:
                 raise Skip(self.not_ready[key])
             call = adapt(name, shape, case)
-            us = time_call(call, self.device, tiny=self.tiny).seconds * 1e6
+            timing = time_call(call, self.device, tiny=self.tiny)
         except Skip as skip:
             return {"skipped": str(skip)}
         except RuntimeError as error:  # torch's, of a kernel that ran once and then did not
             return {"skipped": str(error).strip().splitlines()[0][:200]}
-        return {"us": us, "theirs_over_ours": us / ours}
+        us = timing.seconds * 1e6
+        return {"us": us, "theirs_over_ours": us / ours, "graph": timing.graph}
 
     def layers(self) -> Iterator[Row]:
         """The kernels around attention."""

@@ -18,7 +18,7 @@ from benchmarks import gpu, gpu_tests, roofline, timing
 from benchmarks.cases import attention_case
 from benchmarks.comparators import COMPARATORS, Skip, adapt
 from benchmarks.compiled import hot_loop
-from benchmarks.gpu_report import write_report
+from benchmarks.gpu_report import attention_table, write_report
 from benchmarks.shapes import WITH_SLOW, attention_shapes, cascade, decode, prefill, skewed, tiny_shapes
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +89,25 @@ def test_pictures_and_tables_are_made_of_the_json(tiny_run, tmp_path):
     (tmp_path / "results").mkdir()
     assert write_report(tmp_path / "results") == tmp_path / "README.md"
     assert "Nothing has been measured yet." in (tmp_path / "README.md").read_text()
+
+
+def test_a_comparator_without_a_graph_is_marked():
+    row = {
+        "case": "a batch",
+        "us": 10.0,
+        "gb_per_s": 1.0,
+        "tflops": 1.0,
+        "of_limit": 0.5,
+        "graph": True,
+        "comparators": {
+            "sdpa_flash": {"us": 20.0, "theirs_over_ours": 2.0, "graph": True},
+            "flashinfer": {"us": 5.0, "theirs_over_ours": 0.5, "graph": False},
+            "varlen_attn": {"skipped": "needs a GPU"},
+        },
+    }
+    table = attention_table({"decode": {"rows": [row]}})
+    assert table.splitlines()[0].endswith("| sdpa_flash ÷ ours | flashinfer ÷ ours |")
+    assert table.splitlines()[2] == "| a batch | 10.0 | 1 | 1.0 | 50% | 2.00 | 0.50* |"
 
 
 def test_a_section_that_fails_is_recorded_and_the_rest_goes_on(tmp_path):
