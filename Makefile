@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -64,7 +64,7 @@ def choose_config(
     else:
         rows, tile, warps, stages = _MANY_ROWS[_family(target)][wide]
     heads = min(group, rows)
-    if use == "decode" and group > 16:
+    if group > 16:
         # Rows without a head cost less than dividing by an odd group.
         heads = min(1 << (group - 1).bit_length(), rows)
     return AttentionConfig(
@@ -93,7 +93,7 @@ _DECODE = {
 _PREFILL = {
     "gfx": {64: (128, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
     "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (64, 16, 8, 2)},
-    "ampere": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
+    "ampere": {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
 # A decode of a large group, or of many sequences that share a prefix.
 _MANY_ROWS = {

@@ -23,7 +23,7 @@ from .backend import current_target, in_interpreter, num_sms
 from .split_kv import MAX_SPLITS, merge_splits, plan_decodes
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Decode programs on an SM: as many as fit at once (kernels/README.md), so that each has a share of the work.
+# Decode programs on an SM. Where fewer fit at once (kernels/README.md), the others follow as these end.
 _PROGRAMS_PER_SM = 4
 
 

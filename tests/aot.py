@@ -203,16 +203,14 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat1
 # Every row of choose_config's tables and each branch of the kernels, with head dims that are padded and the
 # smallest and the largest blocks: head_dim, group, dtype, block_size, and what else is not as usual.
 ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
-    (64, 4, "bfloat16", 16, {}),
+    (64, 4, "bfloat16", 16, {"alibi": True, "causal": False}),
     (128, 4, "bfloat16", 16, {"window": 4096}),
     (128, 7, "float16", 64, {}),
-    (128, 20, "bfloat16", 64, {}),
+    (128, 20, "bfloat16", 64, {"tree": True}),
     (256, 4, "bfloat16", 16, {"window": 4096, "softcap": True}),
     (96, 3, "float16", 8, {"window": 1024}),
     (32, 1, "bfloat16", 256, {}),
     (64, 8, "bfloat16", 16, {"window": 128, "sinks": True}),
-    (128, 4, "bfloat16", 16, {"alibi": True, "causal": False}),
-    (128, 4, "bfloat16", 16, {"tree": True}),
     (128, 4, "bfloat16", 16, {"cache": "int8"}),
     (128, 4, "bfloat16", 16, {"cache": "float8_e4m3fn"}),
     (128, 4, "bfloat16", 16, {"shared": True}),

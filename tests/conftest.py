@@ -2,6 +2,9 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: threads of their own would fight
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 HAS_GPU = torch.cuda.is_available()

@@ -34,10 +34,9 @@ def test_attention_uses_the_tensor_cores(compiled, target):
             assert row["mfma"] > 0, row
             assert row["loads_16B"] > 0, row
             continue
-        instruction = "mma"
-        if row["kernel"] == "prefill":
-            instruction = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}[target]
-        assert row["mma"] + row[instruction] > 0, row
+        best = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}[target]
+        # 64 rows make the best; a decode has fewer, unless its group is large or a prefix is shared.
+        assert row[best] + (row["mma"] if row["kernel"] == "decode" else 0) > 0, row
         assert row["async_copies"] > 0, row
         assert row["loads_2B"] == 0, row
 
@@ -76,7 +75,7 @@ def test_enough_bytes_in_flight(compiled, target):
 
 def test_table_of_figures_is_fresh(compiled):
     path = ROOT / "kernels" / "README.md"
-    if f"Triton {version('triton')}," not in path.read_text():
+    if f"Triton {version('triton')} " not in path.read_text():
         pytest.skip(f"kernels/README.md was made with another Triton than {version('triton')}")
     made = readme({target: compiled[target]["rows"] for target in TARGETS})
     assert path.read_text() == made, "run `python -m tests.aot --write` and look at what changed"
@@ -101,4 +100,5 @@ def test_batches_do_not_multiply_binaries(compiled, target):
 def test_warm_up_compiles_all_that_batches_need(compiled, target):
     warm_up = compiled[target]["warm_up"]
     assert warm_up["later"] == []
-    assert warm_up["num_compiled"] == warm_up["ready"] >= 9, warm_up
+    # What is compiled already in this process is not compiled again.
+    assert 1 <= warm_up["num_compiled"] <= warm_up["ready"] == 9, warm_up
