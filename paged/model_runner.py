@@ -164,7 +164,9 @@ class ModelRunner:
     def _end_of_a_prompt(self) -> Schedule:
         """As much of a prompt as a step takes, behind so many tokens that a decode would be split."""
         blocks = self.sizes.new_block_manager(self.kv_cache.num_blocks)
-        length = blocks.longest_fit(min(2 * SPLIT, self.sizes.max_model_len - 1))
+        length = blocks.longest_fit(min(2 * SPLIT, max(1, self.sizes.max_model_len - 1)))
+        if not length:
+            return Schedule()  # a pool that holds no request at all
         num_new = min(length, self.sizes.max_step_tokens)
         params = SamplingParams(temperature=0.0)
         request = Request("", None, [0] * length, params, length + 1, frozenset(), 0)
