@@ -1,7 +1,5 @@
 """The operations in plain torch, written for speed on a CPU: what attention_backend="torch" runs."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,13 +38,23 @@ def rotary_store_kv(
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
-    **scales: Tensor,
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """QK norm, rotary, K and V into their slots; see `reference.rotary_store_kv`, which quantises itself."""
-    if scales:
-        weights = {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}
+    if key_scales is not None or value_scales is not None:
         return reference.rotary_store_kv(
-            qkv, cos, sin, key_cache, value_cache, slot_mapping, **weights, eps=eps, **scales
+            qkv,
+            cos,
+            sin,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            query_norm_weight=query_norm_weight,
+            key_norm_weight=key_norm_weight,
+            eps=eps,
+            key_scales=key_scales,
+            value_scales=value_scales,
         )
     num_kv_heads, head_dim = key_cache.shape[2:]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -84,13 +92,22 @@ def paged_attention(
     scale: float,
     max_seqlen_q: int,
     sliding_window: int | None = None,
-    **options: Any,
+    softcap: float | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,  # f32[num_heads]
+    alibi_slopes: Tensor | None = None,  # f32[num_heads]
+    tree_mask: Tensor | None = None,  # i64[num_tokens]
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
+    value_scales: Tensor | None = None,  # like key_scales
+    shared_prefix_len: int = 0,
+    max_decode_q: int = 1,
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`.
 
-    Its further options are computed by the reference itself: no model here needs them to be fast.
+    Where more than a window is asked for, the reference itself computes it: no model here needs it fast.
     """
-    if options or key_cache.dtype != query.dtype or value_cache.shape != key_cache.shape:
+    special = (softcap, sinks, alibi_slopes, tree_mask, key_scales, value_scales)
+    if not causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
         return reference.paged_attention(
             query,
             key_cache,
@@ -101,7 +118,15 @@ def paged_attention(
             scale=scale,
             max_seqlen_q=max_seqlen_q,
             sliding_window=sliding_window,
-            **options,
+            softcap=softcap,
+            causal=causal,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            tree_mask=tree_mask,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            shared_prefix_len=shared_prefix_len,
+            max_decode_q=max_decode_q,
         )
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
