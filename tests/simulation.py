@@ -92,14 +92,16 @@ class World:
         self.budget = budget = rng.choice((1, 3, 8, 16, 64))
         cap = rng.choice((None, None, 1, 5))
         self.max_chunk = min(budget, cap or budget)
+        num_host_blocks, caches = rng.choice((0, 0, 3, 20)), rng.random() < 0.85
+        self.collides = rng.random() < 0.3
         self.manager = BlockManager(
             num_blocks,
             self.block_size,
             windows=windows,
             max_step_tokens=self.max_chunk,
-            num_host_blocks=rng.choice((0, 0, 3, 20)),
-            enable_prefix_caching=rng.random() < 0.85,
-            hash_block=weak_hash if rng.random() < 0.3 else sha256_block,
+            num_host_blocks=num_host_blocks,
+            enable_prefix_caching=caches,
+            hash_block=weak_hash if self.collides else sha256_block,
         )
         self.max_preemptions = rng.choice((1, 2, 8))
         self.max_num_seqs = rng.randint(1, 6)
@@ -273,9 +275,10 @@ class World:
             started = [self.place(r) for r in waiting if r.status is RequestStatus.RUNNING]
             left = [self.place(r) for r in waiting if r.status is RequestStatus.WAITING]
             assert not started or not left or max(started) < min(left), "somebody was overtaken"
-        # Nobody makes room in vain; blocks of steps in flight come back later.
+        # Nobody makes room in vain; blocks of steps in flight come back later. Where keys collide, the blocks
+        # that a victim leaves may take the place of those that the other was to begin with.
         favoured = self.scheduler.favoured
-        if favoured is not None and not self.in_flight:
+        if favoured is not None and not self.in_flight and not self.collides:
             assert favoured.status is RequestStatus.RUNNING, "room was made in vain"
         # For somebody with priority nobody gives way who would be protected by it.
         last_time = self.max_preemptions - 1 if self.policy_name == "priority" else self.max_preemptions
