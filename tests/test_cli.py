@@ -448,3 +448,16 @@ def test_closed_pipe_is_quiet():
         process.wait(timeout=60)
     assert "Traceback" not in err
     assert "Error" not in err
+
+
+@pytest.mark.parametrize(
+    ("num_kernels", "line"),
+    [(0, "nothing to compile: no Triton kernels run here\n"), (9, "9 kernels ready\n")],
+)
+def test_warmup_says_what_is_ready(run, loaded, monkeypatch, num_kernels, line):
+    monkeypatch.setattr(loaded, "num_kernels", num_kernels)
+    assert run("warmup", "demo")[:2] == (0, line)
+
+
+def test_warmup_refuses_before_it_loads(run):
+    assert run.refused("warmup", "--dtype", "float33").startswith("paged: dtype must be one of")
