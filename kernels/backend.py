@@ -105,6 +105,13 @@ def current_target() -> str:
     return _target_of(driver.active.get_current_device())
 
 
+def check_target(cache_dtype: torch.dtype, target: str) -> None:
+    """Raise ValueError where kernels for this target cannot compute with this dtype."""
+    lacks_e4m3 = target.startswith("gfx") or (target.startswith("sm_") and int(target[3:]) < 89)
+    if cache_dtype == torch.float8_e4m3fn and lacks_e4m3:
+        raise ValueError(f"a cache of {cache_dtype} needs sm_89 or newer, this is {target}; use torch.int8")
+
+
 @lru_cache
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors (compute units) of a GPU; in the interpreter few, so that programs loop."""

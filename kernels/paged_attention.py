@@ -19,7 +19,7 @@ from torch import Tensor
 from .attention_checks import AttentionOptions, check_attention, check_between
 from .attention_config import AttentionConfig, Use, choose_config, split_size
 from .attention_kernel import decode_kernel, prefill_kernel
-from .backend import current_target, in_interpreter, num_sms
+from .backend import check_target, current_target, in_interpreter, num_sms
 from .split_kv import MAX_SPLITS, merge_splits, plan_decodes
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -64,7 +64,8 @@ def paged_attention(
     shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
         these are read once for many sequences (cascade). Unlike everything else it may change the last bits.
     max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
-        for speculative decoding: a token's bits are those it has alone. It costs memory for each of them.
+        for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
+        has alone. It costs memory for each of them.
 
     A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
     softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
@@ -92,6 +93,7 @@ def paged_attention(
     if num_tokens == 0:
         return out
     configs = _Configs(head_dim, num_heads // num_kv_heads, query.dtype, current_target(), value_dim)
+    check_target(key_cache.dtype, configs.target)
     arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
     check_between("max_decode_q", max_decode_q, 1, configs.choose("decode").BLOCK_Q)
     # Which of the two serves a sequence is decided on the device, by its own query_len.

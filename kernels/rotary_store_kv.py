@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backend import check_target, current_target
 from .checks import (
     QUANTIZED_DTYPES,
     check_device,
@@ -181,6 +182,7 @@ def rotary_store_kv(
     check_dtype("qkv", qkv)
     check_shape("key_cache", key_cache, (None, None, None, qkv.shape[2]))
     check_scales(key_cache, key_scales, value_scales, qkv.dtype)
+    check_target(key_cache.dtype, current_target())
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     num_heads = num_all_heads - 2 * num_kv_heads

@@ -165,6 +165,14 @@ def test_quantised_cache_needs_its_scales():
         )
 
 
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_fp8_is_refused_where_there_is_none(monkeypatch, target):
+    monkeypatch.setattr(triton_attention, "current_target", lambda: target)
+    case = quantized(ragged_case([3], [1]), torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=rf"float8_e4m3fn needs sm_89 or newer, this is {target}; use"):
+        triton_attention.paged_attention(**case)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
