@@ -2,7 +2,7 @@
 
 How long a sequence's splits are depends on its own length alone, and they are merged in a fixed order, so
 neighbours in the batch do not change a bit. The list is made on the device: a CUDA graph holds the same
-launches for any lengths, and one long sequence among short ones keeps every SM busy.
+launches for any lengths, and one long sequence among short ones need not leave SMs idle.
 """
 
 from dataclasses import dataclass
