@@ -52,7 +52,7 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     times.append(time.perf_counter())
     logits = runner.model(batch, runner.kv_cache)
     times.append(time.perf_counter())
-    tokens = sample(logits, schedule.sampled_requests)
+    tokens = sample(logits, schedule.sampled_requests).tokens
     times.append(time.perf_counter())
     engine.scheduler.update(schedule, tokens)
     times.append(time.perf_counter())

@@ -13,8 +13,8 @@ from .errors import (
     UnsupportedModelError,
     UsageError,
 )
-from .request import CompletionOutput, RequestMetrics, RequestOutput
-from .sampling_params import SamplingParams
+from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .engine import LLMEngine
@@ -30,12 +30,15 @@ __all__ = [
     "ConfigError",
     "EngineConfig",
     "LLMEngine",
+    "Logprob",
     "PagedError",
     "QueueFullError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnknownArgumentError",
     "UnsupportedModelError",
     "UsageError",

@@ -287,7 +287,7 @@ def _outcomes(
         while pending and engine.scheduler.num_waiting < most_waiting:
             index, job = pending.popleft()
             try:
-                engine.add_request(str(index), job.prompt, job.params, **job.terms)
+                engine.add_request(str(index), job.prompt, job.params, tenant=job.tenant)
             except PagedError as error:
                 yield index, {"error": str(error)}
         for output in engine.step():

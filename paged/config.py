@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from .errors import ConfigError, reject_unknown
-from .validation import check_int, check_number
+from .validation import check_bool, check_int, check_number
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "triton", "torch")
@@ -99,8 +99,7 @@ class EngineConfig:
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {self.device!r}")
         for name in ("enable_prefix_caching", "skip_tokenizer_init"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {value!r}")
+            check_bool(ConfigError, name, getattr(self, name))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, BACKENDS)
         check_policy(self.scheduling_policy, self.tenant_weights)

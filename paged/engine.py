@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from .errors import RequestError, UnknownArgumentError, UsageError
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
 from .request import Request, RequestGroup, RequestOutput, RequestStatus
-from .request_factory import Prompt, RequestFactory, Terms, as_list, per_prompt
+from .request_factory import Prompt, RequestFactory, as_list, per_prompt
 from .sampling_params import SamplingParams
 from .stats import EngineStats
 from .tokenizer import Tokenizer
@@ -93,7 +94,7 @@ class LLMEngine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: float | Sequence[float] = 0,
+        priority: float | Sequence[float] | None = None,
         tenant: str | Sequence[str] = "",
         timeout_s: float | Sequence[float] | None = None,
         use_tqdm: bool = True,
@@ -103,7 +104,8 @@ class LLMEngine:
         prompts: one or a list; each is text, token ids, or a dict with "prompt" or "prompt_token_ids" and
             perhaps "cache_salt": only prompts of the same salt share cached blocks.
         sampling_params: one for all, one per prompt, or None for the defaults.
-        priority, tenant, timeout_s: see `add_request`; one for all, or one per prompt.
+        priority, timeout_s: in the place of those in sampling_params; one for all, or one per prompt.
+        tenant: see `add_request`; one for all, or one per prompt.
 
         Raises RequestError, before anything runs, if one of the prompts or parameters is wrong.
         """
@@ -133,15 +135,14 @@ class LLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        priority: float = 0,
+        priority: float | None = None,
         tenant: str = "",
         timeout_s: float | None = None,
     ) -> None:
         """Queue one prompt, to be advanced by `step`.
 
-        priority: for scheduling_policy "priority"; the lowest number goes first.
+        priority, timeout_s: in the place of those in sampling_params.
         tenant: on whose account, for scheduling_policy "fair".
-        timeout_s: seconds after which it is aborted; None waits for ever.
 
         Raises RequestError if one of these is wrong or the id is in use, QueueFullError if max_waiting
         requests wait already.
@@ -311,9 +312,10 @@ class LLMEngine:
             ended = scheduler.expire()
             schedule = scheduler.schedule()
             if not schedule.is_empty:
-                tokens = self.runner.execute(schedule)
+                step = self.runner.execute(schedule)
                 num_finished = scheduler.counters.num_finished
-                advanced = scheduler.update(schedule, tokens)
+                advanced = scheduler.update(schedule, step.tokens)
+                step.book_logprobs(schedule)
                 num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
                 # Most steps finish nobody, and need not be looked through.
                 if num_stopped or scheduler.counters.num_finished > num_finished:
@@ -365,12 +367,20 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
 
     def _new_group(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *terms: Any
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: float | None,
+        tenant: str,
+        timeout_s: float | None,
     ) -> RequestGroup:
         self._check_id(request_id)
-        priority, tenant, timeout_s = terms
-        served = Terms(priority=priority, tenant=tenant, timeout_s=timeout_s)
-        group = self._factory.new_group(request_id, prompt, params, served, self.scheduler.clock())
+        given: dict[str, Any] = {"priority": priority, "timeout_s": timeout_s}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given and isinstance(params, SamplingParams):
+            params = replace(params, **given)
+        group = self._factory.new_group(request_id, prompt, params, tenant, self.scheduler.clock())
         self._book(group)
         return group
 

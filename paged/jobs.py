@@ -14,11 +14,11 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 class Job(NamedTuple):
-    """A prompt, how to sample for it, and on which terms it is served."""
+    """A prompt, how to sample for it, and on whose account."""
 
-    prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, perhaps with "cache_salt"
+    prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
     params: SamplingParams
-    terms: dict[str, Any]  # priority, tenant, timeout_s, where given
+    tenant: str
 
 
 def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
@@ -56,7 +56,7 @@ def check_writable(output: Path, *inputs: Path) -> None:
 
 
 def _parse_text(line: str, sampling: dict[str, Any]) -> Job:
-    return Job({"prompt": line}, SamplingParams(**sampling), {})
+    return Job({"prompt": line}, SamplingParams(**sampling), "")
 
 
 def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
@@ -70,7 +70,5 @@ def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
         raise RequestError(f"prompt must be a string, got {prompt['prompt']!r}")
     if not isinstance(prompt.get("prompt_token_ids", []), list):
         raise RequestError(f"prompt_token_ids must be a list of ints, got {prompt['prompt_token_ids']!r}")
-    if "cache_salt" in value:
-        prompt["cache_salt"] = value.pop("cache_salt")
-    terms = {key: value.pop(key) for key in ("priority", "tenant", "timeout_s") if key in value}
-    return Job(prompt, SamplingParams(**{**sampling, **value}), terms)
+    tenant = value.pop("tenant", "")
+    return Job(prompt, SamplingParams(**{**sampling, **value}), tenant)

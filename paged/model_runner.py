@@ -28,7 +28,7 @@ from .models.decoder import Decoder
 from .request import Request
 from .sampler import sample
 from .sampling_params import SamplingParams
-from .schedule import Schedule
+from .schedule import Schedule, StepOutput
 from .scheduler import Scheduler
 from .sizes import Sizes
 from .weights import check_weights, load_weights, torch_dtype
@@ -62,14 +62,14 @@ class ModelRunner:
         num_blocks = config.num_blocks or self._num_blocks_that_fit()
         self.kv_cache = self._new_kv_cache(num_blocks, self.sizes.num_host_blocks)
 
-    def execute(self, schedule: Schedule) -> list[int | None]:
-        """Run one step. Returns what `Scheduler.update` takes: one token for each of schedule.sampled."""
+    def execute(self, schedule: Schedule) -> StepOutput:
+        """Run one step. Returns a token for each of schedule.sampled_requests."""
         # No parameter requires a gradient, so no graph is made: inference_mode would only cost its 40 µs.
         # Triton launches on the current GPU, which need not be ours.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             self._copy_blocks(schedule)
             if not schedule.requests:
-                return []
+                return StepOutput()
             logits = self.model(self.batch_builder.build(schedule), self.kv_cache)
             return sample(logits, schedule.sampled_requests)
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from .request import CompletionOutput, Request, RequestGroup, RequestOutput, RequestStatus
+from .request import (
+    CompletionOutput,
+    Logprob,
+    Request,
+    RequestGroup,
+    RequestOutput,
+    RequestStatus,
+    TokenLogprobs,
+)
 from .tokenizer import Detokenizer, Tokenizer
 
 
@@ -56,8 +64,29 @@ class OutputProcessor:
             held_back = max(map(len, request.params.stop)) - 1
             text = text[: max(0, len(text) - held_back)]
         return CompletionOutput(
-            request.index, text, request.output_token_ids, request.finish_reason, request.stop_reason
+            index=request.index,
+            text=text,
+            token_ids=request.output_token_ids,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            logprobs=self._logprobs(request),
+            cumulative_logprob=request.cumulative_logprob if request.wants_logprobs else None,
         )
+
+    def _logprobs(self, request: Request) -> list[dict[int, Logprob]] | None:
+        if request.params.logprobs is None:
+            return None
+        return [self._readable(place) for place in request.logprobs]
+
+    def _readable(self, place: TokenLogprobs) -> dict[int, Logprob]:
+        ranks = [place.rank, *range(1, len(place.token_ids))]
+        entries = zip(place.token_ids, place.logprobs, ranks, strict=True)
+        # The token itself comes first, and once.
+        found: dict[int, Logprob] = {}
+        for token_id, logprob, rank in entries:
+            text = self._tokenizer.decode([token_id]) if self._tokenizer is not None else None
+            found.setdefault(token_id, Logprob(logprob, rank, text))
+        return found
 
     def _update(self, request: Request) -> Detokenizer | None:
         """Bring the text up to the tokens. None without a tokenizer."""

@@ -7,12 +7,20 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one place of a sequence: of the token there, then of the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the token there among all, from 1
 
 
 class RequestStatus(enum.Enum):
@@ -53,7 +61,8 @@ class Request:
     seed: int
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
-    is_greedy: bool = field(init=False)  # takes the most likely token, whatever it is
+    is_greedy: bool = field(init=False)  # takes the most likely token, whatever it is, and says no more
+    wants_logprobs: bool = field(init=False)
     alert_at: int = field(init=False)  # number of tokens from which on each must be looked at
     index: int = 0  # among the n samples of one prompt
     siblings: Sequence[Request] = ()  # the others, until the prompt is computed
@@ -71,6 +80,8 @@ class Request:
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False
     blocks: SequenceBlocks = field(default_factory=lambda: SequenceBlocks(0, None))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, where asked for
+    cumulative_logprob: float = 0.0  # of these
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.perf_counter()))
@@ -78,7 +89,9 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.is_greedy = self.params.temperature == 0.0 and not self.params.min_tokens
+        params = self.params
+        self.wants_logprobs = params.logprobs is not None or params.best_of is not None
+        self.is_greedy = params.temperature == 0.0 and not params.min_tokens and not self.wants_logprobs
         self.alert_at = self.num_prompt_tokens + 1
 
     @property
@@ -100,6 +113,11 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def take_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Keep those of the newest token."""
+        self.logprobs.append(logprobs)
+        self.cumulative_logprob += logprobs.logprobs[0]
 
     def take_note(self, token_id: int, now: float) -> None:
         """Look at the newest token, sampled at this time: the first one, or perhaps the last."""
@@ -134,8 +152,23 @@ class RequestGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was: the model's own log-probability, before any sampling parameter.
+
+    rank: among all tokens, from 1 for the most likely.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """What was generated for a prompt.
+
+    logprobs: of each token, those of itself and of the most likely ones in its place; None unless asked for.
+    cumulative_logprob: of the tokens, in sum; None unless logprobs or best_of asked for it.
 
     finish_reason: None while it runs; "stop" (EOS, a stop string or stop token), "length" (max_tokens or
     the end of the context), "abort", or "error".
@@ -148,6 +181,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,31 +15,9 @@ from .models.config import ModelConfig
 from .request import Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
-from .validation import check_number
 
 # Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted
 Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """On which terms a request is served.
-
-    priority: for scheduling_policy "priority"; the lowest number goes first.
-    tenant: on whose account, for scheduling_policy "fair".
-    timeout_s: seconds after which it is aborted; None waits for ever.
-    """
-
-    priority: float = 0
-    tenant: str = ""
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        check_number(RequestError, "priority", self.priority, -math.inf)
-        if not isinstance(self.tenant, str):
-            raise RequestError(f"tenant must be a string, got {self.tenant!r}")
-        if self.timeout_s is not None:
-            check_number(RequestError, "timeout_s", self.timeout_s, 0.0, above=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +51,20 @@ class RequestFactory:
         self.max_num_seqs, self.seed = max_num_seqs, seed
 
     def new_group(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, terms: Terms, now: float
+        self, request_id: str, prompt: Prompt, params: SamplingParams, tenant: str, now: float
     ) -> RequestGroup:
-        """A request of params.n samples; all but the first are siblings of that.
+        """A request of params.num_samples; all but the first are siblings of that.
 
         Raises RequestError naming what is wrong.
         """
         self._check_params(params)
-        parsed = self.parse(prompt)
+        if not isinstance(tenant, str):
+            raise RequestError(f"tenant must be a string, got {tenant!r}")
+        parsed = self.parse(prompt, params.cache_salt)
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
         samples = [
-            self._new_request(request_id, parsed, params, terms, now, index, _sample_seed(seed, index))
-            for index in range(params.n)
+            self._new_request(request_id, parsed, params, tenant, now, index, _sample_seed(seed, index))
+            for index in range(params.num_samples)
         ]
         samples[0].siblings = samples[1:]
         return RequestGroup(request_id, samples)
@@ -102,11 +82,12 @@ class RequestFactory:
         elif isinstance(params, SamplingParams) and params.seed is not None:
             seed = params.seed
         self._check_params(params)
-        if params.n > 1:
-            raise RequestError(f"a fork is one sequence, got n {params.n}; fork as often as there are to be")
+        if params.num_samples > 1:
+            raise RequestError(
+                f"a fork is one sequence, got {params.num_samples}; fork as often as there are to be"
+            )
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
-        terms = Terms(priority=parent.priority, tenant=parent.tenant)
-        child = self._new_request(request_id, parsed, params, terms, now, 0, seed)
+        child = self._new_request(request_id, parsed, params, parent.tenant, now, 0, seed)
         child.deadline = parent.deadline
         if child.max_total_tokens <= parent.num_tokens:
             raise RequestError(
@@ -116,13 +97,12 @@ class RequestFactory:
         child.token_ids = parent.token_ids.copy()
         return RequestGroup(request_id, [child])
 
-    def parse(self, prompt: Prompt) -> ParsedPrompt:
-        """Check a prompt in any of its forms."""
-        salt = None
+    def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
+        """Check a prompt in any of its forms; a salt of its own goes before the one given."""
         if isinstance(prompt, Mapping):
             reject_unknown("a prompt dict", map(str, prompt), ["prompt", "prompt_token_ids", "cache_salt"])
             fields = dict(prompt)
-            salt = fields.pop("cache_salt", None)
+            salt = fields.pop("cache_salt", salt)
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}")
             if len(fields) != 1:
@@ -164,7 +144,7 @@ class RequestFactory:
         request_id: str,
         prompt: ParsedPrompt,
         params: SamplingParams,
-        terms: Terms,
+        tenant: str,
         now: float,
         index: int,
         seed: int,
@@ -179,10 +159,10 @@ class RequestFactory:
             stop_ids=eos.union(params.stop_token_ids),
             seed=seed,
             index=index,
-            priority=terms.priority,
-            tenant=terms.tenant,
+            priority=params.priority,
+            tenant=tenant,
             namespace=prompt.namespace,
-            deadline=math.inf if terms.timeout_s is None else now + terms.timeout_s,
+            deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
             metrics=RequestMetrics(now),
         )
 
@@ -191,11 +171,13 @@ class RequestFactory:
             raise RequestError(f"sampling_params must be SamplingParams, got {params!r}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer, which skip_tokenizer_init=True left out")
-        if params.n > self.max_num_seqs:
+        if params.num_samples > self.max_num_seqs:
             raise RequestError(
-                f"n {params.n} samples cannot run at once; max_num_seqs is {self.max_num_seqs}"
+                f"{params.num_samples} samples cannot run at once; max_num_seqs is {self.max_num_seqs}"
             )
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_vocabulary("logit_bias", [*(params.logit_bias or ())])
 
     def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
         vocab_size = self.model_config.vocab_size

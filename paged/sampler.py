@@ -11,17 +11,42 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .request import Request
+from .request import Request, TokenLogprobs
+from .schedule import StepOutput
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
+def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
     """One token for each row of f32[len(requests), vocab_size], which may be changed in place.
 
     None where a row has no finite maximum: the model overflowed, and a token would be made up.
     """
     if not requests:
-        return []
+        return StepOutput()
     rows = [row for row, request in enumerate(requests) if not request.is_greedy]
+    asked = [row for row in rows if requests[row].wants_logprobs]
+    logprobs = logits[asked].log_softmax(-1) if asked else logits
+    tokens = _sample_tokens(logits, requests, rows)
+    return StepOutput(tokens, _reports(logprobs, requests, asked, tokens))
+
+
+def _reports(
+    logprobs: Tensor, requests: Sequence[Request], rows: list[int], tokens: list[int | None]
+) -> dict[int, TokenLogprobs]:
+    """What the requests in these rows asked for: logprobs[i] is of rows[i]."""
+    reports = {}
+    for i, row in enumerate(rows):
+        token = tokens[row]
+        if token is None:
+            continue
+        num_top = requests[row].params.logprobs or 0
+        top = logprobs[i].topk(logprobs.shape[1] if num_top < 0 else min(num_top, logprobs.shape[1]))
+        own = logprobs[i, token]
+        rank = int((logprobs[i] > own).sum()) + 1
+        reports[row] = TokenLogprobs([token, *top.indices.tolist()], [own.item(), *top.values.tolist()], rank)
+    return reports
+
+
+def _sample_tokens(logits: Tensor, requests: Sequence[Request], rows: list[int]) -> list[int | None]:
     if any(requests[row].params.min_tokens for row in rows):
         _mask_early_stops(logits, requests)
     highest, tokens = _argmax(logits)

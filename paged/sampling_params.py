@@ -2,45 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from .errors import RequestError, reject_unknown
-from .validation import check_int, check_number
+from .validation import check_bool, check_int, check_number
+
+MAX_LOGPROBS = 1024  # candidates reported for a token; -1 reports the whole vocabulary
+MAX_SEED = 2**63 - 1
+# Called with the tokens generated so far and f32[vocab_size]; returns the row to go on with.
+LogitsProcessor = Callable[[list[int], Any], Any]
+
+
+class RequestOutputKind(enum.Enum):
+    """What each RequestOutput of an unfinished request holds."""
+
+    CUMULATIVE = "cumulative"  # everything so far
+    DELTA = "delta"  # what is new since the last one
+    FINAL_ONLY = "final_only"  # nothing before the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The language that an output must belong to; exactly one of these.
+
+    json: a JSON schema, as text or a dict; {} is any JSON value.
+    regex: a regular expression for the whole output.
+    choice: a list of strings, one of which is the output.
+    grammar: a context-free grammar in EBNF.
+
+    Raises RequestError naming the value and what is allowed.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __new__(cls, **kwargs: Any) -> Self:
+        reject_unknown("StructuredOutputsParams", kwargs, {field.name for field in fields(cls)})
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs takes exactly one of json, regex, choice and grammar, got {given}"
+            )
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise RequestError(f"{name} must be a string, got {getattr(self, name)!r}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _strings("choice", self.choice))
+            if not self.choice:
+                raise RequestError("choice must name at least one string, got []")
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields is given."""
+        return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping of one request, with vLLM's names and meanings.
 
+    Logits are changed in this order: structured_outputs and allowed_token_ids, bad_words, min_tokens,
+    logit_bias, repetition, frequency and presence penalty, DRY, logits_processors, temperature, min_p,
+    top_n_sigma, typical_p, top_k, top_p. Log-probabilities are of the logits before all of it.
+
     n: how many samples to take of the prompt, which is computed once for all of them.
-    temperature: 0 is greedy; logits are divided by it before anything else.
-    min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
-    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    best_of: how many to take, of which the n with the highest cumulative log-probability are returned;
+        None takes n.
+    temperature: 0 is greedy; logits are divided by it.
     top_p: keep the smallest set of most likely tokens that holds this probability; 1 keeps all.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
+    typical_p: keep the smallest set of the tokens whose surprise is nearest to the entropy that holds this
+        probability (Meister et al., 2022); 1 keeps all.
+    top_n_sigma: keep tokens whose logit is within this many standard deviations of the highest one (Tang et
+        al., 2024); 0 keeps all.
     seed: the same seed gives the same tokens whatever the request is batched with; None derives one
         from the engine's seed and the request id.
-    max_tokens: most tokens to generate; None goes on until EOS, a stop or the end of the context.
+    presence_penalty: taken off the logit of every token generated before; from -2 to 2.
+    frequency_penalty: taken off once for every time it was generated; from -2 to 2.
+    repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative
+        ones multiplied (Keskar et al., 2019); 1 changes nothing.
+    dry_multiplier: DRY takes dry_multiplier * dry_base ** (n - dry_allowed_length) off a token that would
+        make a repetition n + 1 tokens long of n that came before; 0 takes nothing.
+    dry_base: see dry_multiplier; at least 1.
+    dry_allowed_length: repetitions shorter than this cost nothing.
+    dry_sequence_breakers: strings that no repetition reaches across.
+    dry_penalty_last_n: of how many last tokens repetitions are looked for; -1 looks at all, 0 at none.
+    logit_bias: numbers from -100 to 100 added to the logits of token ids.
+    allowed_token_ids: token ids that may be generated; None allows all.
+    bad_words: texts that are never completed.
     min_tokens: no EOS, stop_token_ids or stop string ends the output before this many tokens.
+    max_tokens: most tokens to generate; None goes on until EOS, a stop or the end of the context.
     stop: strings that end the output, which stops before them.
     stop_token_ids: token ids that end the output like EOS does.
+    include_stop_str_in_output: keep the stop string, or the token that ended the output, in the text.
     ignore_eos: treat EOS as any other token.
+    logprobs: report the log-probability of every output token, and of this many most likely ones in its
+        place; -1 reports the whole vocabulary, None nothing.
+    prompt_logprobs: the same for the tokens of the prompt.
+    detokenize: make text of the tokens; without it there is none, and no stop strings.
+    skip_special_tokens: leave special tokens out of the text.
+    spaces_between_special_tokens: put spaces between special tokens that follow each other in the text.
+    output_kind: what the outputs of an unfinished request hold: everything so far, what is new, or nothing.
+    priority: for scheduling_policy "priority"; the lowest number goes first.
+    timeout_s: seconds after which the request is aborted; None waits for ever.
+    cache_salt: only requests of the same salt share cached blocks.
+    logits_processors: functions called for every token of this request alone, with the tokens generated so
+        far and the logits, f32[vocab_size]; each returns logits. They hold up everybody's step: slow.
+    structured_outputs: the language that the output must belong to; see StructuredOutputsParams.
 
     Raises RequestError naming the value and what is allowed.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    dry_penalty_last_n: int = -1
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     min_tokens: int = 0
+    max_tokens: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    priority: float = 0
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __new__(cls, **kwargs: Any) -> Self:
         # Before __init__ sees them: its own message names neither the field meant nor the way out.
@@ -48,29 +169,135 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        self._check_choice()
+        self._check_penalties()
+        self._check_lengths()
+        self._check_outputs()
+        self._freeze_strings()
+        self._freeze_tokens()
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(f"best_of {self.best_of} is less than n {self.n}")
+        if self.temperature == 0.0 and self.num_samples > 1:
+            name = "n" if self.best_of is None else "best_of"
+            raise RequestError(
+                f"{name} {self.num_samples} with temperature 0 would give the same output "
+                f"{self.num_samples} times; raise temperature, or leave {name} out"
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError(f"stop {self.stop!r} needs text, which detokenize=False leaves out")
+
+    @property
+    def num_samples(self) -> int:
+        """How many outputs are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    def _check_choice(self) -> None:
+        check_int(RequestError, "n", self.n, 1)
+        if self.best_of is not None:
+            check_int(RequestError, "best_of", self.best_of, 1)
         check_number(RequestError, "temperature", self.temperature, 0.0)
         check_number(RequestError, "top_p", self.top_p, 0.0, 1.0, above=True)
-        check_number(RequestError, "min_p", self.min_p, 0.0, 1.0)
-        check_int(RequestError, "n", self.n, 1)
         check_int(RequestError, "top_k", self.top_k, -1)
+        check_number(RequestError, "min_p", self.min_p, 0.0, 1.0)
+        check_number(RequestError, "typical_p", self.typical_p, 0.0, 1.0, above=True)
+        check_number(RequestError, "top_n_sigma", self.top_n_sigma, 0.0)
+        if self.seed is not None:
+            check_int(RequestError, "seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+
+    def _check_penalties(self) -> None:
+        check_number(RequestError, "presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number(RequestError, "frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number(RequestError, "repetition_penalty", self.repetition_penalty, 0.0, above=True)
+        check_number(RequestError, "dry_multiplier", self.dry_multiplier, 0.0)
+        check_number(RequestError, "dry_base", self.dry_base, 1.0)
+        check_int(RequestError, "dry_allowed_length", self.dry_allowed_length, 1)
+        check_int(RequestError, "dry_penalty_last_n", self.dry_penalty_last_n, -1)
+
+    def _check_lengths(self) -> None:
         check_int(RequestError, "min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             check_int(RequestError, "max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
-        if self.seed is not None:
-            check_int(RequestError, "seed", self.seed, -(2**63), 2**63 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        self._freeze_stops()
+        check_number(RequestError, "priority", self.priority, -float("inf"))
+        if self.timeout_s is not None:
+            check_number(RequestError, "timeout_s", self.timeout_s, 0.0, above=True)
 
-    def _freeze_stops(self) -> None:
+    def _check_outputs(self) -> None:
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
+            check_bool(RequestError, name, getattr(self, name))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                check_int(RequestError, name, value, -1, MAX_LOGPROBS)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise RequestError(f"cache_salt must be a non-empty string, got {self.cache_salt!r}")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r}"
+            )
+
+    def _freeze_strings(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
-            raise RequestError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
-        if not isinstance(self.stop_token_ids, Sequence) or isinstance(self.stop_token_ids, str):
-            raise RequestError(f"stop_token_ids must be a list of ints, got {self.stop_token_ids!r}")
-        for token_id in self.stop_token_ids:
-            check_int(RequestError, "stop_token_ids", token_id, 0)
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _strings("stop", stop))
+        for name in ("bad_words", "dry_sequence_breakers"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+
+    def _freeze_tokens(self) -> None:
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise RequestError("allowed_token_ids must name at least one token, got []")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        processors = self.logits_processors
+        if not isinstance(processors, Sequence) or not all(map(callable, processors)):
+            raise RequestError(f"logits_processors must be a list of functions, got {processors!r}")
+        object.__setattr__(self, "logits_processors", tuple(processors))
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str | bytes)
+        or not all(isinstance(s, str) and s for s in value)
+    ):
+        raise RequestError(f"{name} must be a list of non-empty strings, got {value!r}")
+    return tuple(value)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise RequestError(f"{name} must be a list of ints, got {value!r}")
+    return tuple(check_int(RequestError, name, token_id, 0) for token_id in value)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias must be a dict of token ids and numbers, got {value!r}")
+    return {
+        check_int(RequestError, "a token id in logit_bias", token_id, 0): check_number(
+            RequestError, f"logit_bias[{token_id}]", bias, -100.0, 100.0
+        )
+        for token_id, bias in value.items()
+    }
+
+
+def _schema_text(schema: Any) -> str:
+    if not isinstance(schema, str | Mapping):
+        raise RequestError(f"json must be a JSON schema as text or a dict, got {schema!r}")
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"json must be a JSON schema: {error}; got {schema!r}") from error
+    return text

@@ -1,11 +1,11 @@
-"""Schedule: what one step does; SchedulerCounters: what all of them did."""
+"""Schedule: what one step does; StepOutput: what it gave; SchedulerCounters: what all of them did."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from .block_manager import Copy
-from .request import Request
+from .request import Request, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -39,6 +39,23 @@ class Schedule:
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         return not (self.requests or self.swap_out)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step gave, by the rows of schedule.sampled_requests.
+
+    tokens: None where the model's logits were not finite.
+    logprobs: of those who asked.
+    """
+
+    tokens: list[int | None] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+    def book_logprobs(self, schedule: Schedule) -> None:
+        """Hand them to their requests."""
+        for row, logprobs in self.logprobs.items():
+            schedule.sampled_requests[row].take_logprobs(logprobs)
 
 
 @dataclass(slots=True)

@@ -44,6 +44,13 @@ def check_number(
     return float(value)
 
 
+def check_bool(error: type[PagedError], name: str, value: object) -> bool:
+    """`value` if it is True or False, else `error`."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def changed(config: Any) -> list[str]:
     """The fields of a dataclass that differ from their defaults; all must have one."""
     defaults = {

@@ -394,7 +394,7 @@ def warm_up(target: str) -> dict[str, Any]:
             for _ in range(2):
                 schedule = scheduler.schedule()
                 schedule.copies.append((0, 1))
-                tokens = runner.execute(schedule)
+                tokens = runner.execute(schedule).tokens
                 scheduler.update(schedule, [0] * len(tokens))  # what is not launched computes nothing
     later = [name for name, binary in compiled if binary.hash not in ready]
     return {"num_compiled": num_compiled, "ready": len(ready), "later": later}

@@ -25,7 +25,7 @@ def new_request(seed: int = 0, num_tokens: int = 1, stop_ids: Sequence[int] = ()
 
 
 def draw(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
-    return sample(logits.clone(), requests)
+    return sample(logits.clone(), requests).tokens
 
 
 def expected_probabilities(
