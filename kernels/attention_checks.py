@@ -36,6 +36,7 @@ class AttentionOptions:
     value_scales: Tensor | None = None
     shared_prefix_len: int = 0
     max_decode_q: int = 1
+    min_seqlen_q: int = 0
 
 
 def check_attention(
@@ -91,6 +92,8 @@ def check_attention(
 def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int) -> None:
     check_positive("scale", options.scale)
     check_positive("max_seqlen_q", options.max_seqlen_q)
+    if options.min_seqlen_q:
+        check_between("min_seqlen_q", options.min_seqlen_q, 0, options.max_seqlen_q)
     if options.sliding_window is not None:
         check_positive("sliding_window", options.sliding_window)
         if not options.causal:
@@ -142,6 +145,10 @@ def check_contents(
             )
         if query_len == 0:
             continue
+        if query_len < options.min_seqlen_q:
+            raise ValueError(
+                f"min_seqlen_q is {options.min_seqlen_q}, and sequence {i} has {query_len} new tokens"
+            )
         if not max(query_len, options.shared_prefix_len + 1) <= seq_len <= block_tables.shape[1] * block_size:
             raise ValueError(
                 f"seq_lens[{i}] must hold its {query_len} new tokens, go beyond shared_prefix_len "

@@ -47,6 +47,8 @@ def paged_attention(
     value_scales: Tensor | None = None,  # like key_scales
     shared_prefix_len: int = 0,
     max_decode_q: int = 1,
+    min_seqlen_q: int = 0,
+    plans: dict[Any, Any] | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, value_dim], contiguous
     """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 
@@ -66,6 +68,9 @@ def paged_attention(
     max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
         for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
         has alone. It costs memory for each of them.
+    min_seqlen_q: no sequence with new tokens has fewer. Where none can be a decode, none is looked for.
+    plans: an empty dict that the calls for one batch share, those of other layers too: what the first works
+        out from the lengths, the others take from there. It must not outlive the batch.
 
     A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
     softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
@@ -85,6 +90,7 @@ def paged_attention(
         value_scales=value_scales,
         shared_prefix_len=shared_prefix_len,
         max_decode_q=max_decode_q,
+        min_seqlen_q=min_seqlen_q,
     )
     check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
     num_tokens, num_heads, head_dim = query.shape
@@ -99,7 +105,8 @@ def paged_attention(
     # Which of the two serves a sequence is decided on the device, by its own query_len.
     if max_seqlen_q > max_decode_q:
         _launch_prefill(arguments, configs, max_decode_q)
-    _launch_decode(arguments, configs, options)
+    if min_seqlen_q <= max_decode_q:
+        _launch_decode(arguments, configs, options, {} if plans is None else plans)
     return out
 
 
@@ -196,20 +203,24 @@ def _launch_prefill(arguments: dict[str, Any], configs: _Configs, max_decode_q: 
     prefill_kernel[grid](**arguments, DECODE_Q=max_decode_q, **asdict(config))
 
 
-def _launch_decode(arguments: dict[str, Any], configs: _Configs, options: AttentionOptions) -> None:
+def _launch_decode(
+    arguments: dict[str, Any], configs: _Configs, options: AttentionOptions, plans: dict[Any, Any]
+) -> None:
     config, split = configs.choose("decode"), split_size(configs.target)
     out, block_tables = arguments["out_ptr"], arguments["block_tables_ptr"]
     _, num_heads, value_dim = out.shape
-    plan = plan_decodes(
-        arguments["seq_lens_ptr"],
-        arguments["cu_seqlens_q_ptr"],
-        max_keys=block_tables.shape[1] * arguments["BLOCK_SIZE"],
-        decode_q=options.max_decode_q,
-        window=arguments["WINDOW"],
-        tile=config.TILE,
-        split=split,
-        shared_prefix_len=options.shared_prefix_len,
-    )
+    sizes = {
+        "max_keys": block_tables.shape[1] * arguments["BLOCK_SIZE"],
+        "decode_q": options.max_decode_q,
+        "window": arguments["WINDOW"],
+        "tile": config.TILE,
+        "split": split,
+        "shared_prefix_len": options.shared_prefix_len,
+    }
+    plan = plans.get(key := tuple(sizes.values()))
+    if plan is None:
+        lengths = arguments["seq_lens_ptr"], arguments["cu_seqlens_q_ptr"]
+        plan = plans[key] = plan_decodes(*lengths, **sizes)
     # A sequence of one split writes its output itself, in every batch.
     partial_q = options.max_decode_q
     places = (arguments["num_seqs"] * plan.most_splits if plan.most_splits > 1 else 0, partial_q, num_heads)

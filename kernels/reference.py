@@ -3,6 +3,8 @@
 Loops over sequences, float32 arithmetic (float64 for float64 inputs), results cast to the input's dtype.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -141,6 +143,8 @@ def paged_attention(
     value_scales: Tensor | None = None,  # like key_scales
     shared_prefix_len: int = 0,  # noqa: ARG001
     max_decode_q: int = 1,  # noqa: ARG001
+    min_seqlen_q: int = 0,  # noqa: ARG001
+    plans: dict[Any, Any] | None = None,  # noqa: ARG001
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 

@@ -1,5 +1,7 @@
 """The operations in plain torch, written for speed on a CPU: what attention_backend="torch" runs."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -101,6 +103,8 @@ def paged_attention(
     value_scales: Tensor | None = None,  # like key_scales
     shared_prefix_len: int = 0,
     max_decode_q: int = 1,
+    min_seqlen_q: int = 0,
+    plans: dict[Any, Any] | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`.
 
@@ -127,6 +131,8 @@ def paged_attention(
             value_scales=value_scales,
             shared_prefix_len=shared_prefix_len,
             max_decode_q=max_decode_q,
+            min_seqlen_q=min_seqlen_q,
+            plans=plans,
         )
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +31,9 @@ class Batch:
     cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
     logit_rows: Tensor  # i64[num_logits], the tokens whose logits are sampled from
     max_seqlen_q: int
+    min_seqlen_q: int
+    # What attention works out from the lengths, once for all layers.
+    plans: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +90,8 @@ class BatchBuilder:
             longs.extend(_slots(group, schedule, seq_lens, self.block_size))
             ints += pad_tables(group)
         widths = [max(map(len, group)) for group in tables]
-        sizes = (len(requests), len(token_ids), len(logit_rows), max(num_new_tokens), *widths)
+        extremes = max(num_new_tokens), min(num_new_tokens)
+        sizes = (len(requests), len(token_ids), len(logit_rows), *extremes, *widths)
         batch, self._last = self._batch(longs, ints, *sizes), None
         if schedule.is_decode and self.device.type == "cpu":
             num = len(requests)
@@ -97,10 +101,11 @@ class BatchBuilder:
 
     def _go_on(self, last: _Decodes, schedule: Schedule) -> bool:
         """Make the last batch this one: every request has its next token. False if a table has no room."""
-        num, _, _, _, *widths = last.sizes
+        num, _, _, _, _, *widths = last.sizes
         grown = [(row, schedule.requests[row].blocks.tables) for row in schedule.grown]
         if any(len(tables[g]) > width for _, tables in grown for g, width in enumerate(widths)):
             return False
+        last.batch.plans.clear()
         last.longs[:num] = array("q", [request.token_ids[-1] for request in schedule.requests])
         for numbers in last.growing:
             numbers += 1
@@ -123,6 +128,7 @@ class BatchBuilder:
         num_tokens: int,
         num_logits: int,
         max_seqlen_q: int,
+        min_seqlen_q: int,
         *widths: int,
     ) -> Batch:
         num_rope_lens = num_tokens if self.with_rope_lens else 0
@@ -145,6 +151,7 @@ class BatchBuilder:
             cu_seqlens_q=by_sequence[1],
             block_tables=tuple(table.view(num_seqs, -1) for table in by_sequence[2:]),
             max_seqlen_q=max_seqlen_q,
+            min_seqlen_q=min_seqlen_q,
         )
 
 

@@ -183,6 +183,8 @@ class Attention(nn.Module):
             batch.cu_seqlens_q,
             scale=self.head_dim**-0.5,
             max_seqlen_q=batch.max_seqlen_q,
+            min_seqlen_q=batch.min_seqlen_q,
+            plans=batch.plans,
             sliding_window=self.window,
         )
         out: Tensor = self.output(attended.flatten(1))

@@ -156,18 +156,19 @@ class ModelRunner:
         if kernels.name != "triton" or in_interpreter():
             return 0
         with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, listening(bar.update):
-            self.execute(self._end_of_a_prompt())
+            for most_new in (self.sizes.max_step_tokens, 1):  # a chunk of it, and a decode
+                self.execute(self._end_of_a_prompt(most_new))
             if num_blocks > 1:
                 self.kv_cache.copy_blocks([(0, num_blocks - 1)], kernels)
             return int(bar.n)
 
-    def _end_of_a_prompt(self) -> Schedule:
-        """As much of a prompt as a step takes, behind so many tokens that a decode would be split."""
+    def _end_of_a_prompt(self, most_new: int) -> Schedule:
+        """So many tokens at the end of a prompt, which is so long that a decode there is split."""
         blocks = self.sizes.new_block_manager(self.kv_cache.num_blocks)
         length = blocks.longest_fit(min(2 * SPLIT, max(1, self.sizes.max_model_len - 1)))
         if not length:
             return Schedule()  # a pool that holds no request at all
-        num_new = min(length, self.sizes.max_step_tokens)
+        num_new = min(length, most_new)
         params = SamplingParams(temperature=0.0)
         request = Request("", None, [0] * length, params, length + 1, frozenset(), 0)
         request.num_computed_tokens = length - num_new

@@ -53,7 +53,8 @@ def test_batch_lays_out_tokens_without_padding():
     assert batch.rope_lens.tolist() == [10, 12, 12, 12, 12, 2, 2]
     # The second is in the middle of its prompt: nothing is sampled from it.
     assert batch.logit_rows.tolist() == [0, 6]
-    assert (batch.num_tokens, batch.num_logits, batch.max_seqlen_q) == (7, 2, 4)
+    assert (batch.num_tokens, batch.num_logits) == (7, 2)
+    assert (batch.min_seqlen_q, batch.max_seqlen_q) == (1, 4)
     assert batch.block_tables[0].dtype == batch.seq_lens.dtype == batch.cu_seqlens_q.dtype == torch.int32
     assert batch.token_ids.dtype == batch.slot_mapping[0].dtype == torch.int64
 
@@ -104,6 +105,8 @@ def test_batch_that_goes_on_from_the_last_one_equals_one_made_anew(windows):
             for got, wanted in zip(getattr(batch, name), getattr(expected, name), strict=True):
                 assert got.tolist() == wanted.tolist(), name
         assert batch.max_seqlen_q == expected.max_seqlen_q
+        assert not batch.plans, "of other lengths"
+        batch.plans["made"] = "by the first layer"
         num_steps, num_again, last = num_steps + 1, num_again + (batch is last), batch
         cases.updated(scheduler, schedule)
         if num_steps in (30, 60) and scheduler.running[0].ready:

@@ -181,6 +181,7 @@ def test_fp8_is_refused_where_there_is_none(monkeypatch, target):
         ({"seq_lens": [1]}, r"seq_lens\[0\] must hold its 2 new tokens, .* got 1"),
         ({"cu_seqlens_q": [0, 3]}, r"cu_seqlens_q must rise from 0 to at most 2, got \[0, 3\]"),
         ({"max_seqlen_q": 1}, "max_seqlen_q is 1, and sequence 0 has 2 new tokens"),
+        ({"min_seqlen_q": 3, "max_seqlen_q": 3}, "min_seqlen_q is 3, and sequence 0 has 2 new tokens"),
         ({"tree_mask": [1, 1]}, "new token 1 of sequence 0 does not see itself"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",

@@ -127,6 +127,26 @@ def test_plan_lists_every_split_of_every_decode_once(window):
     assert plan.most_splits * len(query_lens) >= num_work
 
 
+def test_layers_of_a_batch_share_a_plan(monkeypatch):
+    planned = []
+    monkeypatch.setattr(
+        triton_attention, "plan_decodes", lambda *a, **kw: planned.append(kw) or plan_decodes(*a, **kw)
+    )
+    plans: dict = {}
+    for sliding_window in (None, 9, None, 9):  # the layers of a model that mixes them
+        case = ragged_case(*MIXED, sliding_window=sliding_window)
+        got = triton_attention.paged_attention(**case, plans=plans)
+        torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float32])
+    assert [kw["window"] for kw in planned] == [0, 9]
+
+
+def test_batch_without_decodes_looks_for_none(monkeypatch):
+    monkeypatch.setattr(triton_attention, "plan_decodes", None)
+    case = ragged_case([70, 17, 9], [2, 17, 0])
+    got = triton_attention.paged_attention(**case, min_seqlen_q=2)
+    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float32])
+
+
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_tiles_of_a_gpu(monkeypatch, target, block_size):
