@@ -314,6 +314,7 @@ class LLMEngine:
             if not schedule.is_empty:
                 step = self.runner.execute(schedule)
                 num_finished = scheduler.counters.num_finished
+                step.book_reports()  # by position: what is computed again is not booked again
                 advanced = scheduler.update(schedule, step.tokens)
                 step.book_logprobs(schedule)
                 num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0

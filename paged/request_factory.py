@@ -12,10 +12,11 @@ from typing import Any
 from .block_manager import BlockManager
 from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
-from .request import Request, RequestGroup, RequestMetrics
+from .request import PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
+MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
 # Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -67,6 +68,8 @@ class RequestFactory:
             for index in range(params.num_samples)
         ]
         samples[0].siblings = samples[1:]
+        if params.prompt_logprobs is not None:
+            samples[0].report = self._prompt_report(len(parsed.token_ids), params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
     def new_fork(
@@ -95,6 +98,14 @@ class RequestFactory:
                 f"{parent.num_output_tokens} tokens already"
             )
         child.token_ids = parent.token_ids.copy()
+        if params.prompt_logprobs is not None:
+            # What is computed of their prompt is computed: its rows are told to both or to none.
+            if parent.report is None or params.prompt_logprobs != parent.params.prompt_logprobs:
+                raise RequestError(
+                    f"prompt_logprobs of a fork must be None, or its parent's "
+                    f"{parent.params.prompt_logprobs}, got {params.prompt_logprobs}"
+                )
+            child.report = parent.report.fork()
         return RequestGroup(request_id, [child])
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
@@ -165,6 +176,16 @@ class RequestFactory:
             deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
             metrics=RequestMetrics(now),
         )
+
+    def _prompt_report(self, num_prompt_tokens: int, num_top: int) -> PromptReport:
+        vocab_size, num_rows = self.model_config.vocab_size, num_prompt_tokens - 1
+        size = 1 + (vocab_size if num_top < 0 else min(num_top, vocab_size))
+        if size * num_rows > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"prompt_logprobs {num_top} for {num_prompt_tokens} tokens would report {size * num_rows:,} "
+                f"log-probabilities; at most {MAX_PROMPT_LOGPROBS:,} are reported of a prompt"
+            )
+        return PromptReport(0, num_rows, num_top)
 
     def _check_params(self, params: Any) -> None:
         if not isinstance(params, SamplingParams):

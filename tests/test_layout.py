@@ -25,7 +25,7 @@ LAYERS = [
     ["stats"],
     ["kernels"],
     ["kv_cache", "batch", "layers", "models", "sizes", "weights", "tokenizer"],
-    ["devices", "logprobs", "sampler", "model_runner"],
+    ["devices", "logprobs", "reporter", "sampler", "model_runner"],
     ["request_factory", "outputs"],
     ["prefix_store"],
     ["engine"],
