@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig
+from .embedding import EmbeddingOutput, EmbeddingRequestOutput
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -15,6 +16,7 @@ from .errors import (
 )
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from .scoring import ScoreOutput
 
 if TYPE_CHECKING:
     from .engine import LLMEngine
@@ -28,6 +30,8 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "LLMEngine",
     "Logprob",
@@ -38,6 +42,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutputsParams",
     "UnknownArgumentError",
     "UnsupportedModelError",

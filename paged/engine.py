@@ -7,25 +7,34 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from . import prefix_store
 from .config import EngineConfig
+from .embedding import (
+    EmbeddingRequestOutput,
+    Pooling,
+    check_pooling,
+    embedding_output,
+    embedding_reports,
+)
 from .errors import RequestError, UnknownArgumentError, UsageError
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
-from .request import Request, RequestGroup, RequestOutput, RequestStatus
-from .request_factory import Prompt, RequestFactory, as_list, per_prompt
+from .request import PromptReport, Request, RequestGroup, RequestOutput, RequestStatus
+from .request_factory import ParsedPrompt, Prompt, RequestFactory, as_list, per_prompt
 from .sampling_params import SamplingParams
+from .scoring import ScoreOutput, score_output, score_reports
 from .stats import EngineStats
 from .tokenizer import Tokenizer
 from .weights import read_config, read_eos_token_ids, resolve
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -120,14 +129,56 @@ class LLMEngine:
         groups: list[RequestGroup] = []
         try:
             for i, (prompt, (params, *terms)) in enumerate(zip(listed, rows, strict=True)):
-                try:
-                    groups.append(self._new_group(self._next_id(), prompt, params, *terms))
-                except (RequestError, UnknownArgumentError) as error:
-                    raise type(error)(f"prompts[{i}]: {error}") from error
+                request_id = self._next_id()
+                groups.append(_named(f"prompts[{i}]", self._new_group, request_id, prompt, params, *terms))
             return self._run(groups, use_tqdm=use_tqdm)
         finally:  # after an error, or an interrupt, nobody would take what is left
             for group in groups:
                 self.abort_request(group.request_id)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        priority: float = 0.0,
+        tenant: str = "",
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed all prompts: `outputs.embedding` of each is hidden_size floats. Nothing is generated.
+
+        pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens. These
+            are behind the model's last norm, as last_hidden_state of transformers.
+        normalize: scale each embedding to a Euclidean norm of 1.
+
+        Raises RequestError, before anything runs, if one of these is wrong or there is no prompt.
+        """
+        check_pooling(pooling, normalize)
+        if not (listed := as_list(prompts)):
+            raise RequestError("prompts must have at least one entry, got []")
+        parsed = [_named(f"prompts[{i}]", self._factory.parse, p) for i, p in enumerate(listed)]
+        requests = self._report("prompts", embedding_reports(parsed, pooling), priority, tenant, use_tqdm)
+        return [embedding_output(request, normalize=normalize) for request in requests]
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        priority: float = 0.0,
+        tenant: str = "",
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
+        """The log-probability of each continuation behind a prompt, whose KV they share in the prefix cache.
+
+        continuations: text or token ids. Prompt and text are made tokens apart from each other, the text
+            without special tokens: a space between the two belongs to one of them.
+
+        Raises RequestError, before anything runs, if one of these is wrong or empty.
+        """
+        wanted = score_reports(*self._factory.parse_continued(prompt, continuations))
+        return [*map(score_output, self._report("continuations", wanted, priority, tenant, use_tqdm))]
 
     def add_request(
         self,
@@ -301,6 +352,28 @@ class LLMEngine:
                         self._undelivered.append(output)
         return [outputs[group.request_id] for group in groups]
 
+    def _report(
+        self,
+        name: str,
+        wanted: Sequence[tuple[ParsedPrompt, PromptReport]],
+        priority: float,
+        tenant: str,
+        use_tqdm: bool,
+    ) -> list[Request]:
+        """Compute prompts only for what is to be reported of them."""
+        groups: list[RequestGroup] = []
+        try:
+            for i, terms in enumerate(wanted):
+                now, new = self.scheduler.clock(), self._factory.new_report
+                group = _named(f"{name}[{i}]", new, self._next_id(), *terms, priority, tenant, now)
+                self._book(group)
+                groups.append(group)
+            self._run(groups, use_tqdm=use_tqdm)
+        finally:
+            for group in groups:
+                self.abort_request(group.request_id)
+        return [group.samples[0] for group in groups]
+
     def _may_wait(self) -> bool:
         most = self.config.max_waiting
         return most is None or self.scheduler.num_waiting < most
@@ -395,3 +468,11 @@ class LLMEngine:
         self._groups[group.request_id] = group
         if group.samples[0].params.stop:
             self._with_stops.add(group)
+
+
+def _named(name: str, function: Callable[..., T], *args: Any) -> T:
+    """The function of these arguments; what it refuses is refused under a name."""
+    try:
+        return function(*args)
+    except (RequestError, UnknownArgumentError) as error:
+        raise type(error)(f"{name}: {error}") from error

@@ -69,6 +69,8 @@ class OutputProcessor:
     def _completions(self, group: RequestGroup) -> list[CompletionOutput]:
         """One for each sample, or the best ones of a group that takes more than it returns."""
         params = group.samples[0].params
+        if not group.samples[0].generates:
+            return []
         completions = [self._completion(sample) for sample in group.samples]
         if params.best_of is None:
             return completions
@@ -97,7 +99,8 @@ class OutputProcessor:
 
     def _prompt_logprobs_of(self, group: RequestGroup) -> list[dict[int, Logprob] | None] | None:
         report = group.samples[0].report
-        if report is None or report.num_top is None or not report.is_complete:
+        wanted = group.samples[0].params.prompt_logprobs is not None
+        if not wanted or report is None or not report.is_complete:
             return None
         if group not in self._prompt_logprobs:
             self._prompt_logprobs[group] = [None, *map(self._readable, report.logprobs)]

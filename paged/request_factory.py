@@ -59,8 +59,7 @@ class RequestFactory:
         Raises RequestError naming what is wrong.
         """
         self._check_params(params)
-        if not isinstance(tenant, str):
-            raise RequestError(f"tenant must be a string, got {tenant!r}")
+        _check_tenant(tenant)
         parsed = self.parse(prompt, params.cache_salt)
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
         samples = [
@@ -108,6 +107,48 @@ class RequestFactory:
             child.report = parent.report.fork()
         return RequestGroup(request_id, [child])
 
+    def new_report(
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        report: PromptReport,
+        priority: float,
+        tenant: str,
+        now: float,
+    ) -> RequestGroup:
+        """A request that generates nothing: only what is reported of its prompt is wanted.
+
+        Raises RequestError naming what is wrong.
+        """
+        _check_tenant(tenant)
+        # As if for one token, whose place nobody computes.
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
+        request = self._new_request(request_id, prompt, params, tenant, now, 0, 0)
+        request.report, request.generates = report, False
+        return RequestGroup(request_id, [request])
+
+    def parse_continued(self, prompt: Prompt, continuations: Any) -> tuple[ParsedPrompt, list[ParsedPrompt]]:
+        """A prompt, and it with each of the continuations behind it, which are text or token ids.
+
+        A text is made tokens by itself, without special tokens: so the prompt is the same for all of them.
+        """
+        parsed = self.parse(prompt)
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
+            raise RequestError(f"continuations must be a list of texts or token ids, got {continuations!r}")
+        if not continuations:
+            raise RequestError("continuations must have at least one entry, got []")
+        wholes = []
+        for i, continuation in enumerate(continuations):
+            name = f"continuations[{i}]"
+            _, token_ids = self._encode(continuation, name, add_special_tokens=False)
+            if not token_ids:
+                raise RequestError(f"{name} is empty; it must have at least one token")
+            self._check_vocabulary(name, token_ids)
+            whole = [*parsed.token_ids, *map(int, token_ids)]
+            wholes.append(ParsedPrompt(None, whole, self._namespace(salt, len(whole))))
+        return parsed, wholes
+
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
         """Check a prompt in any of its forms; a salt of its own goes before the one given."""
         if isinstance(prompt, Mapping):
@@ -131,16 +172,20 @@ class RequestFactory:
         token_ids = [int(token_id) for token_id in token_ids]
         return ParsedPrompt(text, token_ids, self._namespace(salt, len(token_ids)))
 
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _encode(
+        self, prompt: Any, name: str = "a prompt", *, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "a text prompt needs the tokenizer, which skip_tokenizer_init=True left out"
+                    f"{name} that is text needs the tokenizer, which skip_tokenizer_init=True left out"
                 )
-            return prompt, self.tokenizer.encode(prompt) if prompt else []
+            if not prompt:
+                return prompt, []
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             return None, [*prompt]
-        raise RequestError(f"a prompt is text, a list of token ids or a dict, got {prompt!r}")
+        raise RequestError(f"{name} is text or a list of token ids, a prompt may be a dict, got {prompt!r}")
 
     def _namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
         rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
@@ -233,6 +278,11 @@ class RequestFactory:
 
     def _derived_seed(self, request_id: str) -> int:
         return _digest(f"{self.seed}/{request_id}")
+
+
+def _check_tenant(tenant: object) -> None:
+    if not isinstance(tenant, str):
+        raise RequestError(f"tenant must be a string, got {tenant!r}")
 
 
 def _sample_seed(seed: int, index: int) -> int:
