@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from .config import EngineConfig
 from .embedding import EmbeddingOutput, EmbeddingRequestOutput
 from .errors import (
@@ -27,6 +28,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from . import prefix_store
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .config import EngineConfig
 from .embedding import (
     EmbeddingRequestOutput,
@@ -155,9 +156,7 @@ class LLMEngine:
         Raises RequestError, before anything runs, if one of these is wrong or there is no prompt.
         """
         check_pooling(pooling, normalize)
-        if not (listed := as_list(prompts)):
-            raise RequestError("prompts must have at least one entry, got []")
-        parsed = [_named(f"prompts[{i}]", self._factory.parse, p) for i, p in enumerate(listed)]
+        parsed = [_named(f"prompts[{i}]", self._factory.parse, p) for i, p in enumerate(_listed(prompts))]
         requests = self._report("prompts", embedding_reports(parsed, pooling), priority, tenant, use_tqdm)
         return [embedding_output(request, normalize=normalize) for request in requests]
 
@@ -179,6 +178,32 @@ class LLMEngine:
         """
         wanted = score_reports(*self._factory.parse_continued(prompt, continuations))
         return [*map(score_output, self._report("continuations", wanted, priority, tenant, use_tqdm))]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        priority: float = 0.0,
+        tenant: str = "",
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """The continuations of each prompt that are most likely as a whole; see `beam_search`.
+
+        Raises RequestError, before anything runs, if one of these is wrong or there is no prompt.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {params!r}")
+        listed, search = _listed(prompts), BeamSearch(self._factory, self.scheduler, params)
+        for i, prompt in enumerate(listed):
+            _named(f"prompts[{i}]", search.add, self._next_id(), prompt, priority, tenant)
+        try:
+            with tqdm(total=len(listed), desc="Searching", unit="prompt", disable=not use_tqdm) as bar:
+                for _ in search.run(lambda: self._advance_for(set())):
+                    bar.update()
+        finally:
+            search.abort()
+        return [group.output(self.tokenizer) for group in search.groups]
 
     def add_request(
         self,
@@ -340,16 +365,13 @@ class LLMEngine:
             while len(outputs) < len(groups):
                 while pending and self._may_wait():
                     self.scheduler.add(pending.popleft().samples[0])
-                num_tokens += len(self._advance())
-                finished = [*self._finished]
-                for group, output in zip(finished, self._outputs_of(finished), strict=True):
-                    if group in own:
-                        outputs[group.request_id] = output
-                        rate = num_tokens / (time.perf_counter() - started)
-                        bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                        bar.update()
-                    else:
-                        self._undelivered.append(output)
+                advanced, finished = self._advance_for(own)
+                num_tokens += advanced
+                for output in finished:
+                    outputs[output.request_id] = output
+                    rate = num_tokens / (time.perf_counter() - started)
+                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                    bar.update()
         return [outputs[group.request_id] for group in groups]
 
     def _report(
@@ -373,6 +395,14 @@ class LLMEngine:
             for group in groups:
                 self.abort_request(group.request_id)
         return [group.samples[0] for group in groups]
+
+    def _advance_for(self, own: Container[RequestGroup]) -> tuple[int, list[RequestOutput]]:
+        """Run one step. Returns how many got a token, and who of `own` finished; `step` gives the others."""
+        num_advanced = len(self._advance())
+        finished, outputs = [*self._finished], list[RequestOutput]()
+        for group, output in zip(finished, self._outputs_of(finished), strict=True):
+            (outputs if group in own else self._undelivered).append(output)
+        return num_advanced, outputs
 
     def _may_wait(self) -> bool:
         most = self.config.max_waiting
@@ -468,6 +498,13 @@ class LLMEngine:
         self._groups[group.request_id] = group
         if group.samples[0].params.stop:
             self._with_stops.add(group)
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    listed = as_list(prompts)
+    if not listed:
+        raise RequestError("prompts must have at least one entry, got []")
+    return listed
 
 
 def _named(name: str, function: Callable[..., T], *args: Any) -> T:

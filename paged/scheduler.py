@@ -115,7 +115,7 @@ class Scheduler:
         self._queue.push(request)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Let a child of a live request, with the same tokens so far, go on by itself.
+        """Let a child of a live request, with the same tokens so far but perhaps the newest, go on by itself.
 
         It shares the request's blocks, or waits where there is no place to run.
         """

@@ -27,7 +27,7 @@ LAYERS = [
     ["kv_cache", "batch", "layers", "models", "sizes", "weights", "tokenizer"],
     ["devices", "logprobs", "reporter", "sampler", "model_runner"],
     ["request_factory", "outputs"],
-    ["embedding", "scoring"],
+    ["embedding", "scoring", "beam_search"],
     ["prefix_store"],
     ["engine"],
     ["jobs", "options", "live_view", "simulate", "cli", "__main__"],
