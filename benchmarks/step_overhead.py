@@ -50,7 +50,7 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     times.append(time.perf_counter())
     batch = runner.batch_builder.build(schedule)
     times.append(time.perf_counter())
-    logits = runner.model(batch, runner.kv_cache)
+    logits = runner.model.logits(runner.model(batch, runner.kv_cache))
     times.append(time.perf_counter())
     tokens = sample(logits, schedule.sampled_requests).tokens
     times.append(time.perf_counter())

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from .config import EngineConfig
+from .embedding import EmbeddingOutput, EmbeddingRequestOutput
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -15,6 +17,7 @@ from .errors import (
 )
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from .scoring import ScoreOutput
 
 if TYPE_CHECKING:
     from .engine import LLMEngine
@@ -25,9 +28,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "LLMEngine",
     "Logprob",
@@ -38,6 +46,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutputsParams",
     "UnknownArgumentError",
     "UnsupportedModelError",

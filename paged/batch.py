@@ -29,7 +29,10 @@ class Batch:
     block_tables: tuple[Tensor, ...]  # i32[num_seqs, max_blocks_per_seq], 0 behind a sequence's own blocks
     seq_lens: Tensor  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
-    logit_rows: Tensor  # i64[num_logits], the tokens whose logits are sampled from
+    # i64[num_rows], the tokens whose final hidden states are wanted: first those that are sampled from, then
+    # what reports ask for
+    rows: Tensor
+    num_logits: int  # how many are sampled from
     max_seqlen_q: int
     min_seqlen_q: int
     # What attention works out from the lengths, once for all layers.
@@ -41,9 +44,9 @@ class Batch:
         return self.token_ids.shape[0]
 
     @property
-    def num_logits(self) -> int:
-        """Rows of the logits."""
-        return self.logit_rows.shape[0]
+    def num_rows(self) -> int:
+        """Rows of the final hidden states."""
+        return self.rows.shape[0]
 
 
 @dataclass(slots=True)
@@ -54,7 +57,7 @@ class _Decodes:
     longs: array[int]
     ints: array[int]
     growing: tuple[NDArray[Any], NDArray[Any]]  # what is one more with every step
-    sizes: tuple[int, ...]
+    widths: list[int]  # of the block tables
     batch: Batch
 
 
@@ -80,28 +83,30 @@ class BatchBuilder:
         token_ids, positions, seq_lens = _tokens(schedule)
         rope_lens = _rope_lens(schedule) if self.with_rope_lens else []
         cu_seqlens_q = [0, *accumulate(num_new_tokens)]
-        logit_rows = [cu_seqlens_q[i + 1] - 1 for i in schedule.sampled]
+        rows = [cu_seqlens_q[i + 1] - 1 for i in schedule.sampled]
+        for asked in schedule.asked_rows():
+            rows += range(asked.offset, asked.offset + asked.end - asked.start)
         tables = [[r.blocks.tables[g] for r in requests] for g in range(len(requests[0].blocks.tables))]
 
         # Two buffers: each costs a trip to a GPU.
-        longs = array("q", token_ids + logit_rows + positions + rope_lens)
+        longs = array("q", token_ids + rows + positions + rope_lens)
         ints = array("i", seq_lens + cu_seqlens_q)
         for group in tables:
             longs.extend(_slots(group, schedule, seq_lens, self.block_size))
             ints += pad_tables(group)
         widths = [max(map(len, group)) for group in tables]
-        extremes = max(num_new_tokens), min(num_new_tokens)
-        sizes = (len(requests), len(token_ids), len(logit_rows), *extremes, *widths)
+        num_logits, extremes = len(schedule.sampled), (max(num_new_tokens), min(num_new_tokens))
+        sizes = (len(requests), len(token_ids), len(rows), num_logits, *extremes, *widths)
         batch, self._last = self._batch(longs, ints, *sizes), None
         if schedule.is_decode and self.device.type == "cpu":
             num = len(requests)
             growing = (np.frombuffer(longs, np.int64)[2 * num :], np.frombuffer(ints, np.int32)[:num])
-            self._last = _Decodes(requests, longs, ints, growing, sizes, batch)
+            self._last = _Decodes(requests, longs, ints, growing, widths, batch)
         return batch
 
     def _go_on(self, last: _Decodes, schedule: Schedule) -> bool:
         """Make the last batch this one: every request has its next token. False if a table has no room."""
-        num, _, _, _, _, *widths = last.sizes
+        num, widths = len(last.requests), last.widths
         grown = [(row, schedule.requests[row].blocks.tables) for row in schedule.grown]
         if any(len(tables[g]) > width for _, tables in grown for g, width in enumerate(widths)):
             return False
@@ -126,6 +131,7 @@ class BatchBuilder:
         ints: array[int],
         num_seqs: int,
         num_tokens: int,
+        num_rows: int,
         num_logits: int,
         max_seqlen_q: int,
         min_seqlen_q: int,
@@ -136,14 +142,15 @@ class BatchBuilder:
             longs,
             torch.int64,
             self.device,
-            [num_tokens, num_logits, num_tokens, num_rope_lens] + [num_tokens] * len(widths),
+            [num_tokens, num_rows, num_tokens, num_rope_lens] + [num_tokens] * len(widths),
         )
         by_sequence = _split(
             ints, torch.int32, self.device, [num_seqs, num_seqs + 1, *(num_seqs * width for width in widths)]
         )
         return Batch(
             token_ids=by_token[0],
-            logit_rows=by_token[1],
+            rows=by_token[1],
+            num_logits=num_logits,
             positions=by_token[2],
             rope_lens=by_token[3] if self.with_rope_lens else None,
             slot_mapping=by_token[4:],

@@ -150,9 +150,11 @@ class BlockManager:
         gone.update(blocks)
         return sum(self.pool.refcount(block) == gone[block] for block in blocks)
 
-    def num_matched(self, seq: SequenceBlocks, token_ids: Sequence[int]) -> int:
-        """How many tokens of a sequence the prefix cache holds."""
-        return len(self.match(seq, token_ids)[0]) * self.block_size
+    def num_matched(
+        self, seq: SequenceBlocks, token_ids: Sequence[int], first_needed: int | None = None
+    ) -> int:
+        """How many tokens of a sequence the prefix cache holds that need not be computed; see `match`."""
+        return len(self.match(seq, token_ids, first_needed)[0]) * self.block_size
 
     # A sequence's life
 
@@ -164,16 +166,19 @@ class BlockManager:
             chain.extend(token_ids, (len(token_ids) - 1) // self.block_size, self.block_size)
         return SequenceBlocks(len(self.windows), chain)
 
-    def match(self, seq: SequenceBlocks, token_ids: Sequence[int]) -> list[list[BlockId]]:
+    def match(
+        self, seq: SequenceBlocks, token_ids: Sequence[int], first_needed: int | None = None
+    ) -> list[list[BlockId]]:
         """The cached blocks of its longest known prefix, for each group. Changes nothing in the pool.
 
-        The last token is never among them: computing it gives the logits for the next.
+        The token `first_needed`, None for the last, and those behind it are never among them: computing the
+        last gives the logits for the next, and of an earlier one somebody may want them too.
         """
         if seq.chain is None:
             return [[] for _ in self.windows]
         most = (len(token_ids) - 1) // self.block_size
         seq.chain.extend(token_ids, most, self.block_size)
-        return self._match(seq.chain, most)
+        return self._match(seq.chain, most if first_needed is None else first_needed // self.block_size)
 
     def start(self, seq: SequenceBlocks, hits: Sequence[Sequence[BlockId]]) -> int:
         """Begin a sequence with cached blocks from `match`. Returns the number of tokens they hold."""

@@ -7,25 +7,35 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from . import prefix_store
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .config import EngineConfig
+from .embedding import (
+    EmbeddingRequestOutput,
+    Pooling,
+    check_pooling,
+    embedding_output,
+    embedding_reports,
+)
 from .errors import RequestError, UnknownArgumentError, UsageError
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
-from .request import Request, RequestGroup, RequestOutput, RequestStatus
-from .request_factory import Prompt, RequestFactory, as_list, per_prompt
+from .request import PromptReport, Request, RequestGroup, RequestOutput, RequestStatus
+from .request_factory import ParsedPrompt, Prompt, RequestFactory, as_list, per_prompt
 from .sampling_params import SamplingParams
+from .scoring import ScoreOutput, score_output, score_reports
 from .stats import EngineStats
 from .tokenizer import Tokenizer
 from .weights import read_config, read_eos_token_ids, resolve
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -120,14 +130,80 @@ class LLMEngine:
         groups: list[RequestGroup] = []
         try:
             for i, (prompt, (params, *terms)) in enumerate(zip(listed, rows, strict=True)):
-                try:
-                    groups.append(self._new_group(self._next_id(), prompt, params, *terms))
-                except (RequestError, UnknownArgumentError) as error:
-                    raise type(error)(f"prompts[{i}]: {error}") from error
+                request_id = self._next_id()
+                groups.append(_named(f"prompts[{i}]", self._new_group, request_id, prompt, params, *terms))
             return self._run(groups, use_tqdm=use_tqdm)
         finally:  # after an error, or an interrupt, nobody would take what is left
             for group in groups:
                 self.abort_request(group.request_id)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        priority: float = 0.0,
+        tenant: str = "",
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed all prompts: `outputs.embedding` of each is hidden_size floats. Nothing is generated.
+
+        pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens. These
+            are behind the model's last norm, as last_hidden_state of transformers.
+        normalize: scale each embedding to a Euclidean norm of 1.
+
+        Raises RequestError, before anything runs, if one of these is wrong or there is no prompt.
+        """
+        check_pooling(pooling, normalize)
+        parsed = [_named(f"prompts[{i}]", self._factory.parse, p) for i, p in enumerate(_listed(prompts))]
+        requests = self._report("prompts", embedding_reports(parsed, pooling), priority, tenant, use_tqdm)
+        return [embedding_output(request, normalize=normalize) for request in requests]
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        priority: float = 0.0,
+        tenant: str = "",
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
+        """The log-probability of each continuation behind a prompt, whose KV they share in the prefix cache.
+
+        continuations: text or token ids. Prompt and text are made tokens apart from each other, the text
+            without special tokens: a space between the two belongs to one of them.
+
+        Raises RequestError, before anything runs, if one of these is wrong or empty.
+        """
+        wanted = score_reports(*self._factory.parse_continued(prompt, continuations))
+        return [*map(score_output, self._report("continuations", wanted, priority, tenant, use_tqdm))]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        priority: float = 0.0,
+        tenant: str = "",
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """The continuations of each prompt that are most likely as a whole; see `beam_search`.
+
+        Raises RequestError, before anything runs, if one of these is wrong or there is no prompt.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {params!r}")
+        listed, search = _listed(prompts), BeamSearch(self._factory, self.scheduler, params)
+        for i, prompt in enumerate(listed):
+            _named(f"prompts[{i}]", search.add, self._next_id(), prompt, priority, tenant)
+        try:
+            with tqdm(total=len(listed), desc="Searching", unit="prompt", disable=not use_tqdm) as bar:
+                for _ in search.run(lambda: self._advance_for(set())):
+                    bar.update()
+        finally:
+            search.abort()
+        return [group.output(self.tokenizer) for group in search.groups]
 
     def add_request(
         self,
@@ -289,17 +365,44 @@ class LLMEngine:
             while len(outputs) < len(groups):
                 while pending and self._may_wait():
                     self.scheduler.add(pending.popleft().samples[0])
-                num_tokens += len(self._advance())
-                finished = [*self._finished]
-                for group, output in zip(finished, self._outputs_of(finished), strict=True):
-                    if group in own:
-                        outputs[group.request_id] = output
-                        rate = num_tokens / (time.perf_counter() - started)
-                        bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                        bar.update()
-                    else:
-                        self._undelivered.append(output)
+                advanced, finished = self._advance_for(own)
+                num_tokens += advanced
+                for output in finished:
+                    outputs[output.request_id] = output
+                    rate = num_tokens / (time.perf_counter() - started)
+                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                    bar.update()
         return [outputs[group.request_id] for group in groups]
+
+    def _report(
+        self,
+        name: str,
+        wanted: Sequence[tuple[ParsedPrompt, PromptReport]],
+        priority: float,
+        tenant: str,
+        use_tqdm: bool,
+    ) -> list[Request]:
+        """Compute prompts only for what is to be reported of them."""
+        groups: list[RequestGroup] = []
+        try:
+            for i, terms in enumerate(wanted):
+                now, new = self.scheduler.clock(), self._factory.new_report
+                group = _named(f"{name}[{i}]", new, self._next_id(), *terms, priority, tenant, now)
+                self._book(group)
+                groups.append(group)
+            self._run(groups, use_tqdm=use_tqdm)
+        finally:
+            for group in groups:
+                self.abort_request(group.request_id)
+        return [group.samples[0] for group in groups]
+
+    def _advance_for(self, own: Container[RequestGroup]) -> tuple[int, list[RequestOutput]]:
+        """Run one step. Returns how many got a token, and who of `own` finished; `step` gives the others."""
+        num_advanced = len(self._advance())
+        finished, outputs = [*self._finished], list[RequestOutput]()
+        for group, output in zip(finished, self._outputs_of(finished), strict=True):
+            (outputs if group in own else self._undelivered).append(output)
+        return num_advanced, outputs
 
     def _may_wait(self) -> bool:
         most = self.config.max_waiting
@@ -314,6 +417,7 @@ class LLMEngine:
             if not schedule.is_empty:
                 step = self.runner.execute(schedule)
                 num_finished = scheduler.counters.num_finished
+                step.book_reports()  # by position: what is computed again is not booked again
                 advanced = scheduler.update(schedule, step.tokens)
                 step.book_logprobs(schedule)
                 num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
@@ -394,3 +498,18 @@ class LLMEngine:
         self._groups[group.request_id] = group
         if group.samples[0].params.stop:
             self._with_stops.add(group)
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    listed = as_list(prompts)
+    if not listed:
+        raise RequestError("prompts must have at least one entry, got []")
+    return listed
+
+
+def _named(name: str, function: Callable[..., T], *args: Any) -> T:
+    """The function of these arguments; what it refuses is refused under a name."""
+    try:
+        return function(*args)
+    except (RequestError, UnknownArgumentError) as error:
+        raise type(error)(f"{name}: {error}") from error

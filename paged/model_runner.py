@@ -25,6 +25,7 @@ from .kv_cache import KVCache
 from .layers import can_pack
 from .models.config import ModelConfig
 from .models.decoder import Decoder
+from .reporter import Reporter
 from .request import Request
 from .sampler import sample
 from .sampling_params import SamplingParams
@@ -59,6 +60,10 @@ class ModelRunner:
         self.batch_builder = BatchBuilder(
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
+        self.reporter = Reporter(self.model.logits, model_config.vocab_size)
+        if self.device.type != "cpu":
+            # No larger than the logits of the step that memory is measured by.
+            self.reporter.max_rows = min(self.reporter.max_rows, config.max_num_seqs)
         num_blocks = config.num_blocks or self._num_blocks_that_fit()
         self.kv_cache = self._new_kv_cache(num_blocks, self.sizes.num_host_blocks)
 
@@ -70,8 +75,14 @@ class ModelRunner:
             self._copy_blocks(schedule)
             if not schedule.requests:
                 return StepOutput()
-            logits = self.model(self.batch_builder.build(schedule), self.kv_cache)
-            return sample(logits, schedule.sampled_requests)
+            batch = self.batch_builder.build(schedule)
+            hidden = self.model(batch, self.kv_cache)
+            step = StepOutput()
+            if batch.num_logits:
+                step = sample(self.model.logits(hidden[: batch.num_logits]), schedule.sampled_requests)
+            if batch.num_rows > batch.num_logits:
+                step.reports = self.reporter.report(schedule.asked_rows(), hidden[batch.num_logits :])
+            return step
 
     def _copy_blocks(self, schedule: Schedule) -> None:
         if schedule.swap_out:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .request import (
     CompletionOutput,
     Logprob,
@@ -14,12 +16,19 @@ from .request import (
 from .tokenizer import Detokenizer, Tokenizer
 
 
+def _by_likelihood(completion: CompletionOutput) -> tuple[bool, float]:
+    """The most likely first, those that did not come to their end last: they have fewer tokens."""
+    assert completion.cumulative_logprob is not None
+    return completion.finish_reason in ("abort", "error"), -completion.cumulative_logprob
+
+
 class OutputProcessor:
     """Keeps the text of the requests that somebody looks at; the others cost nothing until they finish."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._detokenizers: dict[Request, Detokenizer] = {}
+        self._prompt_logprobs: dict[RequestGroup, list[dict[int, Logprob] | None]] = {}
 
     def end_at_stop_string(self, request: Request, now: float) -> None:
         """Finish a request whose newest token completes one of its stop strings, and cut its text there."""
@@ -44,16 +53,31 @@ class OutputProcessor:
             request_id=group.request_id,
             prompt=first.prompt,
             prompt_token_ids=first.prompt_token_ids,
-            outputs=[self._completion(sample) for sample in group.samples],
+            outputs=self._completions(group),
             finished=group.finished,
             num_cached_tokens=cached and min(cached, first.num_prompt_tokens),
             metrics=first.metrics,
+            prompt_logprobs=self._prompt_logprobs_of(group),
         )
 
     def forget(self, group: RequestGroup) -> None:
         """Drop the texts of a request that is over."""
+        self._prompt_logprobs.pop(group, None)
         for sample in group.samples:
             self._detokenizers.pop(sample, None)
+
+    def _completions(self, group: RequestGroup) -> list[CompletionOutput]:
+        """One for each sample, or the best ones of a group that takes more than it returns."""
+        params = group.samples[0].params
+        if not group.samples[0].generates:
+            return []
+        completions = [self._completion(sample) for sample in group.samples]
+        if params.best_of is None:
+            return completions
+        if not group.finished:
+            return []  # nobody knows yet which they are
+        best = sorted(completions, key=_by_likelihood)[: params.n]
+        return [replace(completion, index=index) for index, completion in enumerate(best)]
 
     def _completion(self, request: Request) -> CompletionOutput:
         cut = request.finish_reason == "stop" and isinstance(request.stop_reason, str)
@@ -72,6 +96,15 @@ class OutputProcessor:
             logprobs=self._logprobs(request),
             cumulative_logprob=request.cumulative_logprob if request.wants_logprobs else None,
         )
+
+    def _prompt_logprobs_of(self, group: RequestGroup) -> list[dict[int, Logprob] | None] | None:
+        report = group.samples[0].report
+        wanted = group.samples[0].params.prompt_logprobs is not None
+        if not wanted or report is None or not report.is_complete:
+            return None
+        if group not in self._prompt_logprobs:
+            self._prompt_logprobs[group] = [None, *map(self._readable, report.logprobs)]
+        return self._prompt_logprobs[group]
 
     def _logprobs(self, request: Request) -> list[dict[int, Logprob]] | None:
         if request.params.logprobs is None:

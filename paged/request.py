@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
@@ -45,6 +45,59 @@ class RequestMetrics:
 
 
 @dataclass(slots=True, eq=False)
+class PromptReport:
+    """What is wanted of rows of a prompt: row i is what the model makes of the tokens up to the i-th.
+
+    The rows [start, end) must be computed, even where the prefix cache has their tokens. Each is taken once,
+    in order, whatever was computed again.
+
+    num_top: tell the log-probability of the token behind each row, and those of so many most likely ones, -1
+        of the whole vocabulary. None: add up the final hidden states.
+    failed: whether a row was not finite.
+    """
+
+    start: int
+    end: int
+    num_top: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    failed: bool = False
+    # The first row that was not taken yet, and the sum of those before, f64[hidden_size]; one value, so that
+    # an interrupt cannot part them.
+    progress: tuple[int, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progress = (self.start, None)
+
+    @property
+    def next_row(self) -> int:
+        """The first row that was not taken yet."""
+        return self.progress[0]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows were taken."""
+        return self.next_row >= self.end
+
+    def take_logprobs(self, end: int, logprobs: list[TokenLogprobs]) -> None:
+        """The rows up to `end`."""
+        self.logprobs[self.next_row - self.start :] = logprobs
+        self.failed = self.failed or not all(math.isfinite(row.logprobs[0]) for row in logprobs)
+        self.progress = (end, None)
+
+    def take_hidden(self, end: int, total: Any) -> None:
+        """The sum of the rows up to `end`, a tensor."""
+        before = self.progress[1]
+        self.failed = self.failed or not total.isfinite().all()
+        self.progress = (end, total if before is None else before + total)
+
+    def fork(self) -> PromptReport:
+        """One that goes on by itself from here."""
+        copy = PromptReport(self.start, self.end, self.num_top, self.logprobs.copy(), self.failed)
+        copy.progress = self.progress
+        return copy
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """One prompt and the tokens generated for it.
 
@@ -66,6 +119,8 @@ class Request:
     alert_at: int = field(init=False)  # number of tokens from which on each must be looked at
     index: int = 0  # among the n samples of one prompt
     siblings: Sequence[Request] = ()  # the others, until the prompt is computed
+    report: PromptReport | None = None  # what is wanted of the prompt beside its continuation
+    generates: bool = True  # False: only the report is wanted, and its prompt is all that is computed
     priority: float = 0.0
     tenant: str = ""
     namespace: bytes = b""  # what, beside the tokens, its KV follows from
@@ -103,6 +158,13 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def first_needed(self) -> int:
+        """The first token that must be computed though it is cached: at least the last, for the next one."""
+        last = len(self.token_ids) - 1
+        report = self.report
+        return last if report is None or report.is_complete else min(report.next_row, last)
 
     @property
     def ran_before(self) -> bool:
@@ -191,6 +253,8 @@ class RequestOutput:
 
     num_cached_tokens: how many prompt tokens were found in the prefix cache; None before it ran.
     metrics: those of the first sample.
+    prompt_logprobs: for each token of the prompt its own log-probability and those of the most likely ones in
+        its place, None for the first; None unless asked for, and until all of them are known.
     """
 
     request_id: str
@@ -200,3 +264,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -12,10 +12,11 @@ from typing import Any
 from .block_manager import BlockManager
 from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
-from .request import Request, RequestGroup, RequestMetrics
+from .request import PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
+MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
 # Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -58,8 +59,7 @@ class RequestFactory:
         Raises RequestError naming what is wrong.
         """
         self._check_params(params)
-        if not isinstance(tenant, str):
-            raise RequestError(f"tenant must be a string, got {tenant!r}")
+        _check_tenant(tenant)
         parsed = self.parse(prompt, params.cache_salt)
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
         samples = [
@@ -67,6 +67,8 @@ class RequestFactory:
             for index in range(params.num_samples)
         ]
         samples[0].siblings = samples[1:]
+        if params.prompt_logprobs is not None:
+            samples[0].report = self._prompt_report(len(parsed.token_ids), params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
     def new_fork(
@@ -95,7 +97,57 @@ class RequestFactory:
                 f"{parent.num_output_tokens} tokens already"
             )
         child.token_ids = parent.token_ids.copy()
+        if params.prompt_logprobs is not None:
+            # What is computed of their prompt is computed: its rows are told to both or to none.
+            if parent.report is None or params.prompt_logprobs != parent.params.prompt_logprobs:
+                raise RequestError(
+                    f"prompt_logprobs of a fork must be None, or its parent's "
+                    f"{parent.params.prompt_logprobs}, got {params.prompt_logprobs}"
+                )
+            child.report = parent.report.fork()
         return RequestGroup(request_id, [child])
+
+    def new_report(
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        report: PromptReport,
+        priority: float,
+        tenant: str,
+        now: float,
+    ) -> RequestGroup:
+        """A request that generates nothing: only what is reported of its prompt is wanted.
+
+        Raises RequestError naming what is wrong.
+        """
+        _check_tenant(tenant)
+        # As if for one token, whose place nobody computes.
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
+        request = self._new_request(request_id, prompt, params, tenant, now, 0, 0)
+        request.report, request.generates = report, False
+        return RequestGroup(request_id, [request])
+
+    def parse_continued(self, prompt: Prompt, continuations: Any) -> tuple[ParsedPrompt, list[ParsedPrompt]]:
+        """A prompt, and it with each of the continuations behind it, which are text or token ids.
+
+        A text is made tokens by itself, without special tokens: so the prompt is the same for all of them.
+        """
+        parsed = self.parse(prompt)
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
+            raise RequestError(f"continuations must be a list of texts or token ids, got {continuations!r}")
+        if not continuations:
+            raise RequestError("continuations must have at least one entry, got []")
+        wholes = []
+        for i, continuation in enumerate(continuations):
+            name = f"continuations[{i}]"
+            _, token_ids = self._encode(continuation, name, add_special_tokens=False)
+            if not token_ids:
+                raise RequestError(f"{name} is empty; it must have at least one token")
+            self._check_vocabulary(name, token_ids)
+            whole = [*parsed.token_ids, *map(int, token_ids)]
+            wholes.append(ParsedPrompt(None, whole, self._namespace(salt, len(whole))))
+        return parsed, wholes
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
         """Check a prompt in any of its forms; a salt of its own goes before the one given."""
@@ -120,16 +172,20 @@ class RequestFactory:
         token_ids = [int(token_id) for token_id in token_ids]
         return ParsedPrompt(text, token_ids, self._namespace(salt, len(token_ids)))
 
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _encode(
+        self, prompt: Any, name: str = "a prompt", *, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "a text prompt needs the tokenizer, which skip_tokenizer_init=True left out"
+                    f"{name} that is text needs the tokenizer, which skip_tokenizer_init=True left out"
                 )
-            return prompt, self.tokenizer.encode(prompt) if prompt else []
+            if not prompt:
+                return prompt, []
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             return None, [*prompt]
-        raise RequestError(f"a prompt is text, a list of token ids or a dict, got {prompt!r}")
+        raise RequestError(f"{name} is text or a list of token ids, a prompt may be a dict, got {prompt!r}")
 
     def _namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
         rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
@@ -165,6 +221,16 @@ class RequestFactory:
             deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
             metrics=RequestMetrics(now),
         )
+
+    def _prompt_report(self, num_prompt_tokens: int, num_top: int) -> PromptReport:
+        vocab_size, num_rows = self.model_config.vocab_size, num_prompt_tokens - 1
+        size = 1 + (vocab_size if num_top < 0 else min(num_top, vocab_size))
+        if size * num_rows > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"prompt_logprobs {num_top} for {num_prompt_tokens} tokens would report {size * num_rows:,} "
+                f"log-probabilities; at most {MAX_PROMPT_LOGPROBS:,} are reported of a prompt"
+            )
+        return PromptReport(0, num_rows, num_top)
 
     def _check_params(self, params: Any) -> None:
         if not isinstance(params, SamplingParams):
@@ -212,6 +278,11 @@ class RequestFactory:
 
     def _derived_seed(self, request_id: str) -> int:
         return _digest(f"{self.seed}/{request_id}")
+
+
+def _check_tenant(tenant: object) -> None:
+    if not isinstance(tenant, str):
+        raise RequestError(f"tenant must be a string, got {tenant!r}")
 
 
 def _sample_seed(seed: int, index: int) -> int:

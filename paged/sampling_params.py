@@ -78,7 +78,7 @@ class SamplingParams:
 
     n: how many samples to take of the prompt, which is computed once for all of them.
     best_of: how many to take, of which the n with the highest cumulative log-probability are returned;
-        None takes n.
+        None takes n. Until all have ended there are no outputs to show.
     temperature: 0 is greedy; logits are divided by it.
     top_p: keep the smallest set of most likely tokens that holds this probability; 1 keeps all.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -110,7 +110,7 @@ class SamplingParams:
     ignore_eos: treat EOS as any other token.
     logprobs: report the log-probability of every output token, and of this many most likely ones in its
         place; -1 reports the whole vocabulary, None nothing.
-    prompt_logprobs: the same for the tokens of the prompt.
+    prompt_logprobs: the same for the tokens of the prompt, which is then computed even where it is cached.
     detokenize: make text of the tokens; without it there is none, and no stop strings.
     skip_special_tokens: leave special tokens out of the text.
     spaces_between_special_tokens: put spaces between special tokens that follow each other in the text.

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .block_manager import Copy
-from .request import Request, TokenLogprobs
+from .request import PromptReport, Request, TokenLogprobs
+
+
+class AskedRows(NamedTuple):
+    """The rows [start, end) of a request, of those that a step computes, which its report wants.
+
+    offset: the first of them among the new tokens of the step.
+    """
+
+    request: Request
+    report: PromptReport
+    start: int
+    end: int
+    offset: int
 
 
 @dataclass(slots=True)
@@ -35,6 +49,20 @@ class Schedule:
         """Whether every request computes one token, gets one, and got one before."""
         return self.num_decode_tokens == len(self.requests) == len(self.sampled)
 
+    def asked_rows(self) -> list[AskedRows]:
+        """What the reports of its requests want of it. Those who decode have theirs."""
+        asked, offset = [], self.num_decode_tokens
+        for i in range(self.num_decode_tokens, len(self.requests)):
+            request, num_new = self.requests[i], self.num_new_tokens[i]
+            first, report = request.num_computed_tokens, request.report
+            if report is not None and not report.is_complete:
+                start, end = report.next_row, min(report.end, first + num_new)
+                assert start >= first, "the prefix cache has skipped a row that is asked for"
+                if start < end:
+                    asked.append(AskedRows(request, report, start, end, offset + start - first))
+            offset += num_new
+        return asked
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
@@ -47,10 +75,20 @@ class StepOutput:
 
     tokens: None where the model's logits were not finite.
     logprobs: of those who asked.
+    reports: of `Schedule.asked_rows`, the log-probabilities of each row, or the sum of the hidden states.
     """
 
     tokens: list[int | None] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    reports: list[tuple[AskedRows, list[TokenLogprobs] | Any]] = field(default_factory=list)
+
+    def book_reports(self) -> None:
+        """Hand them over."""
+        for asked, rows in self.reports:
+            if asked.report.num_top is None:
+                asked.report.take_hidden(asked.end, rows)
+            else:
+                asked.report.take_logprobs(asked.end, rows)
 
     def book_logprobs(self, schedule: Schedule) -> None:
         """Hand them to their requests."""

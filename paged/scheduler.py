@@ -17,6 +17,8 @@ from .request import Request, RequestStatus
 from .schedule import Schedule, SchedulerCounters
 from .waiting import Need, Room, WaitingQueue
 
+NOT_FINITE = "the model's logits are not finite"  # why a request ends with an error
+
 
 class Scheduler:
     """Continuous batching under a token budget.
@@ -113,7 +115,7 @@ class Scheduler:
         self._queue.push(request)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Let a child of a live request, with the same tokens so far, go on by itself.
+        """Let a child of a live request, with the same tokens so far but perhaps the newest, go on by itself.
 
         It shares the request's blocks, or waits where there is no place to run.
         """
@@ -186,16 +188,20 @@ class Scheduler:
         """Book a finished step, the oldest in flight.
 
         sampled: a token for each of `schedule.sampled_requests`; None where its logits were not finite, which
-        ends that request with an error. Returns those requests, but for the ones that were aborted meanwhile.
+        ends that request with an error. Returns those requests, but for the ones that were aborted meanwhile,
+        and then those that ended with the report on their prompt.
         """
         self.block_manager.end_step()
         now, num_finished, num_aborted = self.clock(), 0, 0
         advanced, num_decodes = schedule.sampled_requests, schedule.num_decode_tokens
+        reported = []
         for request, num_new_tokens in zip(
             schedule.requests[num_decodes:], schedule.num_new_tokens[num_decodes:], strict=True
         ):
             request.num_computed_tokens += num_new_tokens
             request.ready = True
+            if request.report is not None and self._end_with_report(request, now):
+                reported.append(request)
         # This loop and `_schedule_decodes` are what a step costs: they do by hand what methods would.
         for row, (request, token) in enumerate(zip(advanced, sampled, strict=True)):
             if row < num_decodes:
@@ -205,7 +211,7 @@ class Scheduler:
                 continue
             request.ready = True
             if token is None:
-                request.finish("error", now, "the model's logits are not finite")
+                request.finish("error", now, NOT_FINITE)
                 num_finished += 1
                 continue
             token_ids = request.token_ids
@@ -214,12 +220,12 @@ class Scheduler:
                 request.take_note(token, now)
                 num_finished += request.finish_reason is not None
         self._count(schedule)
-        if num_finished:
+        if num_finished or reported:
             self.release_finished()
         if num_aborted:
             advanced = [r for r in advanced if r.finish_reason != "abort"]
         self.policy.generated(advanced)
-        return advanced
+        return advanced + reported if reported else advanced
 
     def cancel(self) -> None:
         """Forget the steps in flight, which failed: nobody knows what they wrote, or copied.
@@ -258,7 +264,7 @@ class Scheduler:
             if not request.ready:  # in flight, or preempted just now
                 continue
             end = request.num_computed_tokens + 1
-            if end != len(request.token_ids) or request.siblings:
+            if end != len(request.token_ids) or request.siblings or not request.generates:
                 lacking.append(request)
                 continue
             if scarce and len(requests) == budget:
@@ -348,7 +354,7 @@ class Scheduler:
     def _need(self, request: Request) -> Need:
         """What a waiting request takes to run."""
         manager, seq = self.block_manager, request.blocks
-        hits = manager.match(seq, request.token_ids) if seq.host is None else None
+        hits = manager.match(seq, request.token_ids, request.first_needed) if seq.host is None else None
         computed = request.num_computed_tokens if hits is None else len(hits[0]) * manager.block_size
         # Not for its first chunk alone: it would be computed only to be preempted, again and again.
         num_blocks = manager.blocks_to_start(hits or (), self._num_tokens_ahead(request))
@@ -364,7 +370,7 @@ class Scheduler:
         schedule.num_new_tokens.append(num_new)
         schedule.num_tokens += num_new
         request.ready = False
-        if end < request.num_tokens:
+        if end < request.num_tokens or not request.generates:
             return
         samples = [request, *request.siblings]
         schedule.sampled += [row] * len(samples)
@@ -531,6 +537,17 @@ class Scheduler:
         """Book that a request does not run any more."""
         self._num_promised_seqs -= len(request.siblings)
         self._num_protected -= request.protected
+
+    def _end_with_report(self, request: Request, now: float) -> bool:
+        """Finish a request of whose prompt a row was not finite, or all is computed that it wants."""
+        if request.finish_reason is not None:  # aborted in flight
+            return False
+        if request.report is not None and request.report.failed:
+            for ended in (request, *request.siblings):
+                ended.finish("error", now, NOT_FINITE)
+        elif not request.generates and request.num_computed_tokens == request.num_tokens:
+            request.finish("length", now)
+        return request.finish_reason is not None
 
     def _wait_again(self, request: Request) -> None:
         request.status, request.ready = RequestStatus.WAITING, False

@@ -133,7 +133,7 @@ class Sizes:
             manager,
             policy=new_policy(
                 config.scheduling_policy,
-                lambda request: manager.num_matched(request.blocks, request.token_ids),
+                lambda request: manager.num_matched(request.blocks, request.token_ids, request.first_needed),
                 config.tenant_weights,
             ),
             max_num_seqs=config.max_num_seqs,

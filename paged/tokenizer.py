@@ -30,10 +30,10 @@ class Tokenizer:
                 "skip_tokenizer_init=True does without one"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the checkpoint puts in front."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the checkpoint puts in front, if wanted."""
         try:
-            return list(self.hf(text)["input_ids"])
+            return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: no Unicode text has them
             raise RequestError(f"the prompt is not valid Unicode text: {text!r}") from error
 

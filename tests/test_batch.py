@@ -52,7 +52,7 @@ def test_batch_lays_out_tokens_without_padding():
     assert batch.cu_seqlens_q.tolist() == [0, 1, 5, 7]
     assert batch.rope_lens.tolist() == [10, 12, 12, 12, 12, 2, 2]
     # The second is in the middle of its prompt: nothing is sampled from it.
-    assert batch.logit_rows.tolist() == [0, 6]
+    assert batch.rows.tolist() == [0, 6]
     assert (batch.num_tokens, batch.num_logits) == (7, 2)
     assert (batch.min_seqlen_q, batch.max_seqlen_q) == (1, 4)
     assert batch.block_tables[0].dtype == batch.seq_lens.dtype == batch.cu_seqlens_q.dtype == torch.int32
@@ -68,7 +68,7 @@ def test_batch_of_single_tokens_is_laid_out_alike():
     assert batch.block_tables[0].tolist() == [[0, 1], [2, 0], [3, 4]]
     assert batch.rope_lens.tolist() == batch.seq_lens.tolist() == [9, 1, 16]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3]
-    assert batch.logit_rows.tolist() == [0, 1, 2]
+    assert batch.rows.tolist() == [0, 1, 2]
 
 
 def test_each_layer_group_has_its_own_tables():
@@ -85,7 +85,7 @@ def test_each_layer_group_has_its_own_tables():
 def test_one_row_gives_several_samples_their_logits():
     schedule = new_schedule(BlockManager(16, 8), [(3, 3, 0, 3), (2, 3, 2, 1)])
     schedule.sampled = [0, 0, 1]
-    assert build(schedule).logit_rows.tolist() == [2, 2, 3]
+    assert build(schedule).rows.tolist() == [2, 2, 3]
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 12)], ids=["full", "windowed"])
@@ -99,7 +99,7 @@ def test_batch_that_goes_on_from_the_last_one_equals_one_made_anew(windows):
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
         batch, expected = builder.build(schedule), build(schedule)
-        for name in ("token_ids", "positions", "rope_lens", "seq_lens", "cu_seqlens_q", "logit_rows"):
+        for name in ("token_ids", "positions", "rope_lens", "seq_lens", "cu_seqlens_q", "rows"):
             assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
         for name in ("slot_mapping", "block_tables"):
             for got, wanted in zip(getattr(batch, name), getattr(expected, name), strict=True):

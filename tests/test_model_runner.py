@@ -35,7 +35,7 @@ def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     )
     batches = []
     monkeypatch.setattr(
-        engine.runner.model, "forward", lambda batch, _: batches.append(batch) or logits(batch)
+        engine.runner.model, "forward", lambda batch, _: batches.append(batch) or hidden_states(batch)
     )
     peak = engine.runner._profile()
 
@@ -47,8 +47,8 @@ def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     assert peak == 3 * GIB - num_blocks * engine.runner.sizes.block_bytes
 
 
-def logits(batch: Batch) -> torch.Tensor:
-    return torch.zeros(batch.num_logits, 4096)
+def hidden_states(batch: Batch) -> torch.Tensor:
+    return torch.zeros(batch.num_rows, 256)
 
 
 @pytest.mark.usefixtures("cuda_counters")

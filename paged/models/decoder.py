@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..batch import Batch
@@ -54,18 +53,22 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute the batch's new tokens, writing their K and V into the cache.
 
-        Returns f32[num_logits, vocab_size]: logits for `batch.logit_rows` only.
+        Returns [num_rows, hidden_size]: the final hidden states, behind the last norm, of `batch.rows` only.
         """
         residual: Tensor = self.embedding(batch.token_ids)
         cos_sin = self.rotary(batch)
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden = layer(hidden, residual, cos_sin, batch, kv_cache)
-        if not batch.num_logits:
-            return residual.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        if not batch.num_rows:
+            return residual[:0]
         assert hidden is not None
-        rows = batch.logit_rows
-        logits: Tensor = self.head(self.norm(hidden[rows], residual[rows]))
+        out: Tensor = self.norm(hidden[batch.rows], residual[batch.rows])
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
+        """The output head."""
+        logits: Tensor = self.head(hidden)
         return logits.float()
 
     def pack_linears(self) -> None:
