@@ -26,7 +26,7 @@ from .layers import can_pack
 from .models.config import ModelConfig
 from .models.decoder import Decoder
 from .request import Request
-from .sampler import sample
+from .sampler import Sampler
 from .sampling_params import SamplingParams
 from .schedule import Schedule, StepOutput
 from .scheduler import Scheduler
@@ -59,6 +59,7 @@ class ModelRunner:
         self.batch_builder = BatchBuilder(
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
+        self.sampler = Sampler(kernels, model_config.vocab_size, self.device)
         num_blocks = config.num_blocks or self._num_blocks_that_fit()
         self.kv_cache = self._new_kv_cache(num_blocks, self.sizes.num_host_blocks)
 
@@ -71,7 +72,7 @@ class ModelRunner:
             if not schedule.requests:
                 return StepOutput()
             logits = self.model(self.batch_builder.build(schedule), self.kv_cache)
-            return sample(logits, schedule.sampled_requests)
+            return self.sampler.sample(logits, schedule.sampled_requests)
 
     def _copy_blocks(self, schedule: Schedule) -> None:
         if schedule.swap_out:
@@ -123,7 +124,8 @@ class ModelRunner:
     def _profile(self) -> int:
         """Run a step of the largest size. Returns the bytes that torch held at its peak, KV not counted."""
         lengths = self._largest_step()
-        params = SamplingParams(top_k=50, top_p=0.9, min_p=0.1)  # what takes most memory to sample
+        # What takes most memory to sample.
+        params = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)
         blocks = self.sizes.new_block_manager(
             len(self.model_config.layer_groups) * sum(-(-n // self.config.block_size) for n in lengths)
         )
@@ -143,6 +145,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.num_bytes
         del self.kv_cache
+        self.sampler = Sampler(self.model.kernels, self.model_config.vocab_size, self.device)
         torch.cuda.empty_cache()
         return peak
 

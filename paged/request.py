@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
+from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -65,6 +66,7 @@ class Request:
     wants_logprobs: bool = field(init=False)
     alert_at: int = field(init=False)  # number of tokens from which on each must be looked at
     index: int = 0  # among the n samples of one prompt
+    rules: TokenRules = field(default_factory=TokenRules)  # what strings in the params mean as tokens
     siblings: Sequence[Request] = ()  # the others, until the prompt is computed
     priority: float = 0.0
     tenant: str = ""
@@ -91,7 +93,8 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         params = self.params
         self.wants_logprobs = params.logprobs is not None or params.best_of is not None
-        self.is_greedy = params.temperature == 0.0 and not params.min_tokens and not self.wants_logprobs
+        plain = not params.edits_logits and not self.wants_logprobs
+        self.is_greedy = params.temperature == 0.0 and plain
         self.alert_at = self.num_prompt_tokens + 1
 
     @property

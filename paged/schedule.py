@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from .block_manager import Copy
 from .request import Request, TokenLogprobs
 
+NOT_FINITE = "the model's logits are not finite"
+
 
 @dataclass(slots=True)
 class Schedule:
@@ -45,12 +47,14 @@ class Schedule:
 class StepOutput:
     """What one step gave, by the rows of schedule.sampled_requests.
 
-    tokens: None where the model's logits were not finite.
+    tokens: None where there is none: see errors.
     logprobs: of those who asked.
+    errors: why a row has no token, which ends its request.
     """
 
     tokens: list[int | None] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
 
     def book_logprobs(self, schedule: Schedule) -> None:
         """Hand them to their requests."""
