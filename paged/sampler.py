@@ -145,19 +145,17 @@ def _greedy(logits: Tensor, batch: _Batch) -> StepOutput:
     """The most likely token of each row: on a CPU the first of equals."""
     if logits.device.type != "cpu":
         values, indices = logits.max(-1)
-        tokens, highest = indices.tolist(), values.tolist()
-        total = sum(highest)
+        chosen, highest = indices.tolist(), np.array(values.tolist())
     else:
         # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
         array = logits.numpy()
-        chosen = array.argmax(-1)
-        values = array.reshape(-1).take(batch.row_starts + chosen)
-        total, tokens = float(values.sum()), chosen.tolist()
-        highest = values
-    if math.isfinite(total):
-        return StepOutput(tokens)
-    errors = {row: NOT_FINITE for row, value in enumerate(highest) if not math.isfinite(value)}
-    return StepOutput([None if row in errors else token for row, token in enumerate(tokens)], errors=errors)
+        places = array.argmax(-1)
+        chosen, highest = places.tolist(), array.reshape(-1).take(places + batch.row_starts)
+    finite = np.isfinite(highest)
+    if finite.all():
+        return StepOutput(chosen)
+    errors = dict.fromkeys((~finite).nonzero()[0].tolist(), NOT_FINITE)
+    return StepOutput([None if row in errors else token for row, token in enumerate(chosen)], errors=errors)
 
 
 def _argmax(logits: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ class TokenHistory:
             if request not in self._slots:
                 self._slots[request] = slot = next(free)
                 self._fill(slot, request)
-        slots = [self._slots[request] for request in requests]
+        self._slots = {request: self._slots[request] for request in requests}
+        slots = [*self._slots.values()]
         self.slots = torch.tensor(slots, dtype=torch.int64, device=self.slots.device)
 
     def update(self) -> None:
@@ -81,7 +82,7 @@ class TokenHistory:
     def check(self) -> None:
         """Every slot belongs to one request at most, and says what that has."""
         assert len(set(self._slots.values())) == len(self._slots), "two requests share a slot"
-        assert self.slots.tolist() == [*self._slots.values()] or len(self._slots) != len(self.slots)
+        assert self.slots.tolist() == [*self._slots.values()], "the slots are not in the requests' order"
         for request, slot in self._slots.items():
             known = request.token_ids[: self._known[request]]
             prompt, output = known[: request.num_prompt_tokens], known[request.num_prompt_tokens :]
