@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
-from paged.sampler import sample
 
 
 def main() -> None:
@@ -52,9 +51,9 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     times.append(time.perf_counter())
     logits = runner.model.logits(runner.model(batch, runner.kv_cache))
     times.append(time.perf_counter())
-    tokens = sample(logits, schedule.sampled_requests).tokens
+    step = runner.sampler.sample(logits, schedule.sampled_requests)
     times.append(time.perf_counter())
-    engine.scheduler.update(schedule, tokens)
+    engine.scheduler.update(schedule, step.tokens, step.errors)
     times.append(time.perf_counter())
     for name, start, end in zip(parts, times[:-1], times[1:], strict=True):
         parts[name].append(end - start)

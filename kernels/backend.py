@@ -1,4 +1,4 @@
-"""The five operations as one value, in the implementation asked for.
+"""The operations as one value, in the implementation asked for.
 
 Importing this module, and loading "torch", needs no Triton.
 """
@@ -27,6 +27,8 @@ class Kernels:
     silu_and_mul: Callable[..., Tensor]
     copy_blocks: Callable[..., None]
     paged_attention: Callable[..., Tensor]
+    apply_penalties: Callable[..., None]
+    sample_tokens: Callable[..., Tensor]
 
 
 def load_kernels(name: BackendName) -> Kernels:
@@ -42,7 +44,7 @@ def load_kernels(name: BackendName) -> Kernels:
 
 
 def _torch_kernels() -> Kernels:
-    from . import reference, torch_ops
+    from . import reference, torch_ops, torch_sampling
 
     return Kernels(
         name="torch",
@@ -51,6 +53,8 @@ def _torch_kernels() -> Kernels:
         silu_and_mul=torch_ops.silu_and_mul,
         copy_blocks=reference.copy_blocks,
         paged_attention=torch_ops.paged_attention,
+        apply_penalties=torch_sampling.apply_penalties,
+        sample_tokens=torch_sampling.sample_tokens,
     )
 
 
@@ -67,6 +71,7 @@ def _triton_kernels() -> Kernels:
     from .rms_norm import rms_norm
     from .rotary_store_kv import rotary_store_kv
     from .silu_and_mul import silu_and_mul
+    from .torch_sampling import apply_penalties, sample_tokens
 
     return Kernels(
         name="triton",
@@ -75,6 +80,8 @@ def _triton_kernels() -> Kernels:
         silu_and_mul=silu_and_mul,
         copy_blocks=copy_blocks,
         paged_attention=paged_attention,
+        apply_penalties=apply_penalties,
+        sample_tokens=sample_tokens,
     )
 
 

@@ -417,9 +417,9 @@ class LLMEngine:
             if not schedule.is_empty:
                 step = self.runner.execute(schedule)
                 num_finished = scheduler.counters.num_finished
-                step.book_reports()  # by position: what is computed again is not booked again
-                advanced = scheduler.update(schedule, step.tokens)
+                step.book_reports()  # both by position: what is computed again is not booked again
                 step.book_logprobs(schedule)
+                advanced = scheduler.update(schedule, step.tokens, step.errors)
                 num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
                 # Most steps finish nobody, and need not be looked through.
                 if num_stopped or scheduler.counters.num_finished > num_finished:

@@ -27,7 +27,7 @@ from .models.config import ModelConfig
 from .models.decoder import Decoder
 from .reporter import Reporter
 from .request import Request
-from .sampler import sample
+from .sampler import Sampler
 from .sampling_params import SamplingParams
 from .schedule import Schedule, StepOutput
 from .scheduler import Scheduler
@@ -60,6 +60,7 @@ class ModelRunner:
         self.batch_builder = BatchBuilder(
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
+        self.sampler = Sampler(kernels, model_config.vocab_size, self.device)
         self.reporter = Reporter(self.model.logits, model_config.vocab_size)
         if self.device.type != "cpu":
             # No larger than the logits of the step that memory is measured by.
@@ -79,7 +80,8 @@ class ModelRunner:
             hidden = self.model(batch, self.kv_cache)
             step = StepOutput()
             if batch.num_logits:
-                step = sample(self.model.logits(hidden[: batch.num_logits]), schedule.sampled_requests)
+                logits = self.model.logits(hidden[: batch.num_logits])
+                step = self.sampler.sample(logits, schedule.sampled_requests)
             if batch.num_rows > batch.num_logits:
                 step.reports = self.reporter.report(schedule.asked_rows(), hidden[batch.num_logits :])
             return step
@@ -134,7 +136,8 @@ class ModelRunner:
     def _profile(self) -> int:
         """Run a step of the largest size. Returns the bytes that torch held at its peak, KV not counted."""
         lengths = self._largest_step()
-        params = SamplingParams(top_k=50, top_p=0.9, min_p=0.1)  # what takes most memory to sample
+        # What takes most memory to sample.
+        params = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)
         blocks = self.sizes.new_block_manager(
             len(self.model_config.layer_groups) * sum(-(-n // self.config.block_size) for n in lengths)
         )
@@ -154,6 +157,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - self.kv_cache.num_bytes
         del self.kv_cache
+        self.sampler = Sampler(self.model.kernels, self.model_config.vocab_size, self.device)
         torch.cuda.empty_cache()
         return peak
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
+from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -118,6 +119,7 @@ class Request:
     wants_logprobs: bool = field(init=False)
     alert_at: int = field(init=False)  # number of tokens from which on each must be looked at
     index: int = 0  # among the n samples of one prompt
+    rules: TokenRules = field(default_factory=TokenRules)  # what strings in the params mean as tokens
     siblings: Sequence[Request] = ()  # the others, until the prompt is computed
     report: PromptReport | None = None  # what is wanted of the prompt beside its continuation
     generates: bool = True  # False: only the report is wanted, and its prompt is all that is computed
@@ -136,7 +138,6 @@ class Request:
     protected: bool = False
     blocks: SequenceBlocks = field(default_factory=lambda: SequenceBlocks(0, None))
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, where asked for
-    cumulative_logprob: float = 0.0  # of these
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.perf_counter()))
@@ -146,7 +147,8 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         params = self.params
         self.wants_logprobs = params.logprobs is not None or params.best_of is not None
-        self.is_greedy = params.temperature == 0.0 and not params.min_tokens and not self.wants_logprobs
+        plain = not params.edits_logits and not self.wants_logprobs
+        self.is_greedy = params.temperature == 0.0 and plain
         self.alert_at = self.num_prompt_tokens + 1
 
     @property
@@ -176,10 +178,15 @@ class Request:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def cumulative_logprob(self) -> float:
+        """The log-probability of the output, where it is asked for."""
+        return math.fsum(place.logprobs[0] for place in self.logprobs)
+
     def take_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Keep those of the newest token."""
+        """Keep those of the token that comes next; if the step then fails, it brings both again."""
+        del self.logprobs[self.num_output_tokens :]
         self.logprobs.append(logprobs)
-        self.cumulative_logprob += logprobs.logprobs[0]
 
     def take_note(self, token_id: int, now: float) -> None:
         """Look at the newest token, sampled at this time: the first one, or perhaps the last."""

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -14,6 +15,7 @@ from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
 from .request import PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
+from .token_rules import TokenRules
 from .tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
@@ -50,6 +52,8 @@ class RequestFactory:
         self.model_config, self.block_manager, self.tokenizer = model_config, block_manager, tokenizer
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         self.max_num_seqs, self.seed = max_num_seqs, seed
+        # Breakers are looked for in the whole vocabulary, and most requests have the same.
+        self._rules_of = lru_cache(maxsize=64)(self._new_rules)
 
     def new_group(
         self, request_id: str, prompt: Prompt, params: SamplingParams, tenant: str, now: float
@@ -62,8 +66,11 @@ class RequestFactory:
         _check_tenant(tenant)
         parsed = self.parse(prompt, params.cache_salt)
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
+        rules = self._token_rules(params)
         samples = [
-            self._new_request(request_id, parsed, params, tenant, now, index, _sample_seed(seed, index))
+            self._new_request(
+                request_id, parsed, params, tenant, now, index, _sample_seed(seed, index), rules
+            )
             for index in range(params.num_samples)
         ]
         samples[0].siblings = samples[1:]
@@ -89,7 +96,8 @@ class RequestFactory:
                 f"a fork is one sequence, got {params.num_samples}; fork as often as there are to be"
             )
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
-        child = self._new_request(request_id, parsed, params, parent.tenant, now, 0, seed)
+        rules = parent.rules if params is parent.params else self._token_rules(params)
+        child = self._new_request(request_id, parsed, params, parent.tenant, now, 0, seed, rules)
         child.deadline = parent.deadline
         if child.max_total_tokens <= parent.num_tokens:
             raise RequestError(
@@ -97,6 +105,13 @@ class RequestFactory:
                 f"{parent.num_output_tokens} tokens already"
             )
         child.token_ids = parent.token_ids.copy()
+        if child.wants_logprobs:
+            if not parent.wants_logprobs:
+                raise RequestError(
+                    f"logprobs of a fork must be None, as those of its parent, got {params.logprobs}: there are "
+                    "none of what they have in common"
+                )
+            child.logprobs = parent.logprobs.copy()
         if params.prompt_logprobs is not None:
             # What is computed of their prompt is computed: its rows are told to both or to none.
             if parent.report is None or params.prompt_logprobs != parent.params.prompt_logprobs:
@@ -123,7 +138,7 @@ class RequestFactory:
         _check_tenant(tenant)
         # As if for one token, whose place nobody computes.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
-        request = self._new_request(request_id, prompt, params, tenant, now, 0, 0)
+        request = self._new_request(request_id, prompt, params, tenant, now, 0, 0, TokenRules())
         request.report, request.generates = report, False
         return RequestGroup(request_id, [request])
 
@@ -204,6 +219,7 @@ class RequestFactory:
         now: float,
         index: int,
         seed: int,
+        rules: TokenRules,
     ) -> Request:
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         return Request(
@@ -215,6 +231,7 @@ class RequestFactory:
             stop_ids=eos.union(params.stop_token_ids),
             seed=seed,
             index=index,
+            rules=rules,
             priority=params.priority,
             tenant=tenant,
             namespace=prompt.namespace,
@@ -244,6 +261,19 @@ class RequestFactory:
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
         self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
         self._check_vocabulary("logit_bias", [*(params.logit_bias or ())])
+
+    def _token_rules(self, params: SamplingParams) -> TokenRules:
+        breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
+        return self._rules_of(params.bad_words, breakers)
+
+    def _new_rules(self, bad_words: Sequence[str], breakers: Sequence[str]) -> TokenRules:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return TokenRules.of(bad_words, breakers, None, list)
+        rules = TokenRules.of(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
+        for token_ids in rules.bad_words:
+            self._check_vocabulary("a token of bad_words", token_ids)
+        return rules
 
     def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
         vocab_size = self.model_config.vocab_size

@@ -4,158 +4,203 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from .kernels.backend import Kernels
+from .logits_edits import LogitsEdits
+from .logprobs import report
 from .request import Request, TokenLogprobs
-from .schedule import StepOutput
+from .sampling_params import SamplingParams
+from .schedule import NOT_FINITE, StepOutput
+from .token_history import TokenHistory
+
+NONE_LEFT = (
+    "no token is left: bad_words, min_tokens or a logits processor ban everything that allowed_token_ids and "
+    "structured_outputs allow"
+)
+OVERFLOW = "the sampling parameters made logits that are not finite"
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
-    """One token for each row of f32[len(requests), vocab_size], which may be changed in place.
+class GrammarMasks(Protocol):
+    """Which tokens the grammars of structured_outputs allow next."""
 
-    None where a row has no finite maximum: the model overflowed, and a token would be made up.
+    def apply(self, logits: Tensor) -> None:
+        """Write -inf for all others into f32[num_rows, vocab_size]."""
+
+
+class Sampler:
+    """Takes a token for each request from its logits.
+
+    What follows from a batch's requests and their parameters is kept while the same requests are sampled.
     """
-    if not requests:
-        return StepOutput()
-    rows = [row for row, request in enumerate(requests) if not request.is_greedy]
-    asked = [row for row in rows if requests[row].wants_logprobs]
-    logprobs = logits[asked].log_softmax(-1) if asked else logits
-    tokens = _sample_tokens(logits, requests, rows)
-    return StepOutput(tokens, _reports(logprobs, requests, asked, tokens))
+
+    def __init__(self, kernels: Kernels, vocab_size: int, device: torch.device) -> None:
+        self.kernels, self.vocab_size, self.device = kernels, vocab_size, device
+        self.history = TokenHistory(vocab_size, device)
+        self._last: _Batch | None = None
+
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        grammar_masks: GrammarMasks | None = None,
+    ) -> StepOutput:
+        """One token for each row of f32[len(requests), vocab_size], which is changed in place.
+
+        A row without one has its error: the model overflowed, and a token would be made up, or what its own
+        parameters ask for cannot be had.
+        """
+        if not requests:
+            return StepOutput()
+        batch = self._last
+        if batch is None or batch.requests != requests:
+            batch = self._last = _Batch(requests, self)
+        if batch.is_greedy and grammar_masks is None:
+            return _greedy(logits, batch)
+        return self._sample(logits, batch, grammar_masks)
+
+    def _sample(self, logits: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None) -> StepOutput:
+        logprobs = batch.raw_logprobs(logits)
+        highest = [logits.amax(-1)]
+        errors: dict[int, str] = {}
+        if grammar_masks is not None:
+            grammar_masks.apply(logits)
+        if batch.edits is not None:
+            errors = batch.edits.apply(logits)
+        if batch.edits is not None or grammar_masks is not None:
+            highest.append(logits.amax(-1))
+        tokens = batch.draw(logits)
+        errors.update(_not_finite(highest, errors))
+        listed: list[int | None] = tokens.tolist()
+        for row in errors:
+            listed[row] = None
+        return StepOutput(listed, batch.reports(logprobs, listed), errors)
 
 
-def _reports(
-    logprobs: Tensor, requests: Sequence[Request], rows: list[int], tokens: list[int | None]
-) -> dict[int, TokenLogprobs]:
-    """What the requests in these rows asked for: logprobs[i] is of rows[i]."""
-    reports = {}
-    for i, row in enumerate(rows):
-        token = tokens[row]
-        if token is None:
-            continue
-        num_top = requests[row].params.logprobs or 0
-        top = logprobs[i].topk(logprobs.shape[1] if num_top < 0 else min(num_top, logprobs.shape[1]))
-        own = logprobs[i, token]
-        rank = int((logprobs[i] > own).sum()) + 1
-        reports[row] = TokenLogprobs([token, *top.indices.tolist()], [own.item(), *top.values.tolist()], rank)
-    return reports
+class _Batch:
+    """What follows from the requests of a batch: columns of parameters, which of them are used, and rows."""
+
+    def __init__(self, requests: Sequence[Request], sampler: Sampler) -> None:
+        self.requests, self.kernels, self.device = requests, sampler.kernels, sampler.device
+        self.vocab_size = vocab_size = sampler.vocab_size
+        self.is_greedy = all(request.is_greedy for request in requests)
+        self.row_starts = np.arange(len(requests)) * vocab_size
+        self.edits: LogitsEdits | None = None
+        if any(request.params.edits_logits for request in requests):
+            self.edits = LogitsEdits(requests, sampler.kernels, sampler.history, vocab_size)
+        else:
+            sampler.history.keep([])
+        self._asked = [row for row, request in enumerate(requests) if request.wants_logprobs]
+        self._logprobs: Tensor | None = None
+        self._drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0.0]
+        drawn = [requests[row] for row in self._drawn]
+        self._rows = torch.tensor(self._drawn, device=self.device)
+        self._seeds = torch.tensor([_signed(request.seed) for request in drawn], device=self.device)
+        self._filters = _filters([r.params for r in drawn], vocab_size, self.device) if drawn else {}
+
+    def raw_logprobs(self, logits: Tensor) -> Tensor | None:
+        """Log-probabilities of the rows that report them, before any parameter changes the logits.
+
+        The memory is that of the step before: new memory of this size costs more than what is written there.
+        """
+        if not self._asked:
+            return None
+        rows = logits if len(self._asked) == len(self.requests) else logits[self._asked]
+        if self._logprobs is None:
+            self._logprobs = torch.empty_like(rows)
+        return torch.log_softmax(rows, -1, out=self._logprobs)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """A token of each row: i64[num_rows]. The logits are destroyed."""
+        if not self._drawn:
+            return _argmax(logits)
+        positions = [len(self.requests[row].token_ids) for row in self._drawn]
+        all_drawn = len(positions) == len(self.requests)
+        tokens = _argmax(logits) if not all_drawn else None
+        drawn = self.kernels.sample_tokens(
+            logits if tokens is None else logits[self._rows],
+            self._seeds,
+            torch.tensor(positions, device=self.device),
+            **self._filters,
+        )
+        return drawn if tokens is None else tokens.index_copy_(0, self._rows, drawn)
+
+    def reports(self, logprobs: Tensor | None, tokens: list[int | None]) -> dict[int, TokenLogprobs]:
+        """What the requests asked for, of the rows that have a token."""
+        if logprobs is None:
+            return {}
+        found = [(i, row, token) for i, row in enumerate(self._asked) if (token := tokens[row]) is not None]
+        if len(found) < len(self._asked):
+            logprobs = logprobs[[i for i, _, _ in found]]
+        rows = [row for _, row, _ in found]
+        num_tops = [self.requests[row].params.logprobs or 0 for row in rows]
+        return dict(zip(rows, report(logprobs, [token for _, _, token in found], num_tops), strict=True))
 
 
-def _sample_tokens(logits: Tensor, requests: Sequence[Request], rows: list[int]) -> list[int | None]:
-    if any(requests[row].params.min_tokens for row in rows):
-        _mask_early_stops(logits, requests)
-    highest, tokens = _argmax(logits)
-    random_rows = [row for row in rows if requests[row].params.temperature > 0.0]
-    if random_rows:
-        _sample_random_rows(logits, requests, random_rows, tokens)
-    if not math.isfinite(sum(highest)):
-        return [t if math.isfinite(h) else None for t, h in zip(tokens, highest, strict=True)]
-    return list[int | None](tokens)
-
-
-def _argmax(logits: Tensor) -> tuple[list[float], list[int]]:
-    """Each row's highest logit and a token that has it, on a CPU the first."""
+def _greedy(logits: Tensor, batch: _Batch) -> StepOutput:
+    """The most likely token of each row: on a CPU the first of equals."""
     if logits.device.type != "cpu":
         values, indices = logits.max(-1)
-        return values.tolist(), indices.tolist()
-    # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
-    array = logits.numpy()
-    indices = array.argmax(-1)
-    return array[_first_rows(len(indices)), indices].tolist(), indices.tolist()
+        chosen, highest = indices.tolist(), np.array(values.tolist())
+    else:
+        # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
+        array = logits.numpy()
+        places = array.argmax(-1)
+        chosen, highest = places.tolist(), array.reshape(-1).take(places + batch.row_starts)
+    finite = np.isfinite(highest)
+    if finite.all():
+        return StepOutput(chosen)
+    errors = dict.fromkeys((~finite).nonzero()[0].tolist(), NOT_FINITE)
+    return StepOutput([None if row in errors else token for row, token in enumerate(chosen)], errors=errors)
 
 
-@lru_cache(maxsize=4)
-def _first_rows(n: int) -> NDArray[np.int64]:
-    return np.arange(n)
+def _argmax(logits: Tensor) -> Tensor:
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
-def _mask_early_stops(logits: Tensor, requests: Sequence[Request]) -> None:
-    for row, request in enumerate(requests):
-        if request.num_output_tokens < request.params.min_tokens:
-            logits[row, list(request.stop_ids)] = -torch.inf
+def _not_finite(highest: list[Tensor], known: dict[int, str]) -> dict[int, str]:
+    """Errors of the rows without a finite maximum: the model's own, and after all edits."""
+    both = torch.stack(highest)
+    if math.isfinite(both.sum().item()):
+        return {}
+    raw, edited = both.tolist()[0], both.tolist()[-1]
+    errors = {row: NOT_FINITE for row, value in enumerate(raw) if not math.isfinite(value)}
+    for row, value in enumerate(edited):
+        if not math.isfinite(value) and row not in errors and row not in known:
+            errors[row] = NONE_LEFT if value == -math.inf else OVERFLOW
+    return errors
 
 
-def _sample_random_rows(
-    logits: Tensor, requests: Sequence[Request], random_rows: list[int], tokens: list[int]
-) -> None:
-    """Write the tokens of these rows; rows that need a sort go apart from those that do not.
+def _filters(
+    params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+) -> dict[str, Tensor | None]:
+    """A column for each filter that somebody uses."""
 
-    Whether a row is sorted must depend on its own request alone: the order of a cumulative sum decides
-    which token a random number falls on.
-    """
-    vocab_size = logits.shape[1]
-    by_need: dict[bool, list[int]] = {False: [], True: []}
-    for row in random_rows:
-        params = requests[row].params
-        by_need[0 < params.top_k < vocab_size or params.top_p < 1.0].append(row)
-    for needs_sort, rows in by_need.items():
-        if not rows:
-            continue
-        chosen = [requests[row] for row in rows]
-        index = torch.tensor(rows, device=logits.device)
-        probs = _probabilities(logits[index], chosen)
-        uniform = uniforms([r.seed for r in chosen], [r.num_tokens for r in chosen])
-        draws = torch.from_numpy(uniform).to(logits.device)
-        drawn = _draw_filtered(probs, draws, chosen) if needs_sort else _draw(probs, draws)
-        for row, token in zip(rows, drawn.tolist(), strict=True):
-            tokens[row] = token
+    def column(values: Sequence[float], unused: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        if all(value == unused for value in values):
+            return None
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    # A float32 does not hold every temperature that is legal.
+    most = torch.finfo(torch.float32).max
+    temperatures = [min(p.temperature, most) for p in params]
+    top_ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    return {
+        "temperature": torch.tensor(temperatures, dtype=torch.float32, device=device),
+        "min_p": column([p.min_p for p in params], 0.0),
+        "top_n_sigma": column([min(p.top_n_sigma, most) for p in params], 0.0),
+        "typical_p": column([p.typical_p for p in params], 1.0),
+        "top_k": column(top_ks, vocab_size, torch.int32),
+        "top_p": column([p.top_p for p in params], 1.0),
+    }
 
 
-def _probabilities(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """softmax(logits / temperature), with min_p applied; f32, not normalised after it."""
-    column = _columns(logits.device, [(r.params.temperature, r.params.min_p) for r in requests])
-    # The maximum first: a tiny temperature then underflows to greedy instead of overflowing to NaN.
-    scaled = (logits - logits.max(-1, keepdim=True).values) / column[0].clamp(min=1e-30)
-    probs = scaled.nan_to_num_(nan=0.0).softmax(-1)
-    if any(r.params.min_p for r in requests):
-        probs = probs.where(probs >= column[1] * probs.max(-1, keepdim=True).values, 0.0)
-    return probs
-
-
-def _draw_filtered(probs: Tensor, draws: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Draw from the top_k most likely tokens, and of those from the smallest set that holds top_p."""
-    vocab_size = probs.shape[1]
-    # Compared as Python ints: a float32 cannot hold every top_k that is legal.
-    top_ks = [r.params.top_k if 0 < r.params.top_k < vocab_size else vocab_size for r in requests]
-    limits = [(float(k), r.params.top_p) for k, r in zip(top_ks, requests, strict=True)]
-    top_k, top_p = _columns(probs.device, limits)
-    probs, order = probs.sort(dim=-1, descending=True, stable=True)
-    probs = probs.where(torch.arange(vocab_size, device=probs.device) < top_k, 0.0)
-    mass_before = probs.double().cumsum(-1) - probs
-    kept = mass_before < top_p * probs.double().sum(-1, keepdim=True)
-    kept[:, 0] = True  # also where top_p is too small for a float32
-    probs = probs.where(kept, 0.0)
-    return order.gather(-1, _draw(probs, draws)[:, None]).squeeze(-1)
-
-
-def _draw(probs: Tensor, draws: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution: probs f32[n, vocab_size], draws f64[n] in [0, 1) -> i64[n]."""
-    cdf = probs.double().cumsum(-1)
-    total = cdf[:, -1:]
-    # Strictly below the total, so that the token found has a probability above zero.
-    target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).squeeze(-1)
-
-
-def _columns(device: torch.device, rows: list[tuple[float, float]]) -> Tensor:
-    """Per-request numbers as columns beside the logits: f32[2, n, 1]."""
-    return torch.tensor(rows, dtype=torch.float32).T[:, :, None].to(device)
-
-
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, position), by two rounds of SplitMix64 (Steele et al., 2014)."""
-    seed = np.array([s & (2**64 - 1) for s in seeds], np.uint64)
-    mixed = _splitmix64(_splitmix64(seed) ^ np.array(positions, np.uint64))
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _signed(seed: int) -> int:
+    """The same 64 bits as an int64."""
+    return (seed + 2**63) % 2**64 - 2**63

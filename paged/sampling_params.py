@@ -191,6 +191,23 @@ class SamplingParams:
         """How many outputs are generated."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on how often tokens were there before."""
+        return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before the most likely token is looked for."""
+        return (
+            self.penalizes
+            or self.dry_multiplier > 0.0
+            or self.min_tokens > 0
+            or self.allowed_token_ids is not None
+            or self.structured_outputs is not None
+            or bool(self.bad_words or self.logit_bias or self.logits_processors)
+        )
+
     def _check_choice(self) -> None:
         check_int(RequestError, "n", self.n, 1)
         if self.best_of is not None:

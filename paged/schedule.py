@@ -22,6 +22,9 @@ class AskedRows(NamedTuple):
     offset: int
 
 
+NOT_FINITE = "the model's logits are not finite"
+
+
 @dataclass(slots=True)
 class Schedule:
     """What one step does: copy blocks, then compute num_new_tokens[i] of requests[i].
@@ -73,13 +76,15 @@ class Schedule:
 class StepOutput:
     """What one step gave, by the rows of schedule.sampled_requests.
 
-    tokens: None where the model's logits were not finite.
+    tokens: None where there is none: see errors.
     logprobs: of those who asked.
+    errors: why a row has no token, which ends its request.
     reports: of `Schedule.asked_rows`, the log-probabilities of each row, or the sum of the hidden states.
     """
 
     tokens: list[int | None] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
     reports: list[tuple[AskedRows, list[TokenLogprobs] | Any]] = field(default_factory=list)
 
     def book_reports(self) -> None:
@@ -91,7 +96,7 @@ class StepOutput:
                 asked.report.take_logprobs(asked.end, rows)
 
     def book_logprobs(self, schedule: Schedule) -> None:
-        """Hand them to their requests."""
+        """Hand them to their requests, which get their tokens after them."""
         for row, logprobs in self.logprobs.items():
             schedule.sampled_requests[row].take_logprobs(logprobs)
 

@@ -8,16 +8,17 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from .block_manager import BlockManager
 from .errors import QueueFullError, UsageError
 from .policies import FirstComeFirstServed, Policy
 from .request import Request, RequestStatus
-from .schedule import Schedule, SchedulerCounters
+from .schedule import NOT_FINITE, Schedule, SchedulerCounters
 from .waiting import Need, Room, WaitingQueue
 
-NOT_FINITE = "the model's logits are not finite"  # why a request ends with an error
+NO_ERRORS: Mapping[int, str] = MappingProxyType({})
 
 
 class Scheduler:
@@ -184,12 +185,16 @@ class Scheduler:
             raise AssertionError("an idle step with work to do")
         return schedule
 
-    def update(self, schedule: Schedule, sampled: Sequence[int | None]) -> list[Request]:
+    def update(
+        self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, str] = NO_ERRORS
+    ) -> list[Request]:
         """Book a finished step, the oldest in flight.
 
-        sampled: a token for each of `schedule.sampled_requests`; None where its logits were not finite, which
-        ends that request with an error. Returns those requests, but for the ones that were aborted meanwhile,
-        and then those that ended with the report on their prompt.
+        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
+        errors: what the error is, by rows of sampled; by default that the logits were not finite.
+
+        Returns those requests, but for the ones that were aborted meanwhile, and then those that ended with
+        the report on their prompt.
         """
         self.block_manager.end_step()
         now, num_finished, num_aborted = self.clock(), 0, 0
@@ -211,7 +216,7 @@ class Scheduler:
                 continue
             request.ready = True
             if token is None:
-                request.finish("error", now, NOT_FINITE)
+                request.finish("error", now, errors.get(row, NOT_FINITE))
                 num_finished += 1
                 continue
             token_ids = request.token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ class Tokenizer:
             return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: no Unicode text has them
             raise RequestError(f"the prompt is not valid Unicode text: {text!r}") from error
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of a piece of text, without special tokens around it."""
+        try:
+            return list(self.hf(text, add_special_tokens=False)["input_ids"])
+        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: no Unicode text has them
+            raise RequestError(f"{text!r} is not valid Unicode text") from error
+
+    @cached_property
+    def token_texts(self) -> list[str]:
+        """What each token of the vocabulary adds to a text; a replacement for half characters."""
+        # Behind another token: at the beginning of a text, some tokenizers take spaces away.
+        before = self.encode_bare("a")
+        start = len(self.hf.decode(before))
+        return [self.hf.decode([*before, token])[start:] for token in range(len(self.hf))]
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of these ids, without special tokens."""

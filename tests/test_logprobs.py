@@ -119,10 +119,10 @@ def test_prompt_logprobs_tell_every_place_once_whatever_is_preempted_or_fails(mo
             raise RuntimeError("nothing is booked")
         return report(asked, hidden)
 
-    def failing_after(schedule: Any, tokens: Any) -> Any:
+    def failing_after(*args: Any) -> Any:
         if next(num_updates) in (2, 29):
             raise RuntimeError("reports are booked")
-        return update(schedule, tokens)
+        return update(*args)
 
     monkeypatch.setattr(engine.scheduler, "_preempt", preempting)
     monkeypatch.setattr(engine.runner.reporter, "report", failing_before)

@@ -1,4 +1,4 @@
-"""Sampling: the distribution, the filters against a brute-force rule, and that rows do not see each other."""
+"""The Sampler: each parameter by hand and against Hugging Face's processor, errors, and what it keeps."""
 
 from __future__ import annotations
 
@@ -6,158 +6,291 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
+from paged.kernels.backend import load_kernels
 from paged.request import Request
-from paged.sampler import sample, uniforms
+from paged.sampler import Sampler
 from paged.sampling_params import SamplingParams
+from paged.schedule import StepOutput
+from paged.token_rules import TokenRules
 
 VOCAB_SIZE = 13
-
-
-def new_request(seed: int = 0, num_tokens: int = 1, stop_ids: Sequence[int] = (), **params: Any) -> Request:
-    sampling = SamplingParams(**params)
-    return Request("r", None, [0] * num_tokens, sampling, 10**6, frozenset(stop_ids), seed)
-
-
-def draw(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
-    return sample(logits.clone(), requests).tokens
-
-
-def expected_probabilities(
-    logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> NDArray[np.float64]:
-    """min_p, then top_k, then top_p, one token at a time as their definitions read."""
-    weights = np.exp((logits - logits.max()).double().numpy() / temperature)
-    order = np.argsort(-weights, kind="stable")
-    kept = [i for i in order if weights[i] >= min_p * weights.max()]
-    kept = kept[: top_k if top_k > 0 else None]
-    nucleus, mass, total = [], 0.0, sum(weights[i] for i in kept)
-    for i in kept:
-        nucleus.append(i)
-        mass += weights[i]
-        if mass >= top_p * total:
-            break
-    probabilities = np.zeros(len(weights))
-    probabilities[nucleus] = weights[nucleus] / weights[nucleus].sum()
-    return probabilities
-
-
-FILTERS: list[dict[str, Any]] = [
+EVERYTHING: list[dict[str, Any]] = [
     {},
-    {"temperature": 0.5},
-    {"temperature": 3.0},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.01},
     {"top_k": 1},
-    {"top_k": 4},
-    {"top_k": -1},
-    {"top_k": 10_000},
-    {"top_p": 0.6},
-    {"top_p": 1e-9},
-    {"min_p": 0.2},
-    {"min_p": 1.0},
-    {"temperature": 2.0, "top_k": 6, "top_p": 0.8, "min_p": 0.05},
+    {"top_p": 0.6, "logprobs": 2},
+    {"typical_p": 0.7},
+    {"top_n_sigma": 1.0},
+    {"repetition_penalty": 1.4},
+    {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.3, "logprobs": 0},
+    {"dry_multiplier": 1.0, "dry_allowed_length": 1},
+    {"temperature": 0.0, "logit_bias": {3: 1.5, 0: -100.0}},
+    {"allowed_token_ids": [1, 5, 7]},
+    {"min_tokens": 9},
+    {"logits_processors": [lambda _, row: row.neg()]},
 ]
 
 
-@pytest.mark.parametrize("params", FILTERS, ids=str)
-@pytest.mark.parametrize("over", ["seeds", "positions"])
-def test_frequencies_are_those_of_the_filtered_softmax(params, over):
-    n = 4000
-    logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 1.3
-    if over == "seeds":
-        requests = [new_request(seed=i, num_tokens=3, **params) for i in range(n)]
-    else:
-        requests = [new_request(seed=7, num_tokens=1 + i, **params) for i in range(n)]
-    tokens = draw(logits.expand(n, -1), requests)
-    counts = np.bincount(np.array(tokens), minlength=VOCAB_SIZE)
-    expected = n * expected_probabilities(logits, **params)
-    possible = expected > 0
-    assert not counts[~possible].any(), "a token was drawn that the filters exclude"
-    chi_square = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
-    # Its mean is df and its standard deviation sqrt(2 df); the seeds are fixed, so it passes always or never.
-    df = possible.sum() - 1
-    assert chi_square <= df + 5 * math.sqrt(2 * df)
+def new_request(
+    prompt: Sequence[int] = (0,),
+    output: Sequence[int] = (),
+    *,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+    bad_words: Sequence[tuple[int, ...]] = (),
+    **params: Any,
+) -> Request:
+    rules = TokenRules(bad_words=tuple(bad_words))
+    sampling = SamplingParams(**params)
+    request = Request("r", None, [*prompt], sampling, 10**6, frozenset(stop_ids), seed, rules=rules)
+    request.token_ids += output
+    return request
 
 
-def test_top_k_of_equal_logits_keeps_exactly_k():
-    tokens = draw(torch.zeros(500, VOCAB_SIZE), [new_request(seed=i, top_k=3) for i in range(500)])
-    assert set(tokens) == {0, 1, 2}
+def new_sampler(vocab_size: int = VOCAB_SIZE) -> Sampler:
+    return Sampler(load_kernels("torch"), vocab_size, torch.device("cpu"))
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
+    return new_sampler(logits.shape[1]).sample(logits.clone(), requests)
+
+
+def edited(logits: Tensor, request: Request) -> Tensor:
+    """The row as the last of the edits, a logits processor, gets it."""
+    seen: list[Tensor] = []
+    params = {name: getattr(request.params, name) for name in request.params.__slots__}
+    params["logits_processors"] = [lambda _, row: seen.append(row) or row]
+    request.params = SamplingParams(**params)
+    sample(logits[None], [request])
+    return seen[0]
+
+
+def row_of(vocab_size: int = VOCAB_SIZE, seed: int = 3) -> Tensor:
+    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+# Each edit by hand
+
+
+def test_penalties_by_hand():
+    row = torch.tensor([2.0, -2.0, 1.0, 0.0, 5.0])
+    repetition = new_request([0, 1], [2], repetition_penalty=2.0)
+    assert edited(row, repetition).tolist() == [1.0, -4.0, 0.5, 0.0, 5.0]
+    counted = new_request([0, 1], [2, 4, 4], frequency_penalty=0.5, presence_penalty=0.25)
+    assert edited(row, counted).tolist() == [2.0, -2.0, 0.25, 0.0, 3.75]
+
+
+def test_logit_bias_allowed_tokens_and_bad_words_by_hand():
+    row = torch.tensor([2.0, -2.0, 1.0, 0.0, 5.0])
+    no = -math.inf
+    assert edited(row, new_request(logit_bias={1: 3.0, 4: -100.0})).tolist() == [2.0, 1.0, 1.0, 0.0, -95.0]
+    assert edited(row, new_request(allowed_token_ids=[1, 3])).tolist() == [no, -2.0, no, 0.0, no]
+    # A bias does not bring back what is not allowed.
+    both = new_request(allowed_token_ids=[1, 3], logit_bias={4: 100.0, 3: 1.0})
+    assert edited(row, both).tolist() == [no, -2.0, no, 1.0, no]
+    words = [(2,), (3, 4), (3, 1, 0), (0, 0)]
+    # Of the words, what was generated counts and the prompt does not.
+    assert edited(row, new_request([3], [], bad_words=words)).tolist() == [2.0, -2.0, no, 0.0, 5.0]
+    assert edited(row, new_request([0], [3], bad_words=words)).tolist() == [2.0, -2.0, no, 0.0, no]
+    assert edited(row, new_request([0], [3, 1], bad_words=words)).tolist() == [no, -2.0, no, 0.0, 5.0]
+    assert edited(row, new_request([3], [1], bad_words=words)).tolist() == [2.0, -2.0, no, 0.0, 5.0]
+
+
+def test_min_tokens_keeps_stop_ids_from_being_chosen_until_there_are_as_many():
+    sampler, row = new_sampler(3), torch.tensor([[0.0, 40.0, 0.0]])
+    request = new_request(min_tokens=2, stop_ids=[1])
+    for expected in ({0, 2}, {0, 2}, {1}):
+        (token,) = sampler.sample(row.clone(), [request]).tokens
+        assert token in expected
+        request.token_ids.append(token)
+    # ignore_eos leaves nothing to mask.
+    assert sample(row, [new_request(min_tokens=1)]).tokens == [1]
 
 
 def test_greedy_takes_the_most_likely_token_and_the_first_of_equals():
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 1.0]])
-    assert draw(logits, [new_request(temperature=0.0)] * 2) == [1, 0]
+    assert sample(logits, [new_request(temperature=0.0)] * 2).tokens == [1, 0]
+    # And so it does beside others, or when it reports.
+    requests = [new_request(temperature=0.0, logprobs=1), new_request(temperature=0.0)]
+    assert sample(logits, requests).tokens == [1, 0]
+    assert sample(logits, [requests[1], new_request(top_k=1)]).tokens[0] == 1
 
 
-def test_tiny_and_huge_temperatures_neither_overflow_nor_leave_the_vocabulary():
-    logits = torch.tensor([1.0, 5.0, 4.9]).expand(200, -1)
-    assert set(draw(logits, [new_request(seed=i, temperature=1e-40) for i in range(200)])) == {1}
-    assert set(draw(logits, [new_request(seed=i, temperature=1e300) for i in range(200)])) == {0, 1, 2}
+# Against Hugging Face
 
 
-def mixed_requests(n: int) -> list[Request]:
-    kinds = [*FILTERS, {"temperature": 0.0}, {"min_tokens": 5, "stop_ids": (1, 2)}]
-    return [new_request(seed=i, num_tokens=1 + i, **kinds[i % len(kinds)]) for i in range(n)]
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 211])
+def test_edits_equal_those_of_hugging_face(vocab_size):
+    row, prompt, output = row_of(vocab_size), [1, 5, 5, 2], [7, 3, 7]
+    words, ids = [(4,), (3, 7), (7, 3), (3, 7, 9)], torch.tensor([[*prompt, *output]])
+    cases: list[tuple[LogitsProcessor, dict[str, Any]]] = [
+        (RepetitionPenaltyLogitsProcessor(1.7), {"repetition_penalty": 1.7}),
+        (
+            SequenceBiasLogitsProcessor([[[2], 1.5], [[11], -3.0]]),
+            {"logit_bias": {2: 1.5, 11: -3.0}},
+        ),
+        (NoBadWordsLogitsProcessor([[*w] for w in words], eos_token_id=None), {"bad_words": words}),
+        (MinNewTokensLengthLogitsProcessor(4, 4, [6, 8]), {"min_tokens": 4, "stop_ids": [6, 8]}),
+        (MinNewTokensLengthLogitsProcessor(4, 3, [6, 8]), {"min_tokens": 3, "stop_ids": [6, 8]}),
+    ]
+    for processor, params in cases:
+        expected = processor(ids, row[None].clone())[0]
+        torch.testing.assert_close(edited(row, new_request(prompt, output, **params)), expected)
 
 
-@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 1, 1009])
-def test_rows_do_not_depend_on_their_neighbours(vocab_size):
-    requests = mixed_requests(84) if vocab_size > 2 else [new_request(seed=i) for i in range(9)]
-    logits = torch.randn(len(requests), vocab_size, generator=torch.Generator().manual_seed(1)) * 2
-    together = draw(logits, requests)
-    assert [draw(logits[i : i + 1], [r])[0] for i, r in enumerate(requests)] == together
-    assert draw(logits.flip(0), requests[::-1]) == together[::-1]
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 211, 1009])
+def test_logprobs_are_of_the_logits_before_any_parameter(vocab_size):
+    logits = torch.stack([row_of(vocab_size, seed) for seed in range(6)])
+    logits[5, 2:] = -math.inf
+    expected = logits.double().log_softmax(-1)
+    numbers = [0, 1, 5, -1, 2, 3]
+    requests = [
+        new_request(seed=i, logprobs=n, temperature=2.0, top_k=12, logit_bias={1: 5.0})
+        for i, n in enumerate(numbers)
+    ]
+    step = sample(logits, requests)
+    for row, n in enumerate(numbers):
+        report = step.logprobs[row]
+        order = expected[row].argsort(descending=True, stable=True).tolist()
+        assert report.token_ids[0] == step.tokens[row]
+        count = vocab_size if n < 0 else n
+        assert sorted(report.token_ids[1:]) == sorted(order[:count]) or row == 5
+        got = torch.tensor(report.logprobs).double()
+        torch.testing.assert_close(got, expected[row, report.token_ids], atol=1e-4, rtol=0)
+        assert report.logprobs[1:] == sorted(report.logprobs[1:], reverse=True)
+        assert report.rank == order.index(report.token_ids[0]) + 1
 
 
-def test_min_tokens_keeps_stop_ids_from_being_chosen():
-    logits = torch.zeros(50, 3)
-    logits[:, 1] = 40.0
-    early = [new_request(seed=i, min_tokens=1, stop_ids=[1]) for i in range(50)]
-    assert set(draw(logits, early)) == {0, 2}
-    for request in early:
-        request.token_ids.append(0)
-    assert set(draw(logits, early)) == {1}
-    # ignore_eos leaves nothing to mask.
-    assert draw(logits[:1], [new_request(min_tokens=1)]) == [1]
+# Errors
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("params", EVERYTHING, ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 def test_row_without_a_finite_maximum_has_no_token_and_harms_nobody(value, params):
-    requests = [new_request(seed=i, **params) for i in range(4)]
+    requests = [new_request(seed=i, stop_ids=[1], **params) for i in range(4)]
     logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
-    sound = draw(logits, requests)
-    logits[1, 3] = value
+    sound = sample(logits, requests).tokens
+    logits[1, 3] = value  # also where that token is not allowed
     logits[3] = -math.inf
-    assert draw(logits, requests) == [sound[0], None, sound[2], None]
+    step = sample(logits, requests)
+    assert step.tokens == [sound[0], None, sound[2], None]
+    assert step.errors == dict.fromkeys((1, 3), "the model's logits are not finite")
+    assert set(step.logprobs) <= {0, 2}
 
 
-def test_token_of_probability_zero_is_never_drawn():
-    logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf])
-    tokens = draw(logits.expand(2000, -1), [new_request(seed=i) for i in range(2000)])
-    assert set(tokens) == {1, 3}
+def test_row_of_which_no_token_is_left_says_so():
+    requests = [
+        new_request(temperature=0.0, allowed_token_ids=[2, 3], bad_words=[(2,), (3,)]),
+        new_request(allowed_token_ids=[2], min_tokens=1, stop_ids=[2], logprobs=1),
+        new_request(repetition_penalty=1e-300),
+        new_request(),
+    ]
+    step = sample(torch.ones(4, VOCAB_SIZE), requests)
+    assert [token is None for token in step.tokens] == [True, True, True, False]
+    assert "no token is left" in step.errors[0]
+    assert "allowed_token_ids" in step.errors[1]
+    assert "not finite" in step.errors[2]
+    assert not step.logprobs
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.99}], ids=str)
-def test_draws_at_both_ends_find_tokens_that_are_possible(params, monkeypatch):
-    logits = torch.tensor([[-math.inf, 0.0, 0.5, 0.3, -math.inf]])
-    for number, token in [(0.0, {1, 2}), (1 - 2.0**-53, {3, 1})]:  # in order of ids, or of likelihood
-        monkeypatch.setattr("paged.sampler.uniforms", lambda *_, number=number: np.array([number]))
-        assert draw(logits, [new_request(**params)])[0] in token
+def test_logits_processors_see_the_output_and_their_row_and_hurt_themselves_alone():
+    def shout(ids, row):
+        seen.append((ids, row.tolist()))
+        ids.append(99)  # copies: nobody else is changed
+        return torch.full_like(row, -1.0).index_fill_(0, torch.tensor(4), 1.0)
+
+    seen: list[Any] = []
+    requests = [
+        new_request([1], [2, 3], temperature=0.0, logits_processors=[shout, lambda _, row: row.double()]),
+        new_request(logits_processors=[lambda _, row: row, lambda *_: 1 / 0]),
+        new_request(logits_processors=[lambda _, row: row[:3]]),
+        new_request(logits_processors=[lambda _, row: [0.0] * len(row)]),
+        new_request(logits_processors=[lambda _, row: row * math.nan]),
+        new_request(temperature=0.0),
+    ]
+    logits = torch.eye(6, VOCAB_SIZE)
+    step = sample(logits, requests)
+    assert step.tokens == [4, None, None, None, None, 5]
+    assert seen == [([2, 3, 99], logits[0].tolist())]
+    assert requests[0].token_ids == [1, 2, 3]
+    assert step.errors[1] == "logits_processors[1] raised ZeroDivisionError: division by zero"
+    assert step.errors[2] == "logits_processors[0] must return a tensor of shape [13], got shape [3]"
+    assert step.errors[3] == "logits_processors[0] must return a tensor of shape [13], got list"
+    assert "not finite" in step.errors[4]
 
 
-def test_uniforms_are_uniform_and_independent_along_seeds_and_positions():
-    seeds, positions = np.meshgrid(np.arange(-50, 50), np.arange(100))
-    grid = uniforms(seeds.ravel().tolist(), positions.ravel().tolist()).reshape(100, 100)
-    assert grid.min() >= 0.0
-    assert grid.max() < 1.0
-    assert len(np.unique(grid)) == grid.size
-    assert abs(np.histogram(grid, bins=10, range=(0, 1))[0] - 1000).max() < 150
-    for shifted in (np.roll(grid, 1, 0), np.roll(grid, 1, 1), grid.T):
-        assert abs(np.corrcoef(grid.ravel(), shifted.ravel())[0, 1]) < 0.05
-    # The extremes of what SamplingParams takes.
-    assert uniforms([2**63 - 1, -(2**63), 0], [1, 1, 2**40]).shape == (3,)
+def test_grammar_masks_apply_to_what_the_model_said_and_before_all_else():
+    class Masks:
+        def apply(self, logits):
+            logits[:, 5] = -math.inf
+
+    logits = torch.eye(2, VOCAB_SIZE).roll(5, 1)
+    requests = [new_request(temperature=0.0, logprobs=1), new_request(temperature=0.0, logit_bias={5: 99.0})]
+    step = new_sampler().sample(logits, requests, Masks())
+    assert 5 not in step.tokens[:1]
+    assert step.logprobs[0].token_ids[1] == 5
+    assert step.tokens == [0, 6]
+
+
+# Batches
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 1009])
+def test_tokens_do_not_depend_on_neighbours_or_order_or_what_was_sampled_before(vocab_size):
+    def requests() -> list[Request]:
+        return [
+            new_request(
+                [1, 2], [3, 1, 2, 1][: i % 5], seed=i, stop_ids=[1, 2], **EVERYTHING[i % len(EVERYTHING)]
+            )
+            for i in range(42)
+        ]
+
+    logits = torch.randn(42, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
+    together = sample(logits, requests())
+    assert not together.errors
+    for i, request in enumerate(requests()):
+        alone = sample(logits[i : i + 1], [request])
+        assert alone.tokens[0] == together.tokens[i], request.params
+        assert alone.logprobs.get(0) == together.logprobs.get(i)
+    assert sample(logits.flip(0), requests()[::-1]).tokens == together.tokens[::-1]
+    # One sampler, whose batches change: what it keeps must not show.
+    sampler, shuffled = new_sampler(vocab_size), requests()
+    for rows in ([*range(0, 42, 2)], [*range(42)], [5, 4, 3], [*range(42)]):
+        step = sampler.sample(logits[rows], [shuffled[row] for row in rows])
+        assert step.tokens == [together.tokens[row] for row in rows]
+        sampler.history.check()
+
+
+def test_histories_follow_requests_that_come_and_go():
+    sampler = new_sampler()
+    requests = [new_request([i], [], seed=i, presence_penalty=0.5) for i in range(6)]
+    plain = new_request(temperature=0.0)
+    generator = torch.Generator().manual_seed(0)
+    for rows in ([0, 1], [0, 1], [1, 2, 3], [3, 0], [], [0, 4, 5, 1, 2, 3], [2], [2]):
+        batch = [plain, *(requests[row] for row in rows)]
+        step = sampler.sample(torch.randn(len(batch), VOCAB_SIZE, generator=generator), batch)
+        sampler.history.check()
+        assert len(sampler.history.slots) == len(rows)
+        for request, token in zip(batch, step.tokens, strict=True):
+            request.token_ids.append(token)
+    assert sampler.history.num_slots == 8  # as many as were needed at once, doubled
+
+
+def test_greedy_batch_touches_nothing_it_does_not_use(monkeypatch):
+    sampler, requests = new_sampler(), [new_request(temperature=0.0, top_k=5, top_p=0.5) for _ in range(3)]
+    sampler.sample(torch.eye(3, VOCAB_SIZE), requests)
+    for name in ("amax", "softmax", "log_softmax", "tolist", "item", "argmax"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    assert sampler.sample(torch.eye(3, VOCAB_SIZE), [*requests]).tokens == [0, 1, 2]

@@ -1,0 +1,159 @@
+"""Sampling parameters through the engine: with preemption, with n > 1, forked, aborted, and refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, assert_all_free, checkpoint, new_engine, ragged_prompts
+
+from paged import LLMEngine, SamplingParams
+from paged.errors import RequestError
+
+# Every parameter whose effect depends on the tokens so far, and draws.
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"presence_penalty": 1.0, "top_k": 20},
+    {"temperature": 0.0, "dry_multiplier": 3.0, "dry_allowed_length": 1, "dry_sequence_breakers": ()},
+    {"frequency_penalty": 1.5, "top_p": 0.8, "logprobs": 2},
+    {"min_tokens": 20, "stop_token_ids": list(range(0, VOCAB_SIZE, 2))},
+    {"logit_bias": {7: 6.0}, "frequency_penalty": 0.5, "min_p": 0.05},
+    {"allowed_token_ids": [*range(50)], "typical_p": 0.8, "repetition_penalty": 1.1},
+    {
+        "top_n_sigma": 1.5,
+        "logits_processors": [lambda ids, row: row.index_fill(0, torch.tensor(ids[-3:]).long(), -9.0)],
+    },
+]
+
+
+def params_of(**changes: Any) -> list[SamplingParams]:
+    common = {"max_tokens": 30, "seed": 11}
+    return [SamplingParams(**{**common, **params, **changes}) for params in PARAMS]
+
+
+def run(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    """What came out, with the sampler's histories looked at after every step."""
+    for i, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, chosen)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+        engine.runner.sampler.history.check()
+    assert_all_free(engine)
+    return [
+        [(c.token_ids, c.finish_reason, c.logprobs and [*map(dict.keys, c.logprobs)]) for c in o.outputs]
+        for _, o in sorted(outputs.items(), key=lambda item: int(item[0]))
+    ]
+
+
+@functools.cache
+def roomy(n: int) -> list[Any]:
+    params = params_of() if n == 1 else params_of(n=n, temperature=0.8)
+    return run(new_engine(checkpoint("llama")), ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params)
+
+
+@pytest.mark.parametrize("swap_gib", [0, 1], ids=["recompute", "swap"])
+def test_parameters_compose_with_preemption(swap_gib):
+    engine = new_engine(checkpoint("llama"), num_blocks=14, block_size=16, swap_space_gib=swap_gib)
+    assert run(engine, ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params_of()) == roomy(1)
+    assert engine.stats().num_recomputed + engine.stats().num_swapped > 0
+
+
+def test_parameters_compose_with_samples_of_one_prompt_and_preemption():
+    params = params_of(n=2, temperature=0.8)
+    engine = new_engine(checkpoint("llama"), num_blocks=16, block_size=16)
+    assert run(engine, ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params) == roomy(2)
+    assert engine.stats().num_recomputed > 0
+    # The first sample is what n=1 gives.
+    alone = new_engine(checkpoint("llama"))
+    first = run(alone, ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params_of(temperature=0.8))
+    assert [samples[:1] for samples in roomy(2)] == first
+
+
+def test_order_and_neighbours_do_not_matter():
+    prompts, params = ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params_of()
+    engine = new_engine(checkpoint("llama"), max_num_seqs=3, max_num_batched_tokens=16)
+    assert run(engine, prompts[::-1], params[::-1]) == roomy(1)[::-1]
+
+
+def test_fork_counts_the_tokens_of_its_parent():
+    engine = new_engine(checkpoint("llama"))
+    penalised = SamplingParams(temperature=0.0, frequency_penalty=0.7, presence_penalty=0.5, max_tokens=24)
+    prompt = ragged_prompts([9])[0]
+    expected = run(new_engine(checkpoint("llama")), [prompt], [penalised])[0][0][0]
+    engine.add_request("a", prompt, penalised)
+    for _ in range(8):
+        engine.step()
+    engine.fork("a", "b")
+    engine.step()
+    engine.abort_request("a")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        engine.runner.sampler.history.check()
+    assert outputs[-1].outputs[0].token_ids == expected
+
+
+def test_no_memory_is_left_of_requests_that_ended():
+    engine = new_engine(checkpoint("llama"))
+    history = engine.runner.sampler.history
+    penalised = SamplingParams(frequency_penalty=0.5, max_tokens=3)
+    for round_ in range(6):
+        for i in range(5):
+            engine.add_request(str(i), [1 + i, 2], penalised)
+        engine.step()
+        engine.abort_request("0")
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert history.num_slots == 5 if round_ == 0 else history.num_slots <= 8
+    engine.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert not len(history.slots)
+    history.check()
+
+
+def test_error_of_a_request_ends_that_request_with_its_message():
+    engine = new_engine(checkpoint("llama"))
+    bad = [
+        SamplingParams(
+            temperature=0.0, max_tokens=5, logits_processors=[lambda ids, row: row[: 3 - len(ids)]]
+        ),
+        SamplingParams(allowed_token_ids=[4], stop_token_ids=[4], min_tokens=2, max_tokens=5),
+    ]
+    plain = SamplingParams(temperature=0.0, max_tokens=5)
+    first, second, third = engine.generate([[1, 2, 3]] * 3, [*bad, plain], use_tqdm=False)
+    assert (first.outputs[0].finish_reason, second.outputs[0].finish_reason) == ("error", "error")
+    assert first.outputs[0].stop_reason.startswith("logits_processors[0] must return a tensor of shape [211]")
+    assert second.outputs[0].stop_reason.startswith("no token is left")
+    assert (
+        third.outputs[0].token_ids
+        == engine.generate([[1, 2, 3]], plain, use_tqdm=False)[0].outputs[0].token_ids
+    )
+    assert_all_free(engine)
+
+
+def test_what_needs_a_tokenizer_or_is_outside_the_vocabulary_is_refused():
+    engine = new_engine(checkpoint("llama"))
+    for params, message in (
+        ({"bad_words": ["x"]}, "bad_words need the tokenizer"),
+        ({"dry_multiplier": 1.0}, "dry_sequence_breakers need the tokenizer"),
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias.0. is 211; the vocabulary is 0 to 210"),
+        ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids.0. is 211"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add_request("a", [1], SamplingParams(**params))
+    assert_all_free(engine)
+
+
+def test_bad_words_are_never_completed():
+    engine = LLMEngine("demo", num_blocks=64)
+    prompt, greedy = "def add(a, b):\n    return", {"temperature": 0.0, "max_tokens": 12}
+    free = engine.generate([prompt], SamplingParams(**greedy), use_tqdm=False)[0].outputs[0]
+    word = engine.tokenizer.decode(free.token_ids[2:5]).strip()
+    banned = engine.generate([prompt], SamplingParams(**greedy, bad_words=[word]), use_tqdm=False)[0].outputs[
+        0
+    ]
+    assert word in free.text
+    assert word not in banned.text
+    assert banned.token_ids != free.token_ids

@@ -1,0 +1,212 @@
+"""The torch backend's sampling: exact distributions, filters against Hugging Face's, rows that do not mix."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from paged.kernels import torch_sampling
+from paged.kernels.torch_sampling import mixed, sample_tokens, top_candidates, uniforms
+
+VOCAB_SIZE = 29
+DTYPES = {"top_k": torch.int32}
+HF = {
+    "min_p": MinPLogitsWarper,
+    "typical_p": TypicalLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+}
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 3.0},
+    {"min_p": 0.15},
+    {"top_n_sigma": 1.2},
+    {"typical_p": 0.6},
+    {"top_k": 3},
+    {"top_k": 17},
+    {"top_p": 0.7},
+    {"top_p": 0.2, "temperature": 2.0},
+    {"temperature": 2.0, "min_p": 0.05, "top_k": 5, "top_p": 0.8},
+    {"temperature": 1.5, "min_p": 0.02, "typical_p": 0.9, "top_k": 20, "top_p": 0.9},
+]
+
+
+@pytest.fixture(autouse=True)
+def _low_columns(monkeypatch):
+    """So that a small vocabulary has small and large values of top_k."""
+    monkeypatch.setattr(torch_sampling, "HEIGHT", 4)
+
+
+def row_of(vocab_size: int = VOCAB_SIZE, seed: int = 5) -> Tensor:
+    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 1.3
+
+
+def draw(logits: Tensor, seeds: Tensor, positions: Tensor, **filters: Any) -> Tensor:
+    """A filter is one number for all rows, or a list of one for each."""
+    columns: dict[str, Tensor | None] = dict.fromkeys(("min_p", "top_n_sigma", "typical_p", "top_k", "top_p"))
+    for name, value in {"temperature": 1.0, **filters}.items():
+        column = torch.tensor(value, dtype=DTYPES.get(name, torch.float32))
+        columns[name] = column.expand(len(logits)).contiguous()
+    return sample_tokens(logits.clone(), seeds, positions, **columns)
+
+
+def hf_probabilities(row: Tensor, **filters: Any) -> NDArray[np.float64]:
+    """What Hugging Face's warpers make of a row, in the order of SamplingParams."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(filters.get("temperature", 1.0)))])
+    scores = warpers(None, row[None].double())
+    if n := filters.get("top_n_sigma"):  # they have none: Tang et al., 2024
+        scores = scores.where(scores >= scores.max() - n * scores.std(correction=0), -math.inf)
+    for name in ("min_p", "typical_p", "top_k", "top_p"):
+        if name in filters:
+            kept = HF[name](filters[name])(None, scores) > -math.inf
+            scores = scores.where(kept | (scores == scores.max()), -math.inf)  # typical_p there drops that
+    return scores.softmax(-1)[0].numpy()
+
+
+@pytest.mark.parametrize("filters", CONFIGURATIONS, ids=str)
+def test_a_million_draws_are_distributed_as_the_warpers_say(filters):
+    # What is bisected would take seconds; how it draws from what is left is what the others do.
+    bisected = "typical_p" in filters or filters.get("top_k") == 17
+    n, part = 10**5 if bisected else 10**6, 100_000
+    row, counts = row_of(), np.zeros(VOCAB_SIZE)
+    for first in range(0, n, part):
+        positions = torch.arange(first, first + part)
+        tokens = draw(row.expand(part, -1), torch.full((part,), 7), positions, **filters)
+        counts += np.bincount(tokens.numpy(), minlength=VOCAB_SIZE)
+    expected = n * hf_probabilities(row, **filters)
+    possible = expected > 0
+    assert not counts[~possible].any(), "a token was drawn that the filters exclude"
+    chi_square = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+    # Its mean is df and its standard deviation sqrt(2 df); the seeds are fixed, so it passes always or never.
+    df = possible.sum() - 1
+    assert chi_square <= df + 4 * math.sqrt(2 * df)
+
+
+@pytest.mark.parametrize("vocab_size", [211, 1009])
+@pytest.mark.parametrize("filters", CONFIGURATIONS[3:], ids=str)
+def test_what_is_drawn_is_what_the_warpers_keep(vocab_size, filters):
+    row, n = row_of(vocab_size), 3000
+    tokens = draw(row.expand(n, -1), torch.arange(n), torch.zeros(n, dtype=torch.int64), **filters)
+    probabilities = hf_probabilities(row, **filters)
+    assert (probabilities[tokens.numpy()] > 0).all()
+    likely = np.flatnonzero(probabilities > 0.01)
+    assert set(likely) <= set(tokens.tolist())
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.999999}, {"top_k": 20}], ids=str)
+@pytest.mark.parametrize("other", [1, 8, 28], ids="token-{}".format)
+def test_tail_of_two_to_the_minus_30_has_its_share_of_the_random_numbers(other, filters, monkeypatch):
+    row = torch.full((VOCAB_SIZE,), -math.inf)
+    row[0], row[other] = 0.0, -30 * math.log(2)  # 8 lies in one column with 0
+    n = 64
+    steps = torch.arange(n).double()
+    # top_p excludes it.
+    expected = [0] * n if "top_p" in filters else [0 if i >= 16 else other for i in range(n)]
+    # 64 numbers in the last 2**-28 below 1: the rarer token has a quarter of them.
+    numbers = 1 - (steps + 0.5) * 2.0**-34
+    monkeypatch.setattr(torch_sampling, "uniforms", lambda bits: numbers[: len(bits)])
+    tokens = draw(row.expand(n, -1), torch.zeros(n, dtype=torch.int64), torch.arange(n), **filters)
+    assert tokens.tolist() == expected
+
+
+def test_ties_stay_together():
+    n = 600
+    seeds, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    row = torch.tensor([0.0, 3.0, 1.0, 3.0, 1.0, -1.0, 1.0, 0.0])
+    for filters, kept in (
+        ({"top_k": 1}, {1, 3}),  # from candidates
+        ({"top_k": 3}, {1, 2, 3, 4, 6}),  # by bisection
+        ({"top_p": 0.01}, {1, 3}),
+        ({"top_p": 0.85}, {1, 2, 3, 4, 6}),
+        ({"top_k": 3, "top_p": 0.85}, {1, 2, 3, 4, 6}),
+        ({"min_p": 1.0}, {1, 3}),
+    ):
+        assert set(draw(row.expand(n, -1), seeds, zeros, **filters).tolist()) == kept, filters
+    assert len(set(draw(torch.zeros(n, 13), seeds, zeros, top_k=2).tolist())) == 13
+
+
+def test_tiny_and_huge_values_neither_overflow_nor_leave_the_vocabulary():
+    n = 300
+    seeds, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    row = torch.tensor([1.0, 5.0, 4.9]).expand(n, -1)
+    assert set(draw(row, seeds, zeros, temperature=0.0).tolist()) == {1}
+    assert set(draw(row, seeds, zeros, temperature=1e-40, top_k=2, top_n_sigma=1.0).tolist()) == {1}
+    assert set(draw(row, seeds, zeros, temperature=3e38).tolist()) == {0, 1, 2}
+    assert set(draw(row, seeds, zeros, top_p=0.0).tolist()) == {1}
+    assert set(draw(row, seeds, zeros, typical_p=0.0).tolist()) <= {1, 2}
+    assert set(draw(torch.tensor([[-math.inf, 2.0, -math.inf]]).expand(n, -1), seeds, zeros).tolist()) == {1}
+
+
+@pytest.mark.parametrize("vocab_size", [13, 1, 1009])
+def test_rows_do_not_depend_on_their_neighbours(vocab_size):
+    n = 72
+    chosen = [CONFIGURATIONS[i % len(CONFIGURATIONS)] for i in range(n)]
+    unused = {"temperature": 1.0, "min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_p": 1.0}
+    filters = {name: [c.get(name, value) for c in chosen] for name, value in unused.items()}
+    filters["top_k"] = [min(c.get("top_k", vocab_size), vocab_size) for c in chosen]
+    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
+    logits[5, 0], logits[7] = math.nan, -math.inf
+    seeds, positions = torch.arange(n) % 5, torch.arange(n)
+    together = draw(logits, seeds, positions, **filters)
+    for i in range(n):
+        if i not in (5, 7):
+            own = {name: [values[i]] for name, values in filters.items()}
+            assert draw(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], **own)[0] == together[i], i
+            # A filter that nobody uses may be left out.
+            alone = draw(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], **chosen[i])
+            assert alone[0] == together[i], i
+    reverse = {name: values[::-1] for name, values in filters.items()}
+    backwards = draw(logits.flip(0), seeds.flip(0), positions.flip(0), **reverse).flip(0)
+    sound = [i for i in range(n) if i not in (5, 7)]
+    assert backwards[sound].equal(together[sound])
+
+
+def test_candidates_are_the_largest_in_order_with_what_ties():
+    x = torch.tensor([[1.0, 5.0, 3.0, 5.0, 2.0, 3.0, 0.0, 3.0, 3.0], [-math.inf] * 8 + [2.0]])
+    values, tokens = top_candidates(x, torch.tensor([2, 1]))
+    assert values[0, :2].tolist() == [5.0, 5.0]
+    assert tokens[0, :2].tolist() == [1, 3]
+    assert (values[1] > -math.inf).tolist() == [True] + [False] * (values.shape[1] - 1)
+    assert tokens[1, 0] == 8
+
+
+def test_penalties_are_those_of_their_definition():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.0, 5.0]] * 3)
+    before = logits.clone()
+    counts = torch.tensor([[0, 0, 0, 0, 0], [0, 3, 1, 0, 0], [0, 1, 0, 0, 0]], dtype=torch.int32)
+    prompts = torch.tensor([[False] * 5, [True, False, True, False, False], [False] * 5])
+    columns = [torch.tensor(values) for values in ([2.0, 1.0], [0.5, 0.0], [0.25, -1.0])]
+    rows, slots = torch.tensor([2, 0]), torch.tensor([1, 2])
+    torch_sampling.apply_penalties(logits, rows, slots, counts, prompts, *columns)
+    # Token 0 was in the prompt, 1 was generated three times, 2 both and once.
+    assert logits[2].tolist() == [1.0, -2.0 * 2 - 3 * 0.5 - 0.25, 0.5 - 0.5 - 0.25, 0.0, 5.0]
+    assert logits[0].tolist() == [2.0, -1.0, 1.0, 0.0, 5.0]
+    assert logits[1].equal(before[1])
+
+
+def test_random_numbers_are_uniform_and_independent_along_seeds_and_positions():
+    seeds, positions = torch.meshgrid(torch.arange(-50, 50), torch.arange(100), indexing="ij")
+    grid = uniforms(mixed(seeds.reshape(-1), positions.reshape(-1))).view(100, 100).numpy()
+    assert grid.min() >= 0.0
+    assert grid.max() < 1.0
+    assert len(np.unique(grid)) == grid.size
+    assert abs(np.histogram(grid, bins=10, range=(0, 1))[0] - 1000).max() < 150
+    for shifted in (np.roll(grid, 1, 0), np.roll(grid, 1, 1), grid.T):
+        assert abs(np.corrcoef(grid.ravel(), shifted.ravel())[0, 1]) < 0.05
+    # As the authors' C code gives it for the first output of seed 1234567.
+    assert torch_sampling._splitmix64(torch.tensor([1234567])).item() == 6457827717110365317
