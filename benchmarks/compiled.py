@@ -100,9 +100,11 @@ def compile_for(shape: AttentionShape, target: str, *, shared: bool = False) -> 
 
 def machine_code(target: str, binary: Any) -> str:
     """SASS, or the assembly of an AMD GPU."""
-    from tests.aot import _dump
+    from tests.aot import cuobjdump
 
-    return str(binary.asm["amdgcn"]) if target.startswith("gfx") else _dump(binary.asm["cubin"])
+    if target.startswith("gfx"):
+        return str(binary.asm["amdgcn"])
+    return cuobjdump(binary.asm["cubin"], "--dump-sass")
 
 
 def hot_loop(target: str, code: str) -> Loop:

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -108,36 +109,40 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
 
 
 def figures(target: str, binary: Any) -> dict[str, float]:
-    """Read one binary's figures; "stack" is in bytes, "local" counts instructions that spill to memory."""
+    """Read one binary's figures; "stack", where registers spill to, is in bytes."""
     return _amd_figures(binary) if target.startswith("gfx") else _nvidia_figures(target, binary)
 
 
-def _dump(cubin: bytes) -> str:
+def _machine_code(cubin: bytes) -> int:
+    """How many bytes of code a cubin holds: its section .text.<kernel>, found in the table of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, num_sections, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    # name, type, flags, address, offset and size of each
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(num_sections)]
+    first_name = sections[names][4]
+    return sum(section[5] for section in sections if cubin.startswith(b".text.", first_name + section[0]))
+
+
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """What NVIDIA's tool prints: "--dump-resource-usage" takes 3 ms, "--dump-sass" half a second."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", "--dump-sass", file.name]
+        command = [CUOBJDUMP, option, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
-    dump = _dump(binary.asm["cubin"])
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump)
-    assert usage is not None
-    registers, stack = map(int, usage.groups())
-    sass = collections.Counter(
-        match.group(1)
-        for line in dump.splitlines()
-        if (match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", line))
-    )
+    """Whatever does not fit into the registers of a thread is in its stack."""
+    cubin, ptx = binary.asm["cubin"], binary.asm["ptx"]
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))
+    registers, stack = int(registers), int(stack)
     all_registers, max_warps, shared, max_blocks = SM_LIMITS[target]
     warps = binary.metadata.num_warps
     per_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256
-    ptx = binary.asm["ptx"]
     return {
         "registers": registers,
         "stack": stack,
-        "local": sass["LDL"] + sass["STL"],
         "shared": binary.metadata.shared,
         "blocks_per_sm": min(
             all_registers // per_warp // warps,
@@ -145,8 +150,9 @@ def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
             max_warps // warps,
             max_blocks,
         ),
-        "wgmma": sass["HGMMA"],
-        "mma": sass["HMMA"],
+        # Each of these becomes one instruction of the tensor cores.
+        "wgmma": ptx.count("wgmma.mma_async."),
+        "mma": len(re.findall(r"(?<!\.)\bmma\.sync\.", ptx)),
         "tcgen05": ptx.count("tcgen05.mma"),
         "async_copies": len(
             re.findall(r"cp\.async\.c[ag]\.shared\.global[^,]*,[^,]*, (?:0x10|16)\b|bulk\.tensor", ptx)
@@ -154,7 +160,7 @@ def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
         "loads_2B": len(re.findall(r"ld\.global(?:\.\w+)*\.b16 ", ptx)),
         **_widths(re.findall(r"\b(ld|st)\.global((?:\.\w+)*) ", ptx), _ptx_bytes),
         "loads_behind_barrier": ptx.partition("bar.sync")[2].count("ld.global"),
-        "instructions": sum(sass.values()),
+        "instructions": _machine_code(cubin) // 16,
     }
 
 
@@ -169,7 +175,6 @@ def _amd_figures(binary: Any) -> dict[str, float]:
     return {
         "registers": field("vgpr_count"),
         "stack": field("private_segment_fixed_size"),
-        "local": len(re.findall(r"^\s+scratch_(?:load|store)", isa, re.M)),
         "shared": binary.metadata.shared,
         "mfma": len(re.findall(r"^\s+v_mfma", isa, re.M)),
         "instructions": len(re.findall(r"^\s+[vs]_|^\s+(?:global|ds|buffer|flat)_", isa, re.M)),
@@ -431,10 +436,12 @@ def table(target: str, rows: list[dict[str, Any]]) -> str:
 README = """# What the kernels compile to
 
 Made by `python -m tests.aot --write` with Triton {version} and no GPU; a test fails when it is stale.
-Nothing spills: no row has a stack or local memory. Registers are per thread, shared memory is in bytes per
-block; blocks per SM follow from both. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma
-(sm_80, and where a block has less than 64 rows) and MFMA (gfx942). Wide loads are asynchronous copies of 16
-bytes, on gfx942 loads of 16 bytes. A case names head_dim x GQA group, dtype, tokens of a block and options.
+Nothing spills: no row has a stack. Registers are per thread, shared memory is in bytes per block; blocks per
+SM follow from both. Instructions are the machine code's bytes over the 16 of each, the padding behind them
+included; on gfx942 those listed. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma (sm_80,
+and where a block has less than 64 rows), counted in the PTX, and MFMA (gfx942). Wide loads are asynchronous
+copies of 16 bytes, on gfx942 loads of 16 bytes. A case names head_dim x GQA group, dtype, tokens of a block
+and options.
 
 """
 
