@@ -183,7 +183,7 @@ def sample_tokens(
         NUM_BLOCKS=num_blocks,
         BLOCKS=blocks,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=2,
         enable_fp_fusion=False,
     )
     _pick_kernel[(n,)](
@@ -200,10 +200,10 @@ def sample_tokens(
 def sample_tokens_cost(n: int, vocab_size: int) -> tuple[int, int]:
     """(bytes, flops) without filters: two reads of the row, the second mostly from the L2, and the noise.
 
-    The noise of a token takes some 66 flops, none fused, and with Philox 170 instructions (SASS of sm_90): on
-    the 132 SMs of an H200 at 1.75 GHz, 64 rows of 128k tokens take 50 microseconds of issue slots, three
-    times as long as their two reads at 4.3 TB/s; one row, on 126 programs, less than two launches. Blocks
-    more than 50 below the highest logit take none, nor do those below the lowest kept one: with filters, nearly
-    all of them.
+    The noise of a token takes some 66 flops, none fused, and with Philox 150 instructions (SASS of sm_90): on
+    the 132 SMs of an H200 at 1.75 GHz, 64 rows of 128k tokens take 42 microseconds of issue slots, three
+    times as long as their two reads at 4.3 TB/s; one row, on 126 programs, less than a launch. Blocks
+    more than 50 below the highest logit take none, nor do those below the lowest kept one: with filters,
+    nearly all of them.
     """
     return 8 * n * vocab_size, 66 * n * vocab_size
