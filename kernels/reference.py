@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import QUANTIZED_DTYPES
+from .gumbel import gumbel_noise
 
 
 def _upcast(x: Tensor) -> Tensor:
@@ -195,3 +196,124 @@ def _gather(
     if scales is not None:
         tokens = tokens * scales[blocks, :, slots][..., None].to(like.dtype)
     return tokens.repeat_interleave(like.shape[1] // num_kv_heads, dim=1)
+
+
+def apply_penalties(
+    logits: Tensor,  # f32[num_rows, vocab_size], changed in place
+    rows: Tensor,  # i64[n], which rows of it
+    slots: Tensor,  # i64[n], where the history of each is
+    output_counts: Tensor,  # i32[num_slots, vocab_size], how often each token was generated
+    prompt_mask: Tensor,  # bool[num_slots, vocab_size], the tokens of the prompt
+    repetition_penalty: Tensor,  # f32[n]
+    frequency_penalty: Tensor,  # f32[n]
+    presence_penalty: Tensor,  # f32[n]
+) -> None:
+    """Tokens seen before: a logit above 0 is divided by repetition_penalty, another multiplied (Keskar et al.
+    2019); then generated ones lose frequency_penalty for each time and presence_penalty once.
+    """
+    for i, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+        x, count = logits[row], output_counts[slot]
+        repeated = torch.where(x > 0, x / repetition_penalty[i], x * repetition_penalty[i])
+        x = torch.where((count > 0) | prompt_mask[slot], repeated, x)
+        penalised = x - count.to(x.dtype) * frequency_penalty[i] - presence_penalty[i]
+        logits[row] = torch.where(count > 0, penalised, x)
+
+
+def kept_tokens(
+    logits: Tensor,  # [n, vocab_size]
+    *,
+    temperature: Tensor,  # f32[n], above 0
+    min_p: Tensor | None = None,  # f32[n], 0 keeps all
+    top_n_sigma: Tensor | None = None,  # f32[n], 0 keeps all
+    typical_p: Tensor | None = None,  # f32[n], 1 keeps all
+    top_k: Tensor | None = None,  # i32[n], vocab_size keeps all
+    top_p: Tensor | None = None,  # f32[n], 1 keeps all
+) -> Tensor:  # bool[n, vocab_size]
+    """Which tokens may be drawn, in float64: each filter works on what the ones before it left.
+
+    min_p keeps tokens whose share is at least min_p of the most likely one's; top_n_sigma logits within so
+    many standard deviations (of all logits above -inf, as a population) of the highest; typical_p those where
+    tokens with a surprise strictly nearer to the entropy hold less than typical_p; top_k those with less than
+    k strictly more likely ones; top_p those where the strictly more likely ones hold less than top_p. So ties
+    stay together, and the most likely token stays. NaN counts as -inf, +inf as the largest float.
+    """
+    x = _finite(logits.double())
+    kept = x > -torch.inf
+    top = _highest(x)
+    z = ((x - top) / _divisor(temperature.double())).clamp(min=-1e5)
+    if min_p is not None:
+        kept = kept & (z >= min_p.double().log()[:, None])
+    if top_n_sigma is not None:
+        numbers = [row[row > -torch.inf] for row in x]
+        deviation = torch.stack([row.std(correction=0) if len(row) else row.sum() for row in numbers])
+        near = x >= top - (top_n_sigma.double() * deviation)[:, None]
+        kept = kept & (near | (top_n_sigma == 0)[:, None])
+    mass = z.exp()
+    if typical_p is not None:
+        left = mass * kept
+        mean = (left * z).sum(-1) / left.sum(-1).clamp(min=1)
+        # Surprise is log(sum) - z: it is as far from its mean, the entropy, as z is from its own.
+        nearer = _weight_above(-(z - mean[:, None]).abs(), left)
+        near = nearer < (typical_p.double() * left.sum(-1))[:, None]
+        kept = kept & (near | (x == top) | (typical_p >= 1)[:, None])
+    if top_k is not None:
+        kept = kept & (_weight_above(x, kept.double()) < top_k[:, None])
+    if top_p is not None:
+        left = mass * kept
+        within = _weight_above(x, left) < (top_p.double() * left.sum(-1))[:, None]
+        kept = kept & (within | (x == top) | (top_p >= 1)[:, None])
+    return kept
+
+
+def sample_tokens(
+    logits: Tensor,  # f32[n, vocab_size], may be destroyed; -inf never drawn
+    seeds: Tensor,  # i64[n]
+    positions: Tensor,  # i64[n]
+    *,
+    temperature: Tensor,  # f32[n], above 0
+    min_p: Tensor | None,  # f32[n], 0 keeps all; None: nobody uses it
+    top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
+    typical_p: Tensor | None,  # f32[n], 1 keeps all
+    top_k: Tensor | None,  # i32[n], vocab_size keeps all
+    top_p: Tensor | None,  # f32[n], 1 keeps all
+) -> Tensor:  # i64[n]
+    """The first token with the highest (logit - highest) / temperature + Gumbel noise of those kept."""
+    kept = kept_tokens(
+        logits,
+        temperature=temperature,
+        min_p=min_p,
+        top_n_sigma=top_n_sigma,
+        typical_p=typical_p,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    noise = gumbel_noise(seeds, positions, logits.shape[1])
+    return gumbel_scores(logits, temperature, noise).where(kept, -torch.inf).argmax(-1)
+
+
+def gumbel_scores(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """(logit - highest) / temperature + noise in float32, all as the kernel rounds it; like logits."""
+    x = _finite(logits)
+    top, divisor = _highest(x), _divisor(temperature)
+    x = torch.maximum(x, top.clamp(min=0) - torch.finfo(torch.float32).max)
+    return torch.maximum(x - top, -300 * divisor) * (1 / divisor) + noise
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.finfo(torch.float32).max) + 0.0
+
+
+def _highest(x: Tensor) -> Tensor:  # [n, vocab_size] -> [n, 1]
+    return x.amax(-1, keepdim=True).clamp(min=-torch.finfo(torch.float32).max)
+
+
+def _divisor(temperature: Tensor) -> Tensor:  # [n] -> [n, 1]
+    return temperature.clamp(min=torch.finfo(torch.float32).tiny, max=1e35)[:, None]
+
+
+def _weight_above(order: Tensor, weight: Tensor) -> Tensor:
+    """For each value of `order` the weight of all strictly above it; [n, size] each."""
+    values, places = order.sort(dim=-1, descending=True)
+    sums = weight.gather(-1, places).cumsum(-1)
+    before = torch.cat([torch.zeros_like(sums[:, :1]), sums], dim=-1)
+    return before.gather(-1, torch.searchsorted(-values, -order))

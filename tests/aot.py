@@ -32,6 +32,9 @@ from triton.runtime import JITFunction, driver
 
 from paged import EngineConfig, SamplingParams, model_runner
 from paged.kernels.backend import Kernels, load_kernels
+from paged.kernels.filter_logits import filter_logits
+from paged.kernels.penalties import apply_penalties
+from paged.kernels.sample_tokens import sample_tokens
 from paged.request import Request
 from paged.weights import read_config, resolve
 
@@ -333,6 +336,26 @@ def compile_rotary_store_kv(
     )
 
 
+# Llama 3's: a row begins at 16 bytes. With an odd one no kernel can load more than 4 bytes a thread.
+VOCAB_SIZE = 128256
+
+
+def compile_sampling(*filters: str, num_rows: int = 3) -> None:
+    """Launch what makes tokens of logits, with these filters."""
+    logits = torch.empty(num_rows, VOCAB_SIZE)
+    rows = torch.zeros(num_rows, dtype=torch.int64)
+    counts = torch.zeros(2, VOCAB_SIZE, dtype=torch.int32)
+    ones = torch.ones(num_rows)
+    apply_penalties(logits, rows, rows, counts, counts > 0, ones, ones, ones)
+    params: dict[str, Any] = {
+        name: (ones.int() if name == "top_k" else ones) if name in filters else None
+        for name in ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
+    }
+    sample_tokens(logits, rows, rows, temperature=ones, **params)
+    if filters:
+        filter_logits(logits, temperature=ones, **params)
+
+
 def report(target: str) -> list[dict[str, Any]]:
     """Compile every kernel for `target` and return a row of figures for each binary."""
     kernels = load_kernels("triton")
@@ -352,6 +375,14 @@ def report(target: str) -> list[dict[str, Any]]:
             compiled.clear()
         compile_others(kernels, torch.bfloat16)
         rows += [(name, "bfloat16", binary) for name, binary in compiled]
+        compiled.clear()
+        compile_sampling()
+        rows += [(name, f"vocabulary {VOCAB_SIZE}", binary) for name, binary in compiled]
+        compiled.clear()
+        compile_sampling("top_n_sigma", "top_k")
+        known = {binary.hash for _, _, binary in rows}
+        case = f"vocabulary {VOCAB_SIZE} filters"
+        rows += [(name, case, binary) for name, binary in compiled if binary.hash not in known]
     named: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name, case, binary in rows:  # several cases may share a plan or a merge
         name = name.strip("_").removesuffix("_kernel")
@@ -376,6 +407,8 @@ def count_variants(target: str) -> dict[str, int]:
             compile_attention(kernels, 128, 7, torch.float16, 64, **sizes)
             compile_rotary_store_kv(kernels, 28, 4, 128, torch.bfloat16, False, num_tokens)
             compile_others(kernels, torch.bfloat16, num_tokens)
+            for filters in [(), ("top_k",), ("min_p", "top_p"), ("top_n_sigma", "typical_p")]:
+                compile_sampling(*filters, num_rows=num_tokens)
         for name, binary in compiled:
             binaries[name].add(binary.hash)
     return {name: len(hashes) for name, hashes in binaries.items()}

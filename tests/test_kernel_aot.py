@@ -5,6 +5,8 @@ from importlib.metadata import version
 import pytest
 from aot import ROOT, SHARED_LIMITS, TARGETS, readme, reports
 
+SAMPLING = {"penalties", "maxima", "coarse", "gather", "search", "mask", "best", "pick"}
+
 
 @pytest.fixture(scope="module")
 def compiled():
@@ -22,7 +24,7 @@ def test_nothing_spills_and_everything_fits(compiled, target):
 def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]["rows"]}
     others = {"rms_norm", "rotary_store_kv", "silu_and_mul", "copy_blocks"}
-    assert kernels == {"prefill", "decode", "plan", "merge"} | others
+    assert kernels == {"prefill", "decode", "plan", "merge"} | others | SAMPLING
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -53,12 +55,23 @@ def test_what_only_moves_bytes_moves_16_at_a_time(compiled, target):
     """A slot, or the pair of blocks to copy, is the only thing that a thread loads by itself."""
     scalars = {"rotary_store_kv": 1, "copy_blocks": 2}
     for row in compiled[target]["rows"]:
-        if row["kernel"] in ("prefill", "decode", "plan", "merge"):
+        if row["kernel"] in {"prefill", "decode", "plan", "merge"} | SAMPLING:
             continue
         assert row["loads_16B"] > 0, row
         assert row["loads_narrow"] <= scalars.get(row["kernel"], 0), row
         assert row["stores_16B"] > 0, row
         assert row["stores_narrow"] == 0, row
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_logits_move_16_bytes_at_a_time(compiled, target):
+    """All but what reads the list of a few logits, and the best of each block; they store figures of a row."""
+    for row in compiled[target]["rows"]:
+        if row["kernel"] in SAMPLING - {"search", "pick"}:
+            assert row["loads_16B"] > 0, row
+        if row["kernel"] in ("penalties", "mask"):
+            assert row["stores_16B"] > 0, row
+            assert row["stores_narrow"] == 0, row
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "gfx942"])
@@ -93,6 +106,14 @@ def test_batches_do_not_multiply_binaries(compiled, target):
         "_rotary_store_kv_kernel": 1,
         "_silu_and_mul_kernel": 1,
         "_copy_blocks_kernel": 1,
+        "_penalties_kernel": 1,
+        "_maxima_kernel": 2,  # with the deviation of a row and without
+        "_coarse_kernel": 1,
+        "_gather_kernel": 1,
+        "search_kernel": 1,
+        "_mask_kernel": 1,
+        "_best_kernel": 2,  # with filters and without
+        "_pick_kernel": 1,
     }
 
 

@@ -1,0 +1,84 @@
+import pytest
+import torch
+from kernel_cases import DEVICE
+
+from paged.kernels import reference
+from paged.kernels.penalties import apply_penalties, apply_penalties_cost
+
+NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def history(num_slots, vocab_size, share):
+    """Counts and a prompt, of which this share of the vocabulary is part."""
+    counts = torch.randint(1, 5, (num_slots, vocab_size), dtype=torch.int32)
+    counts[torch.rand(num_slots, vocab_size) >= share] = 0
+    return counts.to(DEVICE), (torch.rand(num_slots, vocab_size) < share).to(DEVICE)
+
+
+def penalties(*rows):
+    """Arguments by name: a (repetition, frequency, presence) for each row."""
+    columns = torch.tensor(rows, dtype=torch.float32, device=DEVICE).T.contiguous()
+    return dict(zip(NAMES, columns, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.5], ids=["sparse", "dense"])
+@pytest.mark.parametrize("vocab_size", [1, 211, 4095, 8193])
+def test_matches_reference_bit_for_bit(vocab_size, share):
+    """Some rows of a wider tensor, histories in other slots; what is not theirs keeps its bits."""
+    wide = torch.randn(5, vocab_size + 3, device=DEVICE)
+    counts, prompt = history(6, vocab_size, share)
+    rows, slots = torch.tensor([3, 0, 4], device=DEVICE), torch.tensor([1, 5, 0], device=DEVICE)
+    values = penalties((1.3, 0.7, -0.5), (0.5, -2.0, 2.0), (7.0, 0.0, 0.1))
+    expected = wide.clone()
+    reference.apply_penalties(expected[:, :vocab_size], rows, slots, counts, prompt, **values)
+    apply_penalties(wide[:, :vocab_size], rows, slots, counts, prompt, **values)
+    assert torch.equal(wide, expected)
+
+
+@pytest.mark.parametrize("apply", [apply_penalties, reference.apply_penalties], ids=["triton", "reference"])
+def test_by_hand(apply):
+    """Token 0 never seen, 1 in the prompt, 2 generated three times, 3 both, 4 never seen and masked."""
+    logits = torch.tensor([[8.0, 8.0, 8.0, -8.0, -torch.inf]], device=DEVICE)
+    counts = torch.tensor([[0, 0, 3, 1, 0]], dtype=torch.int32, device=DEVICE)
+    prompt = torch.tensor([[False, True, False, True, False]], device=DEVICE)
+    first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    apply(logits, first, first, counts, prompt, **penalties((2.0, 0.5, 0.25)))
+    assert logits.tolist() == [[8.0, 4.0, 4.0 - 1.5 - 0.25, -16.0 - 0.5 - 0.25, -torch.inf]]
+
+
+def test_masked_and_overflowing_logits_stay_what_they_are():
+    """-inf is not drawn by any penalty, a NaN is not hidden; the largest float may become inf and be seen."""
+    logits = torch.tensor([[-torch.inf, torch.nan, torch.inf]], device=DEVICE)
+    counts = torch.ones(1, 3, dtype=torch.int32, device=DEVICE)
+    first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    apply_penalties(logits, first, first, counts, counts > 0, **penalties((1.5, -2.0, -2.0)))
+    assert logits[0, 0] == -torch.inf
+    assert logits[0, 1].isnan()
+    assert logits[0, 2] == torch.inf
+
+
+def test_no_rows():
+    logits = torch.randn(2, 5, device=DEVICE)
+    before = logits.clone()
+    counts, prompt = history(1, 5, 1.0)
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    apply_penalties(logits, none, none, counts, prompt, *[torch.zeros(0, device=DEVICE)] * 3)
+    assert torch.equal(logits, before)
+
+
+def test_wrong_inputs_are_named():
+    logits, (counts, prompt) = torch.randn(2, 5), history(1, 5, 1.0)
+    row = torch.zeros(1, dtype=torch.int64)
+    values = penalties((1.0, 0.0, 0.0))
+    with pytest.raises(ValueError, match=r"output_counts must have shape \[any, 5\], got \[1, 4\]"):
+        apply_penalties(logits, row, row, counts[:, :4], prompt, **values)
+    with pytest.raises(ValueError, match=r"prompt_mask must be torch.bool, got torch.int32"):
+        apply_penalties(logits, row, row, counts, counts, **values)
+    with pytest.raises(ValueError, match=r"presence_penalty must have shape \[1\], got \[2\]"):
+        apply_penalties(logits, row, row, counts, prompt, **values | {"presence_penalty": torch.zeros(2)})
+    with pytest.raises(ValueError, match="slots must be on cpu, got meta"):
+        apply_penalties(logits, row, row.to("meta"), counts, prompt, **values)
+
+
+def test_cost():
+    assert apply_penalties_cost(3, 8) == (3 * (13 * 8 + 28), 120)
