@@ -108,7 +108,7 @@ class RequestFactory:
         if child.wants_logprobs:
             if not parent.wants_logprobs:
                 raise RequestError(
-                    f"logprobs of a fork must be None, as those of its parent, got {params.logprobs}: there are "
+                    f"logprobs of a fork must be None as its parent's, got {params.logprobs}: there are "
                     "none of what they have in common"
                 )
             child.logprobs = parent.logprobs.copy()
