@@ -314,7 +314,7 @@ class LLMEngine:
             if not schedule.is_empty:
                 step = self.runner.execute(schedule)
                 num_finished = scheduler.counters.num_finished
-                advanced = scheduler.update(schedule, step.tokens)
+                advanced = scheduler.update(schedule, step.tokens, step.errors)
                 step.book_logprobs(schedule)
                 num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
                 # Most steps finish nobody, and need not be looked through.

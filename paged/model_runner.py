@@ -31,6 +31,7 @@ from .sampling_params import SamplingParams
 from .schedule import Schedule, StepOutput
 from .scheduler import Scheduler
 from .sizes import Sizes
+from .structured_outputs import masks_of
 from .weights import check_weights, load_weights, torch_dtype
 
 
@@ -70,8 +71,12 @@ class ModelRunner:
             self._copy_blocks(schedule)
             if not schedule.requests:
                 return StepOutput()
-            logits = self.model(self.batch_builder.build(schedule), self.kv_cache)
-            return sample(logits, schedule.sampled_requests)
+            with masks_of(schedule.sampled_requests) as masks:
+                logits = self.model(self.batch_builder.build(schedule), self.kv_cache)
+                output = sample(logits, schedule.sampled_requests, masks)
+            if masks is not None:
+                masks.check(output)
+            return output
 
     def _copy_blocks(self, schedule: Schedule) -> None:
         if schedule.swap_out:

@@ -12,8 +12,9 @@ from typing import Any
 from .block_manager import BlockManager
 from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
-from .request import Request, RequestGroup, RequestMetrics
+from .request import Grammar, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
+from .structured_outputs import Grammars
 from .tokenizer import Tokenizer
 
 # Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted
@@ -49,6 +50,7 @@ class RequestFactory:
         self.model_config, self.block_manager, self.tokenizer = model_config, block_manager, tokenizer
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         self.max_num_seqs, self.seed = max_num_seqs, seed
+        self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
 
     def new_group(
         self, request_id: str, prompt: Prompt, params: SamplingParams, tenant: str, now: float
@@ -66,6 +68,10 @@ class RequestFactory:
             self._new_request(request_id, parsed, params, tenant, now, index, _sample_seed(seed, index))
             for index in range(params.num_samples)
         ]
+        if params.structured_outputs is not None:
+            grammar = self.grammars.start(params.structured_outputs)
+            for sample in samples:
+                sample.grammar = grammar.copy()
         samples[0].siblings = samples[1:]
         return RequestGroup(request_id, samples)
 
@@ -95,7 +101,22 @@ class RequestFactory:
                 f"{parent.num_output_tokens} tokens already"
             )
         child.token_ids = parent.token_ids.copy()
+        child.grammar = self._grammar_of_fork(child, parent)
         return RequestGroup(request_id, [child])
+
+    def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
+        wanted = child.params.structured_outputs
+        if wanted is None:
+            return None
+        if parent.grammar is not None and wanted == parent.params.structured_outputs:
+            return parent.grammar.copy()
+        grammar = self.grammars.start(wanted)
+        if not grammar.follow(child):
+            raise RequestError(
+                f"structured_outputs {wanted.kind} does not allow the {parent.num_output_tokens} tokens that "
+                "the parent has generated"
+            )
+        return grammar
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
         """Check a prompt in any of its forms; a salt of its own goes before the one given."""

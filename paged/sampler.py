@@ -13,10 +13,15 @@ from torch import Tensor
 
 from .request import Request, TokenLogprobs
 from .schedule import StepOutput
+from .structured_outputs import GrammarMasks
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
+def sample(
+    logits: Tensor, requests: Sequence[Request], grammar_masks: GrammarMasks | None = None
+) -> StepOutput:
     """One token for each row of f32[len(requests), vocab_size], which may be changed in place.
+
+    grammar_masks: of the rows that have a grammar.
 
     None where a row has no finite maximum: the model overflowed, and a token would be made up.
     """
@@ -25,6 +30,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
     rows = [row for row, request in enumerate(requests) if not request.is_greedy]
     asked = [row for row in rows if requests[row].wants_logprobs]
     logprobs = logits[asked].log_softmax(-1) if asked else logits
+    if grammar_masks is not None:
+        grammar_masks.apply(logits)
     tokens = _sample_tokens(logits, requests, rows)
     return StepOutput(tokens, _reports(logprobs, requests, asked, tokens))
 

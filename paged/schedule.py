@@ -45,12 +45,14 @@ class Schedule:
 class StepOutput:
     """What one step gave, by the rows of schedule.sampled_requests.
 
-    tokens: None where the model's logits were not finite.
+    tokens: None where the model's logits were not finite, or something else went wrong.
     logprobs: of those who asked.
+    errors: what went wrong else.
     """
 
     tokens: list[int | None] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
 
     def book_logprobs(self, schedule: Schedule) -> None:
         """Hand them to their requests."""

@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .block_manager import BlockManager
 from .errors import QueueFullError, UsageError
@@ -182,11 +182,15 @@ class Scheduler:
             raise AssertionError("an idle step with work to do")
         return schedule
 
-    def update(self, schedule: Schedule, sampled: Sequence[int | None]) -> list[Request]:
+    def update(
+        self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, str] | None = None
+    ) -> list[Request]:
         """Book a finished step, the oldest in flight.
 
-        sampled: a token for each of `schedule.sampled_requests`; None where its logits were not finite, which
-        ends that request with an error. Returns those requests, but for the ones that were aborted meanwhile.
+        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
+        errors: its message, by row, where it is another than that the logits were not finite.
+
+        Returns those requests, but for the ones that were aborted meanwhile.
         """
         self.block_manager.end_step()
         now, num_finished, num_aborted = self.clock(), 0, 0
@@ -205,7 +209,8 @@ class Scheduler:
                 continue
             request.ready = True
             if token is None:
-                request.finish("error", now, "the model's logits are not finite")
+                message = (errors or {}).get(row, "the model's logits are not finite")
+                request.finish("error", now, message)
                 num_finished += 1
                 continue
             token_ids = request.token_ids

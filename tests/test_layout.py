@@ -25,7 +25,7 @@ LAYERS = [
     ["stats"],
     ["kernels"],
     ["kv_cache", "batch", "layers", "models", "sizes", "weights", "tokenizer"],
-    ["devices", "sampler", "model_runner"],
+    ["devices", "structured_outputs", "sampler", "model_runner"],
     ["request_factory", "outputs"],
     ["prefix_store"],
     ["engine"],
