@@ -139,10 +139,10 @@ def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
     )
     # The first mask is computed here too, where it may take its time.
     possible = not matcher.is_error() and vocabulary.allowed(matcher).any()
-    if matcher.stop_reason().startswith("NoExtension") or not (possible or matcher.is_error()):
-        raise ValueError("nothing in this model's vocabulary matches it")
-    if matcher.is_error():
-        raise ValueError(_error(matcher))
+    if matcher.is_error() or not possible:
+        error = _error(matcher)
+        nothing = not error or error.startswith("NoExtension")
+        raise ValueError("nothing in this model's vocabulary matches it" if nothing else error)
     return matcher
 
 
