@@ -32,6 +32,7 @@ from .sampling_params import SamplingParams
 from .schedule import Schedule, StepOutput
 from .scheduler import Scheduler
 from .sizes import Sizes
+from .structured_outputs import masks_of
 from .weights import check_weights, load_weights, torch_dtype
 
 
@@ -77,11 +78,14 @@ class ModelRunner:
             if not schedule.requests:
                 return StepOutput()
             batch = self.batch_builder.build(schedule)
-            hidden = self.model(batch, self.kv_cache)
-            step = StepOutput()
-            if batch.num_logits:
-                logits = self.model.logits(hidden[: batch.num_logits])
-                step = self.sampler.sample(logits, schedule.sampled_requests)
+            with masks_of(schedule.sampled_requests) as masks:
+                hidden = self.model(batch, self.kv_cache)
+                step = StepOutput()
+                if batch.num_logits:
+                    logits = self.model.logits(hidden[: batch.num_logits])
+                    step = self.sampler.sample(logits, schedule.sampled_requests, masks)
+            if masks is not None:
+                masks.check(step)
             if batch.num_rows > batch.num_logits:
                 step.reports = self.reporter.report(schedule.asked_rows(), hidden[batch.num_logits :])
             return step

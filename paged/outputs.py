@@ -129,8 +129,7 @@ class OutputProcessor:
         if detokenizer is None:
             detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids)
             self._detokenizers[request] = detokenizer
-        # The token that ended the request is not part of its text.
-        end = request.num_tokens - (request.finish_reason == "stop")
+        end = request.num_tokens - request.ended_by_token
         detokenizer.append(request.token_ids[request.num_prompt_tokens + detokenizer.num_tokens : end])
         if request.status is RequestStatus.FINISHED:
             detokenizer.finish()

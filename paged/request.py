@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from .block_manager import SequenceBlocks
 from .sampling_params import SamplingParams
@@ -22,6 +22,16 @@ class TokenLogprobs(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     rank: int  # of the token there among all, from 1
+
+
+class Grammar(Protocol):
+    """Where an output is in the language that it must belong to; see `structured_outputs`."""
+
+    def copy(self) -> Self:
+        """One of its own at the same place."""
+
+    def is_complete(self, request: Request) -> bool:
+        """Whether the output is, and nothing can follow it."""
 
 
 class RequestStatus(enum.Enum):
@@ -118,6 +128,7 @@ class Request:
     is_greedy: bool = field(init=False)  # takes the most likely token, whatever it is, and says no more
     wants_logprobs: bool = field(init=False)
     alert_at: int = field(init=False)  # number of tokens from which on each must be looked at
+    grammar: Grammar | None = None
     index: int = 0  # among the n samples of one prompt
     rules: TokenRules = field(default_factory=TokenRules)  # what strings in the params mean as tokens
     siblings: Sequence[Request] = ()  # the others, until the prompt is computed
@@ -147,7 +158,7 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         params = self.params
         self.wants_logprobs = params.logprobs is not None or params.best_of is not None
-        plain = not params.edits_logits and not self.wants_logprobs
+        plain = not (params.edits_logits or self.wants_logprobs or params.structured_outputs)
         self.is_greedy = params.temperature == 0.0 and plain
         self.alert_at = self.num_prompt_tokens + 1
 
@@ -192,12 +203,28 @@ class Request:
         """Look at the newest token, sampled at this time: the first one, or perhaps the last."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-            self.alert_at = self.max_total_tokens
+            self.alert_at = self.num_tokens + 1 if self._ends_itself else self.max_total_tokens
         if token_id in self.stop_ids and self.num_output_tokens > self.params.min_tokens:
             # EOS is the model's own end, for which vLLM's habit is a stop_reason of None.
             self.finish("stop", now, token_id if token_id in self.params.stop_token_ids else None)
+        elif self._ends_itself and self._is_complete():
+            self.finish("stop", now)
         elif len(self.token_ids) >= self.max_total_tokens:
             self.finish("length", now)
+
+    @property
+    def _ends_itself(self) -> bool:
+        """Whether no token says that the output is complete, but its grammar."""
+        return self.grammar is not None and not self.stop_ids
+
+    def _is_complete(self) -> bool:
+        assert self.grammar is not None
+        return self.num_output_tokens >= self.params.min_tokens and self.grammar.is_complete(self)
+
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether the last token only says that the output is over: it is no part of the text."""
+        return self.finish_reason == "stop" and self.token_ids[-1] in self.stop_ids
 
     def finish(self, reason: FinishReason, now: float, stop_reason: int | str | None = None) -> None:
         """Mark as done; the scheduler takes its blocks back."""

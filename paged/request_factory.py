@@ -13,8 +13,9 @@ from typing import Any
 from .block_manager import BlockManager
 from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
-from .request import PromptReport, Request, RequestGroup, RequestMetrics
+from .request import Grammar, PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
+from .structured_outputs import Grammars
 from .token_rules import TokenRules
 from .tokenizer import Tokenizer
 
@@ -54,6 +55,7 @@ class RequestFactory:
         self.max_num_seqs, self.seed = max_num_seqs, seed
         # Breakers are looked for in the whole vocabulary, and most requests have the same.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
+        self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
 
     def new_group(
         self, request_id: str, prompt: Prompt, params: SamplingParams, tenant: str, now: float
@@ -73,6 +75,10 @@ class RequestFactory:
             )
             for index in range(params.num_samples)
         ]
+        if params.structured_outputs is not None:
+            grammar = self.grammars.start(params.structured_outputs)
+            for sample in samples:
+                sample.grammar = grammar.copy()
         samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
             samples[0].report = self._prompt_report(len(parsed.token_ids), params.prompt_logprobs)
@@ -120,6 +126,7 @@ class RequestFactory:
                     f"{parent.params.prompt_logprobs}, got {params.prompt_logprobs}"
                 )
             child.report = parent.report.fork()
+        child.grammar = self._grammar_of_fork(child, parent)
         return RequestGroup(request_id, [child])
 
     def new_report(
@@ -163,6 +170,20 @@ class RequestFactory:
             whole = [*parsed.token_ids, *map(int, token_ids)]
             wholes.append(ParsedPrompt(None, whole, self._namespace(salt, len(whole))))
         return parsed, wholes
+
+    def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
+        wanted = child.params.structured_outputs
+        if wanted is None:
+            return None
+        if parent.grammar is not None and wanted == parent.params.structured_outputs:
+            return parent.grammar.copy()
+        grammar = self.grammars.start(wanted)
+        if not grammar.follow(child):
+            raise RequestError(
+                f"structured_outputs {wanted.kind} does not allow the {parent.num_output_tokens} tokens that "
+                "the parent has generated"
+            )
+        return grammar
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
         """Check a prompt in any of its forms; a salt of its own goes before the one given."""

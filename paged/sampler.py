@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from .logprobs import report
 from .request import Request, TokenLogprobs
 from .sampling_params import SamplingParams
 from .schedule import NOT_FINITE, StepOutput
+from .structured_outputs import GrammarMasks
 from .token_history import TokenHistory
 
 NONE_LEFT = (
@@ -23,13 +23,6 @@ NONE_LEFT = (
     "structured_outputs allow"
 )
 OVERFLOW = "the sampling parameters made logits that are not finite"
-
-
-class GrammarMasks(Protocol):
-    """Which tokens the grammars of structured_outputs allow next."""
-
-    def apply(self, logits: Tensor) -> None:
-        """Write -inf for all others into f32[num_rows, vocab_size]."""
 
 
 class Sampler:

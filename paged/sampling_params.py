@@ -29,10 +29,16 @@ class RequestOutputKind(enum.Enum):
 class StructuredOutputsParams:
     """The language that an output must belong to; exactly one of these.
 
-    json: a JSON schema, as text or a dict; {} is any JSON value.
-    regex: a regular expression for the whole output.
+    json: a JSON schema, as text or a dict; {} is any JSON value. Keywords that would have to be ignored are
+        refused. Between its parts there is nothing, a space, or a new line and its indentation.
+    regex: a regular expression for the whole output, of Rust's kind: nothing looks around or back.
     choice: a list of strings, one of which is the output.
-    grammar: a context-free grammar in EBNF.
+    grammar: a context-free grammar in EBNF: llama.cpp's GBNF, which begins with root, or Lark's, with start.
+
+    EOS and stop_token_ids are possible where the output is complete. Where nothing can follow they are all
+    that is, and without any the output ends by itself, with "stop". max_tokens (with "length"), stop strings,
+    and stop_token_ids that are also text, may cut it before. An output that is complete before min_tokens and
+    cannot go on ends with an error.
 
     Raises RequestError naming the value and what is allowed.
     """

@@ -25,7 +25,7 @@ LAYERS = [
     ["stats"],
     ["kernels"],
     ["kv_cache", "batch", "layers", "models", "sizes", "weights", "tokenizer"],
-    ["logprobs", "token_history"],
+    ["logprobs", "structured_outputs", "token_history"],
     ["logits_edits"],
     ["devices", "reporter", "sampler", "model_runner"],
     ["request_factory", "outputs"],
