@@ -6,6 +6,7 @@ from .config import EngineConfig
 from .errors import (
     CheckpointError,
     ConfigError,
+    EngineDeadError,
     PagedError,
     QueueFullError,
     RequestError,
@@ -17,6 +18,7 @@ from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from .async_engine import AsyncLLMEngine
     from .engine import LLMEngine
 
     LLM = LLMEngine
@@ -25,10 +27,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "EngineDeadError",
     "LLMEngine",
     "Logprob",
     "PagedError",
@@ -51,4 +55,8 @@ def __getattr__(name: str) -> Any:
         from .engine import LLMEngine
 
         return LLMEngine
+    if name == "AsyncLLMEngine":
+        from .async_engine import AsyncLLMEngine
+
+        return AsyncLLMEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
