@@ -307,11 +307,6 @@ class LLMEngine:
 
     # How it works: what `generation` and the async engine are made of
 
-    def _may_wait(self) -> bool:
-        """Whether the scheduler takes another request."""
-        most = self.config.max_waiting
-        return most is None or self.scheduler.num_waiting < most
-
     def _advance(self) -> list[Request]:
         """Run one step, whose outputs are then to be published. Returns who got a token, or an error."""
         scheduler, advanced = self.scheduler, list[Request]()

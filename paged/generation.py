@@ -123,10 +123,7 @@ class Generation:
     def step(self, *, every_token: bool) -> list[tuple[int, RequestOutput]]:
         """Run a step. Returns who finished or, with every_token, got one: place of the prompt, and output."""
         engine = self._engine
-        while self._pending and engine._may_wait():
-            group = self._pending.popleft()
-            if not group.finished:
-                engine.scheduler.add(group.samples[0])
+        self._queue()
         advanced = engine._advance()
         # Most steps finish nobody, and need not be looked through.
         engine._publish(
@@ -139,6 +136,14 @@ class Generation:
         """The output. If it is a last one, there is place for another request."""
         self._num_handed_out += output.finished
         return output
+
+    def _queue(self) -> None:
+        """Give the scheduler as many as may wait."""
+        scheduler, most = self._engine.scheduler, self._engine.config.max_waiting
+        while self._pending and (most is None or scheduler.num_waiting < most):
+            group = self._pending.popleft()
+            if not group.finished:  # aborted by its id
+                scheduler.add(group.samples[0])
 
     def _book(self, output: RequestOutput) -> tuple[int, RequestOutput]:
         if not output.finished:
