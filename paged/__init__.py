@@ -8,6 +8,7 @@ from .embedding import EmbeddingOutput, EmbeddingRequestOutput
 from .errors import (
     CheckpointError,
     ConfigError,
+    EngineDeadError,
     PagedError,
     QueueFullError,
     RequestError,
@@ -20,6 +21,7 @@ from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutput
 from .scoring import ScoreOutput
 
 if TYPE_CHECKING:
+    from .async_engine import AsyncLLMEngine
     from .engine import LLMEngine
 
     LLM = LLMEngine
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -37,6 +40,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "EngineDeadError",
     "LLMEngine",
     "Logprob",
     "PagedError",
@@ -60,4 +64,8 @@ def __getattr__(name: str) -> Any:
         from .engine import LLMEngine
 
         return LLMEngine
+    if name == "AsyncLLMEngine":
+        from .async_engine import AsyncLLMEngine
+
+        return AsyncLLMEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

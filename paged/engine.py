@@ -6,8 +6,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,10 +24,11 @@ from .embedding import (
     embedding_reports,
 )
 from .errors import RequestError, UnknownArgumentError, UsageError
+from .generation import Rows, as_iterable, as_they_come, in_order, run_to_end
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
-from .request import PromptReport, Request, RequestGroup, RequestOutput, RequestStatus
-from .request_factory import ParsedPrompt, Prompt, RequestFactory, as_list, per_prompt
+from .request import Outbox, PromptReport, Request, RequestGroup, RequestOutput, RequestStatus
+from .request_factory import ParsedPrompt, Prompt, RequestFactory
 from .sampling_params import SamplingParams
 from .scoring import ScoreOutput, score_output, score_reports
 from .stats import EngineStats
@@ -81,7 +81,7 @@ class LLMEngine:
         self._with_stops: set[RequestGroup] = set()  # of them, those with stop strings
         self._outputs = OutputProcessor(self.tokenizer)
         self._finished: dict[RequestGroup, None] = {}  # of the unfinished, those whose last output is due
-        self._undelivered: list[RequestOutput] = []  # finished while generate() waited for others
+        self._outbox = Outbox()  # of those that are nobody's but who calls step()
         self._ids = itertools.count()
         self._fingerprint: str | None = None
         logger.info(self.describe())
@@ -101,41 +101,63 @@ class LLMEngine:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
-        priority: float | Sequence[float] | None = None,
-        tenant: str | Sequence[str] = "",
-        timeout_s: float | Sequence[float] | None = None,
+        priority: float | Iterable[float] | None = None,
+        tenant: str | Iterable[str] = "",
+        timeout_s: float | Iterable[float] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete all prompts. Returns their outputs in the order of the prompts.
 
-        prompts: one or a list; each is text, token ids, or a dict with "prompt" or "prompt_token_ids" and
-            perhaps "cache_salt": only prompts of the same salt share cached blocks.
+        prompts: one, or any iterable of them; each is text, token ids, or a dict with "prompt" or
+            "prompt_token_ids" and perhaps "cache_salt": only prompts of the same salt share cached blocks.
         sampling_params: one for all, one per prompt, or None for the defaults.
         priority, timeout_s: in the place of those in sampling_params; one for all, or one per prompt.
         tenant: see `add_request`; one for all, or one per prompt.
 
-        Raises RequestError, before anything runs, if one of the prompts or parameters is wrong.
+        Raises RequestError if one of the prompts or parameters is wrong, before anything runs if it is among
+        the first `generation.WINDOW`.
         """
-        listed = as_list(prompts)
-        columns = {
-            "sampling_params": SamplingParams() if sampling_params is None else sampling_params,
-            "priority": priority,
-            "tenant": tenant,
-            "timeout_s": timeout_s,
-        }
-        rows = zip(*(per_prompt(name, value, len(listed)) for name, value in columns.items()), strict=True)
-        groups: list[RequestGroup] = []
-        try:
-            for i, (prompt, (params, *terms)) in enumerate(zip(listed, rows, strict=True)):
-                request_id = self._next_id()
-                groups.append(_named(f"prompts[{i}]", self._new_group, request_id, prompt, params, *terms))
-            return self._run(groups, use_tqdm=use_tqdm)
-        finally:  # after an error, or an interrupt, nobody would take what is left
-            for group in groups:
-                self.abort_request(group.request_id)
+        rows = Rows(prompts, sampling_params, priority=priority, tenant=tenant, timeout_s=timeout_s)
+        return [*in_order(self, rows, use_tqdm=use_tqdm)]
+
+    def generate_iter(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        priority: float | Iterable[float] | None = None,
+        tenant: str | Iterable[str] = "",
+        timeout_s: float | Iterable[float] | None = None,
+        use_tqdm: bool = False,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, one output after the other, for more prompts than memory holds.
+
+        Prompts, and what is given one per prompt, are read a bounded number ahead of what was yielded. One
+        that is wrong, or a column of another length, raises when those before it have been yielded. timeout_s
+        counts from when the prompt was read. Closing or dropping the iterator aborts what it left.
+        """
+        rows = Rows(prompts, sampling_params, priority=priority, tenant=tenant, timeout_s=timeout_s)
+        yield from in_order(self, rows, use_tqdm=use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        priority: float | Iterable[float] | None = None,
+        tenant: str | Iterable[str] = "",
+        timeout_s: float | Iterable[float] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """The outputs of all prompts as they come: after each step, one for each that got a token.
+
+        They hold what output_kind says: everything so far, what is new, or nothing before the end. request_id
+        tells them apart: ids rise in the order of the prompts. Otherwise as `generate_iter`.
+        """
+        rows = Rows(prompts, sampling_params, priority=priority, tenant=tenant, timeout_s=timeout_s)
+        yield from as_they_come(self, rows)
 
     def encode(
         self,
@@ -199,7 +221,7 @@ class LLMEngine:
             _named(f"prompts[{i}]", search.add, self._next_id(), prompt, priority, tenant)
         try:
             with tqdm(total=len(listed), desc="Searching", unit="prompt", disable=not use_tqdm) as bar:
-                for _ in search.run(lambda: self._advance_for(set())):
+                for _ in search.run(self._advance_others):
                     bar.update()
         finally:
             search.abort()
@@ -224,12 +246,7 @@ class LLMEngine:
         requests wait already.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        group = self._new_group(request_id, prompt, params, priority, tenant, timeout_s)
-        try:
-            self.scheduler.add(group.samples[0])
-        except RequestError:
-            self._forget(group)
-            raise
+        self._queue(request_id, prompt, params, priority, tenant, timeout_s)
 
     def fork(
         self,
@@ -255,29 +272,42 @@ class LLMEngine:
         now = self.scheduler.clock()
         child = self._factory.new_fork(new_request_id, group.samples[0], sampling_params, now)
         self.scheduler.fork(group.samples[0], child.samples[0])
+        child.outbox = self._outbox
         self._book(child)
         return new_request_id
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; nothing if there is no unfinished one of this id."""
         group = self._groups.get(request_id)
-        if group is not None:
-            self._forget(group)
-            for sample in group.samples:
-                # Samples that wait for their prompt end with the first.
-                if sample.status is not RequestStatus.FINISHED and sample.arrival >= 0:
-                    self.scheduler.abort(sample)
+        if group is None:
+            return
+        now = self.scheduler.clock()
+        for sample in group.samples:
+            if sample.status is RequestStatus.FINISHED:
+                continue
+            if sample.arrival >= 0:
+                self.scheduler.abort(sample)
+            elif sample is group.samples[0]:
+                # The scheduler has not got it yet. Samples that wait for their prompt end with the first.
+                for waiting in group.samples:
+                    waiting.finish("abort", now)
+        if group.outbox is not self._outbox:  # who iterates waits for the end, who aborts knows of it
+            group.outbox.put(self._outputs.output(group))
+        self._forget(group)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to deliver."""
-        return bool(self._groups or self._undelivered)
+        return bool(self._outbox or self._finished or self.scheduler.has_unfinished())
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns what every request that got a token has so far, and who finished."""
+        """Run one step. Returns an output for every request that got a token, and for who finished.
+
+        What it holds is a matter of output_kind. Requests of `generate_iter` and `stream` take part; their
+        outputs come there.
+        """
         advanced = self._advance()
-        outputs = self._outputs_of(dict.fromkeys([*self._groups_of(advanced), *self._finished]))
-        delivered, self._undelivered = self._undelivered, []
-        return delivered + outputs
+        self._publish(group for group in self._groups_of(advanced) if group.outbox is self._outbox)
+        return self._outbox.take()
 
     # Prefixes
 
@@ -355,24 +385,7 @@ class LLMEngine:
         parsed = self._factory.parse(prompt)
         return hashlib.sha256(repr((parsed.namespace, parsed.token_ids)).encode()).hexdigest()
 
-    # How it works
-
-    def _run(self, groups: list[RequestGroup], *, use_tqdm: bool) -> list[RequestOutput]:
-        own, pending = set(groups), deque(groups)
-        outputs: dict[str, RequestOutput] = {}
-        started, num_tokens = time.perf_counter(), 0
-        with tqdm(total=len(groups), desc="Generating", unit="request", disable=not use_tqdm) as bar:
-            while len(outputs) < len(groups):
-                while pending and self._may_wait():
-                    self.scheduler.add(pending.popleft().samples[0])
-                advanced, finished = self._advance_for(own)
-                num_tokens += advanced
-                for output in finished:
-                    outputs[output.request_id] = output
-                    rate = num_tokens / (time.perf_counter() - started)
-                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                    bar.update()
-        return [outputs[group.request_id] for group in groups]
+    # How it works: what `generation` and the async engine are made of
 
     def _report(
         self,
@@ -383,33 +396,27 @@ class LLMEngine:
         use_tqdm: bool,
     ) -> list[Request]:
         """Compute prompts only for what is to be reported of them."""
-        groups: list[RequestGroup] = []
+        groups, outbox = list[RequestGroup](), Outbox()
         try:
             for i, terms in enumerate(wanted):
                 now, new = self.scheduler.clock(), self._factory.new_report
                 group = _named(f"{name}[{i}]", new, self._next_id(), *terms, priority, tenant, now)
+                group.outbox = outbox
                 self._book(group)
                 groups.append(group)
-            self._run(groups, use_tqdm=use_tqdm)
+            run_to_end(self, groups, outbox, use_tqdm=use_tqdm)
         finally:
             for group in groups:
                 self.abort_request(group.request_id)
         return [group.samples[0] for group in groups]
 
-    def _advance_for(self, own: Container[RequestGroup]) -> tuple[int, list[RequestOutput]]:
-        """Run one step. Returns how many got a token, and who of `own` finished; `step` gives the others."""
-        num_advanced = len(self._advance())
-        finished, outputs = [*self._finished], list[RequestOutput]()
-        for group, output in zip(finished, self._outputs_of(finished), strict=True):
-            (outputs if group in own else self._undelivered).append(output)
-        return num_advanced, outputs
-
-    def _may_wait(self) -> bool:
-        most = self.config.max_waiting
-        return most is None or self.scheduler.num_waiting < most
+    def _advance_others(self) -> None:
+        """Run a step for requests that nobody is told of; the others' outputs go where they belong."""
+        self._advance()
+        self._publish(())
 
     def _advance(self) -> list[Request]:
-        """Run one step. Returns the requests that got a token or an error; `_finished` gets who finished."""
+        """Run one step, whose outputs are then to be published. Returns who got a token, or an error."""
         scheduler, advanced = self.scheduler, list[Request]()
         try:
             ended = scheduler.expire()
@@ -454,12 +461,14 @@ class LLMEngine:
     def _note_finished(self, groups: Iterable[RequestGroup]) -> None:
         self._finished |= dict.fromkeys(group for group in groups if group.finished)
 
-    def _outputs_of(self, groups: Iterable[RequestGroup]) -> list[RequestOutput]:
-        """What their owners get to see. Those who finished are forgotten, once all of it is made."""
-        outputs = [self._outputs.output(group) for group in groups]
-        for group in [*self._finished]:
+    def _publish(self, groups: Iterable[RequestGroup]) -> None:
+        """Put the outputs of who finished, and of these groups where they are wanted, where they belong."""
+        finished = [*self._finished]
+        for group in dict.fromkeys([*groups, *finished]):
+            if group in self._finished or group.outbox.wants(group.output_kind):
+                group.outbox.put(self._outputs.output(group))
+        for group in finished:
             self._forget(group)
-        return outputs
 
     def _next_id(self) -> str:
         return next(i for i in map(str, self._ids) if i not in self._groups)
@@ -470,21 +479,37 @@ class LLMEngine:
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request")
 
+    def _queue(self, *terms: Any, outbox: Outbox | None = None) -> None:
+        """Make a request of `_new_group`'s terms, and give it to the scheduler."""
+        group = self._new_group(*terms, outbox=outbox)
+        try:
+            self.scheduler.add(group.samples[0])
+        except RequestError:
+            self._forget(group)
+            raise
+
     def _new_group(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         params: SamplingParams,
         priority: float | None,
         tenant: str,
         timeout_s: float | None,
+        *,
+        outbox: Outbox | None = None,
     ) -> RequestGroup:
+        """A request that the scheduler has not got yet.
+
+        Raises RequestError if anything is wrong.
+        """
         self._check_id(request_id)
         given: dict[str, Any] = {"priority": priority, "timeout_s": timeout_s}
         given = {name: value for name, value in given.items() if value is not None}
         if given and isinstance(params, SamplingParams):
             params = replace(params, **given)
         group = self._factory.new_group(request_id, prompt, params, tenant, self.scheduler.clock())
+        group.outbox = self._outbox if outbox is None else outbox
         self._book(group)
         return group
 
@@ -501,7 +526,7 @@ class LLMEngine:
 
 
 def _listed(prompts: Any) -> list[Prompt]:
-    listed = as_list(prompts)
+    listed = [*as_iterable(prompts)]
     if not listed:
         raise RequestError("prompts must have at least one entry, got []")
     return listed

@@ -7,6 +7,7 @@ PagedError
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
 ├── CheckpointError        files that are missing, damaged, or disagree with their config
+├── EngineDeadError        the async engine was shut down, or a step of it raised
 └── UsageError             a call in the wrong state, such as freeing a block twice
 
 All are ValueErrors too, so that code written for `except ValueError` keeps working.
@@ -44,6 +45,10 @@ class UnsupportedModelError(PagedError):
 
 class CheckpointError(PagedError):
     """Files that are missing, damaged, or disagree with their config."""
+
+
+class EngineDeadError(PagedError):
+    """The async engine serves nobody any more: it was shut down, or a step raised, its cause."""
 
 
 class UsageError(PagedError):

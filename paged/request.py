@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from .block_manager import SequenceBlocks
-from .sampling_params import SamplingParams
+from .sampling_params import RequestOutputKind, SamplingParams
+from .stop_strings import StopStrings
 from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -136,6 +138,7 @@ class Request:
     generates: bool = True  # False: only the report is wanted, and its prompt is all that is computed
     priority: float = 0.0
     tenant: str = ""
+    stops: StopStrings | None = None  # that end its text
     namespace: bytes = b""  # what, beside the tokens, its KV follows from
     deadline: float = math.inf  # on the scheduler's clock
     num_computed_tokens: int = 0
@@ -234,12 +237,42 @@ class Request:
         self.metrics.finished_time = now
 
 
+class Outbox:
+    """Where the outputs of somebody's requests go until they are taken."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[RequestOutput] = deque()
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def wants(self, kind: RequestOutputKind) -> bool:
+        """Whether an output of a request that is not finished is of use now."""
+        return kind is not RequestOutputKind.FINAL_ONLY
+
+    def put(self, output: RequestOutput) -> None:
+        """Add the newest output."""
+        self._outputs.append(output)
+
+    def take(self) -> list[RequestOutput]:
+        """All there are, which are then gone."""
+        taken = [*self._outputs]
+        self._outputs.clear()
+        return taken
+
+
 @dataclass(slots=True, eq=False)
 class RequestGroup:
     """What its owner knows as one request: n samples of a prompt."""
 
     request_id: str
     samples: list[Request]
+    outbox: Outbox = field(default_factory=Outbox)
+
+    @property
+    def output_kind(self) -> RequestOutputKind:
+        """What outputs of it hold before it is finished."""
+        return self.samples[0].params.output_kind
 
     @property
     def finished(self) -> bool:
@@ -261,8 +294,12 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """What was generated for a prompt.
+    """What was generated for a prompt; with output_kind DELTA, since the last output.
 
+    text: as far as it will not change. A character of which a part is missing is held back, and so is what
+        may become a stop string.
+    token_ids: all of them, also those whose text is held back or cut off at a stop string; a list at the end,
+        and before it a sequence that equals one.
     logprobs: of each token, those of itself and of the most likely ones in its place; None unless asked for.
     cumulative_logprob: of the tokens, in sum; None unless logprobs or best_of asked for it.
 
@@ -274,10 +311,10 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
 
 

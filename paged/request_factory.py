@@ -15,6 +15,7 @@ from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
 from .request import Grammar, PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
+from .stop_strings import stop_strings
 from .structured_outputs import Grammars
 from .token_rules import TokenRules
 from .tokenizer import Tokenizer
@@ -58,7 +59,7 @@ class RequestFactory:
         self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
 
     def new_group(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, tenant: str, now: float
+        self, request_id: str, prompt: Prompt | ParsedPrompt, params: SamplingParams, tenant: str, now: float
     ) -> RequestGroup:
         """A request of params.num_samples; all but the first are siblings of that.
 
@@ -66,7 +67,7 @@ class RequestFactory:
         """
         self._check_params(params)
         _check_tenant(tenant)
-        parsed = self.parse(prompt, params.cache_salt)
+        parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt, params.cache_salt)
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
         rules = self._token_rules(params)
         samples = [
@@ -83,6 +84,12 @@ class RequestFactory:
         if params.prompt_logprobs is not None:
             samples[0].report = self._prompt_report(len(parsed.token_ids), params.prompt_logprobs)
         return RequestGroup(request_id, samples)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> ParsedPrompt:
+        """Do, on any thread, all of `new_group` that may take long. Raises RequestError like that."""
+        self._check_params(params)
+        stop_strings(tuple(params.stop))
+        return self.parse(prompt, params.cache_salt)
 
     def new_fork(
         self, request_id: str, parent: Request, params: SamplingParams | None, now: float
@@ -204,6 +211,10 @@ class RequestFactory:
         text, token_ids = self._encode(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
+        if len(token_ids) > self.max_model_len:  # before millions of tokens are looked at
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, more than max_model_len {self.max_model_len}"
+            )
         self._check_vocabulary("prompt_token_ids", token_ids)
         token_ids = [int(token_id) for token_id in token_ids]
         return ParsedPrompt(text, token_ids, self._namespace(salt, len(token_ids)))
@@ -255,6 +266,7 @@ class RequestFactory:
             rules=rules,
             priority=params.priority,
             tenant=tenant,
+            stops=stop_strings(tuple(params.stop)) if params.stop else None,
             namespace=prompt.namespace,
             deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
             metrics=RequestMetrics(now),
@@ -306,10 +318,6 @@ class RequestFactory:
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Prompt and output together at most; one that could never fit is refused now, not left waiting."""
-        if num_prompt_tokens > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens, more than max_model_len {self.max_model_len}"
-            )
         # A prompt that fills the context still gets the token that follows it.
         longest = max(self.max_model_len, num_prompt_tokens + 1)
         fits = self.block_manager.fits
@@ -344,23 +352,3 @@ def _sample_seed(seed: int, index: int) -> int:
 def _digest(text: str) -> int:
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little")
-
-
-def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt, or a list of them, as a list. A list of ints is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r}")
-    if isinstance(prompts, bytes | bytearray) or (prompts and isinstance(prompts[0], Integral)):
-        return [prompts]
-    return list(prompts)
-
-
-def per_prompt(name: str, value: Any, num_prompts: int) -> Sequence[Any]:
-    """An argument for each prompt, given for all of them or one by one."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return [value] * num_prompts
-    if len(value) != num_prompts:
-        raise RequestError(f"{len(value)} {name} for {num_prompts} prompts; give one or as many")
-    return value

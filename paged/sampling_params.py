@@ -13,6 +13,7 @@ from .validation import check_bool, check_int, check_number
 
 MAX_LOGPROBS = 1024  # candidates reported for a token; -1 reports the whole vocabulary
 MAX_SEED = 2**63 - 1
+MAX_STOP_CHARACTERS = 2**18  # of all stop strings together: what is read beside them takes memory and time
 # Called with the tokens generated so far and f32[vocab_size]; returns the row to go on with.
 LogitsProcessor = Callable[[list[int], Any], Any]
 
@@ -110,7 +111,8 @@ class SamplingParams:
     bad_words: texts that are never completed.
     min_tokens: no EOS, stop_token_ids or stop string ends the output before this many tokens.
     max_tokens: most tokens to generate; None goes on until EOS, a stop or the end of the context.
-    stop: strings that end the output, which stops before them.
+    stop: strings that end the output, which stops before them; the first that is complete counts and, of
+        those that end at one place, the longest.
     stop_token_ids: token ids that end the output like EOS does.
     include_stop_str_in_output: keep the stop string, or the token that ended the output, in the text.
     ignore_eos: treat EOS as any other token.
@@ -270,6 +272,11 @@ class SamplingParams:
     def _freeze_strings(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _strings("stop", stop))
+        if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop has {len(self.stop)} strings of {length} characters together; {MAX_STOP_CHARACTERS} "
+                "is the most"
+            )
         for name in ("bad_words", "dry_sequence_breakers"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
 

@@ -1,18 +1,15 @@
-"""Tokenizer: text to token ids and back, also a few tokens at a time."""
+"""Tokenizer: text to token ids and back. A few tokens at a time, back is `detokenizer`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .detokenizer import TokenBytes
 from .errors import CheckpointError, RequestError
-
-# Tokens decoded before the first new one, so that it is spaced as it would be inside the text.
-CONTEXT_TOKENS = 5
-MAX_CHARACTER_TOKENS = 4  # the bytes of one
-REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -30,79 +27,49 @@ class Tokenizer:
                 f"{directory}: the tokenizer cannot be loaded ({error}); "
                 "skip_tokenizer_init=True does without one"
             ) from error
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in self.hf.added_tokens_decoder.items() if token.special
+        )
+        backend = getattr(self.hf, "backend_tokenizer", None)
+        self.token_bytes = TokenBytes.of(backend)  # None: only `decode` knows what tokens make together
+        # Its first call may change settings of its own. None after it does: threads may encode at once.
+        self.hf("")
+        self._token_texts: dict[int, str] = {}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "the prompt") -> list[int]:
         """Token ids of a prompt, with the special tokens that the checkpoint puts in front, if wanted."""
         try:
             return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
-        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: no Unicode text has them
-            raise RequestError(f"the prompt is not valid Unicode text: {text!r}") from error
+        except (UnicodeEncodeError, TypeError) as error:
+            lone = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if lone is None:
+                raise
+            raise RequestError(
+                f"{name} is not valid Unicode text: character {lone} is the lone surrogate {text[lone]!r}"
+            ) from error
 
     def encode_bare(self, text: str) -> list[int]:
         """Token ids of a piece of text, without special tokens around it."""
-        try:
-            return list(self.hf(text, add_special_tokens=False)["input_ids"])
-        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: no Unicode text has them
-            raise RequestError(f"{text!r} is not valid Unicode text") from error
+        return self.encode(text, add_special_tokens=False, name=repr(text))
 
     @cached_property
     def token_texts(self) -> list[str]:
         """What each token of the vocabulary adds to a text; a replacement for half characters."""
         # Behind another token: at the beginning of a text, some tokenizers take spaces away.
         before = self.encode_bare("a")
-        start = len(self.hf.decode(before))
-        return [self.hf.decode([*before, token])[start:] for token in range(len(self.hf))]
+        start = len(self.decode(before))
+        return [self.decode([*before, token])[start:] for token in range(len(self.hf))]
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of these ids, without special tokens."""
-        return str(self.hf.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of these ids."""
+        text = self.hf.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
 
-
-class Detokenizer:
-    """The text of one growing list of token ids, at a cost linear in its length.
-
-    A character may need several tokens, and a token's text may depend on the one before it. So each step
-    decodes from a little before the new tokens, and waits while the end is half a character.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self.text = ""  # what can no longer change
-        self.num_tokens = 0  # taken so far
-        self.num_searched = 0  # characters of the text where no stop string may end any more
-        self._pending = ""  # the tail that may change: half characters
-        self._ids = _context(tokenizer, prompt_token_ids)  # context, then tokens not yet settled
-        self._num_context = len(self._ids)
-        self._context_text = tokenizer.decode(self._ids)
-
-    def append(self, token_ids: list[int]) -> None:
-        """Take more tokens."""
-        if not token_ids:
-            return
-        self.num_tokens += len(token_ids)
-        self._ids += token_ids
-        self._pending = self._tokenizer.decode(self._ids)[len(self._context_text) :]
-        if not self._pending:
-            # Special tokens: as context they would hide the text before them.
-            del self._ids[-len(token_ids) :]
-        elif not self._pending.endswith(REPLACEMENT):
-            self.text += self._pending
-            self._pending = ""
-            # The settled tokens begin and end with whole characters; a part of them might not.
-            self._ids = self._ids[self._num_context :]
-            self._num_context = len(self._ids)
-            self._context_text = self._tokenizer.decode(self._ids)
-
-    def finish(self) -> None:
-        """Settle the tail: a replacement character stands for bytes that never became one."""
-        self.text += self._pending
-        self._pending = ""
-
-
-def _context(tokenizer: Tokenizer, token_ids: list[int]) -> list[int]:
-    """The last tokens, from the beginning of a character: a cut one spoils all that are bytes behind it."""
-    for length in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CHARACTER_TOKENS):
-        context = token_ids[-length:]
-        if not tokenizer.decode(context).startswith(REPLACEMENT):
-            return context
-    return token_ids[-CONTEXT_TOKENS:]
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone, special or not."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text

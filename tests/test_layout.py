@@ -16,7 +16,7 @@ from paged import errors
 ROOT = Path(__file__).parents[1]
 # Imports go from a row to itself or to one above it, never down. Every module has its row.
 LAYERS = [
-    ["errors", "validation", "config", "sampling_params", "prefix_chain"],
+    ["errors", "validation", "config", "sampling_params", "prefix_chain", "stop_strings"],
     ["block_pool"],
     ["block_manager", "token_rules"],
     ["request", "dry"],
@@ -24,14 +24,15 @@ LAYERS = [
     ["waiting", "scheduler"],
     ["stats"],
     ["kernels"],
-    ["kv_cache", "batch", "layers", "models", "sizes", "weights", "tokenizer"],
+    ["kv_cache", "batch", "layers", "models", "sizes", "weights", "detokenizer", "tokenizer"],
     ["logprobs", "structured_outputs", "token_history"],
     ["logits_edits"],
     ["devices", "reporter", "sampler", "model_runner"],
-    ["request_factory", "outputs"],
+    ["request_factory", "transcript", "outputs"],
     ["embedding", "scoring", "beam_search"],
     ["prefix_store"],
-    ["engine"],
+    ["generation", "engine"],
+    ["async_engine"],
     ["jobs", "options", "live_view", "simulate", "cli", "__main__"],
 ]
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
@@ -146,7 +147,7 @@ def test_all_is_sorted_and_complete():
         for name, value in vars(paged).items()
         if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("paged.")
     }
-    assert public | {"LLM", "LLMEngine"} == set(paged.__all__)
+    assert public | {"AsyncLLMEngine", "LLM", "LLMEngine"} == set(paged.__all__)
 
 
 def test_every_error_is_public():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers
 
+from paged.detokenizer import REPLACEMENT, Detokenizer
 from paged.errors import CheckpointError, RequestError
-from paged.tokenizer import Detokenizer, Tokenizer
+from paged.tokenizer import Tokenizer
 from paged.weights import DEMO
 
 TEXTS = [
@@ -28,88 +32,197 @@ def byte_level():
     return Tokenizer(DEMO)
 
 
-@pytest.fixture(scope="module")
-def byte_fallback(tmp_path_factory):
+def sentencepiece(directory, decoder):
     """Llama 2's kind: a leading space vanishes at the start of a text, unknown characters become bytes."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abdefnrt(),:+\n"]
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = [
+        *special,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abdefnrt(),:+\n",
+        "▁a",
+        "é▁",
+        "▁▁",
+    ]
     backend = Backend(
         models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
     )
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken("<more>", special=False)])
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    directory = tmp_path_factory.mktemp("byte-fallback")
+    backend.decoder = decoder
+    directory.mkdir()
     backend.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return Tokenizer(directory)
 
 
-def shown(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]]) -> list[str]:
-    """The text after each piece, and after the end."""
-    detokenizer = Detokenizer(tokenizer, prompt)
-    texts = []
-    for piece in pieces:
-        detokenizer.append(piece)
-        texts.append(detokenizer.text)
-    detokenizer.finish()
-    return [*texts, detokenizer.text]
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return sentencepiece(tmp_path_factory.mktemp("tokenizers") / "llama", decoders.Sequence(steps))
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-@pytest.mark.parametrize("chunk", [1, 2, 3])
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory):
+    steps = [decoders.ByteFallback(), decoders.Metaspace()]
+    return sentencepiece(tmp_path_factory.mktemp("tokenizers") / "metaspace", decoders.Sequence(steps))
+
+
+@pytest.fixture(params=["bytes", "window"])
+def way(request):
+    """Text by the bytes of tokens, and as it is made where nobody knows these."""
+
+    def changed(tokenizer):
+        tokenizer = copy.copy(tokenizer)
+        assert tokenizer.token_bytes is not None
+        if request.param == "window":
+            tokenizer.token_bytes = None
+        return tokenizer
+
+    return changed
+
+
+def shown(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: bool) -> list[str]:
+    """The text before the first token and after each one, and what the end adds."""
+    detokenizer = Detokenizer(tokenizer, prompt, **options)
+    texts = [*itertools.accumulate(map(detokenizer.append, ids), initial="")]
+    return [*texts, detokenizer.finish()]
+
+
+def whole_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: bool) -> str:
+    return "".join(shown(tokenizer, prompt, ids, **options)[-2:])
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
 @pytest.mark.parametrize("before", ["def b", "日本語"], ids=ascii)
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
-def test_token_by_token_equals_decoding_at_once(kind, chunk, before, text, request):
-    tokenizer = request.getfixturevalue(kind)
+def test_token_by_token_equals_decoding_at_once(kind, way, before, text, request):
+    tokenizer = way(request.getfixturevalue(kind))
     prompt = tokenizer.encode(before)
     # Without the space that a Llama puts before a text: characters made of bytes then follow one another.
-    ids = tokenizer.encode(text)[kind == "byte_fallback" :]
+    ids = tokenizer.encode(text)[kind == "llama" :]
     whole = tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
-    texts = shown(tokenizer, prompt, [ids[i : i + chunk] for i in range(0, len(ids), chunk)])
+    *texts, rest = shown(tokenizer, prompt, ids)
     assert texts[-1] == whole
     assert text.strip() in whole
-    assert "\ufffd" not in "".join(texts)
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
-    assert texts[-1] == texts[-2], "whole characters were held back until the end"
+    assert REPLACEMENT not in "".join(texts)
+    assert rest == "", "whole characters were held back until the end"
 
 
-def test_half_a_character_waits_and_is_a_replacement_only_at_the_end(byte_level):
-    prompt, ids = byte_level.encode("x"), byte_level.encode("🙂")
+def repaired(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """The ids with replacement characters in the place of byte tokens that are no UTF-8.
+
+    Decoding at once also spoils the characters beside these, which may have been shown already.
+    """
+    result = list[int]()
+    pairs = zip(tokenizer.hf.convert_ids_to_tokens(ids), ids, strict=True)
+    for is_bytes, group in itertools.groupby(pairs, lambda pair: pair[0].startswith("<0x")):
+        tokens, run = zip(*group, strict=True)
+        if is_bytes:
+            text = bytes(int(token[3:5], 16) for token in tokens).decode("utf-8", "replace")
+            run = tokenizer.hf.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in text.encode()])
+        result += run
+    return result
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "metaspace"])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_random_tokens_equal_decoding_at_once(kind, data, request):
+    """With special tokens and without, after any prompt, whatever the bytes are."""
+    tokenizer = request.getfixturevalue(kind)
+    assert tokenizer.token_bytes is not None
+    # Bytes and special tokens are few among the tokens of a model, and what matters.
+    last = len(tokenizer.hf) - 1
+    token = st.integers(0, min(280, last)) | st.integers(0, last)
+    prompt, ids = data.draw(st.lists(token, max_size=12)), data.draw(st.lists(token, max_size=30))
+    skip = data.draw(st.booleans())
+    texts = shown(tokenizer, prompt, ids, skip_special_tokens=skip, spaces_between_special_tokens=False)
+    if skip:
+        prompt, ids = ([i for i in part if i not in tokenizer.special_token_ids] for part in (prompt, ids))
+    before, whole = (
+        tokenizer.decode(repaired(tokenizer, part), skip_special_tokens=False)
+        for part in (prompt, prompt + ids)
+    )
+    if not before.endswith(REPLACEMENT):  # else what follows may complete it
+        assert before + "".join(texts[-2:]) == whole
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+def test_half_a_character_waits_and_is_a_replacement_only_at_the_end(kind, way, request):
+    tokenizer = way(request.getfixturevalue(kind))
+    prompt, ids = tokenizer.encode("x"), tokenizer.encode("🙂")[kind == "llama" :]
     assert len(ids) > 2
-    texts = shown(byte_level, prompt, [[i] for i in ids[:-1]])
-    assert texts[:-1] == [""] * (len(ids) - 1)
-    assert set(texts[-1]) == {"\ufffd"}
+    *texts, rest = shown(tokenizer, prompt, ids[:-1])
+    assert set(texts) == {""}
+    assert set(rest) == {REPLACEMENT}
+    # Its beginning may be in the prompt.
+    if tokenizer.token_bytes is not None:
+        assert whole_text(tokenizer, prompt + ids[:-1], ids[-1:]) == "🙂"
 
 
-def test_special_tokens_are_not_text(byte_level):
-    ids = byte_level.encode("a b")
-    special = byte_level.hf.eos_token_id
-    assert shown(byte_level, [special], [[special], ids, [special]])[-1] == "a b"
+def test_bytes_that_are_never_a_character_do_not_wait_for_ever(llama, way):
+    tokenizer = way(llama)
+    stray = tokenizer.hf.convert_tokens_to_ids("<0x80>")
+    texts = shown(tokenizer, tokenizer.encode("x"), [stray] * 100)
+    assert len(texts[-2]) > 50
+    assert set(texts[-2]) == {REPLACEMENT}
 
 
-def test_space_after_a_special_token_stays(byte_fallback):
-    special = byte_fallback.hf.eos_token_id
-    first, second = byte_fallback.encode("a"), byte_fallback.encode("b")
-    pieces = [[token] for token in (*first, special, special, *second)]
-    assert shown(byte_fallback, byte_fallback.encode("d"), pieces)[-1] == " a b"
+def test_special_tokens_are_text_only_if_they_are_not_skipped(byte_level, way):
+    tokenizer = way(byte_level)
+    ids, end, text = tokenizer.encode("a b"), tokenizer.hf.eos_token_id, tokenizer.hf.eos_token
+    ids = [end, *ids, end, end, *ids]
+    assert whole_text(tokenizer, [end], ids) == "a ba b"
+    shown_too = {"skip_special_tokens": False}
+    assert whole_text(tokenizer, [end], ids, **shown_too) == f"{text}a b{text} {text}a b"
+    together = whole_text(tokenizer, [end], ids, **shown_too, spaces_between_special_tokens=False)
+    assert together == tokenizer.decode(ids, skip_special_tokens=False) == f"{text}a b{text}{text}a b"
+
+
+def test_space_after_a_special_token_stays(llama, way):
+    tokenizer = way(llama)
+    special = tokenizer.hf.eos_token_id
+    ids = [*tokenizer.encode("a"), special, special, *tokenizer.encode("b")]
+    assert whole_text(tokenizer, tokenizer.encode("d"), ids) == " a b"
+    # At the beginning of everything there is none.
+    assert whole_text(tokenizer, [special], ids) == "a b"
 
 
 def test_long_text_costs_linear_time(byte_level, monkeypatch):
-    ids = byte_level.encode("def add(a, b):\n") * 50
-    decoded = 0
-    decode = byte_level.decode
+    """Where tokens have to be decoded, each is decoded a few times, however long the text is."""
+    tokenizer, decoded = copy.copy(byte_level), 0
+    tokenizer.token_bytes = None
 
-    def counting(token_ids):
+    def counting(token_ids, **options):
         nonlocal decoded
         decoded += len(token_ids)
-        return decode(token_ids)
+        return byte_level.decode(token_ids, **options)
 
-    monkeypatch.setattr(byte_level, "decode", counting)
-    assert shown(byte_level, ids, [[i] for i in ids])[-1] == "def add(a, b):\n" * 50
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    ids = tokenizer.encode("def add(a, b):\n") * 50
+    assert whole_text(tokenizer, ids, ids) == "def add(a, b):\n" * 50
     assert decoded < 20 * len(ids)
+
+
+def test_ids_beyond_the_tokenizer_are_no_text(byte_level):
+    # The vocabulary of a model may be larger than that of its tokenizer.
+    ids = [*byte_level.encode("a"), len(byte_level.hf) + 7, *byte_level.encode("b")]
+    assert whole_text(byte_level, [], ids) == "ab"
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [decoders.WordPiece(), decoders.CTC(), decoders.BPEDecoder(), decoders.Strip(" ", 1, 0), None],
+    ids=str,
+)
+def test_tokens_that_depend_on_their_neighbours_are_decoded_together(decoder, tmp_path):
+    tokenizer = sentencepiece(tmp_path / "other", decoder)
+    assert tokenizer.token_bytes is None
+    ids = [i for i in tokenizer.encode("abc def") if i not in tokenizer.special_token_ids]
+    assert whole_text(tokenizer, ids[:1], ids[1:]) == tokenizer.decode(ids)[len(tokenizer.decode(ids[:1])) :]
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"], ids=ascii)
