@@ -1,7 +1,7 @@
 """200 JSON schemas in the style of the libraries' own tests, each of them with an end in sight.
 
-What has no bound in them (a number without a range, a string without maxLength) is left out: a random model
-finds the end of it late.
+What has no bound (a number without a range, a string without maxLength, any number of properties) is left
+out: a random model finds the end of it late.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def linked(name: str, value: Schema) -> Schema:
 
 
 FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "duration", "hostname", "email"]
+# The library lets 29 February through in every year, and the year 0000.
+NO_FEBRUARY = {"pattern": "^[12][0-9]{3}-(0[13-9]|1)"}
 PATTERNS = [
     "^[a-z]{2,5}$",
     "^(foo|bar)-[0-9]{3}$",
@@ -76,7 +78,7 @@ FAMILIES: list[Callable[[int], Schema]] = [
     lambda i: {"type": "string", "minLength": i, "maxLength": 2 * i + 1},
     lambda i: {"type": "string", "pattern": PATTERNS[i]},
     lambda i: {"type": "string", "pattern": "^[ab]+$", "minLength": i + 1, "maxLength": i + 4},
-    lambda i: {"type": "string", "format": FORMATS[i], "maxLength": 40},
+    lambda i: {"type": "string", "format": FORMATS[i], "maxLength": 40, **(NO_FEBRUARY if i == 0 else {})},
     lambda i: listed(INT, i % 3, i % 3 + i),
     lambda i: listed(listed({"type": "boolean"}, 1, 1 + i % 3), i % 2, 2 + i // 6),
     lambda i: {"type": "array", "prefixItems": [INT, WORD, {"const": i}], "items": False, "minItems": i % 4},
@@ -96,6 +98,7 @@ FAMILIES: list[Callable[[int], Schema]] = [
     lambda i: {
         "type": "object",
         "patternProperties": {"^[xyz]{1,2}$": {"type": "integer", "minimum": 0, "maximum": i}},
+        "maxProperties": 2,
         "additionalProperties": False,
     },
 ]
