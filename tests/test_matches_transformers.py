@@ -25,10 +25,10 @@ from checkpoints import (
 )
 from torch import Tensor
 
-import paged.model_runner
 from paged import LLMEngine, RequestOutput, SamplingParams
 from paged.models.config import SUPPORTED_ARCHITECTURES
 from paged.request import Request
+from paged.sampler import Sampler
 from paged.weights import DEMO
 
 
@@ -44,15 +44,15 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[int, ...], Tensor]]:
     """Logits by the tokens that they follow."""
     logits_after: dict[tuple[int, ...], Tensor] = {}
-    sample = paged.model_runner.sample
+    sample = Sampler.sample
 
-    def recording(logits: Tensor, requests: Sequence[Request]) -> Any:
+    def recording(sampler: Sampler, logits: Tensor, requests: Sequence[Request], *masks: Any) -> Any:
         for row, request in zip(logits, requests, strict=True):
             logits_after[tuple(request.token_ids)] = row.cpu().clone()
-        return sample(logits, requests)
+        return sample(sampler, logits, requests, *masks)
 
     with monkeypatch.context() as patch:
-        patch.setattr(paged.model_runner, "sample", recording)
+        patch.setattr(Sampler, "sample", recording)
         yield logits_after
 
 
