@@ -14,6 +14,7 @@ from torch import Tensor
 # A row is looked at as the columns of a matrix this high: sums and maxima of these are vectorised.
 HEIGHT = 32
 CHUNK = 2**18  # numbers that are worked on at once: new memory for more than a cache holds costs page faults
+GATHER_COST = 30  # of a number picked here and there, in numbers that are read one after the other
 SMALLEST = 1e-30  # stands for a probability that a float32 rounds to 0
 INFINITY_BITS = 0x7F800000  # of a float32; below it, the bits of positive numbers are ordered as they are
 
@@ -216,9 +217,10 @@ def top_candidates(
     in their order there.
     """
     num, vocab_size = x.shape
+    maxima = _columns(x, "amax")
     # The k-th largest of the columns' maxima is not above the k-th largest of all.
-    bound = _kth_largest(_columns(x, "amax"), top_k.long()[:, None]).clamp_(min=torch.finfo(x.dtype).min)
-    places = _places_from(x, bound)
+    bound = _kth_largest(maxima.clone(), top_k.long()[:, None]).clamp_(min=torch.finfo(x.dtype).min)
+    places = _places_from(x, bound, maxima)
     row = places // vocab_size
     # Each to its place in a rectangle.
     counts = torch.bincount(row, minlength=num)
@@ -240,8 +242,21 @@ def _kth_largest(x: Tensor, k: Tensor) -> Tensor:  # f32[n, size], i64[n, 1] -> 
     return x.gather(1, at)
 
 
-def _places_from(x: Tensor, bound: Tensor) -> Tensor:  # f32[n, size], f32[n, 1] -> i64[num_places]
+def _places_from(
+    x: Tensor,  # f32[n, size]
+    bound: Tensor,  # f32[n, 1]
+    maxima: Tensor,  # f32[n, width], of the columns of x
+) -> Tensor:  # i64[num_places], ascending
     """Where a row is at least its bound, in the flattened x."""
+    size, width = x.shape[1], maxima.shape[1]
+    columns = (maxima >= bound).view(-1).nonzero()
+    if len(columns) * HEIGHT * GATHER_COST < x.numel():
+        row, column = columns // width, columns % width
+        places = column + torch.arange(0, width * HEIGHT, width, device=x.device)
+        inside = places < size
+        places += row * size
+        found = x.reshape(-1)[places.clamp_(max=x.numel() - 1)]
+        return places[(found >= bound[row[:, 0]]) & inside].sort().values
     if x.device.type != "cpu":
         return (x >= bound).view(-1).nonzero().view(-1)
     # numpy compares and finds several times as fast as torch.

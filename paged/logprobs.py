@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,9 +67,13 @@ def _top(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
 def _ranks(logprobs: Tensor, own: Tensor, top_values: Tensor) -> list[int]:
     """How many are more likely, and one: counted among the top where the token is one of them."""
     ranks = 1 + (top_values > own).sum(-1)
-    beyond = (ranks > top_values.shape[1]).nonzero()[:, 0]
-    if len(beyond):
-        rows = logprobs[beyond] if len(beyond) < len(logprobs) else logprobs
-        # Counted in float32, exact below 2**24 tokens: a sum of bools takes 4 times as long on a CPU.
-        ranks[beyond] = 1 + torch.gt(rows, own[beyond], out=torch.empty_like(rows)).sum(-1).long()
+    for row in (ranks > top_values.shape[1]).nonzero()[:, 0].tolist():
+        ranks[row] = 1 + _num_above(logprobs[row], own[row])
     return ranks.tolist()
+
+
+def _num_above(numbers: Tensor, bound: Tensor) -> int:
+    if numbers.device.type != "cpu":
+        return int((numbers > bound).sum())
+    # numpy counts bools several times as fast as torch.
+    return int(np.count_nonzero(numbers.numpy() > bound.numpy()))

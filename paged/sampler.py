@@ -64,7 +64,7 @@ class Sampler:
             grammar_masks.apply(logits)
         if batch.edits is not None:
             errors = batch.edits.apply(logits)
-        if batch.edits is not None or grammar_masks is not None:
+        if batch.may_leave_none or grammar_masks is not None:
             highest.append(logits.amax(-1))
         tokens = batch.draw(logits)
         errors.update(_not_finite(highest, errors))
@@ -87,6 +87,7 @@ class _Batch:
             self.edits = LogitsEdits(requests, sampler.kernels, sampler.history, vocab_size)
         else:
             sampler.history.keep([])
+        self.may_leave_none = self.edits is not None and self.edits.may_leave_none
         self._asked = [row for row, request in enumerate(requests) if request.wants_logprobs]
         self._logprobs: Tensor | None = None
         self._drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0.0]
