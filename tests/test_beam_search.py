@@ -84,7 +84,7 @@ def check(
 def test_beams_are_those_of_transformers(eos, length_penalty, early_stopping):
     engine = with_eos(new_engine(checkpoint("llama"), block_size=8), eos)
     ended = 0
-    for beam_width, max_tokens in ((2, 6), (5, 16)):
+    for beam_width, max_tokens in ((2, 20), (5, 16)):
         params = BeamSearchParams(
             beam_width=beam_width,
             max_tokens=max_tokens,
