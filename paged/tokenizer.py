@@ -38,7 +38,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the checkpoint puts in front."""
         try:
-            return list(self.hf(text)["input_ids"])
+            # Lists of ones as long as that of the ids would take three times as long.
+            encoded = self.hf(text, return_attention_mask=False, return_token_type_ids=False)
+            return list(encoded["input_ids"])
         except (UnicodeEncodeError, TypeError) as error:
             lone = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             if lone is None:
