@@ -39,7 +39,14 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "the prompt") -> list[int]:
         """Token ids of a prompt, with the special tokens that the checkpoint puts in front, if wanted."""
         try:
-            return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
+            # Lists of ones as long as that of the ids would take three times as long.
+            encoded = self.hf(
+                text,
+                add_special_tokens=add_special_tokens,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+            return list(encoded["input_ids"])
         except (UnicodeEncodeError, TypeError) as error:
             lone = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             if lone is None:
