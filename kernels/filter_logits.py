@@ -10,8 +10,10 @@ entropy. So a row's filter comes down to a few numbers, its limits, found in fou
 
 The search is over the ordered integer image of a float: each pass at least halves an interval of integers,
 whatever the logits, and snaps it to the logits that are there, so that about five passes do and 32 always.
-One program is enough because its list is short: the kept tokens and what a pivot lies below the threshold.
-Only typical_p, which orders tokens anew, searches all that min_p and top_n_sigma leave.
+One program is enough because its list is short: the kept tokens and what a pivot lies below the threshold. Of
+128k normal logits of deviation 3, 30 of them raised by 4 to 12, these are 74 for a top_k of 20 or 50, 1900
+for 1000 as for a top_p of 0.9, 22 thousand for 0.95. Only typical_p, which orders tokens anew, searches all
+that min_p and top_n_sigma leave.
 
 Mass is counted in 2**-42 of the most likely token's. Sums of integers do not depend on their order: nor does
 a row on the order in which its programs come, or on its neighbours. Kept sets are exact but for that and
