@@ -10,8 +10,10 @@ entropy. So a row's filter comes down to a few numbers, its limits, found in fou
 
 The search is over the ordered integer image of a float: each pass at least halves an interval of integers,
 whatever the logits, and snaps it to the logits that are there, so that about five passes do and 32 always.
-One program is enough because its list is short: the kept tokens and what a pivot lies below the threshold.
-Only typical_p, which orders tokens anew, searches all that min_p and top_n_sigma leave.
+One program is enough because its list is short: the kept tokens and what a pivot lies below the threshold. Of
+128k normal logits of deviation 3, 30 of them raised by 4 to 12, these are 74 for a top_k of 20 or 50, 1900
+for 1000 as for a top_p of 0.9, 22 thousand for 0.95. Only typical_p, which orders tokens anew, searches all
+that min_p and top_n_sigma leave.
 
 Mass is counted in 2**-42 of the most likely token's. Sums of integers do not depend on their order: nor does
 a row on the order in which its programs come, or on its neighbours. Kept sets are exact but for that and
@@ -301,11 +303,14 @@ def filter_logits(
 
 
 def filter_cost(n: int, vocab_size: int) -> tuple[int, int]:
-    """(bytes, flops) of finding the limits where few tokens are left, and at most where many are.
+    """(bytes, flops) of finding the limits, at most but for the passes over the list.
 
     The row is read for the maxima and once more, mostly from the L2; the blocks in which something may be
-    kept a third time, and then in the list, written once and read by every pass. Here all three: 12 bytes a
-    token. The mass of a token is 8 flops, its comparison with 8 pivots 16. At 4.3 TB/s and 128k tokens, 64
-    rows take 8 microseconds a read; one row is 0.5 MB, and its four launches take longer than its bytes.
+    kept a third time: 12 bytes a token. The mass of a token is 8 flops, its comparison with 8 pivots 16. At
+    4.3 TB/s, 64 rows of 128k tokens take 8 microseconds a read; one row is 0.5 MB, and its four launches
+    take longer than its bytes. A pass over the list of one row is one program's: some 60 instructions a token
+    on one SM are 0.3 microseconds for 1000 tokens. With typical_p, or where most of a flat row lies in top_p,
+    the list is as long as the vocabulary, and a pass over 128k tokens 35: 0.2 ms in all, which waits for no
+    other row.
     """
     return 12 * n * vocab_size, 24 * n * vocab_size

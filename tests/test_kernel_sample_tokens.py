@@ -105,6 +105,7 @@ BY_HAND = [
     ([5, 5, 4, 3, 2], {"temperature": 1e-6, "top_p": 0.999}, [0, 1]),
     ([5, 5, 4, 3, 2], {"temperature": 1e-38, "typical_p": 0.9}, [0, 1]),
     ([1e30, 9e29, -1e30, 0, -INF], {"top_k": 3}, [0, 1, 3]),
+    ([4, 3, 2, 1, -INF], {"temperature": 1e30, "top_p": 0.5}, [0, 1]),  # two of four equal masses
     ([3e38, -3e38, 1, 0, -INF], {"temperature": 1e-30, "min_p": 1e-9}, [0]),
     ([7, 7, 7, 7, 7], {"top_k": 1, "top_p": 1e-9, "typical_p": 0.1, "min_p": 1.0}, [0, 1, 2, 3, 4]),
     ([-INF, -INF, -2, -INF, -INF], {"top_k": 3, "top_p": 0.5, "typical_p": 0.5, "top_n_sigma": 1}, [2]),
