@@ -15,9 +15,12 @@ from .models.config import ModelConfig
 from .request import Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
+from .validation import check_bool
 
-# Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted
+# Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted,
+# and "add_special_tokens": False for text that has its own, as a chat template's
 Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +102,13 @@ class RequestFactory:
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
         """Check a prompt in any of its forms; a salt of its own goes before the one given."""
+        add_special_tokens = True
         if isinstance(prompt, Mapping):
-            reject_unknown("a prompt dict", map(str, prompt), ["prompt", "prompt_token_ids", "cache_salt"])
+            reject_unknown("a prompt dict", map(str, prompt), PROMPT_FIELDS)
             fields = dict(prompt)
+            if "prompt" in fields:
+                add_special_tokens = fields.pop("add_special_tokens", True)
+                check_bool(RequestError, "add_special_tokens", add_special_tokens)
             salt = fields.pop("cache_salt", salt)
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}")
@@ -113,20 +120,22 @@ class RequestFactory:
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
-        text, token_ids = self._encode(prompt)
+        text, token_ids = self._encode(prompt, add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
         self._check_vocabulary("prompt_token_ids", token_ids)
         token_ids = [int(token_id) for token_id in token_ids]
         return ParsedPrompt(text, token_ids, self._namespace(salt, len(token_ids)))
 
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Any, add_special_tokens: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
                     "a text prompt needs the tokenizer, which skip_tokenizer_init=True left out"
                 )
-            return prompt, self.tokenizer.encode(prompt) if prompt else []
+            if not prompt:
+                return prompt, []
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             return None, [*prompt]
         raise RequestError(f"a prompt is text, a list of token ids or a dict, got {prompt!r}")

@@ -30,10 +30,21 @@ class Tokenizer:
                 "skip_tokenizer_init=True does without one"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the checkpoint puts in front."""
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The checkpoint's chat templates by name; a single one is "default"."""
+        templates = self.hf.chat_template
+        return {"default": templates} if isinstance(templates, str) else dict(templates or {})
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """What chat templates know as bos_token, eos_token and so on."""
+        return dict(self.hf.special_tokens_map)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; add_special_tokens: with those that the checkpoint puts in front."""
         try:
-            return list(self.hf(text)["input_ids"])
+            return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: no Unicode text has them
             raise RequestError(f"the prompt is not valid Unicode text: {text!r}") from error
 
