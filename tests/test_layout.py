@@ -39,7 +39,17 @@ LAYERS = [
     ["request_factory", "outputs"],
     ["prefix_store"],
     ["engine"],
-    ["jobs", "options", "live_view", "simulate", "cli", "__main__"],
+    [
+        "jobs",
+        "options",
+        "live_view",
+        "openai_protocol",
+        "batch_file",
+        "simulate",
+        "commands",
+        "cli",
+        "__main__",
+    ],
 ]
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
 STDLIB_ROWS = 7  # the first rows are pure Python
