@@ -51,8 +51,11 @@ class Call(ABC):
     stream: bool = False
 
     @abstractmethod
-    def prompts(self, engine: LLMEngine) -> Sequence[Prompt]:
-        """What to generate from. Raises RequestError."""
+    def prompts(self, engine: LLMEngine, chat_template: str | None = None) -> Sequence[Prompt]:
+        """What to generate from. Raises RequestError.
+
+        chat_template: in place of the checkpoint's, for a body that names none.
+        """
 
     @abstractmethod
     def body(
@@ -91,9 +94,10 @@ class ChatCall(Call):
             options["tools"] = given["tools"]
         return cls(messages=given["messages"], template_options=options, **_common(given, sampling))
 
-    def prompts(self, engine: LLMEngine) -> Sequence[Prompt]:
-        """The conversation in the words of the checkpoint's template."""
-        text = engine.chat_templates.render(self.messages, **self.template_options)
+    def prompts(self, engine: LLMEngine, chat_template: str | None = None) -> Sequence[Prompt]:
+        """The conversation in the words of the template."""
+        options = {"chat_template": chat_template, **self.template_options}
+        text = engine.chat_templates.render(self.messages, **options)
         return [{"prompt": text, "add_special_tokens": False}]
 
     def body(
@@ -142,7 +146,11 @@ class CompletionCall(Call):
             raise RequestError("echo needs prompts that are text")
         return cls(listed=listed, echo=echo, **_common(given, sampling))
 
-    def prompts(self, engine: LLMEngine) -> Sequence[Prompt]:  # noqa: ARG002
+    def prompts(
+        self,
+        engine: LLMEngine,  # noqa: ARG002
+        chat_template: str | None = None,  # noqa: ARG002
+    ) -> Sequence[Prompt]:
         """As they are."""
         return self.listed
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 MARKER, CONTINUATION = ">>> ", "... "
 SYSTEM_HELP = "What the model is told before the first turn."
-TEMPLATE_HELP = """A Jinja template in place of the checkpoint's: a file, the template itself, the name of one
-of several that the checkpoint has, or plain, which writes roles as words (then with --stop User: perhaps)."""
 TEMPLATE_KWARGS_HELP = 'More variables for the template as a JSON object, such as {"enable_thinking": false}.'
 HELP = """\
 /help           this
@@ -44,7 +42,7 @@ Ctrl-C stops an answer, a second one leaves."""
 def chat(
     model: common.Model = "demo",
     system: Annotated[str | None, typer.Option(help=SYSTEM_HELP)] = None,
-    chat_template: Annotated[str | None, typer.Option(help=TEMPLATE_HELP)] = None,
+    chat_template: common.ChatTemplate = None,
     chat_template_kwargs: Annotated[str | None, typer.Option(help=TEMPLATE_KWARGS_HELP)] = None,
     json_schema: common.JsonSchema = None,
     regex: common.Regex = None,
@@ -58,7 +56,7 @@ def chat(
     params = SamplingParams(**common.sampling_options(options | structured))
     _check_one_text(params)
     template: dict[str, Any] = {
-        "chat_template": _template(chat_template),
+        "chat_template": common.template_text(chat_template),
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
     engine = common.start(engine_options)
@@ -75,13 +73,6 @@ def _check_one_text(params: SamplingParams) -> None:
             raise CliError(f"--{name.replace('_', '-')} has no place in a chat, which shows text alone")
     if not params.detokenize:
         raise CliError("--no-detokenize leaves nothing to show of a chat")
-
-
-def _template(value: str | None) -> str | None:
-    # A name has neither a directory nor a suffix.
-    if value is None or "{" in value or not (Path(value).exists() or "/" in value or "." in value):
-        return value
-    return Path(value).read_text(encoding="utf-8")
 
 
 def _variables(text: str | None) -> Mapping[str, Any]:

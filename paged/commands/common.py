@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +47,9 @@ Grammar = Annotated[
     str | None,
     typer.Option(help="A context-free grammar in EBNF for the whole output: a file, or the grammar itself."),
 ]
+TEMPLATE_HELP = """A Jinja template in place of the checkpoint's: a file, the template itself, the name of one
+of several that the checkpoint has, or plain, which writes roles as words (then with --stop User: perhaps)."""
+ChatTemplate = Annotated[str | None, typer.Option(help=TEMPLATE_HELP)]
 
 
 class CliError(PagedError):
@@ -97,6 +100,14 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def template_text(value: str | None) -> str | None:
+    """What `LLMEngine.chat` takes as chat_template. Raises OSError if it is a file that cannot be read."""
+    # A name has neither a directory nor a suffix.
+    return _text(
+        value, is_file=lambda text: "{" not in text and (Path(text).exists() or "/" in text or "." in text)
+    )
+
+
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     try:
@@ -105,5 +116,5 @@ def _bias(text: str) -> tuple[int, float]:
         raise CliError(f"--logit-bias must be ID=BIAS such as 42=-100; got {text!r}") from None
 
 
-def _text(value: str | None, is_file: Any) -> str | None:
+def _text(value: str | None, is_file: Callable[[str], bool]) -> str | None:
     return Path(value).read_text(encoding="utf-8") if value is not None and is_file(value) else value

@@ -35,6 +35,7 @@ def run_batch(
     input_file: Annotated[Path, typer.Argument(help=INPUT_HELP)],
     output_file: Annotated[Path, typer.Argument(help=OUTPUT_HELP)],
     model: common.Model = "demo",
+    chat_template: common.ChatTemplate = None,
     served_model_name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
     **options: Any,
 ) -> int:
@@ -42,6 +43,7 @@ def run_batch(
     from tqdm import tqdm
 
     engine_options = common.engine_options(model, options, "seed")
+    template = common.template_text(chat_template)
     total = count_lines(input_file)
     with BatchOutput(output_file, input_file) as output:
         lines = read_lines(input_file, output.done)
@@ -51,7 +53,7 @@ def run_batch(
         if first is not None:
             engine = common.start(engine_options)
             with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:
-                run = _Run(engine, output, served_model_name or model, bar.update)
+                run = _Run(engine, output, served_model_name or model, template, bar.update)
                 run.answer(first, lines)
         num_failed = output.num_failed
     if num_failed:
@@ -78,9 +80,15 @@ class _Run:
     """Answers lines with an engine, holding no more of them than keep it busy."""
 
     def __init__(
-        self, engine: LLMEngine, output: BatchOutput, model: str, after_line: Callable[[], object]
+        self,
+        engine: LLMEngine,
+        output: BatchOutput,
+        model: str,
+        chat_template: str | None,
+        after_line: Callable[[], object],
     ) -> None:
-        self._engine, self._output, self._model, self._after_line = engine, output, model, after_line
+        self._engine, self._output, self._after_line = engine, output, after_line
+        self._model, self._chat_template = model, chat_template
         self._entries: dict[str, _Entry] = {}  # by identity
         self._queue: deque[tuple[_Entry, int]] = deque()  # prompts that the engine has not got yet
         config = engine.config
@@ -110,7 +118,7 @@ class _Run:
                 message = f"the model {line.call.model!r} is not here, this is {self._model!r}"
                 self._close(line, NOT_FOUND, error_body(NOT_FOUND, f"{message}; see --served-model-name"))
                 return
-            entry = _Entry(line, line.call, [*line.call.prompts(self._engine)])
+            entry = _Entry(line, line.call, [*line.call.prompts(self._engine, self._chat_template)])
         except PagedError as error:
             self._refuse(line, error)
             return
