@@ -35,6 +35,7 @@ PLAIN_TEMPLATE = """\
 # Stands where a message is to be continued. The space at its end shows whether the template strips messages.
 MARK = "\ue000the answer goes on here\ue000 "
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that a message's reasoning has gone by
+NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and what else the template knows
@@ -162,8 +163,7 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
     content = result.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         result["content"] = [_checked_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
-    elif not isinstance(content, str) and not (content is None and len(result) > 1):
-        # Beside the role there may be tool calls, or reasoning, instead.
+    elif not isinstance(content, str) and (content is not None or result.keys().isdisjoint(NO_CONTENT)):
         raise RequestError(f'{name}["content"] must be text or a list of text parts, got {content!r}')
     if "tool_calls" in result:
         result["tool_calls"] = _checked_calls(f"{name}.tool_calls", result["tool_calls"])

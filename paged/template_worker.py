@@ -135,7 +135,8 @@ def main(time_limit_s: float, memory_limit: int, most_characters: int) -> None:
     """Answer the lines of stdin until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the program that asks
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file is written, only pipes
-    resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
+    if sys.platform != "darwin":  # which has no such limit; time and output are bounded there too
+        resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     for line in sys.stdin.buffer:
         try:
             signal.setitimer(signal.ITIMER_PROF, time_limit_s)  # SIGPROF ends the process, also inside of C

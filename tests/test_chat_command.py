@@ -38,7 +38,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def engine():
-    return LLMEngine("demo", num_blocks=64, device="cpu", max_model_len=100)
+    return LLMEngine("demo", num_blocks=64, device="cpu", max_model_len=60)
 
 
 @pytest.fixture
@@ -138,14 +138,14 @@ def test_a_retry_is_another_answer(run, loaded, tmp_path):
 @pytest.mark.usefixtures("loaded")
 def test_a_context_that_is_full_is_said(run):
     argv = (*ARGV, "--max-tokens", "1000", "--ignore-eos")
-    way_out = "the context has 100 tokens: /reset forgets the conversation, --max-model-len and --num-blocks"
+    way_out = "the context has 60 tokens: /reset forgets the conversation, --max-model-len and --num-blocks"
     _, out, err = run(*argv, typed="a\nb\n/reset\na\n")
     _, first, second, _, again, _ = out.split(">>> ")
     assert (first, second) == (again, "")  # the turn that had no room is forgotten too
     cut, refused, cut_again = err.splitlines()[1:]
     assert cut == cut_again
     assert cut.startswith(f"paged: the answer fills the context; {way_out}")
-    assert "more than max_model_len 100; " + way_out in refused
+    assert "more than max_model_len 60; " + way_out in refused
     assert run(*argv, stdin="a\nb\n")[0] == 2
 
 

@@ -321,6 +321,7 @@ def test_the_process_goes_with_its_owner_and_is_replaced_when_it_died():
         (["hi"], {}, r'messages\[0\] must be a dict such as {"role": ..., "content": ...}, got \'hi\''),
         ([{"content": "x"}], {}, r'messages\[0\] must have a "role"'),
         ([TALK[0], {"role": "user"}], {}, r'messages\[1\]\["content"\] must be text .*, got None'),
+        ([{"role": "user", "name": "x"}], {}, "got None"),
         ([{"role": "user", "content": 5}], {}, "got 5"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],

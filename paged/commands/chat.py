@@ -240,17 +240,9 @@ class Chat:
 
     def _answer(self) -> str:
         """Show the answer as it comes. Returns it, or as much as there was when Ctrl-C came."""
-        request_id = str(self._num_requests)
-        self._num_requests += 1
-        prompt = self._engine.chat_templates.render(self.messages, **self._template)
-        try:
-            self._engine.add_request(
-                request_id, {"prompt": prompt, "add_special_tokens": False}, self._turn_params()
-            )
-        except PagedError as error:
-            raise CliError(f"{error}; {self._way_out()}") from error
         completion, shown = None, ""
         with self._interrupts.counted() if self._interactive else nullcontext():
+            request_id = self._request()
             while self._engine.has_unfinished_requests() and not self._interrupts.count:
                 for output in self._engine.step():
                     completion = output.outputs[0]
@@ -261,6 +253,19 @@ class Chat:
         if completion is not None:
             self._say_why_it_ended(completion)
         return shown
+
+    def _request(self) -> str:
+        """Ask for the next answer. Returns the id of the request."""
+        prompt = self._engine.chat_templates.render(self.messages, **self._template)
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        try:
+            self._engine.add_request(
+                request_id, {"prompt": prompt, "add_special_tokens": False}, self._turn_params()
+            )
+        except PagedError as error:
+            raise CliError(f"{error}; {self._way_out()}") from error
+        return request_id
 
     def _turn_params(self) -> SamplingParams:
         """A retry under the same seed would give the same answer."""
