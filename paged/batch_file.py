@@ -22,6 +22,8 @@ from .openai_protocol import Call, parse_call
 
 PREFIX = b'{"id": "batch_req_'
 RESULT = re.compile(re.escape(PREFIX) + rb'([0-9a-f]{32})", "custom_id": .*\}\n')
+KEY_BYTES = 16
+EMPTY = bytes(KEY_BYTES)
 SUCCEEDED = b'"error": null}\n'
 FIELDS = ("custom_id", "method", "url", "body")
 
@@ -39,15 +41,60 @@ class Line:
     call: Call | RequestError
 
 
+class IdentitySet:
+    """Identities of lines in 21 to 43 bytes each: there may be ten million, and a set would take 120.
+
+    A table with open addressing and slots of 16 bytes; an identity is a hash, and so says where it belongs.
+    """
+
+    def __init__(self) -> None:
+        self._num_slots, self._size = 1024, 0  # a power of two
+        self._table = bytearray(KEY_BYTES * self._num_slots)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, identity: str) -> bool:
+        key = bytes.fromhex(identity)
+        return self._table.startswith(key, self._place(key))
+
+    def add(self, identity: str) -> bool:
+        """Take one in. Returns whether it is new."""
+        if new := identity not in self:
+            if self._size >= 3 * self._num_slots // 4:
+                self._grow()
+            self._put(bytes.fromhex(identity))
+            self._size += 1
+        return new
+
+    def _place(self, key: bytes) -> int:
+        """Where it is, or else the empty slot that it belongs in."""
+        slot = int.from_bytes(key[:8], "little") & (self._num_slots - 1)
+        while self._table[(at := KEY_BYTES * slot) : at + KEY_BYTES] not in (key, EMPTY):
+            slot = (slot + 1) & (self._num_slots - 1)
+        return at
+
+    def _put(self, key: bytes) -> None:
+        at = self._place(key)
+        self._table[at : at + KEY_BYTES] = key
+
+    def _grow(self) -> None:
+        old, self._num_slots = self._table, 2 * self._num_slots
+        self._table = bytearray(KEY_BYTES * self._num_slots)
+        for at in range(0, len(old), KEY_BYTES):
+            if (key := bytes(old[at : at + KEY_BYTES])) != EMPTY:
+                self._put(key)
+
+
 def count_lines(file: Path) -> int:
     """How many lines there are that are not blank."""
     with file.open("rb") as lines:
         return sum(not line.isspace() for line in lines)
 
 
-def read_lines(file: Path, done: set[bytes]) -> Iterator[Line]:
+def read_lines(file: Path, done: IdentitySet) -> Iterator[Line]:
     """The lines whose results are not among `done`, one at a time."""
-    seen: set[bytes] = set()
+    seen = IdentitySet()
     with file.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
             if raw.isspace():
@@ -57,16 +104,15 @@ def read_lines(file: Path, done: set[bytes]) -> Iterator[Line]:
                 value = json.loads(raw.decode("utf-8-sig"))
                 custom_id = _custom_id(value)
                 identity = _identity("custom_id", custom_id)
-                if bytes.fromhex(identity) in seen:
+                if not seen.add(identity):
                     identity = _identity("again", number, custom_id)
                     raise RequestError(f"custom_id {custom_id!r} is that of an earlier line")
-                seen.add(bytes.fromhex(identity))
-                if bytes.fromhex(identity) not in done:
+                if identity not in done:
                     yield Line(identity, custom_id, _call(value))
             except (ValueError, RecursionError) as error:  # the decoder's, json's and our own
                 if custom_id is None:
                     identity = _identity("line", number, raw)
-                if bytes.fromhex(identity) not in done:
+                if identity not in done:
                     yield Line(identity, custom_id, RequestError(f"line {number}: {error}"))
 
 
@@ -100,7 +146,7 @@ def _identity(*parts: Any) -> str:
 class BatchOutput:
     """The results of a batch, some of them perhaps from an earlier run. A context, which closes the file.
 
-    done: identities of the lines that have a result; 16 bytes each, as there may be millions.
+    done: identities of the lines that have a result.
     num_failed: how many of these are errors.
 
     Raises RequestError naming the file if it holds anything else, or another process is writing it.
@@ -109,7 +155,7 @@ class BatchOutput:
     def __init__(self, path: Path, source: Path) -> None:
         check_writable(path, source)
         self.path = path
-        self.done: set[bytes] = set()
+        self.done = IdentitySet()
         self.num_failed = 0
         # Unbuffered: a line is in the system's hands before the next one is begun.
         self._file = path.open("ab", buffering=0)
@@ -135,7 +181,7 @@ class BatchOutput:
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if match := RESULT.fullmatch(line):
-                    self.done.add(bytes.fromhex(match[1].decode()))
+                    self.done.add(match[1].decode())
                     self.num_failed += not line.endswith(SUCCEEDED)
                     size += len(line)
                 elif line.endswith(b"\n") or not line.startswith(PREFIX[: len(line)]):

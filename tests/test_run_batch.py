@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from command_line import running, write
 
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams, cli
+from paged.batch_file import IdentitySet
 from paged.commands import common
 from paged.commands import run_batch as command
 from paged.errors import PagedError
@@ -313,6 +315,20 @@ def test_nothing_else_is_written_over(run, tmp_path):
     with (tmp_path / "out").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "another process is writing this file" in run.refused("run-batch", source, tmp_path / "out")
+
+
+def test_a_set_of_identities_is_a_set():
+    # Some want the same place, and there are more than the table has to begin with.
+    identities = [f"{5:016x}{i:016x}" for i in range(1, 40)]
+    identities += [hashlib.sha256(b"%d" % i).hexdigest()[:32] for i in range(900)]
+    some, plain = IdentitySet(), set()
+    for identity in identities * 2:
+        assert (identity in some) == (identity in plain)
+        assert some.add(identity) == (identity not in plain)
+        plain.add(identity)
+        assert len(some) == len(plain)
+    assert all(identity in some for identity in identities)
+    assert f"{5:016x}{0:016x}" not in some
 
 
 @pytest.mark.parametrize(
