@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import resource
 import signal
 import time
 
@@ -285,6 +286,16 @@ def test_bombs_end_in_an_error(bounded, bomb):
     assert time.process_time() - started < 0.2, "it was this process that worked"
     # The next one is none the worse.
     assert bounded.render(TALK, chat_template="{{ messages[0].role }}") == "system"
+
+
+def test_the_limit_of_time_is_of_the_processor():
+    templates = ChatTemplates({}, {}, TemplateLimits(time_s=0.2))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(RequestError, match="takes more than 0.2 s"):
+        templates.render(TALK, chat_template="{{ 10 ** (10 ** 8) }}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert 0.2 <= used < 1, "the process was not ended by its limit"
 
 
 def test_what_is_too_long_to_render_is_said(bounded, templates):
