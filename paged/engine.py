@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from . import prefix_store
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from .chat_template import ChatTemplates, Message, conversations_of
 from .config import EngineConfig
 from .embedding import (
     EmbeddingRequestOutput,
@@ -60,6 +61,7 @@ class LLMEngine:
         # Ids outside the vocabulary, such as the -1 of models that have no EOS, are never sampled.
         vocabulary = range(self.model_config.vocab_size)
         self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
+        self._chat_templates: ChatTemplates | None = None
         started = time.perf_counter()
         self.num_kernels = runner.warm_up()
         if self.num_kernels:
@@ -226,6 +228,56 @@ class LLMEngine:
         finally:
             search.abort()
         return [group.output(self.tokenizer) for group in search.groups]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **terms: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, as the checkpoint's chat template writes it.
+
+        messages: dicts with "role" and "content", which is text or a list of {"type": "text", "text": ...};
+            "tool_calls" and what else the template knows may be there too.
+        tools: JSON schemas of functions that the model may ask for.
+        add_generation_prompt: end with the beginning of an answer.
+        continue_final_message: let the model go on with the last message, in the place of an answer.
+        chat_template: a Jinja template in place of the checkpoint's, the name of one of several, or "plain".
+        chat_template_kwargs: more variables for the template.
+        terms: priority, tenant, timeout_s and use_tqdm, see `generate`.
+
+        Raises RequestError, before anything runs, if something is wrong or the template refuses it.
+        """
+        prompts = []
+        for i, conversation in enumerate(conversations_of(messages)):
+            try:
+                text = self.chat_templates.render(
+                    conversation,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template=chat_template,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            except RequestError as error:
+                raise RequestError(f"conversation {i}: {error}") from error
+            prompts.append({"prompt": text, "add_special_tokens": False})
+        return self.generate(prompts, sampling_params, **terms)
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """What renders conversations. Raises RequestError without a tokenizer, whose templates they are."""
+        if self.tokenizer is None:
+            raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
+        if self._chat_templates is None:
+            self._chat_templates = ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+        return self._chat_templates
 
     def add_request(
         self,

@@ -1,16 +1,26 @@
-"""Files of prompts, a job a line, and of their results."""
+"""Files of prompts, a job a line, and of their results; sampling parameters as JSON has them."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import RequestError
-from .sampling_params import SamplingParams
+from .errors import RequestError, reject_unknown
+from .request import CompletionOutput, Logprob, RequestOutput
+from .sampling_params import SamplingParams, StructuredOutputsParams
 
 JSON_LINES = (".jsonl", ".ndjson")
+LOWEST_LOGPROB = -9999.0  # where a token cannot come; OpenAI's API and vLLM's have it so
+# What JSON cannot say, or where nothing is streamed.
+NOT_IN_JSON = {
+    "logits_processors": "they are Python functions",
+    "output_kind": "the whole output is written once",
+}
+SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name not in NOT_IN_JSON]
 
 
 class Job(NamedTuple):
@@ -55,6 +65,70 @@ def check_writable(output: Path, *inputs: Path) -> None:
         raise RequestError(f"{output}: this would overwrite the input; name another file")
 
 
+def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What SamplingParams takes, from a JSON object: keys are strings there, and objects dicts.
+
+    Raises RequestError or UnknownArgumentError naming the field.
+    """
+    for name, reason in NOT_IN_JSON.items():
+        if name in given:
+            raise RequestError(f"{name} cannot be given here: {reason}")
+    reject_unknown("SamplingParams", given, SAMPLING_FIELDS)
+    result = dict(given)
+    if isinstance(biases := result.get("logit_bias"), dict):
+        result["logit_bias"] = {token_id_of(key): bias for key, bias in biases.items()}
+    if (structured := result.get("structured_outputs")) is not None:
+        if not isinstance(structured, dict):
+            raise RequestError(
+                f'structured_outputs must be an object such as {{"regex": ...}}, got {structured!r}'
+            )
+        result["structured_outputs"] = StructuredOutputsParams(**structured)
+    return result
+
+
+def token_id_of(text: str) -> int:
+    """A token id of a logit_bias, from its text. Raises RequestError."""
+    if not (text.isascii() and text.isdigit()):
+        raise RequestError(f"a token id in logit_bias must be an int, got {text!r}")
+    return int(text)
+
+
+def outcome_of(output: RequestOutput) -> dict[str, Any]:
+    """A finished request as JSON has it: one sample's fields or, of several, a list of theirs."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            return {"error": str(completion.stop_reason)}
+    samples = [_sample(completion) for completion in output.outputs]
+    return samples[0] if len(samples) == 1 else {"outputs": samples}
+
+
+def _sample(completion: CompletionOutput) -> dict[str, Any]:
+    sample: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.cumulative_logprob is not None:
+        sample["cumulative_logprob"] = finite(completion.cumulative_logprob)
+    if completion.logprobs is not None:
+        sample["logprobs"] = [_place(place) for place in completion.logprobs]
+    return sample
+
+
+def _place(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+    """The candidates for one place of a text, the token that is there first."""
+    return [
+        {"token_id": i, "token": c.decoded_token, "logprob": finite(c.logprob), "rank": c.rank}
+        for i, c in place.items()
+    ]
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can have it, which knows no infinity."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
 def _parse_text(line: str, sampling: dict[str, Any]) -> Job:
     return Job({"prompt": line}, SamplingParams(**sampling), "")
 
@@ -71,4 +145,4 @@ def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
     if not isinstance(prompt.get("prompt_token_ids", []), list):
         raise RequestError(f"prompt_token_ids must be a list of ints, got {prompt['prompt_token_ids']!r}")
     tenant = value.pop("tenant", "")
-    return Job(prompt, SamplingParams(**{**sampling, **value}), tenant)
+    return Job(prompt, SamplingParams(**{**sampling, **sampling_from_json(value)}), tenant)

@@ -19,10 +19,13 @@ from .stop_strings import stop_strings
 from .structured_outputs import Grammars
 from .token_rules import TokenRules
 from .tokenizer import Tokenizer
+from .validation import check_bool
 
 MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
-# Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted
+# Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted,
+# and "add_special_tokens": False for text that has its own, as a chat template's
 Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +197,13 @@ class RequestFactory:
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
         """Check a prompt in any of its forms; a salt of its own goes before the one given."""
+        add_special_tokens = True
         if isinstance(prompt, Mapping):
-            reject_unknown("a prompt dict", map(str, prompt), ["prompt", "prompt_token_ids", "cache_salt"])
+            reject_unknown("a prompt dict", map(str, prompt), PROMPT_FIELDS)
             fields = dict(prompt)
+            if "prompt" in fields:
+                add_special_tokens = fields.pop("add_special_tokens", True)
+                check_bool(RequestError, "add_special_tokens", add_special_tokens)
             salt = fields.pop("cache_salt", salt)
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}")
@@ -208,7 +215,7 @@ class RequestFactory:
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
-        text, token_ids = self._encode(prompt)
+        text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
         if len(token_ids) > self.max_model_len:  # before millions of tokens are looked at

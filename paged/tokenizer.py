@@ -36,6 +36,17 @@ class Tokenizer:
         self.hf("")
         self._token_texts: dict[int, str] = {}
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The checkpoint's chat templates by name; a single one is "default"."""
+        templates = self.hf.chat_template
+        return {"default": templates} if isinstance(templates, str) else dict(templates or {})
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """What chat templates know as bos_token, eos_token and so on."""
+        return dict(self.hf.special_tokens_map)
+
     def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "the prompt") -> list[int]:
         """Token ids of a prompt, with the special tokens that the checkpoint puts in front, if wanted."""
         try:

@@ -1,6 +1,5 @@
 """The command line, run in this process but for what only a fresh one can show."""
 
-import io
 import json
 import os
 import signal
@@ -10,52 +9,21 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from command_line import running, write
 
-from paged import EngineConfig, LLMEngine, SamplingParams, __version__, cli
+from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams, __version__, cli
+from paged.commands import common, generate
+from paged.jobs import read_jobs
+from paged.schedule import StepOutput
 
 SMALL = ("--num-blocks", "64", "--device", "cpu")
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Run:
-    """Runs `paged` with these arguments: exit code, stdout and stderr."""
-
-    def __init__(self, monkeypatch, capsys):
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, *argv, stdin=None):
-        self.monkeypatch.setattr(sys, "argv", ["paged", *map(str, argv)])
-        self.monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.StringIO(stdin))
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        out, err = self.capsys.readouterr()
-        return left.value.code or 0, out, err
-
-    def refused(self, *argv, stdin=None):
-        """The one line of an error that was found before the model was loaded."""
-        self.monkeypatch.setattr(cli, "_start", lambda _: pytest.fail("the model was loaded"))
-        return self.fails(*argv, stdin=stdin)
-
-    def fails(self, *argv, stdin=None):
-        code, out, err = self(*argv, stdin=stdin)
-        assert (code, out) == (2, "")
-        *before, line = err.splitlines()
-        assert line.startswith("paged: ")
-        assert "Traceback" not in err
-        assert not before or before[0].startswith("LlamaForCausalLM")
-        return line
-
-
 @pytest.fixture
 def run(monkeypatch, capsys):
-    handler = signal.getsignal(signal.SIGINT)  # which main() gives back to the system
-    yield Run(monkeypatch, capsys)
-    signal.signal(signal.SIGINT, handler)
+    with running(monkeypatch, capsys) as run:
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +34,10 @@ def engine():
 @pytest.fixture
 def loaded(engine, monkeypatch):
     """The engine, in place of one that is loaded for each run."""
-    monkeypatch.setattr(cli, "_start", lambda _: engine)
+    monkeypatch.setattr(common, "start", lambda _: engine)
     yield engine
     engine.scheduler.check()
     assert not engine.has_unfinished_requests()
-
-
-def write(path: Path, *lines) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
 
 
 def expected(engine, prompt, **params) -> str:
@@ -117,42 +80,101 @@ def test_prompt_from_stdin(run, loaded):
 
 def test_every_option_of_the_api_is_a_flag(run):
     help_text = run("generate", "--help")[1]
-    names = {field.name for field in (*fields(SamplingParams), *fields(EngineConfig))}
-    for name in names - {"skip_tokenizer_init"}:
+    names = {field.name for owner in (SamplingParams, EngineConfig) for field in fields(owner)}
+    assert set(common.NO_FLAGS) < names
+    flags = names - set(common.NO_FLAGS) | {"json_schema", "regex", "choice", "grammar"}
+    for name in flags:
         assert f"\n  --{name.replace('_', '-')} " in help_text
+    # What is none is refused, not taken for something else.
+    for name in common.NO_FLAGS:
+        assert "No such option" in run.refused("generate", "x", f"--{name.replace('_', '-')}", "1")
     # Help and defaults are those of the API; the width of the terminal breaks the lines.
     words = " ".join(help_text.split())
     assert "0 or -1 keeps all. [default: 0]" in words
     assert "[default: 256]" in words
     assert "[default: demo]" in words
+    assert "added to the logits of token ids. As ID=BIAS. May be given several times." in words
+    assert """May be given several times. [default: '\\n' ':' '"' '*']""" in words
 
 
-@pytest.mark.parametrize(
-    ("flags", "params"),
-    [
-        (["--temperature", "0.5"], {"temperature": 0.5}),
-        (["--top-p", "0.5", "--top-k", "7"], {"top_p": 0.5, "top_k": 7}),
-        (["--top-k", "-1", "--min-p", "0.1", "--seed", "0"], {"top_k": -1, "min_p": 0.1, "seed": 0}),
-        (["--max-tokens", "3", "--min-tokens", "2"], {"max_tokens": 3, "min_tokens": 2}),
-        (["--stop", "a", "--stop", "b,c"], {"stop": ["a", "b,c"]}),
-        (["--stop-token-ids", "1", "--stop-token-ids", "0"], {"stop_token_ids": [1, 0]}),
-        (["--ignore-eos"], {"ignore_eos": True}),
-        ([], {}),
-    ],
-    ids=str,
-)
-def test_sampling_flags_reach_the_engine(run, monkeypatch, flags, params):
+# A flag for every field, with a value that is not its default.
+FLAGS = {
+    "n": (["--n", "2"], 2),
+    "best_of": (["--best-of", "3"], 3),
+    "temperature": (["--temperature", "0.5"], 0.5),
+    "top_p": (["--top-p", "0.5"], 0.5),
+    "top_k": (["--top-k", "-1"], -1),
+    "min_p": (["--min-p", "0.1"], 0.1),
+    "typical_p": (["--typical-p", "0.9"], 0.9),
+    "top_n_sigma": (["--top-n-sigma", "1.5"], 1.5),
+    "seed": (["--seed", "0"], 0),
+    "presence_penalty": (["--presence-penalty", "-1"], -1.0),
+    "frequency_penalty": (["--frequency-penalty", "0.5"], 0.5),
+    "repetition_penalty": (["--repetition-penalty", "1.1"], 1.1),
+    "dry_multiplier": (["--dry-multiplier", "0.8"], 0.8),
+    "dry_base": (["--dry-base", "2"], 2.0),
+    "dry_allowed_length": (["--dry-allowed-length", "3"], 3),
+    "dry_sequence_breakers": (
+        ["--dry-sequence-breakers", ";", "--dry-sequence-breakers", "."],
+        [";", "."],
+    ),
+    "dry_penalty_last_n": (["--dry-penalty-last-n", "0"], 0),
+    "logit_bias": (["--logit-bias", "5=-100", "--logit-bias", "6=1.5"], {5: -100.0, 6: 1.5}),
+    "allowed_token_ids": (["--allowed-token-ids", "1", "--allowed-token-ids", "0"], [1, 0]),
+    "bad_words": (["--bad-words", "a b"], ["a b"]),
+    "min_tokens": (["--min-tokens", "2"], 2),
+    "max_tokens": (["--max-tokens", "3"], 3),
+    "stop": (["--stop", "a", "--stop", "b,c"], ["a", "b,c"]),
+    "stop_token_ids": (["--stop-token-ids", "1", "--stop-token-ids", "0"], [1, 0]),
+    "include_stop_str_in_output": (["--include-stop-str-in-output"], True),
+    "ignore_eos": (["--ignore-eos"], True),
+    "logprobs": (["--logprobs", "2"], 2),
+    "prompt_logprobs": (["--prompt-logprobs", "0"], 0),
+    "detokenize": (["--no-detokenize"], False),
+    "skip_special_tokens": (["--no-skip-special-tokens"], False),
+    "spaces_between_special_tokens": (["--no-spaces-between-special-tokens"], False),
+    "priority": (["--priority", "-1"], -1.0),
+    "timeout_s": (["--timeout-s", "1.5"], 1.5),
+    "cache_salt": (["--cache-salt", "s"], "s"),
+    "structured_outputs": (["--regex", "a+"], StructuredOutputsParams(regex="a+")),
+}
+
+
+def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(cli, "_start", lambda options: options)
-    monkeypatch.setattr(cli, "_stream", lambda options, prompt, given: seen.append((options, prompt, given)))
-    assert run("generate", "x", *flags)[0] == 0
-    assert seen == [({"model": "demo"}, "x", SamplingParams(**params))]
+    monkeypatch.setattr(common, "start", lambda options: options)
+    monkeypatch.setattr(generate, "_stream", lambda *given: seen.append(given))
+    monkeypatch.setattr(generate, "_check_shows_text", lambda _: None)
+    assert {*FLAGS, "logits_processors", "output_kind"} == {field.name for field in fields(SamplingParams)}
+    given = {name: value for name, (_, value) in FLAGS.items() if name not in ("stop", "detokenize")}
+    run("generate", "x", *(text for name in given for text in FLAGS[name][0]))
+    # Stop strings need text.
+    run("generate", "x", *FLAGS["stop"][0])
+    run("generate", "x", *FLAGS["detokenize"][0])
+    run("generate", "x")
+    wanted = [given, {"stop": ["a", "b,c"]}, {"detokenize": False}, {}]
+    assert seen == [({"model": "demo"}, "x", SamplingParams(**params)) for params in wanted]
+    # The other languages, as text or in a file.
+    schema, grammar = write(tmp_path / "s.json", {"type": "null"}), write(tmp_path / "g", 'root ::= "a"')
+    seen.clear()
+    flags = [
+        (["--json-schema", "{}"], {"json": "{}"}),
+        (["--json-schema", schema], {"json": schema.read_text()}),
+        (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
+        (["--grammar", 'root ::= "b"'], {"grammar": 'root ::= "b"'}),
+        (["--grammar", grammar], {"grammar": grammar.read_text()}),
+    ]
+    for argv, _ in flags:
+        run("generate", "x", *argv)
+    assert [params.structured_outputs for *_, params in seen] == [
+        StructuredOutputsParams(**language) for _, language in flags
+    ]
 
 
 def test_engine_flags_reach_the_engine(run, monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "_start", seen.append)
-    monkeypatch.setattr(cli, "_stream", lambda *_: 0)
+    monkeypatch.setattr(common, "start", seen.append)
+    monkeypatch.setattr(generate, "_stream", lambda *_: 0)
     options = {
         "model": "some/where",
         "tokenizer": "else/where",
@@ -224,18 +246,37 @@ def test_lines_carry_terms_and_several_samples(run, loaded, tmp_path):
     lines = [
         {"prompt": "a", "n": 2, "seed": 3, "priority": 1, "tenant": "x", "timeout_s": 60},
         {"prompt": "a", "cache_salt": "s"},
-        {"prompt": "a", "timeout_s": -1},
     ]
     file = write(tmp_path / "p.jsonl", *lines)
-    code, out, err = run("generate", "--prompts", file, "--max-tokens", "5")
-    assert code == 1
-    assert "1 of 3 prompts failed" in err
-    several, salted, refused = map(json.loads, out.splitlines())
+    code, out, _ = run("generate", "--prompts", file, "--max-tokens", "5")
+    assert code == 0
+    several, salted = map(json.loads, out.splitlines())
     samples = [expected(loaded, "a", seed=3, max_tokens=5, n=n) for n in (1, 2)]
     assert several["outputs"][0]["text"] == samples[0] == samples[1]
     assert len({sample["text"] for sample in several["outputs"]}) == 2
-    assert salted["cache_salt"] == "s"
-    assert refused["error"] == "timeout_s must be above 0, got -1"
+    assert salted["finish_reason"] in ("length", "stop")
+
+
+def test_lines_carry_every_sampling_parameter_that_json_can_say(tmp_path):
+    values = {name: value for name, (_, value) in FLAGS.items() if name != "detokenize"}
+    line = values | {"logit_bias": {"5": -100, "6": 1.5}, "structured_outputs": {"regex": "a+"}}
+    (job,) = read_jobs(write(tmp_path / "p.jsonl", {"prompt": "x", **line}), {"n": 9})
+    assert job.params == SamplingParams(**values)
+
+
+def test_log_probabilities_are_in_the_lines(run, loaded, tmp_path):
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "def f(x):", "logprobs": 2})
+    (result,) = map(json.loads, run("generate", "--prompts", prompts, *GREEDY)[1].splitlines())
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+    output = loaded.generate("def f(x):", params, use_tqdm=False)[0].outputs[0]
+    assert result["cumulative_logprob"] == output.cumulative_logprob
+    assert [place[0]["token_id"] for place in result["logprobs"]] == output.token_ids
+    for place, expected_place in zip(result["logprobs"], output.logprobs, strict=True):
+        assert {entry["token_id"]: entry["logprob"] for entry in place} == {
+            token_id: candidate.logprob for token_id, candidate in expected_place.items()
+        }
+        assert set(place[0]) == {"token_id", "token", "logprob", "rank"}
+        assert place[0]["rank"] == 1
 
 
 def test_several_samples_of_a_prompt_are_set_apart(run, loaded):
@@ -280,7 +321,20 @@ def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
         ('{"prompt_token_ids": "x"}', "prompt_token_ids must be a list of ints, got 'x'"),
         ('{"prompt": "x", "max_tokns": 1}', "did you mean 'max_tokens'"),
         ('{"prompt": "x", "temperature": NaN}', "temperature must be finite"),
+        ('{"prompt": "x", "timeout_s": -1}', "timeout_s must be above 0, got -1"),
         ("[" * 100_000, "recursion"),
+        ('{"prompt": "x", "output_kind": "delta"}', "output_kind cannot be given here: the"),
+        (
+            '{"prompt": "x", "logits_processors": []}',
+            "logits_processors cannot be given here",
+        ),
+        ('{"prompt": "x", "logit_bias": {"a": 1}}', "a token id in logit_bias must be an int, got 'a'"),
+        ('{"prompt": "x", "logit_bias": [1]}', "logit_bias must be a dict"),
+        (
+            '{"prompt": "x", "structured_outputs": "a"}',
+            "structured_outputs must be an object",
+        ),
+        ('{"prompt": "x", "structured_outputs": {"jsn": 1}}', "did you mean 'json'"),
     ],
     ids=lambda text: text[:30],
 )
@@ -318,12 +372,26 @@ def test_empty_file_gives_empty_output(run, tmp_path):
             ["generate", "x", "--max-tokens", "2", "--min-tokens", "3"],
             "min_tokens 3 is more than max_tokens 2",
         ),
-        (["generate", "x", "--stop", ""], "stop must be a non-empty string"),
+        (["generate", "x", "--stop", ""], "stop must be a list of non-empty strings, got ['']"),
         (["generate", "x", "--block-size", "12"], "block_size must be a power of two, got 12"),
         (["generate", "x", "--dtype", "int3"], "dtype must be one of auto, float32, float16, bfloat16"),
         (["generate", "x", "--prompts", "y"], "either a prompt or --prompts"),
         (["generate", "x", "--output", "y"], "--output takes the results of --prompts"),
         (["generate", "x", "--live"], "--live shows many requests at once"),
+        (
+            ["generate", "x", "--logprobs", "1"],
+            "--logprobs has no place in the text of one prompt",
+        ),
+        (["generate", "x", "--prompt-logprobs", "1"], "--prompt-logprobs has no place in the text"),
+        (["generate", "x", "--no-detokenize"], "--no-detokenize leaves nothing to show"),
+        (["generate", "x", "--logit-bias", "5"], "--logit-bias must be ID=BIAS such as 42=-100; got '5'"),
+        (["generate", "x", "--logit-bias", "-1=5"], "--logit-bias must be ID=BIAS"),
+        (["generate", "x", "--json-schema", "{"], "json must be a JSON schema: "),
+        (["generate", "x", "--json-schema", "missing.json"], "missing.json: No such file"),
+        (
+            ["generate", "x", "--regex", "a", "--choice", "a"],
+            "exactly one of json, regex",
+        ),
         (["generate", "--prompts", "y", "--live"], "give --output for the results"),
         (
             ["generate", "x", "--scheduling-policy", "sjf"],
@@ -378,7 +446,9 @@ def test_prompt_that_the_engine_refuses(run):
 
 
 def test_request_that_ends_in_an_error(run, loaded, monkeypatch, tmp_path):
-    monkeypatch.setattr(loaded.runner, "execute", lambda schedule: [None for _ in schedule.requests])
+    monkeypatch.setattr(
+        loaded.runner, "execute", lambda schedule: StepOutput([None for _ in schedule.requests])
+    )
     code, _, err = run("generate", "x")
     assert (code, err) == (1, "paged: the model's logits are not finite\n")
     code, out, _ = run("generate", "--prompts", write(tmp_path / "p.txt", "x"))

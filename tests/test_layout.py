@@ -25,6 +25,7 @@ LAYERS = [
     ["stats"],
     ["kernels"],
     ["kv_cache", "batch", "layers", "models", "sizes", "weights", "detokenizer", "tokenizer"],
+    ["template_worker", "chat_template"],
     ["logprobs", "structured_outputs", "token_history"],
     ["logits_edits"],
     ["devices", "reporter", "sampler", "model_runner"],
@@ -33,7 +34,8 @@ LAYERS = [
     ["prefix_store"],
     ["generation", "engine"],
     ["async_engine"],
-    ["jobs", "options", "live_view", "simulate", "cli", "__main__"],
+    ["jobs", "options", "live_view", "openai_protocol", "batch_file", "simulate", "commands"],
+    ["cli", "__main__"],
 ]
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
 STDLIB_ROWS = 7  # the first rows are pure Python

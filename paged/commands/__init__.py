@@ -1,0 +1,1 @@
+"""The commands of `paged`, one a module."""

@@ -1,0 +1,288 @@
+"""`paged chat`: a conversation in the terminal, or one that comes through a pipe, a line a turn."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import PagedError
+from ..options import with_options
+from ..sampling_params import SamplingParams
+from . import common
+from .common import CliError
+
+if TYPE_CHECKING:
+    from ..engine import LLMEngine
+    from ..request import CompletionOutput
+
+MARKER, CONTINUATION = ">>> ", "... "
+SYSTEM_HELP = "What the model is told before the first turn."
+TEMPLATE_KWARGS_HELP = 'More variables for the template as a JSON object, such as {"enable_thinking": false}.'
+HELP = """\
+/help           this
+/reset          forget the conversation, but not the system message
+/system TEXT    tell the model TEXT before the first turn; without TEXT, nothing
+/retry          another answer in place of the last one
+/save FILE      write the conversation to FILE as JSON
+/exit           leave, as Ctrl-D does
+A line that ends in \\ goes on in the next one; one that begins with // is a turn that begins with /.
+Ctrl-C stops an answer, a second one leaves."""
+
+
+@with_options(common.SAMPLING, common.ENGINE)
+def chat(
+    model: common.Model = "demo",
+    system: Annotated[str | None, typer.Option(help=SYSTEM_HELP)] = None,
+    chat_template: common.ChatTemplate = None,
+    chat_template_kwargs: Annotated[str | None, typer.Option(help=TEMPLATE_KWARGS_HELP)] = None,
+    json_schema: common.JsonSchema = None,
+    regex: common.Regex = None,
+    choice: common.Choice = None,
+    grammar: common.Grammar = None,
+    **options: Any,
+) -> int:
+    """Talk with a model. /help lists the commands of the conversation."""
+    structured = {"json_schema": json_schema, "regex": regex, "choice": choice, "grammar": grammar}
+    engine_options = common.engine_options(model, options)
+    params = SamplingParams(**common.sampling_options(options | structured))
+    _check_one_text(params)
+    template: dict[str, Any] = {
+        "chat_template": common.template_text(chat_template),
+        "chat_template_kwargs": _variables(chat_template_kwargs),
+    }
+    engine = common.start(engine_options)
+    engine.chat_templates.source(template["chat_template"])  # there is one
+    return Chat(engine, params, template, system).run()
+
+
+def _check_one_text(params: SamplingParams) -> None:
+    """What a turn shows is one text, and nothing else."""
+    if params.num_samples > 1:
+        raise CliError("--n and --best-of have no place in a chat, where a turn has one answer")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise CliError(f"--{name.replace('_', '-')} has no place in a chat, which shows text alone")
+    if not params.detokenize:
+        raise CliError("--no-detokenize leaves nothing to show of a chat")
+
+
+def _variables(text: str | None) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise CliError(f"--chat-template-kwargs must be JSON: {error}; got {text!r}") from error
+    if not isinstance(value, dict):
+        raise CliError(f"--chat-template-kwargs must be a JSON object, got {text!r}")
+    return value
+
+
+@dataclass(slots=True)
+class _Interrupts:
+    """How often Ctrl-C was pressed since the last line was typed."""
+
+    count: int = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Ctrl-C only counts; the second one ends the program, whatever it is doing."""
+
+        def count(_signal: int, _frame: FrameType | None) -> None:
+            self.count += 1
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        before = signal.signal(signal.SIGINT, count)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class Chat:
+    """A conversation, from turns on stdin.
+
+    template: chat_template and chat_template_kwargs, as `LLMEngine.chat` takes them.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, params: SamplingParams, template: Mapping[str, Any], system: str | None
+    ) -> None:
+        self._engine, self._params, self._template, self._system = engine, params, template, system
+        self._turns: list[dict[str, str]] = []
+        self._num_requests = self._num_retries = 0
+        self._interrupts = _Interrupts()
+        self._interactive = sys.stdin.isatty()
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: print(HELP),
+            "/reset": lambda _: self._turns.clear(),
+            "/system": self._tell_system,
+            "/retry": lambda _: self._retry(),
+            "/save": self._save,
+        }
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation so far."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return [*system, *self._turns]
+
+    def run(self) -> int:
+        """Answer until stdin ends, or somebody leaves. Returns the exit code."""
+        if self._interactive:
+            with suppress(ImportError):  # gives input() a history and keys to edit with
+                import readline  # noqa: F401
+            print("/help lists the commands; Ctrl-D leaves", file=sys.stderr)
+        while (line := self._read()) is not None:
+            try:
+                if not self._take(line):
+                    break
+            except (PagedError, OSError) as error:
+                # Through a pipe nobody sees that a turn is missing, and those behind it may depend on it.
+                if not self._interactive:
+                    raise
+                common.complain(str(error))
+        return 0
+
+    def _take(self, line: str) -> bool:
+        """Do what a line says. Returns whether there may be another one."""
+        command, _, argument = line.partition(" ")
+        if not line.strip():
+            return True
+        if line.startswith("/") and not line.startswith("//"):
+            if command in ("/exit", "/quit", "/bye"):
+                return False
+            if command not in self._commands:
+                raise CliError(f"there is no command {command!r}; /help lists them, // begins a turn with /")
+            self._commands[command](argument.strip())
+        else:
+            self._num_retries = 0
+            self._ask(line.removeprefix("/") if line.startswith("//") else line)
+        return True
+
+    # Reading
+
+    def _read(self) -> str | None:
+        """The next line, or None at the end."""
+        lines = [self._read_line(MARKER)]
+        while lines[-1] is not None and lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._read_line(CONTINUATION))
+        if lines[0] is None:
+            return None
+        return "\n".join(line for line in lines if line is not None)
+
+    def _read_line(self, marker: str) -> str | None:
+        if not self._interactive:
+            line = sys.stdin.readline()
+            return line.removesuffix("\n") if line else None
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            while True:
+                try:
+                    line = input(marker)
+                except EOFError:
+                    print()
+                    return None
+                except KeyboardInterrupt:
+                    print()
+                    self._interrupts.count += 1
+                    if self._interrupts.count > 1:
+                        return None
+                    print("Ctrl-C again, Ctrl-D or /exit leaves", file=sys.stderr)
+                else:
+                    self._interrupts.count = 0
+                    return line
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    # Commands
+
+    def _tell_system(self, text: str) -> None:
+        self._system = text or None
+
+    def _save(self, file: str) -> None:
+        if not file:
+            raise CliError("/save needs a file to write to")
+        text = json.dumps(self.messages, ensure_ascii=False, indent=2)
+        Path(file).expanduser().write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+
+    def _retry(self) -> None:
+        if not self._turns:
+            raise CliError("there is no answer yet to try again")
+        question, answer = self._turns[-2:]
+        del self._turns[-2:]
+        self._num_retries += 1
+        try:
+            self._ask(question["content"])
+        except PagedError:
+            self._turns += [question, answer]
+            raise
+
+    # Answers
+
+    def _ask(self, text: str) -> None:
+        """One turn and its answer; both are forgotten if there is none."""
+        self._turns.append({"role": "user", "content": text})
+        try:
+            answer = self._answer()
+        except BaseException:
+            del self._turns[-1]
+            raise
+        self._turns.append({"role": "assistant", "content": answer})
+
+    def _answer(self) -> str:
+        """Show the answer as it comes. Returns it, or as much as there was when Ctrl-C came."""
+        completion, shown = None, ""
+        with self._interrupts.counted() if self._interactive else nullcontext():
+            request_id = self._request()
+            while self._engine.has_unfinished_requests() and not self._interrupts.count:
+                for output in self._engine.step():
+                    completion = output.outputs[0]
+                    print(completion.text[len(shown) :], end="", flush=True)
+                    shown = completion.text
+            self._engine.abort_request(request_id)
+        print(flush=True)
+        if completion is not None:
+            self._say_why_it_ended(completion)
+        return shown
+
+    def _request(self) -> str:
+        """Ask for the next answer. Returns the id of the request."""
+        prompt = self._engine.chat_templates.render(self.messages, **self._template)
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        try:
+            self._engine.add_request(
+                request_id, {"prompt": prompt, "add_special_tokens": False}, self._turn_params()
+            )
+        except PagedError as error:
+            raise CliError(f"{error}; {self._way_out()}") from error
+        return request_id
+
+    def _turn_params(self) -> SamplingParams:
+        """A retry under the same seed would give the same answer."""
+        seed = self._params.seed
+        return replace(self._params, seed=seed + self._num_retries) if seed is not None else self._params
+
+    def _say_why_it_ended(self, completion: CompletionOutput) -> None:
+        most = self._params.max_tokens
+        if completion.finish_reason == "error":
+            raise CliError(str(completion.stop_reason))
+        if completion.finish_reason == "abort":
+            common.complain(str(completion.stop_reason))
+        elif completion.finish_reason == "length" and len(completion.token_ids) != most:
+            common.complain(f"the answer fills the context; {self._way_out()}")
+
+    def _way_out(self) -> str:
+        return (
+            f"the context has {self._engine.max_model_len} tokens: /reset forgets the conversation, "
+            "--max-model-len and --num-blocks may make it larger"
+        )

@@ -1,0 +1,120 @@
+"""What the commands share: their flags, how they start an engine, and how they say what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import EngineConfig
+from ..errors import PagedError
+from ..jobs import token_id_of
+from ..options import option
+from ..sampling_params import SamplingParams, StructuredOutputsParams
+from ..simulate.workload import read_shares
+
+if TYPE_CHECKING:
+    from ..engine import LLMEngine
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+# The fields of the API that are no flags of these commands, and why.
+NO_FLAGS = {
+    "structured_outputs": "its own fields are: --json-schema, --regex, --choice, --grammar",
+    "logits_processors": "they are Python functions",
+    "output_kind": "a command shows text as it comes, and results when they are whole",
+    "skip_tokenizer_init": "a command's prompts are text",
+}
+# Shown as the model's is by default; --seed is a request's.
+SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in NO_FLAGS])
+ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model", "seed")])
+
+Model = Annotated[str, option(EngineConfig, "model")]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(help="Make the output JSON that fits this schema: a file, or the schema itself."),
+]
+Regex = Annotated[str | None, option(StructuredOutputsParams, "regex")]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option(help="Make the output one of these strings. May be given several times."),
+]
+Grammar = Annotated[
+    str | None,
+    typer.Option(help="A context-free grammar in EBNF for the whole output: a file, or the grammar itself."),
+]
+TEMPLATE_HELP = """A Jinja template in place of the checkpoint's: a file, the template itself, the name of one
+of several that the checkpoint has, or plain, which writes roles as words (then with --stop User: perhaps)."""
+ChatTemplate = Annotated[str | None, typer.Option(help=TEMPLATE_HELP)]
+
+
+class CliError(PagedError):
+    """The command line, or a file that it names, is wrong."""
+
+
+def complain(message: str) -> None:
+    """Say on stderr, in one line, what is wrong."""
+    print("paged:", " ".join(message.split()), file=sys.stderr)
+
+
+def start(options: Mapping[str, Any]) -> LLMEngine:
+    """An engine with these options; says on stderr what it is."""
+    from ..engine import LLMEngine
+
+    engine = LLMEngine(**options)
+    print(engine.describe(), file=sys.stderr)
+    return engine
+
+
+def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of these options that were given."""
+    return {name: options[name] for name in names if options.get(name) not in (None, [], ())}
+
+
+def engine_options(model: str, options: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """What LLMEngine takes, checked. Raises ConfigError."""
+    result = {"model": model, **given(options, [*ENGINE[1], *more])}
+    if "tenant_weights" in result:
+        result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])
+    EngineConfig.from_kwargs(**result)
+    return result
+
+
+def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What SamplingParams takes. Raises RequestError, CliError or OSError."""
+    result = given(options, SAMPLING[1])
+    if "logit_bias" in result:
+        result["logit_bias"] = dict(map(_bias, result["logit_bias"]))
+    structured = {
+        "json": _text(options["json_schema"], is_file=lambda text: not text.lstrip().startswith("{")),
+        "regex": options["regex"],
+        "choice": options["choice"] or None,
+        "grammar": _text(options["grammar"], is_file=lambda text: Path(text).is_file()),
+    }
+    if any(value is not None for value in structured.values()):
+        result["structured_outputs"] = StructuredOutputsParams(**structured)
+    return result
+
+
+def template_text(value: str | None) -> str | None:
+    """What `LLMEngine.chat` takes as chat_template. Raises OSError if it is a file that cannot be read."""
+    # A name has neither a directory nor a suffix.
+    return _text(
+        value, is_file=lambda text: "{" not in text and (Path(text).exists() or "/" in text or "." in text)
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return token_id_of(token_id), float(bias)
+    except ValueError:
+        raise CliError(f"--logit-bias must be ID=BIAS such as 42=-100; got {text!r}") from None
+
+
+def _text(value: str | None, is_file: Callable[[str], bool]) -> str | None:
+    return Path(value).read_text(encoding="utf-8") if value is not None and is_file(value) else value

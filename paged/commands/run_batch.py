@@ -1,0 +1,159 @@
+"""`paged run-batch`: a file of OpenAI's batch format, from where an earlier run of it ended."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..batch_file import BatchOutput, Line, count_lines, read_lines
+from ..config import EngineConfig
+from ..errors import PagedError, RequestError
+from ..openai_protocol import BAD_REQUEST, NOT_FOUND, Call, error_body, failure_of
+from ..options import with_options
+from ..request import RequestOutput
+from ..request_factory import Prompt
+from . import common
+
+if TYPE_CHECKING:
+    from ..engine import LLMEngine
+
+INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
+/v1/chat/completions or /v1/completions."""
+OUTPUT_HELP = """Where results go, in the order in which they are done. Lines that have theirs here already
+are skipped, so that a run that was ended goes on when it is started again."""
+NAME_HELP = "What the bodies call the model, if not as --model does."
+
+
+@with_options(common.ENGINE, (EngineConfig, ["seed"]))
+def run_batch(
+    input_file: Annotated[Path, typer.Argument(help=INPUT_HELP)],
+    output_file: Annotated[Path, typer.Argument(help=OUTPUT_HELP)],
+    model: common.Model = "demo",
+    chat_template: common.ChatTemplate = None,
+    served_model_name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
+    **options: Any,
+) -> int:
+    """Answer all requests of a file in OpenAI's batch format."""
+    from tqdm import tqdm
+
+    engine_options = common.engine_options(model, options, "seed")
+    template = common.template_text(chat_template)
+    total = count_lines(input_file)
+    with BatchOutput(output_file, input_file) as output:
+        lines = read_lines(input_file, output.done)
+        num_done = len(output.done)
+        # The first line that is missing tells whether a model is needed at all.
+        first = next(lines, None)
+        if first is not None:
+            engine = common.start(engine_options)
+            with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:
+                run = _Run(engine, output, served_model_name or model, template, bar.update)
+                run.answer(first, lines)
+        num_failed = output.num_failed
+    if num_failed:
+        common.complain(f"{num_failed} of {total} lines failed; the error in their results says why")
+    return common.EXIT_FAILED if num_failed else 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A line that is being answered, and what there is of it."""
+
+    line: Line
+    call: Call
+    prompts: list[Prompt]
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def request_id(self, index: int) -> str:
+        # The same in every run: seeds derive from it.
+        return f"{self.line.identity}-{index}"
+
+
+class _Run:
+    """Answers lines with an engine, holding no more of them than keep it busy."""
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        output: BatchOutput,
+        model: str,
+        chat_template: str | None,
+        after_line: Callable[[], object],
+    ) -> None:
+        self._engine, self._output, self._after_line = engine, output, after_line
+        self._model, self._chat_template = model, chat_template
+        self._entries: dict[str, _Entry] = {}  # by identity
+        self._queue: deque[tuple[_Entry, int]] = deque()  # prompts that the engine has not got yet
+        config = engine.config
+        self._most_waiting = min(config.max_num_seqs, config.max_waiting or config.max_num_seqs)
+
+    def answer(self, first: Line, rest: Iterator[Line]) -> None:
+        """Write the results of all lines, each as soon as it is there."""
+        engine = self._engine
+        pending: Line | None = first
+        while pending is not None or self._queue or engine.has_unfinished_requests():
+            while engine.scheduler.num_waiting < self._most_waiting and (self._queue or pending is not None):
+                if self._queue:
+                    self._add(*self._queue.popleft())
+                elif pending is not None:
+                    self._open(pending)
+                    pending = next(rest, None)
+            for output in engine.step():
+                if output.finished:
+                    self._take(output)
+
+    def _open(self, line: Line) -> None:
+        """Queue the prompts of a line, or write what is wrong with it."""
+        try:
+            if isinstance(line.call, RequestError):
+                raise line.call
+            if line.call.model not in (None, self._model):
+                message = f"the model {line.call.model!r} is not here, this is {self._model!r}"
+                self._close(line, NOT_FOUND, error_body(NOT_FOUND, f"{message}; see --served-model-name"))
+                return
+            entry = _Entry(line, line.call, [*line.call.prompts(self._engine, self._chat_template)])
+        except PagedError as error:
+            self._refuse(line, error)
+            return
+        self._entries[line.identity] = entry
+        self._queue += ((entry, i) for i in range(len(entry.prompts)))
+
+    def _add(self, entry: _Entry, index: int) -> None:
+        if entry.line.identity not in self._entries:  # another of its prompts was refused
+            return
+        try:
+            self._engine.add_request(
+                entry.request_id(index), entry.prompts[index], entry.call.params, tenant=entry.call.tenant
+            )
+        except PagedError as error:
+            for earlier in range(index):
+                self._engine.abort_request(entry.request_id(earlier))
+            del self._entries[entry.line.identity]
+            self._refuse(entry.line, error)
+
+    def _take(self, output: RequestOutput) -> None:
+        identity, _, index = output.request_id.rpartition("-")
+        entry = self._entries[identity]
+        entry.outputs[int(index)] = output
+        if len(entry.outputs) < len(entry.prompts):
+            return
+        del self._entries[identity]
+        outputs = [entry.outputs[i] for i in range(len(entry.prompts))]
+        if failure := failure_of(outputs):
+            self._close(entry.line, failure[0], error_body(*failure))
+        else:
+            self._close(entry.line, 200, entry.call.body(outputs, identity, entry.created, self._model))
+
+    def _refuse(self, line: Line, error: PagedError) -> None:
+        self._close(line, BAD_REQUEST, error_body(BAD_REQUEST, str(error)))
+
+    def _close(self, line: Line, status: int, body: dict[str, Any]) -> None:
+        self._output.write(line, status, body)
+        self._after_line()
