@@ -1,10 +1,9 @@
 """paged: a paged-attention runtime for large language models, with kernels in Triton."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from .beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from .config import EngineConfig
-from .embedding import EmbeddingOutput, EmbeddingRequestOutput
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -18,11 +17,13 @@ from .errors import (
 )
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from .scoring import ScoreOutput
 
 if TYPE_CHECKING:
     from .async_engine import AsyncLLMEngine
+    from .beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .embedding import EmbeddingOutput, EmbeddingRequestOutput
     from .engine import LLMEngine
+    from .scoring import ScoreOutput
 
     LLM = LLMEngine
 
@@ -58,14 +59,21 @@ __all__ = [
 ]
 
 
+# Where the names are that bring torch, which takes seconds: `paged --help` and a typing error do without.
+_MODULES = {
+    "AsyncLLMEngine": "async_engine",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchSequence": "beam_search",
+    "EmbeddingOutput": "embedding",
+    "EmbeddingRequestOutput": "embedding",
+    "LLMEngine": "engine",
+    "ScoreOutput": "scoring",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # The engine brings torch, which takes seconds: `paged --help` and a typing error do without.
-    if name in ("LLM", "LLMEngine"):
-        from .engine import LLMEngine
-
-        return LLMEngine
-    if name == "AsyncLLMEngine":
-        from .async_engine import AsyncLLMEngine
-
-        return AsyncLLMEngine
+    found = "LLMEngine" if name == "LLM" else name
+    if found in _MODULES:
+        return getattr(importlib.import_module(f".{_MODULES[found]}", __name__), found)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar
 
 from .engine import LLMEngine
 from .errors import EngineDeadError, UsageError
-from .request import Outbox, RequestOutput
-from .request_factory import ParsedPrompt, Prompt
+from .request import Outbox, Prompt, RequestOutput
+from .request_factory import ParsedPrompt
 from .sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)

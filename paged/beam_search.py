@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
 from .errors import QueueFullError, RequestError, reject_unknown
-from .request import FinishReason, Request, RequestStatus
-from .request_factory import Prompt, RequestFactory
+from .request import FinishReason, Prompt, Request, RequestStatus
+from .request_factory import RequestFactory
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer

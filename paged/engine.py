@@ -28,8 +28,8 @@ from .errors import RequestError, UnknownArgumentError, UsageError
 from .generation import Rows, as_iterable, as_they_come, in_order, run_to_end
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
-from .request import Outbox, PromptReport, Request, RequestGroup, RequestOutput, RequestStatus
-from .request_factory import ParsedPrompt, Prompt, RequestFactory
+from .request import Outbox, Prompt, PromptReport, Request, RequestGroup, RequestOutput, RequestStatus
+from .request_factory import ParsedPrompt, RequestFactory
 from .sampling_params import SamplingParams
 from .scoring import ScoreOutput, score_output, score_reports
 from .stats import EngineStats

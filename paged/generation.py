@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from tqdm import tqdm
 
 from .errors import PagedError, RequestError
-from .request import Outbox, RequestGroup, RequestOutput
-from .request_factory import Prompt
+from .request import Outbox, Prompt, RequestGroup, RequestOutput
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import RequestError, reject_unknown
 from .jobs import SAMPLING_FIELDS, finite, sampling_from_json
-from .request import CompletionOutput, Logprob, RequestOutput
-from .request_factory import Prompt
+from .request import CompletionOutput, Logprob, Prompt, RequestOutput
 from .sampling_params import SamplingParams
 from .validation import check_bool, check_int
 

@@ -13,7 +13,7 @@ from typing import Any
 from .block_manager import BlockManager
 from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
-from .request import Grammar, PromptReport, Request, RequestGroup, RequestMetrics
+from .request import Grammar, Prompt, PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
 from .stop_strings import stop_strings
 from .structured_outputs import Grammars
@@ -22,9 +22,6 @@ from .tokenizer import Tokenizer
 from .validation import check_bool
 
 MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
-# Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted,
-# and "add_special_tokens": False for text that has its own, as a chat template's
-Prompt = str | Sequence[int] | Mapping[str, Any]
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
 
 

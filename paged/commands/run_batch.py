@@ -16,8 +16,7 @@ from ..config import EngineConfig
 from ..errors import PagedError, RequestError
 from ..openai_protocol import BAD_REQUEST, NOT_FOUND, Call, error_body, failure_of
 from ..options import with_options
-from ..request import RequestOutput
-from ..request_factory import Prompt
+from ..request import Prompt, RequestOutput
 from . import common
 
 if TYPE_CHECKING:
