@@ -68,10 +68,11 @@ def _triton_kernels() -> Kernels:
         ) from error
     from .copy_blocks import copy_blocks
     from .paged_attention import paged_attention
+    from .penalties import apply_penalties
     from .rms_norm import rms_norm
     from .rotary_store_kv import rotary_store_kv
+    from .sample_tokens import sample_tokens
     from .silu_and_mul import silu_and_mul
-    from .torch_sampling import apply_penalties, sample_tokens
 
     return Kernels(
         name="triton",

@@ -35,6 +35,14 @@ from .sizes import Sizes
 from .structured_outputs import masks_of
 from .weights import check_weights, load_weights, torch_dtype
 
+# With these, every kernel that sampling may need is launched.
+EVERY_WAY_TO_SAMPLE = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_n_sigma=1.0),
+)
+
 
 class ModelRunner:
     """Holds all device memory: the weights, and the KV cache sized from what they leave.
@@ -175,20 +183,20 @@ class ModelRunner:
         if kernels.name != "triton" or in_interpreter():
             return 0
         with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, listening(bar.update):
-            for most_new in (self.sizes.max_step_tokens, 1):  # a chunk of it, and a decode
-                self.execute(self._end_of_a_prompt(most_new))
+            self.execute(self._end_of_a_prompt(self.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))
+            for params in EVERY_WAY_TO_SAMPLE:
+                self.execute(self._end_of_a_prompt(1, params))
             if num_blocks > 1:
                 self.kv_cache.copy_blocks([(0, num_blocks - 1)], kernels)
             return int(bar.n)
 
-    def _end_of_a_prompt(self, most_new: int) -> Schedule:
+    def _end_of_a_prompt(self, most_new: int, params: SamplingParams) -> Schedule:
         """So many tokens at the end of a prompt, which is so long that a decode there is split."""
         blocks = self.sizes.new_block_manager(self.kv_cache.num_blocks)
         length = blocks.longest_fit(min(2 * SPLIT, max(1, self.sizes.max_model_len - 1)))
         if not length:
             return Schedule()  # a pool that holds no request at all
         num_new = min(length, most_new)
-        params = SamplingParams(temperature=0.0)
         request = Request("", None, [0] * length, params, length + 1, frozenset(), 0)
         request.num_computed_tokens = length - num_new
         request.blocks = blocks.open(request.token_ids)

@@ -9,6 +9,7 @@ on a target; figures() reads registers, spills, shared memory and instruction co
 """
 
 import collections
+import dataclasses
 import functools
 import json
 import os
@@ -414,6 +415,14 @@ def count_variants(target: str) -> dict[str, int]:
     return {name: len(hashes) for name, hashes in binaries.items()}
 
 
+WAYS_TO_SAMPLE = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_k=5, frequency_penalty=0.5),
+    SamplingParams(min_p=0.1, top_n_sigma=2.0, logprobs=2),
+)
+
+
 def warm_up(target: str) -> dict[str, Any]:
     """Which kernels an engine's warm-up compiles, and which a day's batches add to them."""
     config = EngineConfig(model="demo", device="cpu", dtype="bfloat16", num_blocks=200)
@@ -426,7 +435,7 @@ def warm_up(target: str) -> dict[str, Any]:
         manager = runner.sizes.new_block_manager(200)
         scheduler = runner.sizes.new_scheduler(manager)
         for i, prompt_len in enumerate([1, 2, 3, 700, 17, 640]):
-            params = SamplingParams(temperature=0.0, max_tokens=3)
+            params = dataclasses.replace(WAYS_TO_SAMPLE[i % len(WAYS_TO_SAMPLE)], max_tokens=3)
             request = Request(str(i), None, [i] * prompt_len, params, prompt_len + 3, frozenset(), 0)
             scheduler.add(request)
             for _ in range(2):

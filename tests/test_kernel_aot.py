@@ -122,4 +122,4 @@ def test_warm_up_compiles_all_that_batches_need(compiled, target):
     warm_up = compiled[target]["warm_up"]
     assert warm_up["later"] == []
     # What is compiled already in this process is not compiled again.
-    assert 1 <= warm_up["num_compiled"] <= warm_up["ready"] == 9, warm_up
+    assert 1 <= warm_up["num_compiled"] <= warm_up["ready"] == 18, warm_up

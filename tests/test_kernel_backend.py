@@ -10,7 +10,15 @@ import pytest
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
 
-OPERATIONS = ("rms_norm", "rotary_store_kv", "silu_and_mul", "copy_blocks", "paged_attention")
+OPERATIONS = (
+    "rms_norm",
+    "rotary_store_kv",
+    "silu_and_mul",
+    "copy_blocks",
+    "paged_attention",
+    "apply_penalties",
+    "sample_tokens",
+)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
