@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .splitmix import mixed, splitmix64, uniforms
+
 # A row is looked at as the columns of a matrix this high: sums and maxima of these are vectorised.
 HEIGHT = 32
 CHUNK = 2**18  # numbers that are worked on at once: new memory for more than a cache holds costs page faults
@@ -287,7 +289,7 @@ def _draw_from_all(logits: Tensor, filters: _Filters) -> Tensor:  # f32[n, vocab
             rows[outside],
             weights[outside],
             limit[outside],
-            _splitmix64(bits[outside]),
+            splitmix64(bits[outside]),
         )
         latest, _ = _draw(weights, bits)
         tokens[rows] = latest
@@ -370,34 +372,8 @@ def _columns(x: Tensor, reduction: str) -> Tensor:  # [n, vocab_size] -> [n, wid
     return reduced
 
 
-def uniforms(bits: Tensor) -> Tensor:  # i64[n] -> f64[n]
-    """A number in [0, 1) of 53 random bits for each."""
-    return _shift(bits, 11).double() * 2.0**-53
-
-
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Some rows of each at a time, of the first as many as stay in a cache."""
     first = tensors[0]
     num_rows = max(1, CHUNK // first.shape[1]) if first.device.type == "cpu" else max(1, first.shape[0])
     return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
-
-
-def mixed(seeds: Tensor, positions: Tensor) -> Tensor:  # i64[n] -> i64[n]
-    """Random bits for each (seed, position), by two rounds of SplitMix64 (Steele et al., 2014)."""
-    return _splitmix64(_splitmix64(seeds) ^ positions)
-
-
-def _splitmix64(x: Tensor) -> Tensor:
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """x >> by of an unsigned number."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number

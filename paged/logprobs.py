@@ -67,13 +67,14 @@ def _top(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
 def _ranks(logprobs: Tensor, own: Tensor, top_values: Tensor) -> list[int]:
     """How many are more likely, and one: counted among the top where the token is one of them."""
     ranks = 1 + (top_values > own).sum(-1)
-    for row in (ranks > top_values.shape[1]).nonzero()[:, 0].tolist():
-        ranks[row] = 1 + _num_above(logprobs[row], own[row])
-    return ranks.tolist()
-
-
-def _num_above(numbers: Tensor, bound: Tensor) -> int:
-    if numbers.device.type != "cpu":
-        return int((numbers > bound).sum())
-    # numpy counts bools several times as fast as torch.
-    return int(np.count_nonzero(numbers.numpy() > bound.numpy()))
+    beyond = (ranks > top_values.shape[1]).nonzero()[:, 0].tolist()
+    if not beyond:
+        return ranks.tolist()
+    if logprobs.device.type != "cpu":
+        ranks[beyond] = 1 + (logprobs[beyond] > own[beyond]).sum(-1)
+        return ranks.tolist()
+    # numpy counts bools several times as fast as torch, a row at a time without copies.
+    array, bounds, counted = logprobs.numpy(), own.numpy(), ranks.tolist()
+    for row in beyond:
+        counted[row] = 1 + int(np.count_nonzero(array[row] > bounds[row]))
+    return counted

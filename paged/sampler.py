@@ -58,7 +58,7 @@ class Sampler:
 
     def _sample(self, logits: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None) -> StepOutput:
         logprobs = batch.raw_logprobs(logits)
-        highest = [logits.amax(-1)]
+        highest = [batch.raw_highest(logits, logprobs)]
         errors: dict[int, str] = {}
         if grammar_masks is not None:
             grammar_masks.apply(logits)
@@ -107,6 +107,13 @@ class _Batch:
         if self._logprobs is None:
             self._logprobs = torch.empty_like(rows)
         return torch.log_softmax(rows, -1, out=self._logprobs)
+
+    def raw_highest(self, logits: Tensor, logprobs: Tensor | None) -> Tensor:
+        """Something of each row that is finite where its highest logit is: f32[num_rows]."""
+        if logprobs is None or len(logprobs) < len(logits):
+            return logits.amax(-1)
+        # A row without a finite maximum is NaN all over once its sum is taken off: no need to read all of it.
+        return logprobs[:, 0].nan_to_num(nan=math.nan, neginf=0.0)
 
     def draw(self, logits: Tensor) -> Tensor:
         """A token of each row: i64[num_rows]. The logits are destroyed."""

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from paged.kernels import torch_sampling
-from paged.kernels.torch_sampling import mixed, sample_tokens, top_candidates, uniforms
+from paged.kernels.splitmix import mixed, splitmix64, uniforms
+from paged.kernels.torch_sampling import sample_tokens, top_candidates
 
 VOCAB_SIZE = 29
 DTYPES = {"top_k": torch.int32}
@@ -209,4 +210,4 @@ def test_random_numbers_are_uniform_and_independent_along_seeds_and_positions():
     for shifted in (np.roll(grid, 1, 0), np.roll(grid, 1, 1), grid.T):
         assert abs(np.corrcoef(grid.ravel(), shifted.ravel())[0, 1]) < 0.05
     # As the authors' C code gives it for the first output of seed 1234567.
-    assert torch_sampling._splitmix64(torch.tensor([1234567])).item() == 6457827717110365317
+    assert splitmix64(torch.tensor([1234567])).item() == 6457827717110365317
