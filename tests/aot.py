@@ -419,7 +419,7 @@ WAYS_TO_SAMPLE = (
     SamplingParams(temperature=0.0),
     SamplingParams(),
     SamplingParams(top_k=5, frequency_penalty=0.5),
-    SamplingParams(min_p=0.1, top_n_sigma=2.0, logprobs=2),
+    SamplingParams(min_p=0.1, top_n_sigma=2.0),
 )
 
 
