@@ -99,7 +99,10 @@ def outcome_of(output: RequestOutput) -> dict[str, Any]:
         if completion.finish_reason == "error":
             return {"error": str(completion.stop_reason)}
     samples = [_sample(completion) for completion in output.outputs]
-    return samples[0] if len(samples) == 1 else {"outputs": samples}
+    outcome: dict[str, Any] = samples[0] if len(samples) == 1 else {"outputs": samples}
+    if output.prompt_logprobs is not None:
+        outcome["prompt_logprobs"] = [place and _place(place) for place in output.prompt_logprobs]
+    return outcome
 
 
 def _sample(completion: CompletionOutput) -> dict[str, Any]:

@@ -265,12 +265,14 @@ def test_lines_carry_every_sampling_parameter_that_json_can_say(tmp_path):
 
 
 def test_log_probabilities_are_in_the_lines(run, loaded, tmp_path):
-    prompts = write(tmp_path / "p.jsonl", {"prompt": "def f(x):", "logprobs": 2})
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "def f(x):", "logprobs": 2, "prompt_logprobs": 0})
     (result,) = map(json.loads, run("generate", "--prompts", prompts, *GREEDY)[1].splitlines())
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
     output = loaded.generate("def f(x):", params, use_tqdm=False)[0].outputs[0]
     assert result["cumulative_logprob"] == output.cumulative_logprob
     assert [place[0]["token_id"] for place in result["logprobs"]] == output.token_ids
+    of_prompt = [place and place[0]["token_id"] for place in result["prompt_logprobs"]]
+    assert of_prompt == [None, *loaded.tokenizer.encode("def f(x):")[1:]]
     for place, expected_place in zip(result["logprobs"], output.logprobs, strict=True):
         assert {entry["token_id"]: entry["logprob"] for entry in place} == {
             token_id: candidate.logprob for token_id, candidate in expected_place.items()
