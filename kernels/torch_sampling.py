@@ -276,6 +276,8 @@ def _draw_from_all(logits: Tensor, filters: _Filters) -> Tensor:  # f32[n, vocab
     if top_p is None:
         return tokens
     limit = total * top_p.double().clamp_(min=SMALLEST)
+    # Without the lightest tokens, a sum of float32 may still be the whole: they are possible all the same.
+    limit.masked_fill_(top_p >= 1.0, torch.inf)
     rows, latest = torch.arange(len(tokens), device=tokens.device), tokens
     while True:
         own = weights.gather(1, latest[:, None])

@@ -163,7 +163,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     async def _begin(self) -> _Mailbox:
         core, order = self._core, self._order
         core.check()
-        if order.size <= MOST_AT_ONCE:
+        if order.is_short:
             prompt = core.prepare(order)
         else:
             prompt = await asyncio.to_thread(core.prepare, order)
@@ -191,11 +191,14 @@ class _Order:
     timeout_s: float | None
 
     @property
-    def size(self) -> int:
-        """How much there is to check and encode, in characters or tokens."""
-        parts = self.prompt.values() if isinstance(self.prompt, Mapping) else [self.prompt]
-        stops = self.params.stop if isinstance(self.params, SamplingParams) else ()
-        return sum(len(part) for part in (*parts, *stops) if isinstance(part, Sized))
+    def is_short(self) -> bool:
+        """Whether so little is to be checked, encoded and compiled that it holds up no event loop."""
+        parts: list[Any] = [*self.prompt.values()] if isinstance(self.prompt, Mapping) else [self.prompt]
+        if isinstance(params := self.params, SamplingParams):
+            if params.structured_outputs is not None or params.dry_multiplier:
+                return False
+            parts += (*params.stop, *params.bad_words)
+        return sum(len(part) for part in parts if isinstance(part, Sized)) <= MOST_AT_ONCE
 
 
 class _Mailbox(Outbox):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from .errors import RequestError, reject_unknown
-from .jobs import check_writable
+from .jobs import check_writable, parse_json
 from .openai_protocol import Call, parse_call
 
 PREFIX = b'{"id": "batch_req_'
@@ -87,7 +87,12 @@ class IdentitySet:
 
 
 def count_lines(file: Path) -> int:
-    """How many lines there are that are not blank."""
+    """How many lines there are that are not blank.
+
+    Raises RequestError if the file is a pipe, of which nothing is left for `read_lines`.
+    """
+    if file.is_fifo() or file.is_char_device():
+        raise RequestError(f"{file}: not a file that can be read twice; write what comes from it to a file")
     with file.open("rb") as lines:
         return sum(not line.isspace() for line in lines)
 
@@ -101,7 +106,7 @@ def read_lines(file: Path, done: IdentitySet) -> Iterator[Line]:
                 continue
             custom_id, value = None, None
             try:
-                value = json.loads(raw.decode("utf-8-sig"))
+                value = parse_json(raw.decode("utf-8-sig"))
                 custom_id = _custom_id(value)
                 identity = _identity("custom_id", custom_id)
                 if not seen.add(identity):
@@ -149,11 +154,14 @@ class BatchOutput:
     done: identities of the lines that have a result.
     num_failed: how many of these are errors.
 
-    Raises RequestError naming the file if it holds anything else, or another process is writing it.
+    Raises RequestError naming the file if it is a pipe or a device, holds anything else, or another process
+    is writing it.
     """
 
     def __init__(self, path: Path, source: Path) -> None:
         check_writable(path, source)
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path}: not a file that results stay in; name one")
         self.path = path
         self.done = IdentitySet()
         self.num_failed = 0

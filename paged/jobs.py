@@ -86,6 +86,20 @@ def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def parse_json(text: str) -> Any:
+    """The value that this is. Raises RequestError if a name is there twice, of which one would be ignored."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise RequestError(f"{twice!r} is given twice in one object; give it once")
+    return value
+
+
 def token_id_of(text: str) -> int:
     """A token id of a logit_bias, from its text. Raises RequestError."""
     if not (text.isascii() and text.isdigit()):
@@ -137,7 +151,7 @@ def _parse_text(line: str, sampling: dict[str, Any]) -> Job:
 
 
 def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
-    value = json.loads(line)
+    value = parse_json(line)
     if not isinstance(value, dict):
         raise RequestError('a line must be an object such as {"prompt": "..."}')
     prompt = {key: value.pop(key) for key in ("prompt", "prompt_token_ids") if key in value}

@@ -177,9 +177,9 @@ ENDPOINTS: dict[str, Callable[[Mapping[str, Any]], Call]] = {
 }
 
 
-def parse_call(url: str, body: Any) -> Call:
+def parse_call(url: Any, body: Any) -> Call:
     """The call that a body at this path makes. Raises RequestError or UnknownArgumentError."""
-    if url not in ENDPOINTS:
+    if not isinstance(url, str) or url not in ENDPOINTS:
         raise RequestError(f"url {url!r} is not supported; it is one of {', '.join(ENDPOINTS)}")
     if not isinstance(body, Mapping):
         raise RequestError(f"body must be an object, got {body!r}")

@@ -88,7 +88,11 @@ class RequestFactory:
     def prepare(self, prompt: Prompt, params: SamplingParams) -> ParsedPrompt:
         """Do, on any thread, all of `new_group` that may take long. Raises RequestError like that."""
         self._check_params(params)
+        # Kept, for `new_group` to find.
         stop_strings(tuple(params.stop))
+        self._token_rules(params)
+        if params.structured_outputs is not None:
+            self.grammars.start(params.structured_outputs)
         return self.parse(prompt, params.cache_salt)
 
     def new_fork(

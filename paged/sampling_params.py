@@ -91,7 +91,7 @@ class SamplingParams:
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
     typical_p: keep the smallest set of the tokens whose surprise is nearest to the entropy that holds this
-        probability (Meister et al., 2022); 1 keeps all.
+        probability (Meister et al., 2022), and always the most likely one; 1 keeps all.
     top_n_sigma: keep tokens whose logit is within this many standard deviations of the highest one (Tang et
         al., 2024); 0 keeps all.
     seed: the same seed gives the same tokens whatever the request is batched with; None derives one
@@ -108,7 +108,8 @@ class SamplingParams:
     dry_penalty_last_n: of how many last tokens repetitions are looked for; -1 looks at all, 0 at none.
     logit_bias: numbers from -100 to 100 added to the logits of token ids.
     allowed_token_ids: token ids that may be generated; None allows all.
-    bad_words: texts that are never completed.
+    bad_words: texts whose tokens, as the tokenizer spells them at the beginning of a text and behind a space,
+        are never completed in the output; other tokens may still make the same text.
     min_tokens: no EOS, stop_token_ids or stop string ends the output before this many tokens.
     max_tokens: most tokens to generate; None goes on until EOS, a stop or the end of the context.
     stop: strings that end the output, which stops before them; the first that is complete counts and, of

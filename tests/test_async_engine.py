@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from paged import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
     UsageError,
 )
 
@@ -338,12 +340,12 @@ def test_long_prompt_is_encoded_beside_the_event_loop():
     encode, entered, go_on = sync.tokenizer.encode, threading.Event(), threading.Event()
     threads = []
 
-    def held(text: str) -> list[int]:
+    def held(text: str, **options: bool) -> list[int]:
         threads.append(threading.current_thread())
         if len(text) > 1000:
             entered.set()
             assert go_on.wait(60)
-        return encode(text)
+        return encode(text, **options)
 
     async def main() -> None:
         async with AsyncLLMEngine.from_engine(sync) as engine:
@@ -357,6 +359,41 @@ def test_long_prompt_is_encoded_beside_the_event_loop():
             with pytest.raises(RequestError, match="tokens, more than max_model_len 2048"):
                 await long
         assert threads[0] not in (threading.main_thread(), engine._core._thread)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("function", "fields"),
+    [
+        (
+            "structured_outputs._compile",
+            {"structured_outputs": StructuredOutputsParams(regex="compiled|once")},
+        ),
+        ("token_rules._breakers", {"dry_multiplier": 1.0, "dry_sequence_breakers": ["looked", "for"]}),
+        ("token_rules._spellings", {"bad_words": [f"word {i}" for i in range(200)]}),
+    ],
+)
+def test_what_takes_long_to_compile_holds_up_neither_loop_nor_engine(monkeypatch, function, fields):
+    module, name = function.split(".")
+    module = importlib.import_module(f"paged.{module}")
+    sync = new_engine("demo", skip_tokenizer_init=False, num_blocks=32)
+    real, entered, go_on = getattr(module, name), threading.Event(), threading.Event()
+
+    def held(*args):
+        entered.set()
+        assert go_on.wait(60)
+        return real(*args)
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine(sync) as engine:
+            monkeypatch.setattr(module, name, held)
+            slow = asyncio.create_task(read(engine.generate("x", SamplingParams(max_tokens=2, **fields))))
+            while not entered.is_set():
+                await asyncio.sleep(0)
+            await asyncio.wait_for(read(engine.generate("x", GREEDY)), 30)
+            go_on.set()
+            await slow
 
     run(main())
 

@@ -147,6 +147,10 @@ def test_a_context_that_is_full_is_said(run):
     assert cut.startswith(f"paged: the answer fills the context; {way_out}")
     assert "more than max_model_len 60; " + way_out in refused
     assert run(*argv, stdin="a\nb\n")[0] == 2
+    # What has nothing to do with the context has no such way out.
+    code, _, err = run(*argv, "--stop-token-ids", "9999", stdin="a\n")
+    assert code == 2
+    assert err.splitlines()[-1] == "paged: stop_token_ids[0] is 9999; the vocabulary is 0 to 4095"
 
 
 def test_an_interrupt_ends_the_answer_and_not_the_chat(run, loaded, monkeypatch):

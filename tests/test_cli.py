@@ -17,6 +17,7 @@ from paged.jobs import read_jobs
 from paged.schedule import StepOutput
 
 SMALL = ("--num-blocks", "64", "--device", "cpu")
+LONG_GRAMMAR = f'root ::= "{"b" * 300}"'  # longer than a file's name may be
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 
 
@@ -163,6 +164,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
         (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
         (["--grammar", 'root ::= "b"'], {"grammar": 'root ::= "b"'}),
         (["--grammar", grammar], {"grammar": grammar.read_text()}),
+        (["--grammar", LONG_GRAMMAR], {"grammar": LONG_GRAMMAR}),
     ]
     for argv, _ in flags:
         run("generate", "x", *argv)
@@ -390,6 +392,7 @@ def test_empty_file_gives_empty_output(run, tmp_path):
         (["generate", "x", "--logit-bias", "-1=5"], "--logit-bias must be ID=BIAS"),
         (["generate", "x", "--json-schema", "{"], "json must be a JSON schema: "),
         (["generate", "x", "--json-schema", "missing.json"], "missing.json: No such file"),
+        (["generate", "x", "--json-schema", ""], "json must be a JSON schema: "),
         (
             ["generate", "x", "--regex", "a", "--choice", "a"],
             "exactly one of json, regex",

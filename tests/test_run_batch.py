@@ -159,13 +159,15 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
         ),
         "streamed": (line("streamed", prompt="x", stream=True), "stream must be false"),
         "surrogate": (line("surrogate", prompt="\ud800"), "not valid Unicode"),
+        "url": ({**line("url"), "url": [CHAT]}, "url ['/v1/chat/completions'] is not supported"),
     }
     others = [
         ('{"custom_id": ', "Expecting value"),
         ("[1]", "a line must be an object such as"),
         ({"custom_id": ""}, "custom_id must be a non-empty string, got ''"),
-        ("\udcff", "line 21: 'utf-8' codec can't decode"),
+        ("\udcff", "line 22: 'utf-8' codec can't decode"),
         ("[" * 100_000, "recursion"),
+        ('{"custom_id": "a", "body": {"n": 1, "n": 2}}', "'n' is given twice in one object; give it once"),
     ]
     good = [line("good", prompt="x", max_tokens=2), line("also", prompt="y", max_tokens=2)]
     twice = line("good", prompt="z")
@@ -312,6 +314,10 @@ def test_nothing_else_is_written_over(run, tmp_path):
         "run-batch", source, tmp_path / "out", "--chat-template", "missing.jinja"
     )
     assert "block_size must be" in run.refused("run-batch", source, tmp_path / "out", "--block-size", "3")
+    assert "/dev/null: not a file that results stay in" in run.refused("run-batch", source, "/dev/null")
+    assert "/dev/null: not a file that can be read twice" in run.refused(
+        "run-batch", "/dev/null", tmp_path / "out"
+    )
     with (tmp_path / "out").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "another process is writing this file" in run.refused("run-batch", source, tmp_path / "out")

@@ -125,6 +125,19 @@ def test_tail_of_two_to_the_minus_30_has_its_share_of_the_random_numbers(other, 
     assert tokens.tolist() == expected
 
 
+def test_top_p_of_1_keeps_the_lightest_tokens_whoever_else_uses_it(monkeypatch):
+    # So light that the sum of float32 is the same without them; just below the end of the first column.
+    row = torch.full((1, 64), -22.0).index_fill_(1, torch.tensor([0, 1]), 0.0)
+    monkeypatch.setattr(torch_sampling, "HEIGHT", 32)
+    for bits in (30, 36, 44):
+        number = torch.tensor([int((0.5 - 2.0**-bits) * 2**53) << 11])
+        monkeypatch.setattr(torch_sampling, "mixed", lambda _seeds, _positions, number=number: number)
+        zero = torch.zeros(1, dtype=torch.int64)
+        alone, among_others = (draw(row, zero, zero, **filters) for filters in ({}, {"top_p": [1.0]}))
+        assert alone > 1
+        assert torch.equal(among_others, alone)
+
+
 def test_ties_stay_together():
     n = 600
     seeds, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)

@@ -264,7 +264,10 @@ class Chat:
                 request_id, {"prompt": prompt, "add_special_tokens": False}, self._turn_params()
             )
         except PagedError as error:
-            raise CliError(f"{error}; {self._way_out()}") from error
+            # Whatever else is wrong, a shorter conversation does not help.
+            if "max_model_len" in str(error) or "KV cache" in str(error):
+                raise CliError(f"{error}; {self._way_out()}") from error
+            raise
         return request_id
 
     def _turn_params(self) -> SamplingParams:

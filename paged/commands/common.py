@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -93,7 +94,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
         "json": _text(options["json_schema"], is_file=lambda text: not text.lstrip().startswith("{")),
         "regex": options["regex"],
         "choice": options["choice"] or None,
-        "grammar": _text(options["grammar"], is_file=lambda text: Path(text).is_file()),
+        "grammar": _text(options["grammar"], is_file=_names_a_file),
     }
     if any(value is not None for value in structured.values()):
         result["structured_outputs"] = StructuredOutputsParams(**structured)
@@ -104,7 +105,7 @@ def template_text(value: str | None) -> str | None:
     """What `LLMEngine.chat` takes as chat_template. Raises OSError if it is a file that cannot be read."""
     # A name has neither a directory nor a suffix.
     return _text(
-        value, is_file=lambda text: "{" not in text and (Path(text).exists() or "/" in text or "." in text)
+        value, is_file=lambda text: "{" not in text and (_names_a_file(text) or "/" in text or "." in text)
     )
 
 
@@ -117,4 +118,9 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _text(value: str | None, is_file: Callable[[str], bool]) -> str | None:
-    return Path(value).read_text(encoding="utf-8") if value is not None and is_file(value) else value
+    return Path(value).read_text(encoding="utf-8") if value and is_file(value) else value
+
+
+def _names_a_file(text: str) -> bool:
+    # As os.path has it: what is too long for a name is none, where pathlib raises.
+    return os.path.isfile(text)
