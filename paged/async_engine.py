@@ -163,7 +163,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
     async def _begin(self) -> _Mailbox:
         core, order = self._core, self._order
         core.check()
-        if order.size <= MOST_AT_ONCE:
+        if order.size <= MOST_AT_ONCE and not order.needs_tables:
             prompt = core.prepare(order)
         else:
             prompt = await asyncio.to_thread(core.prepare, order)
@@ -196,6 +196,14 @@ class _Order:
         parts = self.prompt.values() if isinstance(self.prompt, Mapping) else [self.prompt]
         stops = self.params.stop if isinstance(self.params, SamplingParams) else ()
         return sum(len(part) for part in (*parts, *stops) if isinstance(part, Sized))
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether there may be a grammar to compile, or the vocabulary to look through."""
+        params = self.params
+        return isinstance(params, SamplingParams) and bool(
+            params.structured_outputs or params.bad_words or params.dry_multiplier
+        )
 
 
 class _Mailbox(Outbox):
@@ -339,6 +347,9 @@ class _Core:
                     future.set_result(function(self.engine))
                 except Exception as error:  # the caller's, as far as one can know
                     future.set_exception(error)
+                except BaseException as error:
+                    future.set_exception(_stopped_by(error))
+                    raise
         self._notify()
 
     def _step(self) -> None:
@@ -363,10 +374,7 @@ class _Core:
         if cause is None:
             self.dead = EngineDeadError("the engine was shut down")
         else:
-            self.dead = EngineDeadError(
-                f"the engine has stopped: {type(cause).__name__}: {cause}; make a new one"
-            )
-            self.dead.__cause__ = cause
+            self.dead = _stopped_by(cause)
         self._refuse_calls()
         groups = [*self.engine._groups.values()]
         for group in groups:
@@ -390,6 +398,12 @@ class _Core:
 def _wake(mailboxes: list[_Mailbox]) -> None:
     for mailbox in mailboxes:
         mailbox.wake()
+
+
+def _stopped_by(cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(f"the engine has stopped: {type(cause).__name__}: {cause}; make a new one")
+    error.__cause__ = cause
+    return error
 
 
 def _again(error: EngineDeadError) -> EngineDeadError:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from paged import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
     UsageError,
 )
 
@@ -233,6 +235,17 @@ def test_step_that_raises_reaches_everybody(sync, num_steps):
     assert_all_free(sync)
 
 
+def test_call_that_ends_the_thread_is_answered(sync):
+    async def main() -> None:
+        engine = AsyncLLMEngine.from_engine(sync)
+        with pytest.raises(EngineDeadError, match="SystemExit: 3; make a new one"):
+            await engine.call(lambda _: sys.exit(3))
+        with pytest.raises(EngineDeadError, match="SystemExit"):
+            await read(engine.generate(PROMPTS[0]))
+
+    run(main())
+
+
 def test_shutdown_ends_readers_and_gives_the_engine_back(engine, sync):
     async def main() -> None:
         stream = engine.generate(PROMPTS[0], LONG)
@@ -357,6 +370,36 @@ def test_long_prompt_is_encoded_beside_the_event_loop():
             with pytest.raises(RequestError, match="tokens, more than max_model_len 2048"):
                 await long
         assert threads[0] not in (threading.main_thread(), engine._core._thread)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "params"),
+    [
+        ("grammars", "start", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))),
+        ("factory", "_token_rules", SamplingParams(dry_multiplier=0.5)),
+        ("factory", "_token_rules", SamplingParams(bad_words=["a"])),
+    ],
+    ids=["grammar", "breakers", "bad_words"],
+)
+def test_what_takes_long_to_make_is_made_beside_the_event_loop_and_the_engine(
+    monkeypatch, owner, name, params
+):
+    sync, threads = new_engine("demo", skip_tokenizer_init=False, num_blocks=32), []
+    owner = sync._factory.grammars if owner == "grammars" else sync._factory
+    make = getattr(owner, name)
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return make(*args)
+
+    monkeypatch.setattr(owner, name, noted)
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine(sync) as engine:
+            await read(engine.generate("x", replace(params, max_tokens=2)))
+            assert threads[0] not in (threading.main_thread(), engine._core._thread)
 
     run(main())
 
