@@ -182,6 +182,7 @@ class RequestFactory:
         wholes = []
         for i, continuation in enumerate(continuations):
             name = f"continuations[{i}]"
+            self._check_sequence(name, continuation)
             _, token_ids = self._encode(continuation, name, add_special_tokens=False)
             if not token_ids:
                 raise RequestError(f"{name} is empty; it must have at least one token")
@@ -225,10 +226,11 @@ class RequestFactory:
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
+        self._check_sequence("the prompt", prompt)
         text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
-        self._check_length("the prompt", len(token_ids))  # before millions of tokens are looked at
+        self._check_length("the prompt", len(token_ids))
         self._check_vocabulary("prompt_token_ids", token_ids)
         token_ids = [int(token_id) for token_id in token_ids]
         return ParsedPrompt(text, token_ids, self._namespace(salt, len(token_ids)))
@@ -329,6 +331,11 @@ class RequestFactory:
                 raise RequestError(f"{name}[{i}] must be an int, got {token_id!r}")
             if not 0 <= token_id < vocab_size:
                 raise RequestError(f"{name}[{i}] is {token_id}; the vocabulary is 0 to {vocab_size - 1}")
+
+    def _check_sequence(self, name: str, token_ids: Any) -> None:
+        """Refuse millions of tokens, or a range of more than memory holds, before they are looked at."""
+        if isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes | bytearray):
+            self._check_length(name, len(token_ids))
 
     def _check_length(self, name: str, num_tokens: int) -> None:
         if num_tokens > self.max_model_len:
