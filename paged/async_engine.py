@@ -342,6 +342,9 @@ class _Core:
                     future.set_result(function(self.engine))
                 except Exception as error:  # the caller's, as far as one can know
                     future.set_exception(error)
+                except BaseException as error:
+                    future.set_exception(_stopped_by(error))
+                    raise
         self._notify()
 
     def _step(self) -> None:
@@ -366,10 +369,7 @@ class _Core:
         if cause is None:
             self.dead = EngineDeadError("the engine was shut down")
         else:
-            self.dead = EngineDeadError(
-                f"the engine has stopped: {type(cause).__name__}: {cause}; make a new one"
-            )
-            self.dead.__cause__ = cause
+            self.dead = _stopped_by(cause)
         self._refuse_calls()
         groups = [*self.engine._groups.values()]
         for group in groups:
@@ -393,6 +393,12 @@ class _Core:
 def _wake(mailboxes: list[_Mailbox]) -> None:
     for mailbox in mailboxes:
         mailbox.wake()
+
+
+def _stopped_by(cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(f"the engine has stopped: {type(cause).__name__}: {cause}; make a new one")
+    error.__cause__ = cause
+    return error
 
 
 def _again(error: EngineDeadError) -> EngineDeadError:

@@ -31,7 +31,7 @@ class BeamSearchParams:
     ignore_eos: treat EOS as any other token.
     temperature: 0, as continuations are ranked by the model's own log-probabilities.
     length_penalty: continuations are compared by their log-probability over their number of generated tokens,
-        EOS counted, to this power: above 0 longer ones gain, below 0 shorter ones.
+        EOS counted, to this power, from -50 to 50: above 0 longer ones gain, below 0 shorter ones.
     early_stopping: when beam_width continuations have come to EOS, stop at once (True); or when no live beam
         would be better at its present length (False), or at any length up to max_tokens ("never").
 
@@ -58,7 +58,8 @@ class BeamSearchParams:
             raise RequestError(
                 f"temperature must be 0 in beam search, got {self.temperature!r}; sample with n for variety"
             )
-        check_number(RequestError, "length_penalty", self.length_penalty, -float("inf"))
+        # To this power no length that is possible overflows a float.
+        check_number(RequestError, "length_penalty", self.length_penalty, -50.0, 50.0)
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             raise RequestError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
 

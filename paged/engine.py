@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike, fsencode
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -310,10 +311,12 @@ class LLMEngine:
 
         Without sampling_params the fork has those of the request, and a seed of its own. Returns its id.
 
+        timeout_s of sampling_params counts from now; without one the fork ends when the request has to.
+
         Raises RequestError if there is no such request, it has several samples, or the new id is in use.
         """
-        group = self._groups.get(request_id)
-        if group is None:
+        group = self._unfinished(request_id)
+        if group is None or group.finished:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
         if len(group.samples) > 1:
             raise RequestError(
@@ -330,7 +333,7 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks; nothing if there is no unfinished one of this id."""
-        group = self._groups.get(request_id)
+        group = self._unfinished(request_id)
         if group is None:
             return
         now = self.scheduler.clock()
@@ -406,12 +409,12 @@ class LLMEngine:
     def save_prefix(self, path: str | Path, prompt: Prompt | None = None) -> int:
         """Write the cached blocks, or those of one prompt, to a safetensors file. Returns how many.
 
-        Raises RequestError if there are none.
+        Raises RequestError if there are none, or the file cannot be written.
         """
         self._require_prefix_cache()
         parsed = None if prompt is None else self._factory.parse(prompt)
         return prefix_store.save(
-            Path(path), self.block_manager, self.runner.kv_cache, self.fingerprint, parsed
+            _path(path), self.block_manager, self.runner.kv_cache, self.fingerprint, parsed
         )
 
     def load_prefix(self, path: str | Path) -> int:
@@ -420,7 +423,7 @@ class LLMEngine:
         Raises CheckpointError if the file is damaged, or from another model, dtype or block size.
         """
         self._require_prefix_cache()
-        return prefix_store.load(Path(path), self.block_manager, self.runner.kv_cache, self.fingerprint)
+        return prefix_store.load(_path(path), self.block_manager, self.runner.kv_cache, self.fingerprint)
 
     @property
     def fingerprint(self) -> str:
@@ -525,6 +528,10 @@ class LLMEngine:
     def _next_id(self) -> str:
         return next(i for i in map(str, self._ids) if i not in self._groups)
 
+    def _unfinished(self, request_id: str) -> RequestGroup | None:
+        # What cannot be an id may not even have a hash.
+        return self._groups.get(request_id) if isinstance(request_id, str) else None
+
     def _check_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {request_id!r}")
@@ -582,6 +589,16 @@ def _listed(prompts: Any) -> list[Prompt]:
     if not listed:
         raise RequestError("prompts must have at least one entry, got []")
     return listed
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise RequestError(f"path must be a string or a Path, got {path!r}")
+    try:
+        fsencode(path)
+    except UnicodeEncodeError as error:
+        raise RequestError(f"path cannot be the name of a file: {path!r}") from error
+    return Path(path)
 
 
 def _named(name: str, function: Callable[..., T], *args: Any) -> T:

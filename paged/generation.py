@@ -170,7 +170,10 @@ class Generation:
     def _abort(self) -> None:
         """After an error, an interrupt or an end before the end nobody takes what is left."""
         for request_id in [*self._unfinished]:
-            self._engine.abort_request(request_id)
+            # Its last output may wait for nobody any more, and somebody else have the id.
+            group = self._engine._groups.get(request_id)
+            if group is not None and group.outbox is self._outbox:
+                self._engine.abort_request(request_id)
 
 
 def run_to_end(engine: LLMEngine, groups: Sequence[RequestGroup], outbox: Outbox, *, use_tqdm: bool) -> None:
@@ -217,12 +220,18 @@ def as_iterable(prompts: Any) -> Iterable[Prompt]:
     """One prompt, or many of them, as many. A list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping | bytes | bytearray):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not _is_iterable(prompts):
         raise RequestError(f"prompts must be a prompt or an iterable of them, got {prompts!r}")
     if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], Integral):
         return [prompts]
-    return prompts
+    iterable: Iterable[Prompt] = prompts
+    return iterable
 
 
 def _is_many(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | Mapping | bytes)
+    return _is_iterable(value) and not isinstance(value, str | Mapping | bytes)
+
+
+def _is_iterable(value: Any) -> bool:
+    # A tensor of one number has the methods, and is none.
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0

@@ -141,6 +141,8 @@ class _Progress:
             self.transcript = Transcript(self._tokenizer, request)
         self._request = request
         self._logprobs: list[dict[int, Logprob]] = []
+        # The sum of the first so many, to which each step adds a few: all of them would cost too much.
+        self._cumulative, self._num_summed = 0.0, 0
         self._num_characters_shown, self._num_tokens_shown = 0, 0
 
     def everything(self) -> CompletionOutput:
@@ -176,16 +178,22 @@ class _Progress:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             logprobs=None if request.params.logprobs is None else logprobs,
-            cumulative_logprob=request.cumulative_logprob if request.wants_logprobs else None,
+            cumulative_logprob=self._cumulative if request.wants_logprobs else None,
         )
 
     def _catch_up(self) -> None:
         """Bring text and log-probabilities up to the tokens."""
         if self.transcript is not None:
             self.transcript.read()
-        if self._request.params.logprobs is not None:
-            new = self._request.logprobs[len(self._logprobs) :]
-            self._logprobs += [_readable(place, self._tokenizer) for place in new]
+        request = self._request
+        if request.wants_logprobs:
+            # A step that failed may have brought those of a token that it did not bring.
+            new = request.logprobs[self._num_summed : request.num_output_tokens]
+            for place in new:  # one after the other: the sum is the same however often somebody looks
+                self._cumulative += place.logprobs[0]
+            self._num_summed += len(new)
+            if request.params.logprobs is not None:
+                self._logprobs += [_readable(place, self._tokenizer) for place in new]
 
 
 def _readable(place: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

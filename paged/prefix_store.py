@@ -38,7 +38,7 @@ def save(
 ) -> int:
     """Write all cached blocks, or those of a prompt. Returns how many.
 
-    Raises RequestError if there are none.
+    Raises RequestError if there are none, or the file cannot be written.
     """
     pool = manager.pool
     known = pool.known_blocks()
@@ -68,9 +68,12 @@ def save(
         "block_size": str(pool.block_size),
         "namespaces": json.dumps(namespaces),
     }
-    unfinished = path.with_name(path.name + ".part")
-    save_file(tensors, unfinished, metadata)
-    unfinished.replace(path)
+    try:
+        unfinished = path.with_name(path.name + ".part")
+        save_file(tensors, unfinished, metadata)
+        unfinished.replace(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be written: {error}") from error
     return len(blocks)
 
 

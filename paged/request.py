@@ -195,11 +195,6 @@ class Request:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    @property
-    def cumulative_logprob(self) -> float:
-        """The log-probability of the output, where it is asked for."""
-        return math.fsum(place.logprobs[0] for place in self.logprobs)
-
     def take_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Keep those of the token that comes next; if the step then fails, it brings both again."""
         del self.logprobs[self.num_output_tokens :]

@@ -112,10 +112,18 @@ class RequestFactory:
             raise RequestError(
                 f"a fork is one sequence, got {params.num_samples}; fork as often as there are to be"
             )
+        salt = params.cache_salt
+        if salt not in (None, parent.params.cache_salt) and (
+            self._namespace(salt, parent.num_prompt_tokens) != parent.namespace
+        ):
+            raise RequestError(
+                f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}"
+            )
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
         rules = parent.rules if params is parent.params else self._token_rules(params)
         child = self._new_request(request_id, parsed, params, parent.tenant, now, 0, seed, rules)
-        child.deadline = parent.deadline
+        if params is parent.params or params.timeout_s is None:
+            child.deadline = parent.deadline
         if child.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
@@ -174,11 +182,13 @@ class RequestFactory:
         wholes = []
         for i, continuation in enumerate(continuations):
             name = f"continuations[{i}]"
+            self._check_sequence(name, continuation)
             _, token_ids = self._encode(continuation, name, add_special_tokens=False)
             if not token_ids:
                 raise RequestError(f"{name} is empty; it must have at least one token")
             self._check_vocabulary(name, token_ids)
             whole = [*parsed.token_ids, *map(int, token_ids)]
+            self._check_length(f"{name}: the prompt", len(whole))
             wholes.append(ParsedPrompt(None, whole, self._namespace(salt, len(whole))))
         return parsed, wholes
 
@@ -216,13 +226,11 @@ class RequestFactory:
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
+        self._check_sequence("the prompt", prompt)
         text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
-        if len(token_ids) > self.max_model_len:  # before millions of tokens are looked at
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, more than max_model_len {self.max_model_len}"
-            )
+        self._check_length("the prompt", len(token_ids))
         self._check_vocabulary("prompt_token_ids", token_ids)
         token_ids = [int(token_id) for token_id in token_ids]
         return ParsedPrompt(text, token_ids, self._namespace(salt, len(token_ids)))
@@ -323,6 +331,17 @@ class RequestFactory:
                 raise RequestError(f"{name}[{i}] must be an int, got {token_id!r}")
             if not 0 <= token_id < vocab_size:
                 raise RequestError(f"{name}[{i}] is {token_id}; the vocabulary is 0 to {vocab_size - 1}")
+
+    def _check_sequence(self, name: str, token_ids: Any) -> None:
+        """Refuse millions of tokens, or a range of more than memory holds, before they are looked at."""
+        if isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes | bytearray):
+            self._check_length(name, len(token_ids))
+
+    def _check_length(self, name: str, num_tokens: int) -> None:
+        if num_tokens > self.max_model_len:
+            raise RequestError(
+                f"{name} has {num_tokens} tokens, more than max_model_len {self.max_model_len}"
+            )
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Prompt and output together at most; one that could never fit is refused now, not left waiting."""

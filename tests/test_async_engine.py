@@ -235,6 +235,17 @@ def test_step_that_raises_reaches_everybody(sync, num_steps):
     assert_all_free(sync)
 
 
+def test_call_that_ends_the_thread_is_answered(sync):
+    async def main() -> None:
+        engine = AsyncLLMEngine.from_engine(sync)
+        with pytest.raises(EngineDeadError, match="SystemExit: 3; make a new one"):
+            await engine.call(lambda _: sys.exit(3))
+        with pytest.raises(EngineDeadError, match="SystemExit"):
+            await read(engine.generate(PROMPTS[0]))
+
+    run(main())
+
+
 def test_shutdown_ends_readers_and_gives_the_engine_back(engine, sync):
     async def main() -> None:
         stream = engine.generate(PROMPTS[0], LONG)

@@ -231,3 +231,9 @@ def test_searches_for_nothing_are_refused():
     with pytest.raises(RequestError, match="params must be BeamSearchParams, got SamplingParams"):
         engine.beam_search(PROMPTS, SamplingParams())
     assert_all_free(engine)
+
+
+@pytest.mark.parametrize("penalty", [10**300, 1e300, -1e300, 50.1])
+def test_length_penalty_has_a_range(penalty):
+    with pytest.raises(RequestError, match="length_penalty must be at least -50 and at most 50"):
+        BeamSearchParams(beam_width=2, max_tokens=5, length_penalty=penalty)

@@ -122,7 +122,26 @@ def test_wrong_forks_are_refused():
         engine.fork("a", "b", sampled(n=4))
     with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
         engine.fork("a", "b", {"max_tokens": 9})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="cache_salt of a fork must be None or its parent's"):
+        engine.fork("a", "b", greedy(9, cache_salt="another"))
+    with pytest.raises(RequestError, match=r"no unfinished request \['a'\]"):
+        engine.fork(["a"])  # type: ignore[arg-type]
+    engine.abort_request(["a"])  # type: ignore[arg-type]
     assert set(finish(engine)) == {"a", "several"}
+
+
+def test_fork_has_a_timeout_of_its_own_or_that_of_its_parent(monkeypatch):
+    engine, now = new_engine(checkpoint("llama")), [0.0]
+    monkeypatch.setattr(engine.scheduler, "clock", lambda: now[-1])
+    engine.add_request("a", PROMPTS[0], greedy(90, timeout_s=9.0))
+    engine.step()
+    engine.fork("a", "short", greedy(90, timeout_s=2.0))
+    engine.fork("a", "long", greedy(90))
+    for time, left in ((1.0, {"a", "short", "long"}), (3.0, {"a", "long"}), (10.0, set())):
+        now.append(time)
+        engine.step()
+        assert set(engine._groups) == left
+    assert_all_free(engine)
 
 
 def test_more_samples_than_can_run_are_refused():

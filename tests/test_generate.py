@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
 from paged import LLMEngine, RequestError, RequestOutput, RequestOutputKind, SamplingParams, generation
@@ -187,3 +188,21 @@ def test_max_waiting_bounds_the_queue():
         assert engine.scheduler.num_waiting <= 3
     assert output.finished
     assert_all_free(engine)
+
+
+def test_end_of_an_iterator_spares_who_has_the_id_of_one_that_finished(engine):
+    outputs = engine.generate_iter(PROMPTS, [GREEDY] * 3 + [SamplingParams(max_tokens=100)])
+    first = next(outputs).request_id
+    while len(engine._groups) > 1:
+        engine.step()
+    second = str(int(first) + 1)
+    engine.add_request(second, PROMPTS[1], GREEDY)
+    outputs.close()
+    assert [*engine._groups] == [second]
+    engine.abort_request(second)
+
+
+@pytest.mark.parametrize("name", ["prompts", "sampling_params", "priority", "tenant", "timeout_s"])
+def test_tensor_of_one_number_is_refused(engine, name):
+    with pytest.raises(RequestError, match=f"{name}.*tensor"):
+        engine.generate(**{"prompts": PROMPTS, name: torch.tensor(3.0)}, use_tqdm=False)

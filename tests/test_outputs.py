@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paged import CompletionOutput, LLMEngine, RequestError, RequestOutputKind, SamplingParams
 from paged.outputs import OutputProcessor
-from paged.request import Request, RequestGroup
+from paged.request import Request, RequestGroup, TokenLogprobs
 from paged.stop_strings import StopStrings, stop_strings
 from paged.tokenizer import Tokenizer
 from paged.weights import DEMO
@@ -225,3 +225,33 @@ def test_special_tokens_are_shown_where_they_are_not_skipped(tokenizer):
     for skip, spaces, text in ((True, True, ""), (False, True, f"{name} {name}"), (False, False, name * 2)):
         options = {"skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
         assert served(tokenizer, [eos, eos], **options)[-1].text == text
+
+
+class Counted(list):
+    """A list that knows how many items were taken of it."""
+
+    num_taken = 0
+
+    def __iter__(self):
+        self.num_taken += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.num_taken += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_every_log_probability_is_added_up_once(tokenizer):
+    """However often somebody looks; and one without a token, which a step that failed has left, is not."""
+    request = Request("a", None, [1], SamplingParams(logprobs=0, output_kind=DELTA), 10_000, frozenset(), 0)
+    request.logprobs = logprobs = Counted()
+    group, outputs = RequestGroup("a", [request]), OutputProcessor(tokenizer)
+    for n in range(1, 501):
+        request.take_logprobs(TokenLogprobs([5], [-float(n)], 1))
+        assert outputs.output(group).outputs[0].logprobs == []
+        request.token_ids.append(5)
+        (completion,) = outputs.output(group).outputs
+        assert completion.cumulative_logprob == -n * (n + 1) / 2
+        assert [entry.logprob for place in completion.logprobs for entry in place.values()] == [-n]
+    assert logprobs.num_taken == 500

@@ -210,6 +210,17 @@ def test_salts_survive_and_a_single_prompt_can_be_saved(engine, saved, tmp_path)
         engine.save_prefix(tmp_path / "none", ragged_prompts([30], seed=9)[0])
 
 
+@pytest.mark.usefixtures("saved")
+def test_paths_that_are_none_are_refused(engine, tmp_path):
+    for path in (None, 3, b"x", "\ud800"):
+        for call in (engine.save_prefix, engine.load_prefix):
+            with pytest.raises(RequestError, match="path"):
+                call(path)
+    for path in ("", "a" * 5000, tmp_path, tmp_path / "nowhere" / "x"):
+        with pytest.raises(RequestError, match="cannot be written"):
+            engine.save_prefix(path)
+
+
 def test_only_free_blocks_are_filled(saved):
     small = new_engine(checkpoint("llama"), block_size=8, num_blocks=6)
     assert small.load_prefix(saved) == 6

@@ -101,6 +101,7 @@ def test_text_is_made_tokens_apart_from_the_prompt(demo):
         ([[1], 7], r"continuations\[1\] is text or a list of token ids"),
         ([1, 2], r"continuations\[0\] is text or a list of token ids"),
         ([[1], [1] * 2048], r"continuations\[1\]: the prompt has 2050 tokens, more than max_model_len 2048"),
+        ([range(10**12)], r"continuations\[0\] has 1000000000000 tokens, more than max_model_len"),
         (["\ud800"], "not valid Unicode"),
     ],
     ids=lambda value: str(value)[:20],
