@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+GOLDEN = 0x9E3779B97F4A7C15
 
-def uniforms(bits: Tensor) -> Tensor:  # i64[n] -> f64[n]
-    """A number in [0, 1) of 53 random bits for each."""
-    return _shift(bits, 11).double() * 2.0**-53
+
+def uniforms(bits: Tensor) -> Tensor:  # i64[...] -> f64[...]
+    """A number in (0, 1) of 52 random bits for each."""
+    return (_shift(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def mixed(seeds: Tensor, positions: Tensor) -> Tensor:  # i64[n] -> i64[n]
@@ -13,9 +15,14 @@ def mixed(seeds: Tensor, positions: Tensor) -> Tensor:  # i64[n] -> i64[n]
     return splitmix64(splitmix64(seeds) ^ positions)
 
 
+def nth(seeds: Tensor, n: Tensor) -> Tensor:  # i64[...] -> i64[...]
+    """The n-th random bits of the stream that a seed begins."""
+    return splitmix64(seeds + n * _signed(GOLDEN))
+
+
 def splitmix64(x: Tensor) -> Tensor:  # i64[n] -> i64[n]
     """The next 64 random bits after these; int64 arithmetic wraps as unsigned would."""
-    x = x + _signed(0x9E3779B97F4A7C15)
+    x = x + _signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift(x, 31)

@@ -2,6 +2,8 @@
 
 Nothing as long as the vocabulary is sorted. Rows with a small top_k are reduced to a few candidates; the
 others are drawn from as they are, and where top_p excludes the token, again (Ye et al., FlashInfer, 2025).
+Who is drawn is who wins a race (see `_race`): logits that differ in their last bits, as those of another
+batch do, then draw the same token, which a number looked up in a cumulative sum does not.
 What a row gets depends on it alone, bit for bit: sums go along a row, in an order that no neighbour changes.
 """
 
@@ -11,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .splitmix import mixed, splitmix64, uniforms
+from .splitmix import mixed, nth, splitmix64, uniforms
 
 # A row is looked at as the columns of a matrix this high: sums and maxima of these are vectorised.
 HEIGHT = 32
@@ -195,18 +197,17 @@ def _draw_from_few(logits: Tensor, filters: _Filters) -> Tensor:  # f32[n, vocab
     kept = values >= values.gather(1, last)
     if floor is not None:
         kept &= scaled >= floor
-    # A sum from left to right: zeros behind it do not change how it is rounded.
     weights = scaled.double().exp().where(kept, 0.0)
-    cdf = weights.cumsum(1)
     if top_p is not None:
+        # A sum from left to right: zeros behind it do not change how it is rounded.
+        cdf = weights.cumsum(1)
         # The mass before the first of equals.
         differs = values[:, 1:] != values[:, :-1]
         above = torch.zeros_like(cdf)
         above[:, 1:] = cdf[:, :-1].where(differs, 0.0).cummax(1).values
         limit = top_p.double().clamp_(min=SMALLEST)[:, None] * cdf[:, -1:]
-        cdf = weights.where(above < limit, 0.0).cumsum(1)
-    drawn = _first_beyond(cdf, uniforms(bits)[:, None] * cdf[:, -1:])
-    return tokens.gather(1, drawn)[:, 0]
+        weights = weights.where(above < limit, 0.0)
+    return tokens.gather(1, _race(weights, nth(bits[:, None], tokens)))[:, 0]
 
 
 def top_candidates(
@@ -266,7 +267,7 @@ def _places_from(
 
 
 def _draw_from_all(logits: Tensor, filters: _Filters) -> Tensor:  # f32[n, vocab_size] -> i64[n]
-    """Draw by the inverse of the cumulative distribution; what top_p excludes is drawn again.
+    """Draw from what is left of all tokens; what top_p excludes is drawn again.
 
     Where a token is excluded, all that are not more likely are too: the next one is drawn from the others.
     The logits are destroyed.
@@ -287,12 +288,8 @@ def _draw_from_all(logits: Tensor, filters: _Filters) -> Tensor:  # f32[n, vocab
         outside = (row_sums(weights) >= limit).nonzero()[:, 0]
         if not len(outside):
             return tokens
-        rows, weights, limit, bits = (
-            rows[outside],
-            weights[outside],
-            limit[outside],
-            splitmix64(bits[outside]),
-        )
+        rows, weights, limit = rows[outside], weights[outside], limit[outside]
+        bits = splitmix64(~bits[outside])
         latest, _ = _draw(weights, bits)
         tokens[rows] = latest
 
@@ -323,33 +320,30 @@ def _draw(
 ) -> tuple[Tensor, Tensor]:  # i64[n], f64[n]
     """A token of each row with a probability like its weight, and the sum of the weights.
 
-    First a column, then a place in it. What is left of the random number decides that by the column's own
-    sum in float64, so that a token is not lost beside one that is 2**30 times as likely.
+    First a column, then a place in it: far fewer random numbers than one for each token.
     """
-    vocab_size, uniform = weights.shape[1], uniforms(bits)[:, None]
-    sums = _columns(weights, "sum")
+    vocab_size = weights.shape[1]
+    sums = _columns(weights, "sum").double()
     width = sums.shape[1]
-    cdf = sums.double().cumsum(1)
-    target = uniform * cdf[:, -1:]
-    column = _first_beyond(cdf, target)
-    own = sums.gather(1, column).double()
-    rest = (target - (cdf.gather(1, column) - own)) / own
-    places = column + torch.arange(0, width * HEIGHT, width, device=weights.device)
+    in_order = torch.arange(max(width, HEIGHT), device=weights.device)
+    column = _race(sums, nth(bits[:, None], in_order[:width]))
+    places = column + width * in_order[:HEIGHT]
     inside = weights.gather(1, places.clamp(max=vocab_size - 1)).double().where(places < vocab_size, 0.0)
-    inside_cdf = inside.cumsum(1)
-    height = _first_beyond(inside_cdf, rest.clamp_(0.0, 1.0) * inside_cdf[:, -1:])
-    return places.gather(1, height)[:, 0].clamp_(max=vocab_size - 1), cdf[:, -1]
+    # Others than the columns had.
+    height = _race(inside, nth(bits[:, None], width + in_order[:HEIGHT]))
+    return places.gather(1, height)[:, 0].clamp_(max=vocab_size - 1), sums.cumsum(1)[:, -1]
 
 
-def _first_beyond(
-    cdf: Tensor,  # f64[n, size]
-    target: Tensor,  # f64[n, 1]
+def _race(
+    weights: Tensor,  # f64[n, size], none negative
+    bits: Tensor,  # i64[n, size], random
 ) -> Tensor:  # i64[n, 1]
-    """The first place where the sum is beyond the target, which has a weight above zero."""
-    total = cdf[:, -1:]
-    # A product may be rounded up to the total.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target.contiguous(), right=True).clamp_(max=cdf.shape[1] - 1)
+    """A place of each row with a probability like its weight: the smallest exponential(weight) wins.
+
+    The same as Gumbel-max over the logarithms, which costs one more of them. Zeros never win.
+    """
+    times = torch.log1p(-uniforms(bits)).neg_().div_(weights)
+    return times.where(weights > 0.0, torch.inf).argmin(1, keepdim=True)
 
 
 def row_sums(x: Tensor) -> Tensor:  # f32[n, vocab_size] -> f64[n]

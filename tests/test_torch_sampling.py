@@ -109,33 +109,53 @@ def test_what_is_drawn_is_what_the_warpers_keep(vocab_size, filters):
     assert set(likely) <= set(tokens.tolist())
 
 
+def numbers_by_id(monkeypatch: pytest.MonkeyPatch, numbers: dict[int, float]) -> None:
+    """Instead of random ones: those of some tokens, columns, or width + height in a column; else 1/2."""
+
+    def uniforms_of(ids: torch.Tensor) -> torch.Tensor:
+        return ids.double().apply_(lambda i: numbers.get(int(i), 0.5))
+
+    monkeypatch.setattr(torch_sampling, "nth", lambda seeds, ids: ids.expand(len(seeds), ids.shape[-1]))
+    monkeypatch.setattr(torch_sampling, "uniforms", uniforms_of)
+
+
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.999999}, {"top_k": 20}], ids=str)
-@pytest.mark.parametrize("other", [1, 8, 28], ids="token-{}".format)
+@pytest.mark.parametrize("other", [1, 8], ids=["another-column", "the-same-column"])
 def test_tail_of_two_to_the_minus_30_has_its_share_of_the_random_numbers(other, filters, monkeypatch):
-    row = torch.full((VOCAB_SIZE,), -math.inf)
-    row[0], row[other] = 0.0, -30 * math.log(2)  # 8 lies in one column with 0
-    n = 64
-    steps = torch.arange(n).double()
-    # top_p excludes it.
-    expected = [0] * n if "top_p" in filters else [0 if i >= 16 else other for i in range(n)]
-    # 64 numbers in the last 2**-28 below 1: the rarer token has a quarter of them.
-    numbers = 1 - (steps + 0.5) * 2.0**-34
-    monkeypatch.setattr(torch_sampling, "uniforms", lambda bits: numbers[: len(bits)])
-    tokens = draw(row.expand(n, -1), torch.zeros(n, dtype=torch.int64), torch.arange(n), **filters)
-    assert tokens.tolist() == expected
+    row = torch.full((1, VOCAB_SIZE), -math.inf)
+    row[0, 0], row[0, other] = 0.0, -30 * math.log(2)
+    width, zero = -(-VOCAB_SIZE // torch_sampling.HEIGHT), torch.zeros(1, dtype=torch.int64)
+    height, column = divmod(other, width)
+    assert (column == 0) == (other == 8)
+    # Against 1/2, which stands for log(2), the rarer token wins with a number below log(2) 2**-30. But top_p
+    # excludes it.
+    for share in (0.5, 0.68, 0.7, 2.0):
+        wins = share < math.log(2) and "top_p" not in filters
+        # By token among candidates, by column and then by the place there among all.
+        ids = [other] if filters == {"top_k": 3} else [column or width + height, width + height]
+        numbers_by_id(monkeypatch, dict.fromkeys(ids, share * 2.0**-30))
+        assert draw(row, zero, zero, **filters).item() == (other if wins else 0)
 
 
 def test_top_p_of_1_keeps_the_lightest_tokens_whoever_else_uses_it(monkeypatch):
-    # So light that the sum of float32 is the same without them; just below the end of the first column.
+    # So light that the sum of float32 is the same without them.
     row = torch.full((1, 64), -22.0).index_fill_(1, torch.tensor([0, 1]), 0.0)
     monkeypatch.setattr(torch_sampling, "HEIGHT", 32)
-    for bits in (30, 36, 44):
-        number = torch.tensor([int((0.5 - 2.0**-bits) * 2**53) << 11])
-        monkeypatch.setattr(torch_sampling, "mixed", lambda _seeds, _positions, number=number: number)
-        zero = torch.zeros(1, dtype=torch.int64)
-        alone, among_others = (draw(row, zero, zero, **filters) for filters in ({}, {"top_p": [1.0]}))
-        assert alone > 1
-        assert torch.equal(among_others, alone)
+    numbers_by_id(monkeypatch, {2 + 5: 1e-14})  # the sixth place of a column
+    zero = torch.zeros(1, dtype=torch.int64)
+    alone, among_others = (draw(row, zero, zero, **filters) for filters in ({}, {"top_p": [1.0]}))
+    assert alone == 10
+    assert torch.equal(among_others, alone)
+
+
+def test_noise_in_the_last_bits_of_the_logits_changes_no_token():
+    """A cumulative sum over so many tokens would turn one in some thousands."""
+    row, n = torch.randn(4096) * 2, 3000
+    noisy = row + torch.randn(4096) * 2e-6
+    seeds, positions = torch.full((n,), 7), torch.arange(n)
+    for filters in ({}, {"top_p": [0.95] * n}, {"top_k": [60] * n}):
+        tokens = [draw(x.expand(n, -1), seeds, positions, **filters) for x in (row, noisy)]
+        assert int((tokens[0] != tokens[1]).sum()) == 0, filters
 
 
 def test_ties_stay_together():
