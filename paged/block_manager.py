@@ -421,25 +421,26 @@ class BlockManager:
         seq.clear(len(self.windows))
         self._sequences.discard(seq)
 
-    def holders(self) -> set[int]:
-        """The identities of the sequences that hold blocks on the device."""
-        return {id(seq) for seq in self._sequences if seq.num_blocks}
+    def holders(self) -> list[SequenceBlocks]:
+        """The sequences that hold blocks on the device."""
+        return [seq for seq in self._sequences if seq.num_blocks]
 
     def check(self) -> None:
         """The pools are sound, and their references are exactly the tables, the pins and the host blocks."""
-        self.pool.check()
+        pool = self.pool
+        pool.check()
         self.host_pool.check()
-        pins = [block for groups in self._pins.values() for block in itertools.chain(*groups)]
-        assert dict(self._pinned) == dict(Counter(pins)), "the pinned blocks are miscounted"
-        held = [0] * self.pool.num_blocks
-        for block in pins:
-            held[block] += 1
+        held = [block for groups in self._pins.values() for block in itertools.chain(*groups)]
+        if held or self._pinned:
+            assert dict(self._pinned) == dict(Counter(held)), "the pinned blocks are miscounted"
         for seq in self._sequences:
             for table, dropped in zip(seq.tables, seq.num_dropped, strict=True):
                 assert dropped <= len(table), "more blocks dropped than there were"
                 assert seq.capacity <= len(table) * self.block_size, "capacity beyond the blocks held"
-                for block in table[dropped:]:
-                    held[block] += 1
-        for block, holders in enumerate(held):
-            count = self.pool.refcount(block)
-            assert count == holders, f"block {block}: {count} references, {holders} holders"
+                held += table[dropped:] if dropped else table
+        references = pool.references()
+        if sorted(held) != references:
+            count, holders = Counter(references), Counter(held)
+            wrong = [block for block in count | holders if count[block] != holders[block]]
+            what = (f"block {b}: {count[b]} references, {holders[b]} holders" for b in sorted(wrong))
+            raise AssertionError("; ".join(what))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable
 from functools import lru_cache
@@ -85,6 +86,11 @@ class BlockPool:
     def refcount(self, block: BlockId) -> int:
         """How many references there are to this block."""
         return self._refcounts[block]
+
+    def references(self) -> list[BlockId]:
+        """Every block as often as somebody holds it, in order."""
+        blocks = map(itertools.repeat, range(self.num_blocks), self._refcounts)
+        return [*itertools.chain.from_iterable(blocks)]
 
     # References
 
@@ -308,27 +314,24 @@ class BlockPool:
 
     def check(self) -> None:
         """Every block is in one state, and the index leads to every block whose tokens are known."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is twice in the free list"
-        ring, block = [], self._newer[self.num_blocks]
-        while block != self.num_blocks:
-            assert self._older[self._newer[block]] == block, f"the ring is broken at block {block}"
-            ring.append(block)
-            block = self._newer[block]
-        assert len(ring) == self.num_cached == len(set(ring)), "the cached blocks are miscounted"
-        known = set(self._index.values())
-        assert len(known) == len(self._index), "two keys lead to the same block"
-        cached, deferred = set(ring), set(self._deferred_until)
-        used = {block for block, count in enumerate(self._refcounts) if count}
-        states = (used, free, cached, deferred)
-        if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
-            for block in range(self.num_blocks):
-                found = [block in state for state in states]
-                assert sum(found) == 1, f"block {block} (used, free, cached, deferred): {found}"
+        end, serials, every_block = self.num_blocks, self._serials, range(self.num_blocks)
+        ring = [end]
+        for _ in range(self.num_cached):
+            ring.append(self._newer[ring[-1]])
+        cached = ring[1:]
+        assert len(cached) == self.num_cached, "less than no cached blocks"
+        assert self._newer[ring[-1]] == end, "the cached blocks are miscounted"
+        assert [self._older[block] for block in (*cached, end)] == ring, f"the ring is broken: {ring}"
         assert min(self._refcounts, default=0) >= 0, "a block has less than no references"
-        indexed = {block for block, serial in enumerate(self._serials) if serial}
-        assert indexed == known, f"blocks {indexed ^ known} are lost to the index, or in it without a serial"
-        assert cached <= indexed, "a cached block cannot be found"
-        assert set(self._namespaces) <= indexed, "a namespace outlived its block"
-        for key, block in self._index.items():
-            assert self._keys[block] == key, f"block {block} has another key"
+        used = [*itertools.compress(every_block, self._refcounts)]
+        states = (used, self._free, cached, self._deferred_until)
+        assert sorted(itertools.chain(*states)) == [*every_block], (
+            f"a block is not in one state alone (used, free, cached, deferred): {states}"
+        )
+        known, indexed = self._index.values(), [*itertools.compress(every_block, serials)]
+        assert sorted(known) == indexed, (
+            f"blocks {set(indexed) ^ set(known)} are lost to the index, or in it twice or without a serial"
+        )
+        assert all(serials[block] for block in cached), "a cached block cannot be found"
+        assert all(serials[block] for block in self._namespaces), "a namespace outlived its block"
+        assert [self._keys[block] for block in known] == [*self._index], "a block has another key"

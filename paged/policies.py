@@ -96,7 +96,7 @@ class FirstComeFirstServed:
         return len(self._heap) - self._num_removed
 
     def __iter__(self) -> Iterator[Request]:
-        return (r for _, r in sorted(self._heap) if r.status is not RequestStatus.FINISHED)
+        return iter([r for _, r in sorted(self._heap) if r.status is not RequestStatus.FINISHED])
 
 
 class Priority(FirstComeFirstServed):

@@ -568,20 +568,21 @@ class Scheduler:
 
     def check(self) -> None:
         """The invariants of the class, and those of the block manager."""
-        manager = self.block_manager
+        manager, running, waiting = self.block_manager, self.running, [*self.waiting()]
         manager.check()
-        assert [r.rank for r in self.running] == sorted(r.rank for r in self.running), "out of order"
-        assert self._num_promised_seqs == sum(len(r.siblings) for r in self.running)
-        assert self._num_protected == sum(r.protected for r in self.running)
+        ranks = [request.rank for request in running]
+        assert ranks == sorted(ranks), "out of order"
+        assert self._num_promised_seqs == sum([len(request.siblings) for request in running])
+        assert self._num_protected == sum([request.protected for request in running])
         assert self._num_seats >= 0, "more requests run than max_num_seqs"
-        waiting = [*self.waiting()]
         assert len(waiting) == self.num_waiting, "the queue is miscounted"
+        assert {request.status for request in waiting} <= {RequestStatus.WAITING}
+        assert {request.status for request in running} <= {RequestStatus.RUNNING}
         for request in waiting:
-            assert request.status is RequestStatus.WAITING
-            assert not request.blocks.num_blocks, "a request that does not run holds blocks"
-            assert bool(request.num_computed_tokens) == (request.blocks.host is not None)
-        for request in self.running:
-            assert request.status is RequestStatus.RUNNING
-            assert request.num_computed_tokens <= request.num_tokens
-        held = {id(request.blocks) for request in self.running}
-        assert held >= manager.holders(), "blocks are held for nobody who runs"
+            seq = request.blocks
+            assert not any(seq.tables), "a request that does not run holds blocks"
+            assert (request.num_computed_tokens > 0) is (seq.host is not None)
+        for request in running:
+            assert request.num_computed_tokens <= len(request.token_ids)
+        held = {request.blocks for request in running}
+        assert held.issuperset(manager.holders()), "blocks are held for nobody who runs"

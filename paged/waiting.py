@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -55,8 +56,7 @@ class WaitingQueue:
         return len(self._protected) + len(self._policy)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from (request for _, request in sorted(self._protected))
-        yield from self._policy
+        return itertools.chain([request for _, request in sorted(self._protected)], self._policy)
 
 
 class Need(NamedTuple):
