@@ -176,7 +176,7 @@ def test_logprobs_are_of_the_logits_before_any_parameter(vocab_size):
 # Errors
 
 
-@pytest.mark.parametrize("params", EVERYTHING, ids=str)
+@pytest.mark.parametrize("params", EVERYTHING, ids=lambda params: "+".join(params))
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 def test_row_without_a_finite_maximum_has_no_token_and_harms_nobody(value, params):
     requests = [new_request(seed=i, stop_ids=[1], **params) for i in range(4)]
