@@ -26,7 +26,7 @@ def _never(_tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
 # For each field: what it is changed to, and what else both requests have.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "n": (2, {}),
-    "best_of": (4, {}),
+    "best_of": (4, {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY}),
     "temperature": (0.0, {}),
     "top_p": (0.05, {}),
     "top_k": (1, {}),
