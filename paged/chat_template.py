@@ -123,8 +123,8 @@ class ChatTemplates:
                     f"this checkpoint has several chat templates; name one with chat_template=: {known}"
                 )
             raise RequestError(
-                "this checkpoint has no chat template: give a Jinja template as chat_template=, or "
-                f"chat_template={PLAIN!r}, which writes roles as words"
+                "this checkpoint has no chat template: give a Jinja template as chat_template "
+                f"(--chat-template), or {PLAIN!r}, which writes roles as words"
             )
         if chat_template in self.templates:
             return self.templates[chat_template]

@@ -225,7 +225,7 @@ def test_wrong_flags(run, argv, message):
 
 
 def test_a_template_is_named_or_there_is_none(run, loaded, tmp_path):
-    message = "paged: this checkpoint has no chat template: give a Jinja template as chat_template=, or"
+    message = "paged: this checkpoint has no chat template: give a Jinja template as chat_template ("
     assert run("chat", stdin="a\n")[2].startswith(message)
     assert (
         "'nope' is neither a Jinja template nor the name of one"
