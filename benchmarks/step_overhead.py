@@ -60,23 +60,26 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
 
 
 def beside_forward(engine: LLMEngine, step: Callable[[], Any], num_steps: int) -> float:
-    """Median milliseconds of a step without those of the model."""
-    forward, spent, times = engine.runner.model.forward, 0.0, []
+    """Median milliseconds of a step without those of the model and its head."""
+    model, spent, times = engine.runner.model, [0.0], []
 
-    def timed_forward(*args: Any) -> Any:
-        nonlocal spent
-        started = time.perf_counter()
-        try:
-            return forward(*args)
-        finally:
-            spent = time.perf_counter() - started
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                spent[0] += time.perf_counter() - started
 
-    engine.runner.model.forward = timed_forward  # type: ignore[method-assign]
+        return call
+
+    forward, head = model.forward, model.logits
+    model.forward, model.logits = timed(forward), timed(head)  # type: ignore[method-assign]
     for _ in range(num_steps):
-        started = time.perf_counter()
+        spent[0], started = 0.0, time.perf_counter()
         step()
-        times.append(time.perf_counter() - started - spent)
-    engine.runner.model.forward = forward  # type: ignore[method-assign]
+        times.append(time.perf_counter() - started - spent[0])
+    model.forward, model.logits = forward, head  # type: ignore[method-assign]
     return statistics.median(times) * 1e3
 
 
