@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -46,11 +46,17 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self._start(LLMEngine(model, **options))
+        # On a thread that then ends: OpenMP keeps workers for every thread that lives and once used them, and
+        # with more workers than cores they sleep between any two operations. A step takes twice as long then.
+        with ThreadPoolExecutor(1) as maker:
+            engine = maker.submit(LLMEngine, model, **options).result()
+        self._start(engine)
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> Self:
         """One that takes over an engine, which nobody else may use until `shutdown`.
+
+        On a CPU its steps may take twice as long as those of one that was made here: see __init__.
 
         Raises UsageError if that has unfinished requests.
         """

@@ -409,6 +409,20 @@ def test_what_takes_long_to_compile_holds_up_neither_loop_nor_engine(monkeypatch
     run(main())
 
 
+def test_engine_is_made_on_a_thread_that_ends(monkeypatch):
+    """Another's workers would have to sleep between the operations of the thread that steps."""
+    threads = []
+
+    def made(*_, **__):
+        threads.append(threading.current_thread())
+        return new_engine("demo", num_blocks=32)
+
+    monkeypatch.setattr("paged.async_engine.LLMEngine", made)
+    AsyncLLMEngine("demo").shutdown()
+    assert threads[0] is not threading.main_thread()
+    assert not threads[0].is_alive()
+
+
 def test_idle_engine_waits(engine, monkeypatch):
     async def main() -> None:
         await read(engine.generate(PROMPTS[0], GREEDY))
