@@ -240,7 +240,7 @@ def test_which_template_is_meant():
         RequestError, match="several chat templates; name one with chat_template=: 'a', 'b', 'pl"
     ):
         ChatTemplates({"a": "{{1}}", "b": "{{2}}"}, {}).render(messages)
-    with pytest.raises(RequestError, match="no chat template: give a Jinja template as chat_template="):
+    with pytest.raises(RequestError, match="no chat template: give a Jinja template as chat_template "):
         ChatTemplates({}, {}).render(messages)
 
 
