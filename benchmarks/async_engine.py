@@ -1,9 +1,10 @@
 """What does it cost to read 64 streams from an event loop, beside generate()?
 
-    OMP_NUM_THREADS=1 python -m benchmarks.async_engine
+    python -m benchmarks.async_engine
 
 The same requests in turns: by LLMEngine.generate(), which shows nothing before the end, by stream(), and by
-an AsyncLLMEngine with a task for each that reads every delta. First all must give the same tokens. A ratio
+an AsyncLLMEngine with a task for each that reads every delta; all on the thread of one engine, since on a CPU
+two threads' workers get in each other's way. First all must give the same tokens. A ratio
 is the median of those of the rounds, each of which is one run of all; that of processor time, of all
 threads, says more where others use the machine.
 """
@@ -30,14 +31,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    engine = LLMEngine(checkpoint(args.model), max_num_seqs=args.num_streams, num_blocks=4096)
+    engine = AsyncLLMEngine(str(checkpoint(args.model)), max_num_seqs=args.num_streams, num_blocks=4096)
     prompts = [[1 + i] * (8 + i % 8) for i in range(args.num_streams)]
     params = SamplingParams(
         temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
     ways: dict[str, Callable[[], Tokens]] = {
-        "generate": lambda: generated(engine, prompts, params),
-        "stream": lambda: streamed(engine, prompts, params),
+        "generate": lambda: asyncio.run(engine.call(lambda e: generated(e, prompts, params))),
+        "stream": lambda: asyncio.run(engine.call(lambda e: streamed(e, prompts, params))),
         "async": lambda: asyncio.run(read_all(engine, prompts, params)),
     }
     expected = ways["generate"]()
@@ -95,15 +96,14 @@ def streamed(engine: LLMEngine, prompts: Tokens, params: SamplingParams) -> Toke
     return [*tokens.values()]
 
 
-async def read_all(engine: LLMEngine, prompts: Tokens, params: SamplingParams) -> Tokens:
+async def read_all(engine: AsyncLLMEngine, prompts: Tokens, params: SamplingParams) -> Tokens:
     """The same, by a task for each prompt."""
-    async with AsyncLLMEngine.from_engine(engine) as served:
 
-        async def read(prompt: list[int]) -> list[int]:
-            deltas = [o.outputs[0].token_ids async for o in served.generate(prompt, params)]
-            return [token for delta in deltas for token in delta]
+    async def read(prompt: list[int]) -> list[int]:
+        deltas = [o.outputs[0].token_ids async for o in engine.generate(prompt, params)]
+        return [token for delta in deltas for token in delta]
 
-        return await asyncio.gather(*map(read, prompts))
+    return await asyncio.gather(*map(read, prompts))
 
 
 if __name__ == "__main__":
