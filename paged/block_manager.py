@@ -11,54 +11,11 @@ from collections.abc import Sequence
 from .block_pool import BlockId, BlockPool
 from .errors import UsageError
 from .prefix_chain import HashBlock, PrefixChain, sha256_block
+from .sequence_blocks import NEVER, SequenceBlocks
 
-NEVER = 2**62
 # Blocks that a decoding sequence fills before the cache is told: a call costs more than a block.
 REGISTER_EVERY = 4
 Copy = tuple[BlockId, BlockId]  # from, to
-
-
-class SequenceBlocks:
-    """The blocks of one sequence: a table for each layer group. Made by `BlockManager.open`.
-
-    capacity: tokens it may have before `grow` has anything to do, so that most steps need not call it.
-    register_at: number of tokens at which it is worth calling `register` while it decodes.
-    """
-
-    __slots__ = (
-        "capacity",
-        "chain",
-        "host",
-        "last",
-        "num_dropped",
-        "num_registered",
-        "register_at",
-        "tables",
-    )
-
-    def __init__(self, num_groups: int, chain: PrefixChain | None) -> None:
-        self.chain = chain
-        # While it is swapped out, for each group: how many blocks were dropped, host blocks of the rest.
-        self.host: list[tuple[int, array[int]]] | None = None
-        self.clear(num_groups)
-
-    def clear(self, num_groups: int) -> None:
-        """Hold nothing."""
-        self.tables = [array("i") for _ in range(num_groups)]
-        self.num_dropped = [0] * num_groups  # blocks at the beginning that fell out of the window
-        self.num_registered = 0  # blocks that the prefix cache was told of
-        self.last: list[tuple[BlockId, int]] = [(-1, 0)] * num_groups  # the last of them, and its serial
-        self.capacity = 0
-        self.register_at = NEVER
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks it holds."""
-        return sum(map(len, self.tables)) - sum(self.num_dropped)
-
-    def live(self, group: int) -> array[int]:
-        """The blocks it holds for one group, in order."""
-        return self.tables[group][self.num_dropped[group] :]
 
 
 class BlockManager:
@@ -360,10 +317,6 @@ class BlockManager:
             for block in blocks:
                 if not self._pinned[block]:
                     del self._pinned[block]
-
-    def is_pinned(self, name: str) -> bool:
-        """Whether there is a pin of this name."""
-        return name in self._pins
 
     @property
     def pins(self) -> list[str]:

@@ -379,7 +379,7 @@ class LLMEngine:
         num_full = len(parsed.token_ids) // size * size
         if not num_full:
             raise RequestError(f"the prompt has {len(parsed.token_ids)} tokens and fills no block of {size}")
-        if self.block_manager.is_pinned(name):
+        if name in self.block_manager.pins:
             raise UsageError("this prompt is pinned already")
         self.generate([prompt], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
         num_cached = len(self.block_manager.find(parsed.token_ids, parsed.namespace)[0]) * size
@@ -398,7 +398,7 @@ class LLMEngine:
         Raises UsageError if it is not pinned.
         """
         name = self._pin_name(prompt)
-        if not self.block_manager.is_pinned(name):
+        if name not in self.block_manager.pins:
             raise UsageError(f"this prompt is not pinned; {len(self.block_manager.pins)} others are")
         self.block_manager.unpin(name)
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from .block_manager import SequenceBlocks
 from .sampling_params import RequestOutputKind, SamplingParams
+from .sequence_blocks import SequenceBlocks
 from .stop_strings import StopStrings
 from .token_rules import TokenRules
 

@@ -8,8 +8,9 @@ import tracemalloc
 
 import pytest
 
-from paged.block_manager import NEVER, REGISTER_EVERY, BlockManager, Copy, SequenceBlocks
+from paged.block_manager import REGISTER_EVERY, BlockManager, Copy
 from paged.errors import UsageError
+from paged.sequence_blocks import NEVER, SequenceBlocks
 
 
 def same_hash(parent: bytes, tokens: bytes) -> bytes:  # noqa: ARG001

@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from simulation import slot_value, weak_hash
 
-from paged.block_manager import BlockManager, Copy, SequenceBlocks
+from paged.block_manager import BlockManager, Copy
 from paged.block_pool import BlockId, BlockPool
 from paged.errors import UsageError
 from paged.prefix_chain import PrefixChain, sha256_block
+from paged.sequence_blocks import SequenceBlocks
 
 STEPS_PER_EXAMPLE = 50
 MIN_STEPS = 25_000  # of each machine

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["errors", "validation", "config", "sampling_params", "prefix_chain", "stop_strings"],
     ["block_pool"],
-    ["block_manager", "token_rules"],
+    ["sequence_blocks", "block_manager", "token_rules"],
     ["request", "dry"],
     ["policies", "schedule"],
     ["waiting", "scheduler"],
