@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 import weakref
-from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from .engine import LLMEngine
+from .engine_thread import EngineThread, Mailbox
 from .errors import EngineDeadError, UsageError
-from .request import Outbox, Prompt, RequestOutput
-from .request_factory import ParsedPrompt
-from .sampling_params import RequestOutputKind, SamplingParams
-
-logger = logging.getLogger(__name__)
+from .generation import Row
+from .request import Prompt, RequestOutput
+from .sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -67,9 +60,9 @@ class AsyncLLMEngine:
         return self
 
     def _start(self, engine: LLMEngine) -> None:
-        self._core = _Core(engine)
+        self._thread = EngineThread(engine)
         # Also when nobody refers to it any more, and before the interpreter goes down.
-        self._finalizer = weakref.finalize(self, self._core.stop)
+        self._finalizer = weakref.finalize(self, self._thread.stop)
 
     def generate(
         self,
@@ -90,9 +83,9 @@ class AsyncLLMEngine:
         Iterating raises RequestError if the prompt or a parameter is wrong, QueueFullError if max_waiting
         requests wait already, and EngineDeadError.
         """
-        request_id = self._core.engine._next_id() if request_id is None else request_id
+        request_id = self._thread.engine._next_id() if request_id is None else request_id
         params = SamplingParams() if sampling_params is None else sampling_params
-        return RequestStream(self, _Order(request_id, prompt, params, priority, tenant, timeout_s))
+        return RequestStream(self, request_id, Row(prompt, params, priority, tenant, timeout_s))
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets a last output. Nothing if there is no unfinished one of this id."""
@@ -104,17 +97,17 @@ class AsyncLLMEngine:
 
         Nobody is served meanwhile. Raises what the function does, and EngineDeadError.
         """
-        return await asyncio.wrap_future(self._core.submit(function))
+        return await asyncio.wrap_future(self._thread.submit(function))
 
     def shutdown(self) -> None:
         """Abort all requests, whose readers get EngineDeadError, and end the thread. Waits for its step."""
         self._finalizer()
-        self._core.stop()
+        self._thread.stop()
 
     @property
     def is_running(self) -> bool:
         """Whether requests are served: from the beginning until `shutdown` or a step that raises."""
-        return self._core.dead is None
+        return self._thread.dead is None
 
     @property
     def errored(self) -> bool:
@@ -124,7 +117,7 @@ class AsyncLLMEngine:
     @property
     def dead_error(self) -> EngineDeadError | None:
         """Why no requests are served any more."""
-        return self._core.dead
+        return self._thread.dead
 
     async def __aenter__(self) -> Self:
         return self
@@ -139,11 +132,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
     request_id: that of its outputs, and for `AsyncLLMEngine.abort`.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, order: _Order) -> None:
-        self.request_id = order.request_id
+    def __init__(self, engine: AsyncLLMEngine, request_id: str, row: Row) -> None:
+        self.request_id = request_id
         self._owner = engine  # which must not be collected while somebody reads
-        self._core, self._order = engine._core, order
-        self._mailbox: _Mailbox | None = None
+        self._thread, self._row = engine._thread, row
+        self._mailbox: Mailbox | None = None
         self._is_over = False
 
     async def __anext__(self) -> RequestOutput:
@@ -166,249 +159,31 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def __del__(self) -> None:
         self._abort()
 
-    async def _begin(self) -> _Mailbox:
-        core, order = self._core, self._order
-        core.check()
-        if order.is_short:
-            prompt = core.prepare(order)
+    async def _begin(self) -> Mailbox:
+        thread, row = self._thread, self._row
+        thread.check()
+        if _is_short(row):
+            prompt = thread.prepare(row)
         else:
-            prompt = await asyncio.to_thread(core.prepare, order)
+            prompt = await asyncio.to_thread(thread.prepare, row)
         # From here on there may be a request to abort.
-        self._mailbox = _Mailbox(asyncio.get_running_loop(), order.params.output_kind, core.news)
-        await asyncio.wrap_future(core.add(order, prompt, self._mailbox))
+        kind = row.sampling_params.output_kind
+        self._mailbox = Mailbox(asyncio.get_running_loop(), kind, thread.news)
+        await asyncio.wrap_future(thread.add(self.request_id, prompt, row, self._mailbox))
         return self._mailbox
 
     def _abort(self) -> None:
         if not self._is_over:
             self._is_over = True
             if self._mailbox is not None:
-                self._core.abort(self.request_id, self._mailbox)
+                self._thread.abort(self.request_id, self._mailbox)
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What a caller asked for, unchecked."""
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    priority: float | None
-    tenant: str
-    timeout_s: float | None
-
-    @property
-    def is_short(self) -> bool:
-        """Whether so little is to be checked, encoded and compiled that it holds up no event loop."""
-        parts: list[Any] = [*self.prompt.values()] if isinstance(self.prompt, Mapping) else [self.prompt]
-        if isinstance(params := self.params, SamplingParams):
-            if params.structured_outputs is not None or params.dry_multiplier:
-                return False
-            parts += (*params.stop, *params.bad_words)
-        return sum(len(part) for part in parts if isinstance(part, Sized)) <= MOST_AT_ONCE
-
-
-class _Mailbox(Outbox):
-    """What a reader has not read yet: at most one output, and a last one.
-
-    The engine's thread puts and fails, the reader's gets. Each first says what it does and then looks at what
-    the other one did, so that none waits for what is there.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, kind: RequestOutputKind, news: list[_Mailbox]
-    ) -> None:
-        super().__init__()
-        if kind is RequestOutputKind.CUMULATIVE:
-            self._outputs = deque(maxlen=1)  # the newest says it all
-        self.loop = loop
-        self._news = news  # where the thread finds whom to wake
-        self._waiter: asyncio.Future[None] | None = None
-        self._failed: EngineDeadError | None = None
-
-    def wants(self, kind: RequestOutputKind) -> bool:
-        """Not if that would be one more delta to keep: the next one will hold it."""
-        return kind is RequestOutputKind.CUMULATIVE or (kind is RequestOutputKind.DELTA and not self._outputs)
-
-    def put(self, output: RequestOutput) -> None:
-        """Add the newest output."""
-        if self._failed is None:
-            super().put(output)
-        if self._waiter is not None:
-            self._news.append(self)
-
-    def fail(self, error: EngineDeadError) -> None:
-        """There will be no more."""
-        self._failed = error
-        self._news.append(self)
-
-    async def get(self) -> RequestOutput:
-        """The next output. Raises EngineDeadError if there will be none."""
-        while not self._outputs:
-            waiter = self._waiter = self.loop.create_future()
-            try:
-                if not self._outputs:
-                    if self._failed is not None:
-                        raise _again(self._failed)
-                    await waiter
-            finally:
-                self._waiter = None
-        return self._outputs.popleft()
-
-    def wake(self) -> None:
-        """Let the reader look, in his event loop."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class _Core:
-    """The thread that owns an engine, and what others hand it."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self.news: list[_Mailbox] = []  # who got something in this step and waits for it
-        self.dead: EngineDeadError | None = None
-        self._is_stopping = False
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[LLMEngine], Any]]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="paged-engine", daemon=True)
-        self._thread.start()
-
-    # From any thread
-
-    def check(self) -> None:
-        """Raise EngineDeadError if nobody is served any more."""
-        if self.dead is not None:
-            raise _again(self.dead)
-
-    def submit(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Have a function called between two steps."""
-        self.check()
-        future: Future[T] = Future()
-        self._calls.put((future, function))
-        if self.dead is not None:  # it died in between, and may have looked before
-            self._refuse_calls()
-        return future
-
-    def prepare(self, order: _Order) -> ParsedPrompt:
-        """Do all that takes long and needs nothing of the engine's state."""
-        return self.engine._factory.prepare(order.prompt, order.params)
-
-    def add(self, order: _Order, prompt: ParsedPrompt, mailbox: _Mailbox) -> Future[None]:
-        """Queue a request."""
-        terms = (order.priority, order.tenant, order.timeout_s)
-        return self.submit(
-            lambda engine: engine._queue(order.request_id, prompt, order.params, *terms, outbox=mailbox)
-        )
-
-    def abort(self, request_id: str, mailbox: _Mailbox) -> None:
-        """End the request of this mailbox, which nobody reads any more."""
-
-        def abort(engine: LLMEngine) -> None:
-            # Another one may have its id: it was taken, or is free again.
-            if request_id in engine._groups and engine._groups[request_id].outbox is mailbox:
-                engine.abort_request(request_id)
-
-        with suppress(EngineDeadError):
-            self.submit(abort)
-
-    def stop(self) -> None:
-        """End the thread, which finishes its step."""
-        if self.dead is None:
-            self._calls.put((Future(), self._note_stop))
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    # On the engine's thread
-
-    def _run(self) -> None:
-        try:
-            while not self._is_stopping:
-                self._make_calls()
-                if not self._is_stopping and self.engine.has_unfinished_requests():
-                    self._step()
-        except BaseException as error:
-            logger.exception("the engine has stopped")
-            self._die(error)
-        else:
-            self._die(None)
-
-    def _note_stop(self, _engine: LLMEngine) -> None:
-        self._is_stopping = True
-
-    def _make_calls(self) -> None:
-        """Make the calls there are; without anything else to do wait for one."""
-        is_idle = not self.engine.has_unfinished_requests()
-        while True:
-            try:
-                future, function = self._calls.get(block=is_idle)
-            except Empty:
-                break
-            is_idle = False
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function(self.engine))
-                except Exception as error:  # the caller's, as far as one can know
-                    future.set_exception(error)
-                except BaseException as error:
-                    future.set_exception(_stopped_by(error))
-                    raise
-        self._notify()
-
-    def _step(self) -> None:
-        engine = self.engine
-        engine._publish(engine._groups_of(engine._advance()))
-        self._notify()
-
-    def _notify(self) -> None:
-        """Wake who waits for what there is now, all readers of a loop at once."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = defaultdict(list)
-        for mailbox in self.news:
-            by_loop[mailbox.loop].append(mailbox)
-        self.news.clear()
-        for loop, mailboxes in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_wake, mailboxes)
-            except RuntimeError:  # the loop is closed, and its readers with it
-                logger.debug("the event loop of %d readers is closed", len(mailboxes))
-
-    def _die(self, cause: BaseException | None) -> None:
-        """Tell everybody, and leave an engine that holds nothing."""
-        if cause is None:
-            self.dead = EngineDeadError("the engine was shut down")
-        else:
-            self.dead = _stopped_by(cause)
-        self._refuse_calls()
-        groups = [*self.engine._groups.values()]
-        for group in groups:
-            if isinstance(group.outbox, _Mailbox):
-                group.outbox.fail(self.dead)
-        self._notify()
-        for group in groups:
-            self.engine.abort_request(group.request_id)
-
-    def _refuse_calls(self) -> None:
-        assert self.dead is not None
-        while True:
-            try:
-                future, _ = self._calls.get_nowait()
-            except Empty:
-                return
-            if future.set_running_or_notify_cancel():
-                future.set_exception(_again(self.dead))
-
-
-def _wake(mailboxes: list[_Mailbox]) -> None:
-    for mailbox in mailboxes:
-        mailbox.wake()
-
-
-def _stopped_by(cause: BaseException) -> EngineDeadError:
-    error = EngineDeadError(f"the engine has stopped: {type(cause).__name__}: {cause}; make a new one")
-    error.__cause__ = cause
-    return error
-
-
-def _again(error: EngineDeadError) -> EngineDeadError:
-    """The same error for one more caller: a traceback belongs to one."""
-    copy = EngineDeadError(str(error))
-    copy.__cause__ = error.__cause__
-    return copy
+def _is_short(row: Row) -> bool:
+    """Whether so little is to be checked, encoded and compiled that it holds up no event loop."""
+    parts: list[Any] = [*row.prompt.values()] if isinstance(row.prompt, Mapping) else [row.prompt]
+    if isinstance(params := row.sampling_params, SamplingParams):
+        if params.structured_outputs is not None or params.dry_multiplier:
+            return False
+        parts += (*params.stop, *params.bad_words)
+    return sum(len(part) for part in parts if isinstance(part, Sized)) <= MOST_AT_ONCE

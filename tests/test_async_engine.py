@@ -369,7 +369,7 @@ def test_long_prompt_is_encoded_beside_the_event_loop():
             go_on.set()
             with pytest.raises(RequestError, match="tokens, more than max_model_len 2048"):
                 await long
-        assert threads[0] not in (threading.main_thread(), engine._core._thread)
+        assert threads[0] not in (threading.main_thread(), engine._thread.thread)
 
     run(main())
 
@@ -428,14 +428,14 @@ def test_idle_engine_waits(engine, monkeypatch):
         await read(engine.generate(PROMPTS[0], GREEDY))
         await engine.call(LLMEngine.stats)
         rounds = 0
-        make_calls = engine._core._make_calls
+        make_calls = engine._thread._make_calls
 
         def counting() -> None:
             nonlocal rounds
             rounds += 1
             make_calls()
 
-        monkeypatch.setattr(engine._core, "_make_calls", counting)
+        monkeypatch.setattr(engine._thread, "_make_calls", counting)
         await engine.call(LLMEngine.stats)
         await asyncio.sleep(0.05)
         assert rounds <= 2
@@ -445,7 +445,7 @@ def test_idle_engine_waits(engine, monkeypatch):
 
 def test_engine_that_nobody_holds_ends_its_thread(sync):
     engine = AsyncLLMEngine.from_engine(sync)
-    thread = engine._core._thread
+    thread = engine._thread.thread
     assert thread.is_alive()
     del engine
     gc.collect()

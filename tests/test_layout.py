@@ -33,6 +33,7 @@ LAYERS = [
     ["embedding", "scoring", "beam_search"],
     ["prefix_store"],
     ["generation", "engine"],
+    ["engine_thread"],
     ["async_engine"],
     ["jobs", "options", "live_view", "openai_protocol", "batch_file", "simulate", "commands"],
     ["cli", "__main__"],
