@@ -115,3 +115,11 @@ class SchedulerCounters:
     num_recomputed: int = 0  # preemptions by recompute
     num_swapped: int = 0  # preemptions by swap
     num_finished: int = 0  # requests that ended by themselves, or by an error
+
+    def count(self, schedule: Schedule) -> None:
+        """One more step."""
+        self.num_steps += 1
+        self.step_decode_tokens = schedule.num_decode_tokens
+        self.step_prefill_tokens = schedule.num_tokens - schedule.num_decode_tokens
+        self.num_decode_tokens += self.step_decode_tokens
+        self.num_prefill_tokens += self.step_prefill_tokens

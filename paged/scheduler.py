@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -15,8 +13,9 @@ from .block_manager import BlockManager
 from .errors import QueueFullError, UsageError
 from .policies import FirstComeFirstServed, Policy
 from .request import Request, RequestStatus
+from .running import RunningSet
 from .schedule import NOT_FINITE, Schedule, SchedulerCounters
-from .waiting import Need, Room, WaitingQueue
+from .waiting import Room, WaitingQueue
 
 NO_ERRORS: Mapping[int, str] = MappingProxyType({})
 
@@ -70,20 +69,25 @@ class Scheduler:
         self.policy: Policy = FirstComeFirstServed() if policy is None else policy
         self.max_chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
         self.max_num_partial_prefills = max_num_partial_prefills or max_num_seqs
-        self.watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self.max_waiting, self.max_preemptions = max_waiting, max_preemptions
         self.swap_pays, self.clock = swap_pays, clock
-        self.running: list[Request] = []  # by rank
         self.counters = SchedulerCounters()
-        self._queue = WaitingQueue(self.policy)
-        self._num_protected = 0  # running
+        self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark)
+        self._running = RunningSet(
+            block_manager,
+            max_num_seqs=max_num_seqs,
+            max_chunk=self.max_chunk,
+            max_preemptions=max_preemptions,
+        )
         self._num_arrivals = 0
-        self._num_promised_seqs = 0  # samples that will run once their prompt is computed
         self._deadlines: list[tuple[float, int, Request]] = []
-        # When the head of the queue was refused last, by what may change that, and what it needed.
-        self._refused: tuple[tuple[int, int], Need] | None = None
 
     # From outside
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that run, by rank."""
+        return self._running.requests
 
     @property
     def num_waiting(self) -> int:
@@ -123,8 +127,8 @@ class Scheduler:
         if request.status is RequestStatus.FINISHED:
             raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
         # Its own copy of the last block must not come out of what is set aside for others.
-        spare = self.block_manager.pool.num_available - self._num_reserved_blocks() > 0
-        if not (request.ready and self._num_seats > 0 and spare):
+        spare = self.block_manager.pool.num_available - self._running.num_reserved_blocks() > 0
+        if not (request.ready and self._running.num_seats > 0 and spare):
             self.add(child)
             return
         self._enter(child)
@@ -138,10 +142,10 @@ class Scheduler:
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace)
-        self._refused = None  # who waits need not bring what is pinned now
+        self._queue.reconsider()  # who waits need not bring what is pinned now
         live = itertools.chain(self.running, self.waiting())
         longest = max((request.max_total_tokens for request in live), default=1)
-        spare = manager.pool.num_available - self._num_reserved_blocks()
+        spare = manager.pool.num_available - self._running.num_reserved_blocks()
         if num_tokens and manager.fits(longest - 1) and spare >= 0:
             return num_tokens
         manager.unpin(name)
@@ -150,8 +154,7 @@ class Scheduler:
     def abort(self, request: Request, message: str | None = None) -> None:
         """End a request, wherever it is, and free its blocks."""
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-            self._leave(request)
+            self._running.remove(request)
         else:
             self._queue.remove(request)
         for ended in (request, *request.siblings):
@@ -224,7 +227,7 @@ class Scheduler:
             if len(token_ids) >= request.alert_at or token in request.stop_ids:
                 request.take_note(token, now)
                 num_finished += request.finish_reason is not None
-        self._count(schedule)
+        self.counters.count(schedule)
         if num_finished or reported:
             self.release_finished()
         if num_aborted:
@@ -240,10 +243,8 @@ class Scheduler:
         while self.block_manager.pool.num_steps_in_flight:
             self.block_manager.end_step()
         # Each goes to the front of its queue: the first of them comes last.
-        for request in reversed(self.running):
-            self._leave(request)
+        for request in reversed(self._running.remove_all()):
             self._wait_again(request)
-        self.running.clear()
         for request in self.waiting():
             self.block_manager.release(request.blocks)
             request.num_computed_tokens = 0
@@ -251,13 +252,9 @@ class Scheduler:
 
     def release_finished(self) -> None:
         """Take the blocks of finished requests back."""
-        finished = [r for r in self.running if r.status is RequestStatus.FINISHED]
-        if finished:
-            self.counters.num_finished += len(finished)
-            self.running = [r for r in self.running if r.status is not RequestStatus.FINISHED]
-            for request in finished:
-                self._leave(request)
-                self._release(request)
+        for request in self._running.remove_finished():
+            self.counters.num_finished += 1
+            self._release(request)
 
     # Steps
 
@@ -300,7 +297,7 @@ class Scheduler:
             end = request.num_computed_tokens + num_new
             # Those who decode go first, and end some time. Only where nobody does, room is made.
             if num_new and (
-                self._grow(request, end, schedule)
+                self._running.grow(request, end, schedule.copies)
                 or (schedule.is_empty and self._make_room(request, end, schedule))
             ):
                 self._compute(request, num_new, schedule)
@@ -313,38 +310,29 @@ class Scheduler:
         """Let waiting requests run while there are tokens, places and blocks for them."""
         pool = self.block_manager.pool
         # Those who run already come first.
-        promised = sum(self._missing_blocks(request) for request in unfinished if not request.protected)
-        promised += self._num_reserved_blocks()
+        promised = sum(
+            self._running.missing_blocks(request) for request in unfinished if not request.protected
+        )
+        promised += self._running.num_reserved_blocks()
         num_partial = self.max_num_partial_prefills - len(unfinished)
-        while self._budget_left(schedule) and self._num_seats > 0:
+        while self._budget_left(schedule) and self._running.num_seats > 0:
             alone = not self.running and not pool.num_steps_in_flight
             num_blocks = math.inf if alone else pool.num_available - promised
-            room = Room(self._budget_left(schedule), self._num_seats, num_partial, num_blocks)
+            room = Room(self._budget_left(schedule), self._running.num_seats, num_partial, num_blocks)
             request = self._admit_head(room, schedule)
             if request is None:
                 return
             partial = request.num_computed_tokens + schedule.num_new_tokens[-1] < request.num_tokens
             num_partial -= partial
             if partial or request.protected:
-                promised += self._missing_blocks(request)
+                promised += self._running.missing_blocks(request)
 
     def _admit_head(self, room: Room, schedule: Schedule) -> Request | None:
         """Let the head of the queue run, and return it, if there is room for all that is known of it."""
-        manager = self.block_manager
-        # While these stay the same it needs what it needed, or more.
-        state = (self._queue.num_changes, manager.pool.last_serial)
-        if self._refused is not None:
-            before, need = self._refused
-            if before == state and not room.first_chunk(need, self.max_chunk):
-                return None
-        request = self._queue.peek()
-        if request is None:
+        manager, found = self.block_manager, self._queue.head_for(room)
+        if found is None:
             return None
-        need = self._need(request)
-        num_new = room.first_chunk(need, self.max_chunk)
-        if not num_new:
-            self._refused = (state, need)
-            return None
+        request, need, num_new = found
         seq, start = request.blocks, need.num_computed_tokens
         if need.hits is not None:
             manager.start(seq, need.hits)
@@ -355,16 +343,6 @@ class Scheduler:
         self._run(request, start)
         self._compute(request, num_new, schedule)
         return request
-
-    def _need(self, request: Request) -> Need:
-        """What a waiting request takes to run."""
-        manager, seq = self.block_manager, request.blocks
-        hits = manager.match(seq, request.token_ids, request.first_needed) if seq.host is None else None
-        computed = request.num_computed_tokens if hits is None else len(hits[0]) * manager.block_size
-        # Not for its first chunk alone: it would be computed only to be preempted, again and again.
-        num_blocks = manager.blocks_to_start(hits or (), self._num_tokens_ahead(request))
-        num_blocks += len(request.siblings) * len(manager.windows) + self.watermark_blocks
-        return Need(hits, computed, request.num_tokens - computed, 1 + len(request.siblings), num_blocks)
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens for which there is room into the step."""
@@ -380,62 +358,28 @@ class Scheduler:
         samples = [request, *request.siblings]
         schedule.sampled += [row] * len(samples)
         schedule.sampled_requests += samples
-        self._num_promised_seqs -= len(request.siblings)
-        for sibling in request.siblings:
+        for sibling in self._running.take_siblings(request):
             self._enter(sibling)
             self._share(request, sibling, end)
-        request.siblings = ()
 
     def _budget_left(self, schedule: Schedule) -> int:
         return self.max_num_batched_tokens - schedule.num_tokens
 
     # Blocks
 
-    def _num_tokens_ahead(self, request: Request) -> int:
-        """How many tokens there must be blocks for before a request runs, or goes on with its prompt."""
-        # The last token is only sampled, never computed.
-        last = request.max_total_tokens - 1
-        return last if request.protected else min(request.num_tokens + 1, last)
-
-    def _missing_blocks(self, request: Request) -> int:
-        return self.block_manager.missing_blocks(request.blocks, self._num_tokens_ahead(request))
-
-    def _num_reserved_blocks(self) -> int:
-        """What protected requests may yet need: nobody else gets it."""
-        if not self._num_protected:
-            return 0
-        return sum(self._missing_blocks(request) for request in self.running if request.protected)
-
-    def _grow(self, request: Request, end: int, schedule: Schedule) -> bool:
-        manager = self.block_manager
-        if self._num_protected and not request.protected:
-            available = manager.pool.num_available - self._num_reserved_blocks()
-            if manager.missing_blocks(request.blocks, end) > available:
-                return False
-        return manager.grow(request.blocks, request.num_computed_tokens, end, schedule.copies)
-
     def _make_room(self, request: Request, end: int, schedule: Schedule) -> bool:
         """Preempt those of higher rank, for a protected request anybody, until it can grow.
 
         False if that is not enough: it keeps what it has, and waits for those who go on.
         """
-        while not self._grow(request, end, schedule):
+        while not self._running.grow(request, end, schedule.copies):
             if self.block_manager.pool.num_deferred:
                 return False  # blocks come back when a step in flight ends
-            victim = self._victim(request)
+            victim = self._running.victim(request)
             if victim is None:
                 return False
             self._preempt(victim, schedule)
         return True
-
-    def _victim(self, request: Request) -> Request | None:
-        # The youngest has the least computed work to lose.
-        for candidate in reversed(self.running):
-            if candidate is request and not request.protected:
-                return None
-            if candidate.ready and not candidate.protected:
-                return candidate
-        return None
 
     def _release(self, request: Request) -> None:
         """Give a request's blocks back, to be found again by what they hold."""
@@ -452,8 +396,7 @@ class Scheduler:
             self._release(victim)
             victim.num_computed_tokens = 0
             self.counters.num_recomputed += 1
-        self.running.remove(victim)
-        self._leave(victim)
+        self._running.remove(victim)
         victim.metrics.num_preemptions += 1
         schedule.num_preempted += 1
         victim.protected = victim.metrics.num_preemptions >= self.max_preemptions
@@ -464,45 +407,12 @@ class Scheduler:
         head, pool = self._queue.peek(), self.block_manager.pool
         if head is None or not self.running or self.running[-1].priority <= head.priority:
             return
-        need = self._need(head)
         num_blocks = pool.num_available + pool.num_deferred  # those come back soon
         room = Room(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_partial_prefills, num_blocks)
-        for request in self.running:
-            room = room.minus(self._claim(request))
-        victims = list[Request]()
-        # What the head begins with does not come back: it holds it then.
-        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
-        for candidate in reversed(self.running):
-            if room.first_chunk(need, self.max_chunk):
-                break
-            if candidate.priority <= head.priority:
-                return
-            # Once more, and it would be protected: it would run again at once, before the head.
-            if candidate.ready and candidate.metrics.num_preemptions + 1 < self.max_preemptions:
-                victims.append(candidate)
-                freed = self.block_manager.num_freed(candidate.blocks, gone)
-                room = room.plus(self._claim(candidate)).plus(Room(0, 0, 0, freed))
-        if len(victims) == len(self.running) and not pool.num_steps_in_flight:
-            room = room._replace(num_blocks=math.inf)
-        if room.first_chunk(need, self.max_chunk):
-            for victim in victims:
-                self._preempt(victim, schedule)
-
-    def _claim(self, request: Request) -> Room:
-        """What a running request takes of the next step and is promised beyond it, if nobody is short."""
-        missing = request.num_tokens - request.num_computed_tokens if request.ready else 0
-        num_new, num_blocks = min(missing, self.max_chunk), 0
-        if num_new < missing or request.protected:
-            num_blocks = self._missing_blocks(request)
-        elif num_new and request.num_tokens > request.blocks.capacity:
-            num_blocks = self.block_manager.missing_blocks(request.blocks, request.num_tokens)
-        return Room(num_new, 1 + len(request.siblings), num_new < missing, num_blocks)
+        for victim in self._running.victims_for(head, self._queue.need(head), room):
+            self._preempt(victim, schedule)
 
     # Who waits, who runs
-
-    @property
-    def _num_seats(self) -> int:
-        return self.max_num_seqs - len(self.running) - self._num_promised_seqs
 
     def _enter(self, request: Request) -> None:
         """Take note of a new request."""
@@ -519,29 +429,18 @@ class Scheduler:
     def _run(self, request: Request, num_computed: int) -> None:
         """Move a request from the queue to those who run."""
         self._queue.pop(request)
-        self._num_protected += request.protected
         request.num_computed_tokens = num_computed
-        self._num_promised_seqs += len(request.siblings)
         if not request.ran_before:
             request.num_cached_tokens = num_computed
             self.counters.num_cached_tokens += num_computed
             self.counters.num_queried_tokens += request.num_tokens
-        self._join(request)
+        self._running.join(request)
 
     def _share(self, request: Request, child: Request, num_computed: int) -> None:
         """Let a child run with the blocks of a request."""
         child.blocks = self.block_manager.fork(request.blocks, num_computed)
         child.num_computed_tokens = child.num_cached_tokens = num_computed
-        self._join(child)
-
-    def _join(self, request: Request) -> None:
-        request.status = RequestStatus.RUNNING
-        bisect.insort(self.running, request, key=lambda other: other.rank)
-
-    def _leave(self, request: Request) -> None:
-        """Book that a request does not run any more."""
-        self._num_promised_seqs -= len(request.siblings)
-        self._num_protected -= request.protected
+        self._running.join(child)
 
     def _end_with_report(self, request: Request, now: float) -> bool:
         """Finish a request of whose prompt a row was not finite, or all is computed that it wants."""
@@ -558,31 +457,16 @@ class Scheduler:
         request.status, request.ready = RequestStatus.WAITING, False
         self._queue.push(request)
 
-    def _count(self, schedule: Schedule) -> None:
-        counters = self.counters
-        counters.num_steps += 1
-        counters.step_decode_tokens = schedule.num_decode_tokens
-        counters.step_prefill_tokens = schedule.num_tokens - schedule.num_decode_tokens
-        counters.num_decode_tokens += counters.step_decode_tokens
-        counters.num_prefill_tokens += counters.step_prefill_tokens
-
     def check(self) -> None:
         """The invariants of the class, and those of the block manager."""
-        manager, running, waiting = self.block_manager, self.running, [*self.waiting()]
+        manager, waiting = self.block_manager, [*self.waiting()]
         manager.check()
-        ranks = [request.rank for request in running]
-        assert ranks == sorted(ranks), "out of order"
-        assert self._num_promised_seqs == sum([len(request.siblings) for request in running])
-        assert self._num_protected == sum([request.protected for request in running])
-        assert self._num_seats >= 0, "more requests run than max_num_seqs"
+        self._running.check()
         assert len(waiting) == self.num_waiting, "the queue is miscounted"
         assert {request.status for request in waiting} <= {RequestStatus.WAITING}
-        assert {request.status for request in running} <= {RequestStatus.RUNNING}
         for request in waiting:
             seq = request.blocks
             assert not any(seq.tables), "a request that does not run holds blocks"
             assert (request.num_computed_tokens > 0) is (seq.host is not None)
-        for request in running:
-            assert request.num_computed_tokens <= len(request.token_ids)
-        held = {request.blocks for request in running}
+        held = {request.blocks for request in self.running}
         assert held.issuperset(manager.holders()), "blocks are held for nobody who runs"

@@ -21,7 +21,7 @@ LAYERS = [
     ["sequence_blocks", "block_manager", "token_rules"],
     ["request", "dry"],
     ["policies", "schedule"],
-    ["waiting", "scheduler"],
+    ["waiting", "running", "scheduler"],
     ["stats"],
     ["kernels"],
     ["kv_cache", "batch", "layers", "models", "sizes", "weights", "detokenizer", "tokenizer"],
