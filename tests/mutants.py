@@ -186,7 +186,7 @@ MUTANTS = {
         ),
         ("preempts without end", "victim.metrics.num_preemptions >= self.max_preemptions", "False"),
         ("the preempted keep their count", "victim.num_computed_tokens = 0", "pass"),
-        ("siblings are not forked", "self._share(request, sibling, end)", "self._join(sibling)"),
+        ("siblings are not forked", "self._share(request, sibling, end)", "self._running.join(sibling)"),
         (
             "the aborted keep their blocks",
             "message)\n        self.block_manager.release(request.blocks)",
