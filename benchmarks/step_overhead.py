@@ -36,7 +36,7 @@ def main() -> None:
     for _ in range(args.steps):
         step_in_parts(engine, parts)
     milliseconds = {name: statistics.median(times) * 1e3 for name, times in parts.items()}
-    milliseconds["generate(), beside forward"] = beside_forward(engine, engine._advance, args.steps)
+    milliseconds["generate(), beside forward"] = beside_forward(engine, engine.core.advance, args.steps)
     milliseconds["step(), beside forward"] = beside_forward(engine, engine.step, args.steps)
     print_table([{"part": name, "ms": ms} for name, ms in milliseconds.items()])
     print_json({"benchmark": "step_overhead", **milliseconds, **vars(args)})

@@ -83,7 +83,7 @@ class AsyncLLMEngine:
         Iterating raises RequestError if the prompt or a parameter is wrong, QueueFullError if max_waiting
         requests wait already, and EngineDeadError.
         """
-        request_id = self._thread.engine._next_id() if request_id is None else request_id
+        request_id = self._thread.engine.core.next_id() if request_id is None else request_id
         params = SamplingParams() if sampling_params is None else sampling_params
         return RequestStream(self, request_id, Row(prompt, params, priority, tenant, timeout_s))
 

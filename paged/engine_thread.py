@@ -105,19 +105,20 @@ class EngineThread:
 
     def prepare(self, row: Row) -> ParsedPrompt:
         """Do all that takes long and needs nothing of the engine's state."""
-        return self.engine._factory.prepare(row.prompt, row.sampling_params)
+        return self.engine.core.factory.prepare(row.prompt, row.sampling_params)
 
     def add(self, request_id: str, prompt: ParsedPrompt, row: Row, mailbox: Mailbox) -> Future[None]:
         """Queue a request of this row, whose prompt is prepared."""
         _, *terms = row
-        return self.submit(lambda engine: engine._queue(request_id, prompt, *terms, outbox=mailbox))
+        return self.submit(lambda engine: engine.core.queue(request_id, prompt, *terms, outbox=mailbox))
 
     def abort(self, request_id: str, mailbox: Mailbox) -> None:
         """End the request of this mailbox, which nobody reads any more."""
 
         def abort(engine: LLMEngine) -> None:
             # Another one may have its id: it was taken, or is free again.
-            if request_id in engine._groups and engine._groups[request_id].outbox is mailbox:
+            group = engine.core.groups.get(request_id)
+            if group is not None and group.outbox is mailbox:
                 engine.abort_request(request_id)
 
         with suppress(EngineDeadError):
@@ -167,8 +168,8 @@ class EngineThread:
         self._notify()
 
     def _step(self) -> None:
-        engine = self.engine
-        engine._publish(engine._groups_of(engine._advance()))
+        core = self.engine.core
+        core.publish(core.groups_of(core.advance()))
         self._notify()
 
     def _notify(self) -> None:
@@ -190,7 +191,7 @@ class EngineThread:
         else:
             self.dead = _stopped_by(cause)
         self._refuse_calls()
-        groups = [*self.engine._groups.values()]
+        groups = [*self.engine.core.groups.values()]
         for group in groups:
             if isinstance(group.outbox, Mailbox):
                 group.outbox.fail(self.dead)

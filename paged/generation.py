@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from tqdm import tqdm
 
+from .engine_core import EngineCore
 from .errors import PagedError, RequestError
-from .request import Outbox, Prompt, RequestGroup, RequestOutput
+from .request import Outbox, Prompt, PromptReport, Request, RequestGroup, RequestOutput
+from .request_factory import ParsedPrompt
 from .sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from .engine import LLMEngine
-
+T = TypeVar("T")
 # How many prompts are taken ahead of the outputs that were handed out: enough to keep every step full, and
 # so many that the lists people have are checked as a whole before anything runs.
 WINDOW = 4096
@@ -78,10 +78,10 @@ class Generation:
     error is raised at once in the first window, before anything runs, and else when those before it are done.
     """
 
-    def __init__(self, engine: LLMEngine, rows: Rows, *, use_tqdm: bool) -> None:
-        self._engine, self._rows = engine, rows
+    def __init__(self, core: EngineCore, rows: Rows, *, use_tqdm: bool) -> None:
+        self._core, self._rows = core, rows
         self._use_tqdm = use_tqdm
-        self.window = max(WINDOW, 2 * engine.config.max_num_seqs)
+        self.window = max(WINDOW, 2 * core.scheduler.max_num_seqs)
         self._outbox = Outbox()
         self._unfinished: dict[str, int] = {}  # ids, and the places of their prompts
         self._pending: deque[RequestGroup] = deque()  # those that the scheduler has not got yet
@@ -121,13 +121,11 @@ class Generation:
 
     def step(self, *, every_token: bool) -> list[tuple[int, RequestOutput]]:
         """Run a step. Returns who finished or, with every_token, got one: place of the prompt, and output."""
-        engine = self._engine
-        _queue(engine, self._pending)
-        advanced = engine._advance()
+        core = self._core
+        _queue(core, self._pending)
+        advanced = core.advance()
         # Most steps finish nobody, and need not be looked through.
-        engine._publish(
-            [g for g in engine._groups_of(advanced) if g.outbox is self._outbox] if every_token else []
-        )
+        core.publish([g for g in core.groups_of(advanced) if g.outbox is self._outbox] if every_token else [])
         self._num_tokens += len(advanced)
         return [self._book(output) for output in self._outbox.take()]
 
@@ -147,59 +145,73 @@ class Generation:
     def _read_ahead(self) -> None:
         while not self._is_exhausted and self._num_made - self._num_handed_out < self.window:
             try:
-                row, request_id = next(self._rows), self._engine._next_id()
-                group = self._engine._new_group(request_id, *row, outbox=self._outbox)
+                group = named(f"prompts[{self._num_made}]", self._next_group)
             except StopIteration:
                 self._is_exhausted = True
             except Exception as error:
                 self._is_exhausted = True
-                self._error = self._named(error)
+                self._error = error
             else:
                 self._unfinished[group.request_id] = self._num_made
                 self._pending.append(group)
                 self._num_made += 1
 
-    def _named(self, error: Exception) -> Exception:
-        """One of our errors with the place of the prompt, any other as it is."""
-        if not isinstance(error, PagedError):
-            return error
-        named = type(error)(f"prompts[{self._num_made}]: {error}")
-        named.__cause__ = error
-        return named
+    def _next_group(self) -> RequestGroup:
+        row = next(self._rows)
+        return self._core.new_group(self._core.next_id(), *row, outbox=self._outbox)
 
     def _abort(self) -> None:
         """After an error, an interrupt or an end before the end nobody takes what is left."""
         for request_id in [*self._unfinished]:
             # Its last output may wait for nobody any more, and somebody else have the id.
-            group = self._engine._groups.get(request_id)
+            group = self._core.groups.get(request_id)
             if group is not None and group.outbox is self._outbox:
-                self._engine.abort_request(request_id)
+                self._core.abort(request_id)
 
 
-def run_to_end(engine: LLMEngine, groups: Sequence[RequestGroup], outbox: Outbox, *, use_tqdm: bool) -> None:
-    """Run requests that are made already until all of them have ended."""
-    pending, num_left = deque(groups), len(groups)
-    with tqdm(total=num_left, desc="Computing", unit="prompt", disable=not use_tqdm) as bar:
-        while num_left:
-            _queue(engine, pending)
-            engine._advance_others()
-            num_finished = len(outbox.take())
-            num_left -= num_finished
-            bar.update(num_finished)
+def run_reports(
+    core: EngineCore,
+    name: str,
+    wanted: Sequence[tuple[ParsedPrompt, PromptReport]],
+    priority: float,
+    tenant: str,
+    *,
+    use_tqdm: bool,
+) -> list[Request]:
+    """Compute prompts only for what is to be reported of them; what is wrong is told by name."""
+    groups, outbox = list[RequestGroup](), Outbox()
+    try:
+        for i, terms in enumerate(wanted):
+            now, new = core.scheduler.clock(), core.factory.new_report
+            group = named(f"{name}[{i}]", new, core.next_id(), *terms, priority, tenant, now)
+            core.book(group, outbox)
+            groups.append(group)
+        pending, num_left = deque(groups), len(groups)
+        with tqdm(total=num_left, desc="Computing", unit="prompt", disable=not use_tqdm) as bar:
+            while num_left:
+                _queue(core, pending)
+                core.advance_others()
+                num_finished = len(outbox.take())
+                num_left -= num_finished
+                bar.update(num_finished)
+    finally:
+        for group in groups:
+            core.abort(group.request_id)
+    return [group.samples[0] for group in groups]
 
 
-def _queue(engine: LLMEngine, pending: deque[RequestGroup]) -> None:
+def _queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
     """Give the scheduler as many as may wait."""
-    scheduler, most = engine.scheduler, engine.config.max_waiting
+    scheduler, most = core.scheduler, core.scheduler.max_waiting
     while pending and (most is None or scheduler.num_waiting < most):
         group = pending.popleft()
         if not group.finished:  # aborted by its id
             scheduler.add(group.samples[0])
 
 
-def in_order(engine: LLMEngine, rows: Rows, *, use_tqdm: bool) -> Iterator[RequestOutput]:
+def in_order(core: EngineCore, rows: Rows, *, use_tqdm: bool) -> Iterator[RequestOutput]:
     """The last output of each prompt, in the order of the prompts."""
-    with Generation(engine, rows, use_tqdm=use_tqdm) as generation:
+    with Generation(core, rows, use_tqdm=use_tqdm) as generation:
         done, place = dict[int, RequestOutput](), 0
         while generation.is_running():
             done |= generation.step(every_token=False)
@@ -208,9 +220,9 @@ def in_order(engine: LLMEngine, rows: Rows, *, use_tqdm: bool) -> Iterator[Reque
                 place += 1
 
 
-def as_they_come(engine: LLMEngine, rows: Rows) -> Iterator[RequestOutput]:
+def as_they_come(core: EngineCore, rows: Rows) -> Iterator[RequestOutput]:
     """Every output of every prompt."""
-    with Generation(engine, rows, use_tqdm=False) as generation:
+    with Generation(core, rows, use_tqdm=False) as generation:
         while generation.is_running():
             for _, output in generation.step(every_token=True):
                 yield generation.hand_out(output)
@@ -226,6 +238,22 @@ def as_iterable(prompts: Any) -> Iterable[Prompt]:
         return [prompts]
     iterable: Iterable[Prompt] = prompts
     return iterable
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """As `as_iterable`, and at least one."""
+    listed = [*as_iterable(prompts)]
+    if not listed:
+        raise RequestError("prompts must have at least one entry, got []")
+    return listed
+
+
+def named(name: str, function: Callable[..., T], *args: Any) -> T:
+    """The function of these arguments; what it refuses is refused under a name."""
+    try:
+        return function(*args)
+    except PagedError as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _is_many(value: Any) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from os import PathLike, fsencode
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,13 +36,17 @@ def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype) -> str
 
 
 def save(
-    path: Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str, prompt: ParsedPrompt | None
+    path: str | Path,
+    manager: BlockManager,
+    kv_cache: KVCache,
+    fingerprint: str,
+    prompt: ParsedPrompt | None,
 ) -> int:
     """Write all cached blocks, or those of a prompt. Returns how many.
 
     Raises RequestError if there are none, or the file cannot be written.
     """
-    pool = manager.pool
+    path, pool = _checked(path), manager.pool
     known = pool.known_blocks()
     if prompt is not None:
         wanted = {block for blocks in manager.find(prompt.token_ids, prompt.namespace) for block in blocks}
@@ -77,11 +83,12 @@ def save(
     return len(blocks)
 
 
-def load(path: Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str) -> int:
+def load(path: str | Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str) -> int:
     """Put the blocks of a file into the cache, as far as there are free ones. Returns how many.
 
     Raises CheckpointError if the file is damaged or made for something else; nothing is loaded then.
     """
+    path = _checked(path)
     tensors, metadata = _read(path)
     wanted = {"format": FORMAT, "fingerprint": fingerprint, "block_size": str(manager.block_size)}
     for name, value in wanted.items():
@@ -156,3 +163,13 @@ def _entries(
     rows = [array("i", row).tobytes() for row in token_ids.tolist()]
     names = [namespaces.get(i, b"") for i in range(num_blocks)]
     return list(zip(rows, predecessors, groups, names, strict=True))
+
+
+def _checked(path: Any) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise RequestError(f"path must be a string or a Path, got {path!r}")
+    try:
+        fsencode(path)
+    except UnicodeEncodeError as error:
+        raise RequestError(f"path cannot be the name of a file: {path!r}") from error
+    return Path(path)

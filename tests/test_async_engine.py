@@ -44,7 +44,7 @@ def sync(shared_engine) -> Iterator[LLMEngine]:
     """The engine itself, which is to be as it was after every test."""
     yield shared_engine
     assert_all_free(shared_engine)
-    assert not shared_engine._groups
+    assert not shared_engine.core.groups
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def eos() -> tuple[int, ...]:
 
 
 def with_eos(engine: LLMEngine, eos: tuple[int, ...]) -> LLMEngine:
-    engine._factory.eos_token_ids = frozenset(eos)
+    engine.core.factory.eos_token_ids = frozenset(eos)
     return engine
 
 

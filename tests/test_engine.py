@@ -52,7 +52,7 @@ def check_and_clear(engine: LLMEngine) -> None:
     try:
         assert_all_free(engine)
     finally:
-        for request_id in list(engine._groups):
+        for request_id in list(engine.core.groups):
             engine.abort_request(request_id)
         engine.step()
 

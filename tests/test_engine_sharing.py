@@ -140,7 +140,7 @@ def test_fork_has_a_timeout_of_its_own_or_that_of_its_parent(monkeypatch):
     for time, left in ((1.0, {"a", "short", "long"}), (3.0, {"a", "long"}), (10.0, set())):
         now.append(time)
         engine.step()
-        assert set(engine._groups) == left
+        assert set(engine.core.groups) == left
     assert_all_free(engine)
 
 
@@ -369,7 +369,7 @@ def test_output_that_cannot_be_made_comes_with_the_next_step(monkeypatch):
         engine.add_request(name, PROMPTS[0], greedy(max_tokens))
     engine.add_request("kept", PROMPTS[0], greedy(1))
     engine.generate(PROMPTS[1], greedy(1), use_tqdm=False)  # "kept" finishes meanwhile
-    output = engine._outputs.output
+    output = engine.core.outputs.output
 
     def broken(group: Any) -> RequestOutput:
         if group.request_id == "mine":
@@ -377,7 +377,7 @@ def test_output_that_cannot_be_made_comes_with_the_next_step(monkeypatch):
             raise KeyboardInterrupt
         return output(group)
 
-    monkeypatch.setattr(engine._outputs, "output", broken)
+    monkeypatch.setattr(engine.core.outputs, "output", broken)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     finished = finish(engine)
@@ -431,7 +431,7 @@ def test_any_combination_gives_the_tokens_of_an_undisturbed_run(seed):
             engine.add_request(
                 str(i), prompts[i], params[i], priority=rng.randint(0, 2), tenant=rng.choice("ab")
             )
-        live = sorted(engine._groups)
+        live = sorted(engine.core.groups)
         if live and rng.random() < 0.08:
             name = rng.choice(live)
             engine.abort_request(name)

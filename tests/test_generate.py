@@ -30,7 +30,7 @@ def engine(shared_engine, monkeypatch) -> Iterator[LLMEngine]:
     monkeypatch.setattr(generation, "WINDOW", SMALL)
     yield shared_engine
     assert_all_free(shared_engine)
-    assert not shared_engine._groups
+    assert not shared_engine.core.groups
 
 
 class Source:
@@ -66,7 +66,7 @@ def test_many_prompts_are_taken_a_window_ahead(engine, monkeypatch):
         assert output.finished
         assert output.outputs[0].token_ids == [i % 200] * (1 if i % 100 else 30)
         assert source.num_taken - i <= SMALL
-        assert len(engine._groups) <= SMALL
+        assert len(engine.core.groups) <= SMALL
         most = max(most, source.num_taken - i)
     assert (i, most) == (1_999, SMALL)
 
@@ -131,13 +131,13 @@ def test_end_before_the_end_aborts_what_is_left_and_nothing_else(engine, call, e
     for _ in range(3):
         next(outputs)
     engine.add_request("mine", PROMPTS[3], GREEDY)
-    assert len(engine._groups) > 10
+    assert len(engine.core.groups) > 10
     if end == "close":
         outputs.close()
     else:
         del outputs
         gc.collect()
-    assert [*engine._groups] == ["mine"]
+    assert [*engine.core.groups] == ["mine"]
     seen = []
     while engine.has_unfinished_requests():
         seen += engine.step()
@@ -165,7 +165,7 @@ def test_iterators_and_requests_side_by_side_all_get_their_own(engine):
 def test_abort_of_a_request_of_an_iterator_is_an_output_of_it(engine):
     outputs = engine.generate_iter(PROMPTS * 10, [GREEDY] * 38 + [SamplingParams(max_tokens=400)] * 2)
     ids = [next(outputs).request_id]
-    running, waiting = [*engine._groups][-2:]
+    running, waiting = [*engine.core.groups][-2:]
     engine.abort_request(running)
     engine.abort_request(waiting)
     rest = [*outputs]
@@ -193,12 +193,12 @@ def test_max_waiting_bounds_the_queue():
 def test_end_of_an_iterator_spares_who_has_the_id_of_one_that_finished(engine):
     outputs = engine.generate_iter(PROMPTS, [GREEDY] * 3 + [SamplingParams(max_tokens=100)])
     first = next(outputs).request_id
-    while len(engine._groups) > 1:
+    while len(engine.core.groups) > 1:
         engine.step()
     second = str(int(first) + 1)
     engine.add_request(second, PROMPTS[1], GREEDY)
     outputs.close()
-    assert [*engine._groups] == [second]
+    assert [*engine.core.groups] == [second]
     engine.abort_request(second)
 
 
