@@ -154,7 +154,7 @@ def test_who_leaves_frees_his_blocks_within_a_step_and_harms_nobody(engine, sync
         await asyncio.wait([task])
         assert task.cancelled() == (end == "cancel")
         # What is called next comes after the abort, between the same two steps.
-        assert await engine.call(lambda e: [*e._groups]) == ["stays"]
+        assert await engine.call(lambda e: [*e.core.groups]) == ["stays"]
         held = await engine.call(lambda e: (e.block_manager.pool.num_used, e.scheduler.running[0].blocks))
         assert held[0] == held[1].num_blocks
         neighbours.append(said(await neighbour))
