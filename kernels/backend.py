@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-BackendName = Literal["triton", "torch"]
-BACKENDS: tuple[BackendName, ...] = ("triton", "torch")
+BackendName = Literal["triton", "numba", "torch"]
+BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class Kernels:
 def load_kernels(name: BackendName) -> Kernels:
     """Return the kernels of one backend.
 
-    Raises ValueError for an unknown name and ImportError where "triton" is asked for and not installed.
+    Raises ValueError for an unknown name and ImportError where "triton" or "numba" is missing.
     """
     if name == "torch":
         return _torch_kernels()
+    if name == "numba":
+        return _numba_kernels()
     if name == "triton":
         return _triton_kernels()
     raise ValueError(f"attention_backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
@@ -53,6 +56,31 @@ def _torch_kernels() -> Kernels:
         silu_and_mul=torch_ops.silu_and_mul,
         copy_blocks=reference.copy_blocks,
         paged_attention=torch_ops.paged_attention,
+        apply_penalties=torch_sampling.apply_penalties,
+        sample_tokens=torch_sampling.sample_tokens,
+    )
+
+
+def has_numba() -> bool:
+    """Whether the CPU kernels' compiler is installed."""
+    return find_spec("numba") is not None
+
+
+def _numba_kernels() -> Kernels:
+    if not has_numba():
+        raise ImportError(
+            "attention_backend='numba' needs numba, which compiles the CPU's kernels: "
+            "`pip install 'paged[cpu]'`, or use attention_backend='torch', which is slower"
+        )
+    from . import numba_ops, numba_paged_attention, reference, torch_sampling
+
+    return Kernels(
+        name="numba",
+        rms_norm=numba_ops.rms_norm,
+        rotary_store_kv=numba_ops.rotary_store_kv,
+        silu_and_mul=numba_ops.silu_and_mul,
+        copy_blocks=reference.copy_blocks,
+        paged_attention=numba_paged_attention.paged_attention,
         apply_penalties=torch_sampling.apply_penalties,
         sample_tokens=torch_sampling.sample_tokens,
     )

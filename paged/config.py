@@ -10,7 +10,7 @@ from .errors import ConfigError, reject_unknown
 from .validation import check_bool, check_int, check_number
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-BACKENDS = ("auto", "triton", "torch")
+BACKENDS = ("auto", "triton", "numba", "torch")
 POLICIES = ("fcfs", "priority", "longest-prefix-match", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
@@ -53,7 +53,8 @@ class EngineConfig:
         "swap" it to host memory, which needs swap_space, or "auto", whichever is estimated to take less time.
     max_preemptions: how often that may happen to a request before it is protected from it.
     swap_space: host memory for swapping in GiB; None takes 4 beside a GPU and 0 on a CPU.
-    attention_backend: "triton" or "torch"; "auto" takes triton on a GPU and torch on a CPU.
+    attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU and numba on a CPU, torch
+        where numba is not installed.
     seed: from which requests without a seed of their own derive one.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
 
@@ -81,7 +82,7 @@ class EngineConfig:
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     max_preemptions: int = 8
     swap_space: float | None = None
-    attention_backend: Literal["auto", "triton", "torch"] = "auto"
+    attention_backend: Literal["auto", "triton", "numba", "torch"] = "auto"
     seed: int = 0
     skip_tokenizer_init: bool = False
 

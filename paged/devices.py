@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Literal
+from typing import cast
 
 import psutil
 import torch
 
 from .config import EngineConfig
 from .errors import ConfigError
+from .kernels.backend import BackendName, has_numba, in_interpreter
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -44,21 +48,27 @@ def cpu_has_bfloat16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def resolve_backend(
-    requested: Literal["auto", "triton", "torch"], device: torch.device
-) -> Literal["triton", "torch"]:
-    """The attention backend: Triton on a GPU, torch on a CPU, unless one is asked for."""
+def resolve_backend(requested: str, device: torch.device) -> BackendName:
+    """The attention backend asked for; "auto" is Triton on a GPU and numba on a CPU, or torch without it."""
     if requested == "auto":
-        return "triton" if device.type == "cuda" else "torch"
-    if requested == "triton" and device.type == "cpu":
-        from .kernels.backend import in_interpreter
-
-        if not in_interpreter():
-            raise ConfigError(
-                "attention_backend='triton' on a CPU runs in Triton's interpreter, for tests only: set "
-                "TRITON_INTERPRET=1 before Python starts, or use attention_backend='torch'"
-            )
-    return requested
+        if device.type == "cuda":
+            return "triton"
+        if has_numba():
+            return "numba"
+        logger.warning(
+            "numba is not installed, so attention runs in plain torch, slower: pip install 'paged[cpu]'"
+        )
+        return "torch"
+    if requested == "numba" and device.type != "cpu":
+        raise ConfigError(
+            f"attention_backend='numba' is for a CPU, not for device {device}; use 'triton' there"
+        )
+    if requested == "triton" and device.type == "cpu" and not in_interpreter():
+        raise ConfigError(
+            "attention_backend='triton' on a CPU runs in Triton's interpreter, for tests only: set "
+            "TRITON_INTERPRET=1 before Python starts, or use attention_backend='numba' or 'torch'"
+        )
+    return cast(BackendName, requested)
 
 
 def kv_bytes_on_cpu(config: EngineConfig) -> int:

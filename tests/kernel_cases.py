@@ -18,8 +18,12 @@ TOLERANCES = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
 }
 
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU")
 # Every implementation in every dtype that is sound there: the interpreter truncates to bfloat16.
 IMPLEMENTATIONS = [
+    pytest.param("numba", torch.float32, id="numba-float32", marks=on_cpu),
+    pytest.param("numba", torch.bfloat16, id="numba-bfloat16", marks=on_cpu),
+    pytest.param("numba", torch.float16, id="numba-float16", marks=on_cpu),
     pytest.param("torch", torch.float32, id="torch-float32"),
     pytest.param("torch", torch.bfloat16, id="torch-bfloat16"),
     pytest.param("triton", torch.float32, id="triton-float32"),

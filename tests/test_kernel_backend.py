@@ -21,7 +21,7 @@ OPERATIONS = (
 )
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
 def test_signatures_are_those_of_the_reference(name):
     kernels = load_kernels(name)
     assert kernels.name == name
@@ -31,7 +31,7 @@ def test_signatures_are_those_of_the_reference(name):
 
 
 def test_unknown_backend_names_the_choices():
-    with pytest.raises(ValueError, match="'triton', 'torch', got 'cuda'"):
+    with pytest.raises(ValueError, match="'triton', 'numba', 'torch', got 'cuda'"):
         load_kernels("cuda")
 
 

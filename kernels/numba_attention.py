@@ -1,0 +1,435 @@
+"""Paged attention for a CPU: K and V read through the block table, whatever the batch.
+
+FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32. A tile's keys come into scratch
+memory transposed, once for all query heads that share them, so that scores and output are both products of
+the register tile of `numba_vectors`. A unit of work is some query tokens of one sequence with some of its
+heads, over all their keys or SPLIT of them.
+
+Exact: tiles start at multiples of 64 tokens, each SPLIT tokens have a softmax of their own, merged in order,
+and every sum of a row is a chain of its own. So the bits of a token's output depend on its own keys alone:
+not on the batch, on how its prompt was cut into chunks, or on what was shared out over threads.
+"""
+
+import math
+
+import numpy as np
+from numba import carray, cfunc
+
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
+from .numba_vectors import (
+    FLOAT32,
+    LANES,
+    VECTOR_BYTES,
+    add,
+    address_of,
+    claim,
+    exp2,
+    fma,
+    function,
+    get_float,
+    get_int,
+    get_long,
+    greater,
+    highest,
+    item_size,
+    load,
+    load_as,
+    multiply,
+    multiply_add,
+    set_float,
+    set_long,
+    splat,
+    store,
+    store_as,
+    total,
+    transpose,
+)
+
+TILE = 64  # keys
+SPLIT = 1024  # tokens that one softmax is over
+MAX_ROWS = 64  # query rows (tokens x heads that share K and V) of a unit for each KV head
+_TILE_BYTES = 4 * TILE
+_LOG2E = np.float32(1.4426950408889634)
+_NOTHING = np.float32(-math.inf)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+_ADDRESSES = (
+    "units",  # i64[num_units, 8]: seq, first and end token, KV head and split, and the number of its part
+    "query",
+    "key_cache",
+    "value_cache",
+    "block_tables",
+    "seq_lens",
+    "cu_seqlens_q",
+    "out",
+    "parts",  # f32[num_parts, num_heads of the unit's rows, padded value_dim + 2]
+    "sinks",  # this and those below: 0 where not asked for
+    "alibi_slopes",
+    "tree_mask",
+    "key_scales",
+    "value_scales",
+)
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "block_size", "window", "causal")
+_KINDS = ("query_kind", "cache_kind")
+_STRIDES = (  # bytes
+    "table_stride",
+    "query_token_stride",
+    "query_head_stride",
+    "key_block_stride",
+    "key_token_stride",
+    "key_head_stride",
+    "value_block_stride",
+    "value_token_stride",
+    "value_head_stride",
+)
+ATTEND = Task((*_ADDRESSES, *_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap"))
+MERGE = Task(("merges", "parts", "out", "num_heads", "value_dim", "query_kind", "sinks"))
+_ATTEND_RECORD, _MERGE_RECORD = ATTEND.record, MERGE.record
+
+
+@function
+def padded(dim):
+    """dim rounded up to whole vectors."""
+    return (dim + LANES - 1) // LANES * LANES
+
+
+def scratch_size(head_dim: int, value_dim: int, max_rows: int, max_heads: int) -> int:
+    """Bytes for a unit of so many rows, all its heads together."""
+    width = int(padded(value_dim))
+    tiles = (
+        TILE * (max_heads * (head_dim + width) + 2 * 16) + head_dim * TILE + MAX_ROWS * TILE + 2 * 2 * TILE
+    )
+    return 4 * (tiles + max_rows * (head_dim + 2 * width + 4))
+
+
+@function
+def _fill_addresses(args, seq, tile, skip, count, to):
+    """Where K and V of the tile's tokens from `skip` to `count` are."""
+    table = args.block_tables + seq * args.table_stride
+    for place in range(skip, count):
+        offset = (tile + place) % args.block_size
+        if place == skip or offset == 0:
+            number = get_int(table + 4 * ((tile + place) // args.block_size))
+            key = args.key_cache + number * args.key_block_stride
+            value = args.value_cache + number * args.value_block_stride
+        set_long(to + 8 * place, key + offset * args.key_token_stride)
+        set_long(to + 8 * (TILE + place), value + offset * args.value_token_stride)
+
+
+@function
+def _transpose_keys(keys, tile_keys, stride, head_dim):
+    """K of a tile's tokens as f32[head_dim, TILE]; of no whole vectors the last columns come twice."""
+    for key in range(0, TILE, LANES):
+        for column in range(0, head_dim, LANES):
+            d = min(column, head_dim - LANES)
+            transpose(keys + d * _TILE_BYTES + 4 * key, _TILE_BYTES, tile_keys + key * stride + 4 * d, stride)
+
+
+@function
+def _copy_keys(args, to, stride, addresses, first_head, end_head, skip, count):
+    """K as float32, token by token with all heads of the unit: that is the order memory is fastest in."""
+    for place in range(skip, count):
+        for head in range(first_head, end_head):
+            source = get_long(addresses + 8 * place) + head * args.key_head_stride
+            at = to + place * stride + 4 * args.head_dim * (head - first_head)
+            _copy_row(FLOAT32, at, args.cache_kind, source, args.head_dim, _ONE)
+
+
+@function
+def _copy_values(args, to, stride, addresses, first_head, end_head, skip, count):
+    """The same of V, every head in whole vectors."""
+    width = padded(args.value_dim)
+    for place in range(skip, count):
+        for head in range(first_head, end_head):
+            source = get_long(addresses + 8 * (TILE + place)) + head * args.value_head_stride
+            at = to + place * stride + 4 * width * (head - first_head)
+            _copy_row(FLOAT32, at, args.cache_kind, source, args.value_dim, _ONE)
+
+
+@function
+def _copy_row(to_kind, to, from_kind, source, columns, factor):
+    """factor times a row of at least LANES numbers; where they are no whole vectors, the last come twice."""
+    times = splat(factor)
+    for column in range(0, columns, LANES):
+        d = min(column, columns - LANES)
+        x = load_as(from_kind, source + d * item_size(from_kind))
+        store_as(to_kind, to + d * item_size(to_kind), multiply(x, times))
+
+
+@function
+def _fill(address, num_vectors, x):
+    same = splat(x)
+    for i in range(num_vectors):
+        store(address + i * VECTOR_BYTES, same)
+
+
+@function
+def _weight(score, highest_score):
+    """e^(score - highest_score), 0 for nothing."""
+    if score == _NOTHING:
+        return _ZERO
+    return highest(exp2(splat((score - highest_score) * _LOG2E)))
+
+
+@function
+def _scale(args, scales, seq, position, key_head):
+    """The scale of one token's K or V, f32[num_blocks, num_kv_heads, block_size]."""
+    table = args.block_tables + seq * args.table_stride
+    number = get_int(table + 4 * (position // args.block_size))
+    place = (number * args.num_kv_heads + key_head) * args.block_size + position % args.block_size
+    return get_float(scales + 4 * place)
+
+
+@function
+def _edit_scores(args, scores, seq, head, tile, count, query_position):
+    """The scales of K, softcap and ALiBi, where asked for: one row of scores in place."""
+    key_head = head // (args.num_heads // args.num_kv_heads)
+    for j in range(count):
+        x = get_float(scores + 4 * j)
+        if args.key_scales:
+            x *= _scale(args, args.key_scales, seq, tile + j, key_head)
+        if args.softcap:
+            x = np.float32(args.softcap * math.tanh(x / args.softcap))
+        if args.alibi_slopes:
+            x += get_float(args.alibi_slopes + 4 * head) * np.float32(tile + j - query_position)
+        set_float(scores + 4 * j, x)
+
+
+@function
+def _hide(args, scores, tile, count, token, query_position, new_position):
+    """-inf for the keys of the tile that a token does not see; new_position is that of the first new one."""
+    end = count
+    if args.tree_mask:
+        bits = get_long(args.tree_mask + 8 * token)
+        for j in range(max(0, new_position - tile), count):
+            if not (bits >> (tile + j - new_position)) & 1:
+                set_float(scores + 4 * j, _NOTHING)
+    elif args.causal:
+        end = min(count, query_position + 1 - tile)
+    start = max(0, query_position - args.window + 1 - tile) if args.window else 0
+    for j in range(min(start, TILE)):
+        set_float(scores + 4 * j, _NOTHING)
+    for j in range(max(0, end), TILE):
+        set_float(scores + 4 * j, _NOTHING)
+
+
+@function
+def _softmax_step(scores, state, sums, num_vectors):
+    """Scores become weights relative to the highest so far; state is that score and the sum of weights."""
+    top = load(scores)
+    for i in range(1, TILE // LANES):
+        top = greater(load(scores + i * VECTOR_BYTES), top)
+    before = get_float(state)
+    now = max(before, highest(top))
+    log2e, base = splat(_LOG2E), splat(-now * _LOG2E if now > _NOTHING else _ZERO)
+    weights = splat(_ZERO)
+    for i in range(TILE // LANES):
+        at = scores + i * VECTOR_BYTES
+        weight = exp2(fma(load(at), log2e, base))
+        store(at, weight)
+        weights = add(weights, weight)
+    kept = _weight(before, now)
+    set_float(state, now)
+    set_float(state + 4, get_float(state + 4) * kept + total(weights))
+    if kept != _ONE:
+        _scale_row(sums, num_vectors, kept)
+
+
+@function
+def _scale_row(address, num_vectors, factor):
+    times = splat(factor)
+    for i in range(num_vectors):
+        at = address + i * VECTOR_BYTES
+        store(at, multiply(load(at), times))
+
+
+@function
+def _merge(state, sums, part_state, part_sums, num_vectors):
+    """Add the softmax over some keys to that over the ones before them."""
+    now = max(get_float(state), get_float(part_state))
+    kept, added = _weight(get_float(state), now), _weight(get_float(part_state), now)
+    set_float(state, now)
+    set_float(state + 4, get_float(state + 4) * kept + get_float(part_state + 4) * added)
+    for i in range(num_vectors):
+        at = i * VECTOR_BYTES
+        old = multiply(load(sums + at), splat(kept))
+        store(sums + at, fma(load(part_sums + at), splat(added), old))
+
+
+@function
+def _finish(state, sums, out, out_kind, value_dim, sinks, head):
+    """The weighted mean of V, in its place. A sink is one more weight, without a value."""
+    score, weight = get_float(state), get_float(state + 4)
+    if sinks:
+        sink = get_float(sinks + 4 * head)
+        now = max(score, sink)
+        kept = _weight(score, now)
+        weight = weight * kept + _weight(sink, now)
+        _scale_row(sums, padded(value_dim) // LANES, kept)
+    _copy_row(out_kind, out, FLOAT32, sums, value_dim, _ONE / weight)
+
+
+@function
+def _attend(args, unit, scratch):
+    seq, first_token, end_token = get_long(unit), get_long(unit + 8), get_long(unit + 16)
+    first_head, end_head = get_long(unit + 24), get_long(unit + 32)
+    first_split, end_split, part = get_long(unit + 40), get_long(unit + 48), get_long(unit + 56)
+    group = args.num_heads // args.num_kv_heads
+    width = padded(args.value_dim)
+    num_vectors = width // LANES
+    rows = (end_token - first_token) * group  # for each KV head
+    num_rows = rows * (end_head - first_head)
+
+    start = get_int(args.cu_seqlens_q + 4 * seq)
+    seq_len = get_int(args.seq_lens + 4 * seq)
+    new_position = seq_len - (get_int(args.cu_seqlens_q + 4 * seq + 4) - start)
+    position = new_position + first_token
+    low, high, seen_by_all = 0, seq_len, seq_len
+    if args.tree_mask:
+        seen_by_all = new_position
+    elif args.causal:
+        high, seen_by_all = new_position + end_token, position + 1
+    if args.window:
+        low = max(0, position - args.window + 1)
+
+    # Rows of a tile's K and V, a cache line apart so that they do not share its sets.
+    key_stride = 4 * (end_head - first_head) * args.head_dim + 64
+    value_stride = 4 * (end_head - first_head) * width + 64
+    tile_keys = scratch
+    tile_values = tile_keys + TILE * key_stride
+    keys = tile_values + TILE * value_stride  # transposed
+    scores = keys + args.head_dim * _TILE_BYTES
+    addresses = scores + MAX_ROWS * _TILE_BYTES
+    queries = addresses + 2 * 8 * TILE
+    sums = queries + num_rows * 4 * args.head_dim  # of the split at hand
+    totals = sums + num_rows * 4 * width
+    states = totals + num_rows * 4 * width  # each row's highest score and sum of weights, twice
+    total_states = states + num_rows * 8
+
+    for i in range(num_rows):
+        head = (first_head + i // rows) * group + i % group
+        token = start + first_token + i % rows // group
+        source = args.query + token * args.query_token_stride + head * args.query_head_stride
+        to = queries + i * 4 * args.head_dim
+        _copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
+        set_float(total_states + 8 * i, _NOTHING)
+        set_float(total_states + 8 * i + 4, _ZERO)
+    _fill(totals, num_rows * num_vectors, _ZERO)
+
+    for split in range(max(first_split, low // SPLIT), end_split):
+        _fill(sums, num_rows * num_vectors, _ZERO)
+        for i in range(num_rows):
+            set_float(states + 8 * i, _NOTHING)
+            set_float(states + 8 * i + 4, _ZERO)
+        for tile in range(max(split * SPLIT, low // TILE * TILE), min((split + 1) * SPLIT, high), TILE):
+            skip, count = max(0, low - tile), min(TILE, high - tile)
+            _fill_addresses(args, seq, tile, skip, count, addresses)
+            hidden = tile + TILE > seen_by_all or args.window > 0
+            _copy_keys(args, tile_keys, key_stride, addresses, first_head, end_head, skip, count)
+            _copy_values(args, tile_values, value_stride, addresses, first_head, end_head, skip, count)
+            for head in range(first_head, end_head):
+                row = (head - first_head) * rows
+                _transpose_keys(
+                    keys, tile_keys + 4 * args.head_dim * (head - first_head), key_stride, args.head_dim
+                )
+                _fill(scores, rows * (TILE // LANES), _ZERO)
+                multiply_add(
+                    scores, _TILE_BYTES, queries + row * 4 * args.head_dim, 4 * args.head_dim, keys,
+                    _TILE_BYTES, rows, TILE // LANES, args.head_dim,
+                )  # fmt: skip
+                for i in range(rows):
+                    at, query_position = scores + i * _TILE_BYTES, position + i // group
+                    if args.key_scales or args.softcap or args.alibi_slopes:
+                        _edit_scores(args, at, seq, head * group + i % group, tile, count, query_position)
+                    if hidden:
+                        _hide(
+                            args,
+                            at,
+                            tile,
+                            count,
+                            start + first_token + i // group,
+                            query_position,
+                            new_position,
+                        )
+                    _softmax_step(at, states + 8 * (row + i), sums + (row + i) * 4 * width, num_vectors)
+                    if args.value_scales:
+                        for j in range(skip, count):
+                            x = get_float(at + 4 * j) * _scale(args, args.value_scales, seq, tile + j, head)
+                            set_float(at + 4 * j, x)
+                multiply_add(
+                    sums + row * 4 * width, 4 * width, scores + 4 * skip, _TILE_BYTES,
+                    tile_values + skip * value_stride + 4 * width * (head - first_head), value_stride,
+                    rows, num_vectors, count - skip,
+                )  # fmt: skip
+        for i in range(num_rows):
+            _merge(
+                total_states + 8 * i,
+                totals + i * 4 * width,
+                states + 8 * i,
+                sums + i * 4 * width,
+                num_vectors,
+            )
+
+    for i in range(num_rows):
+        head = (first_head + i // rows) * group + i % group
+        token = start + first_token + i % rows // group
+        if part < 0:
+            out = args.out + (token * args.num_heads + head) * args.value_dim * item_size(args.query_kind)
+            _finish(
+                total_states + 8 * i,
+                totals + i * 4 * width,
+                out,
+                args.query_kind,
+                args.value_dim,
+                args.sinks,
+                head,
+            )
+        else:
+            to = args.parts + (part + i) * 4 * (width + 2)
+            set_float(to, get_float(total_states + 8 * i))
+            set_float(to + 4, get_float(total_states + 8 * i + 4))
+            for v in range(num_vectors):
+                store(to + 8 + v * VECTOR_BYTES, load(totals + i * 4 * width + v * VECTOR_BYTES))
+
+
+@function
+def _merge_parts(args, unit):
+    first_part, num_parts, rows = get_long(unit), get_long(unit + 8), get_long(unit + 16)
+    num_rows, first_token, first_head = get_long(unit + 24), get_long(unit + 32), get_long(unit + 40)
+    group = get_long(unit + 48)
+    width = padded(args.value_dim)
+    size = 4 * (width + 2)
+    for i in range(num_rows):
+        state = args.parts + (first_part + i) * size
+        for number in range(1, num_parts):
+            part = state + number * num_rows * size
+            _merge(state, state + 8, part, part + 8, width // LANES)
+        head = (first_head + i // rows) * group + i % group
+        token = first_token + i % rows // group
+        out = args.out + (token * args.num_heads + head) * args.value_dim * item_size(args.query_kind)
+        _finish(state, state + 8, out, args.query_kind, args.value_dim, args.sinks, head)
+
+
+@cfunc("void(voidptr)", cache=True)
+def attend(record):
+    """All threads: `_attend` for each unit."""
+    args, counters = carray(record, 1, _ATTEND_RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _attend(args, args.units + 64 * unit, scratch)
+        unit = claim(counters + NEXT_UNIT)
+
+
+@cfunc("void(voidptr)", cache=True)
+def merge(record):
+    """All threads: `_merge_parts` for each unit."""
+    args, counters = carray(record, 1, _MERGE_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _merge_parts(args, args.merges + 64 * unit)
+        unit = claim(counters + NEXT_UNIT)
+
+
+ATTEND.use(attend)
+MERGE.use(merge)

@@ -1,0 +1,289 @@
+"""The operations between products, for a CPU: one pass over the rows, where torch makes one an operator.
+
+Rows that are no whole vectors of this CPU, and quantised caches, are left to `torch_ops`.
+"""
+
+import numpy as np
+import torch
+from numba import carray, cfunc
+from torch import Tensor
+
+from . import torch_ops
+from .numba_paged_attention import KINDS
+from .numba_threads import NEXT_UNIT, Task
+from .numba_vectors import (
+    LANES,
+    add,
+    address_of,
+    claim,
+    divide,
+    exp2,
+    fma,
+    function,
+    get_long,
+    item_size,
+    load,
+    load_as,
+    multiply,
+    splat,
+    store_as,
+    subtract,
+    total,
+)
+
+UNIT_NUMBERS = 16384  # of a unit of rows: work for a few microseconds
+
+RMS_NORM = Task(
+    ("x", "weight", "residual", "out", "kind", "num_rows", "size", "x_stride", "rows_per_unit"), ("eps",)
+)
+SILU_AND_MUL = Task(("x", "out", "kind", "num_rows", "size", "x_stride", "rows_per_unit"))
+ROTARY_STORE_KV = Task(
+    (
+        "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm", "key_norm",
+        "kind", "cache_kind", "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size",
+        "qkv_token_stride", "qkv_head_stride",
+        "key_block_stride", "key_token_stride", "key_head_stride",
+        "value_block_stride", "value_token_stride", "value_head_stride", "rows_per_unit",
+    ),
+    ("eps",),
+)  # fmt: skip
+_RMS_NORM_RECORD, _SILU_RECORD, _ROTARY_RECORD = RMS_NORM.record, SILU_AND_MUL.record, ROTARY_STORE_KV.record
+
+
+@function
+def _normalise(kind, x, weight, out, size, eps):
+    """weight * x / sqrt(mean(x²) + eps); the quotient is rounded to the kind, then multiplied by weight."""
+    squares = splat(np.float32(0.0))
+    step = LANES * item_size(kind)
+    for i in range(size // LANES):
+        number = load_as(kind, x + i * step)
+        squares = fma(number, number, squares)
+    mean = total(squares) / np.float32(size) + np.float32(eps)
+    scale = splat(np.float32(1.0) / np.sqrt(mean))
+    for i in range(size // LANES):
+        at = out + i * step
+        store_as(kind, at, multiply(load_as(kind, x + i * step), scale))
+        store_as(kind, at, multiply(load_as(kind, at), load_as(kind, weight + i * step)))
+
+
+@function
+def _rms_norm(args, row):
+    x, size = args.x + row * args.x_stride, args.size
+    step = LANES * item_size(args.kind)
+    out = args.out + row * size * item_size(args.kind)
+    if args.residual:
+        residual = args.residual + row * size * item_size(args.kind)
+        for i in range(size // LANES):
+            at = residual + i * step
+            store_as(args.kind, at, add(load_as(args.kind, at), load_as(args.kind, x + i * step)))
+        x = residual
+    _normalise(args.kind, x, args.weight, out, size, args.eps)
+
+
+@function
+def _silu_and_mul(args, row):
+    bytes_per_number = item_size(args.kind)
+    gate, step = args.x + row * args.x_stride, LANES * bytes_per_number
+    up, out = gate + args.size * bytes_per_number, args.out + row * args.size * bytes_per_number
+    one, minus_log2e = splat(np.float32(1.0)), splat(np.float32(-1.4426950408889634))
+    for i in range(args.size // LANES):
+        x = load_as(args.kind, gate + i * step)
+        silu = divide(x, add(one, exp2(multiply(x, minus_log2e))))
+        store_as(args.kind, out + i * step, multiply(silu, load_as(args.kind, up + i * step)))
+
+
+@function
+def _rotate(kind, head, cos, sin, half):
+    size = item_size(kind)
+    for i in range(0, half, LANES):
+        first, second = head + i * size, head + (half + i) * size
+        x1, x2 = load_as(kind, first), load_as(kind, second)
+        c, s = load(cos + 4 * i), load(sin + 4 * i)
+        store_as(kind, first, subtract(multiply(x1, c), multiply(x2, s)))
+        store_as(kind, second, add(multiply(x2, c), multiply(x1, s)))
+
+
+@function
+def _rotary_store_kv(args, row):
+    size, dim, half = item_size(args.kind), args.head_dim, args.head_dim // 2
+    token, rotated = args.qkv + row * args.qkv_token_stride, args.num_heads + args.num_kv_heads
+    cos, sin = args.cos + row * 4 * half, args.sin + row * 4 * half
+    for i in range(rotated):
+        head = token + i * args.qkv_head_stride
+        if args.query_norm:
+            weight = args.query_norm if i < args.num_heads else args.key_norm
+            _normalise(args.kind, head, weight, head, dim, args.eps)
+        _rotate(args.kind, head, cos, sin, half)
+    slot = get_long(args.slot_mapping + 8 * row)
+    block, place = slot // args.block_size, slot % args.block_size
+    key_to = args.key_cache + block * args.key_block_stride + place * args.key_token_stride
+    value_to = args.value_cache + block * args.value_block_stride + place * args.value_token_stride
+    for i in range(args.num_kv_heads):
+        key = token + (args.num_heads + i) * args.qkv_head_stride
+        value = key + args.num_kv_heads * args.qkv_head_stride
+        for d in range(0, dim, LANES):
+            to = d * item_size(args.cache_kind)
+            store_as(
+                args.cache_kind, key_to + i * args.key_head_stride + to, load_as(args.kind, key + d * size)
+            )
+            store_as(
+                args.cache_kind,
+                value_to + i * args.value_head_stride + to,
+                load_as(args.kind, value + d * size),
+            )
+
+
+@cfunc("void(voidptr)", cache=True)
+def rms_norm_kernel(record):
+    """All threads: `_rms_norm` for each row."""
+    args, counters = carray(record, 1, _RMS_NORM_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        first = unit * args.rows_per_unit
+        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+            _rms_norm(args, row)
+        unit = claim(counters + NEXT_UNIT)
+
+
+@cfunc("void(voidptr)", cache=True)
+def silu_and_mul_kernel(record):
+    """All threads: `_silu_and_mul` for each row."""
+    args, counters = carray(record, 1, _SILU_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        first = unit * args.rows_per_unit
+        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+            _silu_and_mul(args, row)
+        unit = claim(counters + NEXT_UNIT)
+
+
+@cfunc("void(voidptr)", cache=True)
+def rotary_store_kv_kernel(record):
+    """All threads: `_rotary_store_kv` for each token."""
+    args, counters = carray(record, 1, _ROTARY_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        first = unit * args.rows_per_unit
+        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+            _rotary_store_kv(args, row)
+        unit = claim(counters + NEXT_UNIT)
+
+
+RMS_NORM.use(rms_norm_kernel)
+SILU_AND_MUL.use(silu_and_mul_kernel)
+ROTARY_STORE_KV.use(rotary_store_kv_kernel)
+
+
+def _units(num_rows: int, size: int) -> tuple[int, int]:
+    """How many units of how many rows."""
+    rows = max(1, UNIT_NUMBERS // size)
+    return -(-num_rows // rows), rows
+
+
+def rms_norm(
+    x: Tensor,  # [..., size]
+    weight: Tensor,  # [size]
+    eps: float,
+    residual: Tensor | None = None,  # like x, updated in place
+) -> Tensor:  # [..., size]
+    """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`."""
+    size = weight.shape[0]
+    rows = x if x.dim() == 2 else x.reshape(-1, size)
+    regular = (
+        rows.stride(1) == 1 and (residual is None or residual.is_contiguous()) and weight.dtype == x.dtype
+    )
+    if size % LANES or not regular or x.dtype not in KINDS:
+        return torch_ops.rms_norm(x, weight, eps, residual)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_units, per_unit = _units(rows.shape[0], size)
+    RMS_NORM.run(
+        num_units,
+        rows.data_ptr(),
+        weight.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        KINDS[x.dtype],
+        rows.shape[0],
+        size,
+        rows.stride(0) * x.itemsize,
+        per_unit,
+        eps,
+    )
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
+    """silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    if size % LANES or x.shape[1] % 2 or x.stride(1) != 1 or x.dtype not in KINDS:
+        return torch_ops.silu_and_mul(x)
+    out = x.new_empty(num_rows, size)
+    num_units, per_unit = _units(num_rows, 2 * size)
+    SILU_AND_MUL.run(
+        num_units,
+        x.data_ptr(),
+        out.data_ptr(),
+        KINDS[x.dtype],
+        num_rows,
+        size,
+        x.stride(0) * x.itemsize,
+        per_unit,
+    )
+    return out
+
+
+def rotary_store_kv(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor,  # like key_cache, written in place
+    slot_mapping: Tensor,  # i64[num_tokens]
+    *,
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
+    key_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    value_scales: Tensor | None = None,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """QK norm, rotary, K and V into their slots; see `reference.rotary_store_kv`."""
+    num_tokens, num_rows, head_dim = qkv.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    num_heads = num_rows - 2 * num_kv_heads
+    quantised = key_scales is not None or value_scales is not None
+    regular = qkv.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    if quantised or head_dim % (2 * LANES) or not regular or qkv.dtype not in KINDS:
+        return torch_ops.rotary_store_kv(
+            qkv,
+            cos,
+            sin,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            query_norm_weight=query_norm_weight,
+            key_norm_weight=key_norm_weight,
+            eps=eps,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
+    num_units, per_unit = _units(num_tokens, num_rows * head_dim)
+    ROTARY_STORE_KV.run(
+        num_units,
+        *(x.data_ptr() for x in (qkv, cos, sin, key_cache, value_cache, slot_mapping)),
+        *(0 if x is None else x.data_ptr() for x in (query_norm_weight, key_norm_weight)),
+        *(
+            KINDS[qkv.dtype],
+            KINDS[key_cache.dtype],
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+        ),
+        *(stride * qkv.itemsize for stride in qkv.stride()[:2]),
+        *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
+        *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
+        per_unit,
+        eps,
+    )
+    return qkv[:, :num_heads]

@@ -1,0 +1,181 @@
+"""Launching `numba_attention`: checks, and which unit of work does what."""
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .attention_checks import AttentionOptions, check_attention
+from .numba_attention import ATTEND, MAX_ROWS, MERGE, SPLIT, padded, scratch_size
+from .numba_vectors import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+
+KINDS = {
+    torch.float32: FLOAT32,
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
+    torch.int8: INT8,
+    torch.float8_e4m3fn: FLOAT8,
+}
+UNITS_PER_THREAD = 4  # enough that no thread waits long for the last
+MAX_DECODE = 4  # new tokens of a sequence whose heads go together
+
+
+class Plan(NamedTuple):
+    """The work of one step, for every layer of the same shape."""
+
+    units: NDArray[np.int64]  # [num_units, 8], see numba_attention.ATTEND
+    merges: NDArray[np.int64]  # [num_merges, 8]
+    num_parts: int
+    max_rows: int  # of a unit, all its heads together
+
+
+def paged_attention(
+    query: Tensor,  # [num_tokens, num_heads, head_dim]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, value_dim]
+    block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
+    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    *,
+    scale: float,
+    max_seqlen_q: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,  # f32[num_heads]
+    alibi_slopes: Tensor | None = None,  # f32[num_heads]
+    tree_mask: Tensor | None = None,  # i64[num_tokens]
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
+    value_scales: Tensor | None = None,  # like key_scales
+    shared_prefix_len: int = 0,
+    max_decode_q: int = 1,
+    min_seqlen_q: int = 0,
+    plans: dict[Any, Any] | None = None,
+) -> Tensor:  # [num_tokens, num_heads, value_dim]
+    """softmax(scale q kᵀ + causal mask) v over paged K and V on a CPU; see `paged_attention.paged_attention`.
+
+    shared_prefix_len, max_decode_q and min_seqlen_q are hints that change nothing here. Raises ValueError
+    where the tensors do not fit together.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
+    # The layers of a step differ in the contents of their tensors: one is checked and planned for all.
+    key = (
+        "numba",
+        num_heads,
+        num_kv_heads,
+        query.dtype,
+        head_dim,
+        key_cache.shape,
+        value_dim,
+        key_cache.dtype,
+    )
+    plan: Plan | None = plans.get(key) if plans is not None else None
+    if plan is None:
+        options = AttentionOptions(
+            scale=scale,
+            max_seqlen_q=max_seqlen_q,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            causal=causal,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            tree_mask=tree_mask,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            shared_prefix_len=shared_prefix_len,
+            max_decode_q=max_decode_q,
+            min_seqlen_q=min_seqlen_q,
+        )
+        check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+        num_threads = torch.get_num_threads()
+        plan = plan_units(seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, num_threads)
+        if plans is not None:
+            plans[key] = plan
+    out = query.new_empty(num_tokens, num_heads, value_dim)
+    parts = np.empty(plan.num_parts * (padded(value_dim) + 2), np.float32) if plan.num_parts else None
+    ATTEND.run(
+        len(plan.units),
+        plan.units.ctypes.data,
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_tables.data_ptr(),
+        seq_lens.data_ptr(),
+        cu_seqlens_q.data_ptr(),
+        out.data_ptr(),
+        parts.ctypes.data if parts is not None else 0,
+        *(
+            0 if x is None else x.data_ptr()
+            for x in (sinks, alibi_slopes, tree_mask, key_scales, value_scales)
+        ),
+        *(num_heads, num_kv_heads, head_dim, value_dim, block_size, sliding_window or 0, causal),
+        *(KINDS[query.dtype], KINDS[key_cache.dtype]),
+        block_tables.stride(0) * block_tables.itemsize,
+        *(stride * query.itemsize for stride in query.stride()[:2]),
+        *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
+        *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
+        *(scale, softcap or 0.0),
+        scratch_size=scratch_size(head_dim, value_dim, plan.max_rows, num_kv_heads),
+    )
+    if parts is not None:
+        MERGE.run(
+            len(plan.merges),
+            plan.merges.ctypes.data,
+            parts.ctypes.data,
+            out.data_ptr(),
+            num_heads,
+            value_dim,
+            KINDS[query.dtype],
+            0 if sinks is None else sinks.data_ptr(),
+        )
+    return out
+
+
+def plan_units(
+    seq_lens: NDArray[np.int32],
+    cu_seqlens_q: NDArray[np.int32],
+    num_heads: int,
+    num_kv_heads: int,
+    num_threads: int,
+) -> Plan:
+    """Share a step out in units of like size, the longest first: its bits are the same however that is done.
+
+    A decode is one unit with all its heads, so that memory is read as it lies. Where that would be too much
+    of the step for one thread, each KV head is a unit, and then every SPLIT tokens of it.
+    """
+    query_lens = np.diff(cu_seqlens_q)
+    work = seq_lens.astype(np.int64) * query_lens
+    limit = int(work.sum()) // (UNITS_PER_THREAD * num_threads)
+    if len(work) and work.max() <= limit and query_lens.min() == query_lens.max() == 1:
+        units = np.zeros((len(seq_lens), 8), np.int64)
+        units[:, 0] = np.argsort(-seq_lens)
+        units[:, 2], units[:, 4], units[:, 7] = 1, num_kv_heads, -1
+        units[:, 6] = -(-seq_lens[units[:, 0]] // SPLIT)
+        return Plan(units, np.empty((0, 8), np.int64), 0, num_heads)
+    group = num_heads // num_kv_heads
+    rows, merges, num_parts, max_rows = [], [], 0, 1
+    for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
+        num_splits, together = -(-seq_len // SPLIT), seq_len * query_len <= limit
+        cut = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads
+        per_unit = num_kv_heads if together and query_len <= MAX_DECODE else 1
+        tile = MAX_ROWS // group  # query tokens
+        for first, head in product(range(0, query_len, tile), range(0, num_kv_heads, per_unit)):
+            end = min(first + tile, query_len)
+            place, num_rows = (seq, first, end, head, head + per_unit), (end - first) * group * per_unit
+            max_rows = max(max_rows, num_rows)
+            keys = seq_len - query_len + end
+            if not cut:
+                rows.append((keys * num_rows, *place, 0, num_splits, -1))
+                continue
+            token = int(cu_seqlens_q[seq]) + first
+            merges.append((num_parts, num_splits, num_rows // per_unit, num_rows, token, head, group, 0))
+            for split in range(num_splits):
+                rows.append((SPLIT * num_rows, *place, split, split + 1, num_parts))
+                num_parts += num_rows
+    rows.sort(reverse=True)
+    table = np.array(rows, np.int64).reshape(-1, 9)[:, 1:]
+    return Plan(np.ascontiguousarray(table), np.array(merges, np.int64).reshape(-1, 8), num_parts, max_rows)

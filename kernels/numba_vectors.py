@@ -1,0 +1,378 @@
+"""SIMD for numba: vectors of float32, what loads and stores them, and the register tile of every product.
+
+numba leaves it to LLVM to find vectors in scalar loops. What a kernel gains from that changes with its
+shape, and with it the order of a sum, so these kernels say what is a vector. Addresses are plain int64.
+Each function becomes a few instructions of LLVM where it is called.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8 = range(5)  # how numbers are stored; FLOAT8 is e4m3fn
+_ITEM_SIZES = (4, 2, 2, 1, 1)
+
+
+def _lanes() -> int:
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 16
+    return 8 if features.get("avx2") else 4
+
+
+LANES = _lanes()
+VECTOR_BYTES = 4 * LANES
+
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+
+
+# Without Python's checks of divisors, and without the lock that only one thread holds.
+function = njit(error_model="numpy", nogil=True)
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """LANES numbers of float32 in a register."""
+
+
+vector = Vector("vector")
+
+
+@register_model(Vector)
+class _VectorModel(PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, _VECTOR)
+
+
+def _same(value: float, kind: ir.VectorType = _VECTOR) -> ir.Constant:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def _at(builder: Any, kind: ir.Type, address: Any, *offsets: Any) -> Any:
+    for offset in offsets:
+        address = builder.add(address, offset)
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
+    """One of LLVM's own functions."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """An intrinsic from what emits it: emit(builder, *values)."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            value = emit(builder, *args)
+            return context.get_dummy_value() if result is types.void else value
+
+        # numba counts the parameters of what it is given.
+        names = ", ".join(f"a{i}" for i in range(len(arguments)))
+        scope: dict[str, Any] = {"signature": result(*arguments), "codegen": codegen}
+        exec(f"def {emit.__name__}(context, {names}): return signature, codegen", scope)
+        return intrinsic(scope[emit.__name__])
+
+    return decorate
+
+
+@_operation(vector, types.float32)
+def splat(builder: Any, x: Any) -> Any:
+    """x in every lane."""
+    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
+
+
+@_operation(vector, vector, vector)
+def add(builder: Any, x: Any, y: Any) -> Any:
+    """x + y."""
+    return builder.fadd(x, y)
+
+
+@_operation(vector, vector, vector)
+def subtract(builder: Any, x: Any, y: Any) -> Any:
+    """x - y."""
+    return builder.fsub(x, y)
+
+
+@_operation(vector, vector, vector)
+def multiply(builder: Any, x: Any, y: Any) -> Any:
+    """x y."""
+    return builder.fmul(x, y)
+
+
+@_operation(vector, vector, vector)
+def divide(builder: Any, x: Any, y: Any) -> Any:
+    """x / y."""
+    return builder.fdiv(x, y)
+
+
+@_operation(vector, vector, vector, vector)
+def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z, rounded once."""
+    return _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, x, y, z)
+
+
+@_operation(vector, vector, vector)
+def greater(builder: Any, x: Any, y: Any) -> Any:
+    """The greater of both, y where x is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+@_operation(types.float32, vector)
+def highest(builder: Any, x: Any) -> Any:
+    """The greatest lane; NaN is passed over."""
+    return _call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", _F32, x)
+
+
+@_operation(types.float32, vector)
+def total(builder: Any, x: Any) -> Any:
+    """All lanes added up, by halves: always in the same order."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        swapped = [lane ^ width for lane in range(LANES)]
+        x = builder.fadd(x, builder.shuffle_vector(x, x, ir.Constant(_INTS, swapped)))
+    return builder.extract_element(x, ir.Constant(_I32, 0))
+
+
+@_operation(vector, vector)
+def exp2(builder: Any, x: Any) -> Any:
+    """2^x to 2 units in the last place, 0 below 2^-126; NaN stays NaN.
+
+    2^x = 2^n 2^f with n the nearest integer, and 2^f by its Taylor series, which ends at 2^-28 for |f| <= ½.
+    """
+    low = _same(-127.0)
+    number = builder.select(builder.fcmp_ordered(">", x, low), x, low)  # NaN has no integer
+    number = builder.select(builder.fcmp_ordered("<", number, _same(128.0)), number, _same(128.0))
+    nearest = _call(builder, f"llvm.rint.v{LANES}f32", _VECTOR, number)
+    rest = builder.fsub(builder.select(builder.fcmp_unordered("uno", x, x), x, number), nearest)
+    power = _same(_TAYLOR[-1])
+    for coefficient in _TAYLOR[-2::-1]:
+        power = _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, power, rest, _same(coefficient))
+    exponent = builder.add(builder.fptosi(nearest, _INTS), _same(127, _INTS))
+    return builder.fmul(power, builder.bitcast(builder.shl(exponent, _same(23, _INTS)), _VECTOR))
+
+
+_TAYLOR = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477,
+           0.0013333558146428443, 0.00015403530393381608, 1.5252733804059841e-05)  # fmt: skip
+
+
+def _load(builder: Any, kind: int, address: Any) -> Any:
+    """LANES numbers stored as `kind`."""
+    if kind == FLOAT32:
+        return builder.load(_at(builder, _VECTOR, address), align=4)
+    bits = ir.IntType(8 * _ITEM_SIZES[kind])
+    stored = builder.load(_at(builder, ir.VectorType(bits, LANES), address), align=1)
+    if kind == INT8:
+        return builder.sitofp(builder.sext(stored, _INTS), _VECTOR)
+    if kind == FLOAT16:
+        return builder.fpext(builder.bitcast(stored, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
+    wide = builder.zext(stored, _INTS)
+    if kind == BFLOAT16:
+        return builder.bitcast(builder.shl(wide, _same(16, _INTS)), _VECTOR)
+    # e4m3fn: exponent and mantissa go to their places, 120 too low in the exponent, subnormals too.
+    magnitude = builder.shl(builder.and_(wide, _same(0x7F, _INTS)), _same(20, _INTS))
+    number = builder.fmul(builder.bitcast(magnitude, _VECTOR), _same(2.0**120))
+    sign = builder.shl(builder.and_(wide, _same(0x80, _INTS)), _same(24, _INTS))
+    return builder.bitcast(builder.or_(builder.bitcast(number, _INTS), sign), _VECTOR)
+
+
+def _store(builder: Any, kind: int, address: Any, x: Any) -> None:
+    """Round to the nearest number of `kind`, ties to even."""
+    if kind == FLOAT32:
+        builder.store(x, _at(builder, _VECTOR, address), align=4)
+    elif kind == FLOAT16:
+        half = ir.VectorType(ir.HalfType(), LANES)
+        builder.store(builder.fptrunc(x, half), _at(builder, half, address), align=2)
+    else:
+        bits = builder.bitcast(x, _INTS)
+        odd = builder.and_(builder.lshr(bits, _same(16, _INTS)), _same(1, _INTS))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, _same(0x7FFF, _INTS))), _same(16, _INTS))
+        rounded = builder.select(builder.fcmp_unordered("uno", x, x), _same(0x7FC0, _INTS), rounded)
+        shorts = ir.VectorType(ir.IntType(16), LANES)
+        builder.store(builder.trunc(rounded, shorts), _at(builder, shorts, address), align=2)
+
+
+def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """LANES vectors with rows and columns exchanged: blocks of 1, 2, 4, … at a time."""
+    step = 1
+    while step < LANES:
+        low = [i if not i & step else i - step + LANES for i in range(LANES)]
+        high = [i + step if not i & step else i + LANES for i in range(LANES)]
+        for i in range(LANES):
+            if not i & step:
+                first, second = rows[i], rows[i + step]
+                rows[i] = builder.shuffle_vector(first, second, ir.Constant(_INTS, low))
+                rows[i + step] = builder.shuffle_vector(first, second, ir.Constant(_INTS, high))
+        step *= 2
+    return rows
+
+
+def _loader(kind: int) -> Any:
+    @_operation(vector, types.int64)
+    def load(builder: Any, address: Any) -> Any:
+        return _load(builder, kind, address)
+
+    return load
+
+
+def _storer(kind: int) -> Any:
+    @_operation(types.void, types.int64, vector)
+    def store(builder: Any, address: Any, x: Any) -> None:
+        _store(builder, kind, address, x)
+
+    return store
+
+
+load, load_half, load_bfloat, load_int8, load_float8 = map(_loader, range(5))
+store, store_half, store_bfloat = map(_storer, range(3))
+
+
+@_operation(types.void, types.int64, types.int64, types.int64, types.int64)
+def transpose(builder: Any, to: Any, to_stride: Any, source: Any, stride: Any) -> None:
+    """LANES rows of LANES numbers each become columns."""
+
+    def row(address: Any, stride: Any, lane: int) -> Any:
+        return builder.add(address, builder.mul(stride, ir.Constant(_I64, lane)))
+
+    rows = [_load(builder, FLOAT32, row(source, stride, lane)) for lane in range(LANES)]
+    for lane, column in enumerate(_transpose(builder, rows)):
+        _store(builder, FLOAT32, row(to, to_stride, lane), column)
+
+
+def _scalar(kind: Any, llvm_kind: ir.Type) -> tuple[Any, Any]:
+    @_operation(kind, types.int64)
+    def load_scalar(builder: Any, address: Any) -> Any:
+        return builder.load(_at(builder, llvm_kind, address))
+
+    @_operation(types.void, types.int64, kind)
+    def store_scalar(builder: Any, address: Any, x: Any) -> None:
+        builder.store(x, _at(builder, llvm_kind, address))
+
+    return load_scalar, store_scalar
+
+
+get_float, set_float = _scalar(types.float32, _F32)
+get_int, set_int = _scalar(types.int32, _I32)
+get_long, set_long = _scalar(types.int64, _I64)
+
+
+@_operation(types.int64, types.voidptr)
+def address_of(builder: Any, pointer: Any) -> Any:
+    """A pointer as an int64."""
+    return builder.ptrtoint(pointer, _I64)
+
+
+@_operation(types.int64, types.int64)
+def claim(builder: Any, address: Any) -> Any:
+    """The int64 there, which is then one more: every thread gets another."""
+    one = ir.Constant(_I64, 1)
+    return builder.atomic_rmw("add", _at(builder, _I64, address), one, "monotonic")
+
+
+@function
+def item_size(kind):
+    """Bytes of a number of that kind."""
+    return 4 if kind == FLOAT32 else 2 if kind == FLOAT16 or kind == BFLOAT16 else 1  # noqa: SIM109
+
+
+@function
+def load_as(kind, address):
+    """LANES numbers of the kind stored there."""
+    if kind == FLOAT32:
+        return load(address)
+    if kind == BFLOAT16:
+        return load_bfloat(address)
+    if kind == FLOAT16:
+        return load_half(address)
+    return load_int8(address) if kind == INT8 else load_float8(address)
+
+
+@function
+def store_as(kind, address, x):
+    """LANES numbers, rounded to the kind."""
+    if kind == FLOAT32:
+        store(address, x)
+    elif kind == BFLOAT16:
+        store_bfloat(address, x)
+    else:
+        store_half(address, x)
+
+
+def _register_tile(rows: int, vectors: int) -> Any:
+    places = [(r, v) for r in range(rows) for v in range(vectors)]
+
+    @_operation(types.void, *[types.int64] * 7)
+    def register_tile(
+        b: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, x: Any, x_stride: Any, depth: Any
+    ) -> None:
+        def place(r: int, v: int) -> Any:
+            row = b.mul(c_stride, ir.Constant(_I64, r))
+            return b.add(c, b.add(row, ir.Constant(_I64, v * VECTOR_BYTES)))
+
+        # LLVM keeps these in registers.
+        sums = {p: cgutils.alloca_once_value(b, _load(b, FLOAT32, place(*p))) for p in places}
+        with cgutils.for_range(b, depth) as loop:
+            line = b.add(x, b.mul(x_stride, loop.index))
+            row = [
+                _load(b, FLOAT32, b.add(line, ir.Constant(_I64, v * VECTOR_BYTES))) for v in range(vectors)
+            ]
+            column = b.add(a, b.mul(loop.index, ir.Constant(_I64, 4)))
+            for r in range(rows):
+                scalar = b.load(_at(b, _F32, column, b.mul(a_stride, ir.Constant(_I64, r))), align=4)
+                first = b.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_I32, 0))
+                same = b.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
+                for v in range(vectors):
+                    product = _call(b, f"llvm.fma.v{LANES}f32", _VECTOR, same, row[v], b.load(sums[r, v]))
+                    b.store(product, sums[r, v])
+        for p in places:
+            _store(b, FLOAT32, place(*p), b.load(sums[p]))
+
+    return register_tile
+
+
+_tile_4x2, _tile_4x1, _tile_2x4, _tile_2x1 = (_register_tile(*s) for s in ((4, 2), (4, 1), (2, 4), (2, 1)))
+_tile_1x8, _tile_1x1 = _register_tile(1, 8), _register_tile(1, 1)
+
+
+@function
+def multiply_add(c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
+    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES].
+
+    Addresses, and strides of rows in bytes. Each number of C is one chain of fused multiply-adds in the order
+    of the depth, whatever the tile: the bits of a row do not depend on how many rows are beside it.
+    """
+    row = 0
+    while row < rows:
+        at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
+        if rows - row >= 4:
+            while left >= 2:
+                _tile_4x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
+            if left:
+                _tile_4x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+            row += 4
+        elif rows - row >= 2:
+            while left >= 4:
+                _tile_2x4(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
+            while left:
+                _tile_2x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                at_c, at_b, left = at_c + VECTOR_BYTES, at_b + VECTOR_BYTES, left - 1
+            row += 2
+        else:
+            while left >= 8:
+                _tile_1x8(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                at_c, at_b, left = at_c + 8 * VECTOR_BYTES, at_b + 8 * VECTOR_BYTES, left - 8
+            while left:
+                _tile_1x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                at_c, at_b, left = at_c + VECTOR_BYTES, at_b + VECTOR_BYTES, left - 1
+            row += 1

@@ -1,0 +1,131 @@
+"""The CPU kernels: every option, equal bits in any company, threads."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import DEVICE, assert_exact_enough, ragged_case, take_sequences
+from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
+
+from paged.kernels import numba_threads, reference
+from paged.kernels.numba_attention import SPLIT
+from paged.kernels.numba_paged_attention import paged_attention, plan_units
+
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU"
+)
+
+SEQ_LENS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129]  # around the edges of a tile
+
+
+@pytest.mark.parametrize("chosen", [(), *((option,) for option in OPTIONS), *PAIRS], ids="-".join)
+def test_options_alone_and_in_pairs(chosen):
+    generator = random.Random(str(chosen))
+    seq_lens = generator.sample(SEQ_LENS, 5)
+    query_lens = [generator.randint(0, min(n, 40)) for n in seq_lens]
+    shape = {"num_heads": 6, "num_kv_heads": 2, "block_size": generator.choice([8, 16, 128])}
+    case = with_options(chosen, seq_lens, query_lens, generator, **shape)
+    assert_exact_enough(paged_attention(**case), case, reference.paged_attention)
+
+
+def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode():
+    """Over a split, at a window, with many heads or one for a unit, whatever number of threads."""
+    for window in (None, 700):
+        seq_len = 2 * SPLIT + 70
+        case = ragged_case([seq_len, 5, 300], [90, 1, 300], num_heads=6, sliding_window=window)
+        together = paged_attention(**case)
+        torch.testing.assert_close(together, reference.paged_attention(**case), rtol=2e-5, atol=2e-6)
+        for first, end in ((0, 1), (0, 33), (33, 90), (89, 90)):
+            alone = {
+                **take_sequences(case, [0]),
+                "query": case["query"][first:end],
+                "seq_lens": torch.tensor([seq_len - 90 + end], dtype=torch.int32),
+                "cu_seqlens_q": torch.tensor([0, end - first], dtype=torch.int32),
+                "max_seqlen_q": end - first,
+            }
+            assert torch.equal(paged_attention(**alone), together[first:end])
+
+
+def test_many_decodes_have_the_bits_of_each_alone():
+    seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
+    case = ragged_case(seq_lens, [1] * len(seq_lens), num_heads=8, num_kv_heads=4)
+    together = paged_attention(**case)
+    for i in range(len(seq_lens)):
+        assert torch.equal(paged_attention(**take_sequences(case, [i])), together[i : i + 1])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 8])
+def test_units_cover_every_row_head_and_split_once(num_threads):
+    generator = np.random.default_rng(num_threads)
+    for _ in range(50):
+        num_kv_heads = int(generator.integers(1, 5))
+        group = int(generator.choice([1, 3, 16]))
+        seq_lens = generator.integers(1, 5000, size=int(generator.integers(1, 30))).astype(np.int32)
+        query_lens = np.minimum(seq_lens, generator.choice([0, 1, 1, 1, 3, 70, 500], size=len(seq_lens)))
+        cu = np.concatenate([[0], query_lens.cumsum()]).astype(np.int32)
+        plan = plan_units(seq_lens, cu, num_kv_heads * group, num_kv_heads, num_threads)
+        seen = set()
+        for seq, first, end, head, end_head, split, end_split, _part in plan.units.tolist():
+            for place in np.ndindex(end - first, end_head - head, end_split - split):
+                where = (seq, first + place[0], head + place[1], split + place[2])
+                assert where not in seen
+                seen.add(where)
+            assert (end - first) * group * (end_head - head) <= plan.max_rows
+        assert len(seen) == sum(
+            int(q) * num_kv_heads * -(-int(n) // SPLIT) for n, q in zip(seq_lens, query_lens, strict=True)
+        )
+        parts = sorted(unit[7] for unit in plan.units.tolist() if unit[7] >= 0)
+        assert len(parts) == len(set(parts)) == sum(int(merge[1]) for merge in plan.merges)
+
+
+def test_without_openmp_a_pool_of_threads_gives_the_same(monkeypatch):
+    case = ragged_case([300, 70, 5, 200], [300, 1, 1, 20])
+    expected = paged_attention(**case)
+    monkeypatch.setattr(numba_threads, "_openmp", lambda: None)
+    submitted = []
+    pool = numba_threads._pool()
+    monkeypatch.setattr(numba_threads, "_pool", lambda: submitted.append(pool) or pool)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(paged_attention(**case), expected)
+    assert len(submitted) == 2, "the caller is one of the three"
+
+
+def test_two_threads_at_once_do_not_share_scratch_memory():
+    cases = [ragged_case([200 + i, 50], [200 + i, 1]) for i in range(2)]
+    expected = [paged_attention(**case) for case in cases]
+    wrong = []
+
+    def work(i):
+        for _ in range(20):
+            if not torch.equal(paged_attention(**cases[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_openmp_is_the_one_that_torch_computes_with():
+    assert numba_threads._openmp() is not None, "on Linux torch brings one"
+
+
+def test_wrong_inputs_are_named():
+    case = ragged_case([3], [1])
+    with pytest.raises(ValueError, match="sliding_window"):
+        paged_attention(**{**case, "sliding_window": 0})
+    with pytest.raises(ValueError, match="seq_lens"):
+        paged_attention(**{**case, "seq_lens": case["seq_lens"].long()})
+
+
+def test_nan_reaches_its_own_row_alone():
+    case = ragged_case([70, 40], [1, 1])
+    case["query"] = case["query"].clone()
+    case["query"][0] = float("nan")
+    out = paged_attention(**case)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
