@@ -15,7 +15,7 @@ import math
 import numpy as np
 from numba import carray, cfunc
 
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
     FLOAT32,
     LANES,
@@ -410,26 +410,31 @@ def _merge_parts(args, unit):
         _finish(state, state + 8, out, args.query_kind, args.value_dim, args.sinks, head)
 
 
-@cfunc("void(voidptr)", cache=True)
-def attend(record):
-    """All threads: `_attend` for each unit."""
-    args, counters = carray(record, 1, _ATTEND_RECORD)[0], address_of(record)
-    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        _attend(args, args.units + 64 * unit, scratch)
+def _compile(sources: int):  # numba's cache of compiled code goes by this too
+    @cfunc("void(voidptr)", cache=True)
+    def attend(record):
+        """All threads: `_attend` for each unit."""
+        _ = sources
+        args, counters = carray(record, 1, _ATTEND_RECORD)[0], address_of(record)
+        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
         unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            _attend(args, args.units + 64 * unit, scratch)
+            unit = claim(counters + NEXT_UNIT)
 
-
-@cfunc("void(voidptr)", cache=True)
-def merge(record):
-    """All threads: `_merge_parts` for each unit."""
-    args, counters = carray(record, 1, _MERGE_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        _merge_parts(args, args.merges + 64 * unit)
+    @cfunc("void(voidptr)", cache=True)
+    def merge(record):
+        """All threads: `_merge_parts` for each unit."""
+        _ = sources
+        args, counters = carray(record, 1, _MERGE_RECORD)[0], address_of(record)
         unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            _merge_parts(args, args.merges + 64 * unit)
+            unit = claim(counters + NEXT_UNIT)
+
+    return attend, merge
 
 
-ATTEND.use(attend)
-MERGE.use(merge)
+_attend_kernel, _merge_kernel = _compile(SOURCES)
+ATTEND.use(_attend_kernel)
+MERGE.use(_merge_kernel)

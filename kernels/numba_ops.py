@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import torch_ops
 from .numba_paged_attention import KINDS
-from .numba_threads import NEXT_UNIT, Task
+from .numba_threads import NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
     LANES,
     add,
@@ -133,45 +133,48 @@ def _rotary_store_kv(args, row):
             )
 
 
-@cfunc("void(voidptr)", cache=True)
-def rms_norm_kernel(record):
-    """All threads: `_rms_norm` for each row."""
-    args, counters = carray(record, 1, _RMS_NORM_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        first = unit * args.rows_per_unit
-        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-            _rms_norm(args, row)
+def _compile(sources: int):  # numba's cache of compiled code goes by this too
+    @cfunc("void(voidptr)", cache=True)
+    def rms_norm_kernel(record):
+        """All threads: `_rms_norm` for each row."""
+        _ = sources
+        args, counters = carray(record, 1, _RMS_NORM_RECORD)[0], address_of(record)
         unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            first = unit * args.rows_per_unit
+            for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+                _rms_norm(args, row)
+            unit = claim(counters + NEXT_UNIT)
 
-
-@cfunc("void(voidptr)", cache=True)
-def silu_and_mul_kernel(record):
-    """All threads: `_silu_and_mul` for each row."""
-    args, counters = carray(record, 1, _SILU_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        first = unit * args.rows_per_unit
-        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-            _silu_and_mul(args, row)
+    @cfunc("void(voidptr)", cache=True)
+    def silu_and_mul_kernel(record):
+        """All threads: `_silu_and_mul` for each row."""
+        _ = sources
+        args, counters = carray(record, 1, _SILU_RECORD)[0], address_of(record)
         unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            first = unit * args.rows_per_unit
+            for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+                _silu_and_mul(args, row)
+            unit = claim(counters + NEXT_UNIT)
 
-
-@cfunc("void(voidptr)", cache=True)
-def rotary_store_kv_kernel(record):
-    """All threads: `_rotary_store_kv` for each token."""
-    args, counters = carray(record, 1, _ROTARY_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        first = unit * args.rows_per_unit
-        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-            _rotary_store_kv(args, row)
+    @cfunc("void(voidptr)", cache=True)
+    def rotary_store_kv_kernel(record):
+        """All threads: `_rotary_store_kv` for each token."""
+        _ = sources
+        args, counters = carray(record, 1, _ROTARY_RECORD)[0], address_of(record)
         unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            first = unit * args.rows_per_unit
+            for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+                _rotary_store_kv(args, row)
+            unit = claim(counters + NEXT_UNIT)
+
+    return rms_norm_kernel, silu_and_mul_kernel, rotary_store_kv_kernel
 
 
-RMS_NORM.use(rms_norm_kernel)
-SILU_AND_MUL.use(silu_and_mul_kernel)
-ROTARY_STORE_KV.use(rotary_store_kv_kernel)
+for _task, _kernel in zip((RMS_NORM, SILU_AND_MUL, ROTARY_STORE_KV), _compile(SOURCES), strict=True):
+    _task.use(_kernel)
 
 
 def _units(num_rows: int, size: int) -> tuple[int, int]:

@@ -66,6 +66,11 @@ def _call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
+def _splat(builder: Any, x: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
+
+
 def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """An intrinsic from what emits it: emit(builder, *values)."""
 
@@ -86,8 +91,7 @@ def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], A
 @_operation(vector, types.float32)
 def splat(builder: Any, x: Any) -> Any:
     """x in every lane."""
-    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), x, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
+    return _splat(builder, x)
 
 
 @_operation(vector, vector, vector)
@@ -260,6 +264,7 @@ def _scalar(kind: Any, llvm_kind: ir.Type) -> tuple[Any, Any]:
     return load_scalar, store_scalar
 
 
+get_byte, set_byte = _scalar(types.int8, ir.IntType(8))
 get_float, set_float = _scalar(types.float32, _F32)
 get_int, set_int = _scalar(types.int32, _I32)
 get_long, set_long = _scalar(types.int64, _I64)
@@ -307,72 +312,83 @@ def store_as(kind, address, x):
         store_half(address, x)
 
 
-def _register_tile(rows: int, vectors: int) -> Any:
+def _register_tile(rows: int, vectors: int, kind: int) -> Any:
+    """C += A B for so many rows of C and vectors of them: float32, but for B."""
     places = [(r, v) for r in range(rows) for v in range(vectors)]
 
     @_operation(types.void, *[types.int64] * 7)
     def register_tile(
-        b: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, x: Any, x_stride: Any, depth: Any
+        builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, depth: Any
     ) -> None:
-        def place(r: int, v: int) -> Any:
-            row = b.mul(c_stride, ir.Constant(_I64, r))
-            return b.add(c, b.add(row, ir.Constant(_I64, v * VECTOR_BYTES)))
+        def at(address: Any, stride: Any, row: Any, offset: int = 0) -> Any:
+            place = builder.add(address, builder.mul(stride, row))
+            return builder.add(place, ir.Constant(_I64, offset))
 
+        where = {(r, v): at(c, c_stride, ir.Constant(_I64, r), v * VECTOR_BYTES) for r, v in places}
         # LLVM keeps these in registers.
-        sums = {p: cgutils.alloca_once_value(b, _load(b, FLOAT32, place(*p))) for p in places}
-        with cgutils.for_range(b, depth) as loop:
-            line = b.add(x, b.mul(x_stride, loop.index))
-            row = [
-                _load(b, FLOAT32, b.add(line, ir.Constant(_I64, v * VECTOR_BYTES))) for v in range(vectors)
-            ]
-            column = b.add(a, b.mul(loop.index, ir.Constant(_I64, 4)))
+        sums = {p: cgutils.alloca_once_value(builder, _load(builder, FLOAT32, where[p])) for p in places}
+        with cgutils.for_range(builder, depth) as loop:
+            size = LANES * _ITEM_SIZES[kind]
+            row = [_load(builder, kind, at(b, b_stride, loop.index, v * size)) for v in range(vectors)]
+            column = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, 4)))
             for r in range(rows):
-                scalar = b.load(_at(b, _F32, column, b.mul(a_stride, ir.Constant(_I64, r))), align=4)
-                first = b.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_I32, 0))
-                same = b.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
+                scalar = builder.load(_at(builder, _F32, at(column, a_stride, ir.Constant(_I64, r))), align=4)
+                same = _splat(builder, scalar)
                 for v in range(vectors):
-                    product = _call(b, f"llvm.fma.v{LANES}f32", _VECTOR, same, row[v], b.load(sums[r, v]))
-                    b.store(product, sums[r, v])
+                    now = builder.load(sums[r, v])
+                    builder.store(
+                        _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, same, row[v], now), sums[r, v]
+                    )
         for p in places:
-            _store(b, FLOAT32, place(*p), b.load(sums[p]))
+            _store(builder, FLOAT32, where[p], builder.load(sums[p]))
 
     return register_tile
 
 
-_tile_4x2, _tile_4x1, _tile_2x4, _tile_2x1 = (_register_tile(*s) for s in ((4, 2), (4, 1), (2, 4), (2, 1)))
-_tile_1x8, _tile_1x1 = _register_tile(1, 8), _register_tile(1, 1)
-
-
-@function
-def multiply_add(c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
-    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES].
+def _product(kind: int) -> Any:
+    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES] of the kind.
 
     Addresses, and strides of rows in bytes. Each number of C is one chain of fused multiply-adds in the order
     of the depth, whatever the tile: the bits of a row do not depend on how many rows are beside it.
     """
-    row = 0
-    while row < rows:
-        at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
-        if rows - row >= 4:
-            while left >= 2:
-                _tile_4x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
-            if left:
-                _tile_4x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-            row += 4
-        elif rows - row >= 2:
-            while left >= 4:
-                _tile_2x4(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
-            while left:
-                _tile_2x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                at_c, at_b, left = at_c + VECTOR_BYTES, at_b + VECTOR_BYTES, left - 1
-            row += 2
-        else:
-            while left >= 8:
-                _tile_1x8(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                at_c, at_b, left = at_c + 8 * VECTOR_BYTES, at_b + 8 * VECTOR_BYTES, left - 8
-            while left:
-                _tile_1x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                at_c, at_b, left = at_c + VECTOR_BYTES, at_b + VECTOR_BYTES, left - 1
-            row += 1
+    size = LANES * _ITEM_SIZES[kind]
+    tile_4x2, tile_4x1 = _register_tile(4, 2, kind), _register_tile(4, 1, kind)
+    tile_2x4, tile_2x1 = _register_tile(2, 4, kind), _register_tile(2, 1, kind)
+    tile_1x8, tile_1x2 = _register_tile(1, 8, kind), _register_tile(1, 2, kind)
+    tile_1x1 = _register_tile(1, 1, kind)
+
+    @function
+    def multiply_add(c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
+        row = 0
+        while row < rows:
+            at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
+            if rows - row >= 4:
+                while left >= 2:
+                    tile_4x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * size, left - 2
+                if left:
+                    tile_4x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                row += 4
+            elif rows - row >= 2:
+                while left >= 4:
+                    tile_2x4(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * size, left - 4
+                while left:
+                    tile_2x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + VECTOR_BYTES, at_b + size, left - 1
+                row += 2
+            else:
+                while left >= 8:
+                    tile_1x8(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 8 * VECTOR_BYTES, at_b + 8 * size, left - 8
+                while left >= 2:
+                    tile_1x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * size, left - 2
+                if left:
+                    tile_1x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                row += 1
+
+    return multiply_add
+
+
+multiply_add, multiply_add_bfloat, multiply_add_int8 = map(_product, (FLOAT32, BFLOAT16, INT8))
