@@ -22,7 +22,7 @@ from .errors import ConfigError
 from .kernels.attention_config import SPLIT
 from .kernels.backend import in_interpreter, listening, load_kernels
 from .kv_cache import KVCache
-from .layers import can_pack
+from .linear import choose_form
 from .models.config import ModelConfig
 from .models.decoder import Decoder
 from .reporter import Reporter
@@ -64,8 +64,7 @@ class ModelRunner:
         with torch.device(self.device), _default_dtype(self.dtype):
             self.model = Decoder(model_config, kernels).to(self.device)
         load_weights(self.model.hf_tensors(), directory, use_tqdm=use_tqdm)
-        if can_pack(self.device, self.dtype):
-            self.model.pack_linears()
+        self.model.take_forms(choose_form(self.device, self.dtype))
         self.batch_builder = BatchBuilder(
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )

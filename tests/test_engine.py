@@ -31,7 +31,7 @@ from paged import (
     SamplingParams,
     UnknownArgumentError,
 )
-from paged.layers import Linear
+from paged.linear import Linear
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ragged_prompts([5, 40, 1, 17])

@@ -24,7 +24,7 @@ LAYERS = [
     ["waiting", "scheduler"],
     ["stats"],
     ["kernels"],
-    ["kv_cache", "batch", "layers", "models", "sizes", "weights", "detokenizer", "tokenizer"],
+    ["kv_cache", "batch", "layers", "linear", "models", "sizes", "weights", "detokenizer", "tokenizer"],
     ["template_worker", "chat_template"],
     ["logprobs", "structured_outputs", "token_history"],
     ["logits_edits"],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from ..batch import Batch
 from ..kernels.backend import Kernels
 from ..kv_cache import KVCache
-from ..layers import MLP, Attention, Embedding, Linear, RMSNorm, RotaryEmbedding
+from ..layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
+from ..linear import Linear, PlainWeight, WeightForm
 from .config import ModelConfig
 
 
@@ -71,11 +74,12 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(hidden)
         return logits.float()
 
-    def pack_linears(self) -> None:
-        """Pack every Linear; see there. A head tied to the embedding stays: it is looked up by row too."""
+    def take_forms(self, form: Callable[[Tensor], WeightForm]) -> None:
+        """Trade every linear's weight for one in this form; one tied to the embedding stays as it is."""
         for module in self.modules():
-            if isinstance(module, Linear) and module.weight is not self.embedding.weight:
-                module.pack()
+            if isinstance(module, Linear):
+                tied = module.weight is self.embedding.weight
+                module.take_form(PlainWeight if tied else form)
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of a Hugging Face checkpoint goes: its name and the view that takes it.
