@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch import Batch
 from .kernels.backend import Kernels
 from .kv_cache import KVCache
-from .linear import Linear
+from .linear import Linear, TableForm
 from .models.config import ModelConfig, RopeConfig
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id."""
+    """Rows of a table by token id. As a Linear it is loaded, then takes a form."""
+
+    form: TableForm
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, hidden_size]
-        return F.embedding(token_ids, self.weight)
+        return self.form.rows(token_ids)
+
+    def take_form(self, form: Callable[[Tensor], TableForm]) -> None:
+        """Trade the weight, once it is loaded, for one in this form."""
+        self.form = form(self.weight.detach())
+        del self.weight
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """The parameter under its Hugging Face name."""
+        return {"weight": self.weight}
 
 
 class RMSNorm(nn.Module):
@@ -37,6 +48,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps, residual)
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """The parameter under its Hugging Face name."""
+        return {"weight": self.weight}
 
 
 class RotaryEmbedding(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,21 @@ class WeightForm(Protocol):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x."""
+
+
+class TableForm(WeightForm, Protocol):
+    """A weight [vocab_size, hidden_size] that is looked up, and may be the output head too."""
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """i64[n] -> [n, hidden_size], in the dtype of the model."""
+
+
+class Forms(NamedTuple):
+    """The forms of a model's weights. A head that is tied to the embedding has the embedding's."""
+
+    layers: Callable[[Tensor], WeightForm]
+    head: Callable[[Tensor], WeightForm]
+    embedding: Callable[[Tensor], TableForm]
 
 
 class Linear(nn.Module):
@@ -35,6 +50,10 @@ class Linear(nn.Module):
         self.form = form(self.weight.detach())
         del self.weight
 
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """The parameter of a linear that is not fused, under its Hugging Face name."""
+        return {"weight": self.weight}
+
 
 class PlainWeight:
     """The weight as it was loaded."""
@@ -44,6 +63,10 @@ class PlainWeight:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See TableForm."""
+        return F.embedding(indices, self.weight)
 
 
 class PackedWeight:
@@ -60,9 +83,10 @@ class PackedWeight:
         return out
 
 
-def choose_form(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], WeightForm]:
-    """The form that weights of this dtype get on this device."""
-    return PackedWeight if can_pack(device, dtype) else PlainWeight
+def choose_forms(device: torch.device, dtype: torch.dtype) -> Forms:
+    """The forms that weights of this dtype get on this device."""
+    form = PackedWeight if can_pack(device, dtype) else PlainWeight
+    return Forms(form, form, PlainWeight)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
