@@ -93,7 +93,8 @@ class LLMEngine:
         """The model and its KV cache in one line."""
         runner = self.runner
         dtype = str(runner.dtype).removeprefix("torch.")
-        model = f"{self.model_config.architecture} in {dtype} on {runner.device}"
+        weights = f" with weights in {self.config.quantization}" if self.config.quantization else ""
+        model = f"{self.model_config.architecture} in {dtype}{weights} on {runner.device}"
         return f"{model}; attention by {runner.model.kernels.name}; {runner.kv_cache.describe()}"
 
     def stats(self) -> EngineStats:
@@ -429,7 +430,9 @@ class LLMEngine:
     def fingerprint(self) -> str:
         """What the KV of a token depends on beside the prompt: the model with its weights, and the dtype."""
         if self._fingerprint is None:
-            self._fingerprint = prefix_store.fingerprint(self.directory, self.model_config, self.runner.dtype)
+            self._fingerprint = prefix_store.fingerprint(
+                self.directory, self.model_config, self.runner.dtype, self.config.quantization
+            )
         return self._fingerprint
 
     def _require_prefix_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""Linear, and the forms that its weight may have: as it was loaded, or laid out for a CPU."""
+"""Linear, and the forms that its weight may have: as it was loaded, laid out for a CPU, or quantised."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .errors import ConfigError
+from .quantization import Int4Weight, Int8Weight, require_quantization
 
 
 class WeightForm(Protocol):
@@ -39,6 +42,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
+        self.in_features = in_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
@@ -83,10 +87,32 @@ class PackedWeight:
         return out
 
 
-def choose_forms(device: torch.device, dtype: torch.dtype) -> Forms:
-    """The forms that weights of this dtype get on this device."""
+def choose_forms(device: torch.device, dtype: torch.dtype, quantization: str | None, *, tied: bool) -> Forms:
+    """The forms that weights of this dtype get on this device.
+
+    A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it the
+    embedding where the two are tied. An embedding alone is only looked up, and stays as it is.
+
+    Raises ConfigError where weights cannot be quantised.
+    """
+    if quantization is not None:
+        require_quantization(quantization, device, dtype)
+        layers = Int4Weight if quantization == "int4" else Int8Weight
+        return Forms(layers, Int8Weight, Int8Weight if tied else PlainWeight)
     form = PackedWeight if can_pack(device, dtype) else PlainWeight
     return Forms(form, form, PlainWeight)
+
+
+def require_whole_groups(model: nn.Module, forms: Forms) -> None:
+    """Raise ConfigError for a layer whose inputs int4 cannot divide into groups."""
+    if forms.layers is not Int4Weight:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.in_features % Int4Weight.GROUP and name != "head":
+            raise ConfigError(
+                f"quantization 'int4' divides inputs into groups of {Int4Weight.GROUP}, and {name} has "
+                f"{module.in_features}; use quantization='int8'"
+            )
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

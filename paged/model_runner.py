@@ -22,7 +22,7 @@ from .errors import ConfigError
 from .kernels.attention_config import SPLIT
 from .kernels.backend import in_interpreter, listening, load_kernels
 from .kv_cache import KVCache
-from .linear import choose_forms
+from .linear import choose_forms, require_whole_groups
 from .models.config import ModelConfig
 from .models.decoder import Decoder
 from .reporter import Reporter
@@ -58,9 +58,12 @@ class ModelRunner:
         self.dtype = torch_dtype(resolve_dtype(config.dtype, model_config.dtype, self.device))
         self.sizes = Sizes(config, model_config, self.device.type, self.dtype.itemsize)
         kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
-        forms = choose_forms(self.device, self.dtype)
+        forms = choose_forms(
+            self.device, self.dtype, config.quantization, tied=model_config.tie_word_embeddings
+        )
         with torch.device("meta"), _default_dtype(self.dtype):
             self.model = Decoder(model_config, kernels)
+        require_whole_groups(self.model, forms)
         destinations = self.model.hf_tensors()
         # Before anything is allocated: a config that disagrees may ask for any amount.
         sources = check_weights(destinations, directory)
