@@ -81,30 +81,38 @@ class Int8Weight:
 class Int4Weight:
     """A scale and a zero for each GROUP of inputs of an output, as torch's kernel has them.
 
-    weight[n, k] ≈ scale[g, n] * (codes[n, k] - 8) + zero[g, n], with codes from 0 to 15 and g = k // GROUP.
+    weight[n, k] ≈ scale[n, g] * (codes[n, k] - 8) + zero[n, g], with codes from 0 to 15 and g = k // GROUP.
+
+    The kernel's layout is that of panels: uint8[panels, in_features, half], where `half` bytes hold codes of
+    as many outputs and, in their upper bits, of as many others. Here those are outputs of the first half of
+    the weight and of the second, so that a tile of either half is made by whole vectors.
     """
 
     # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.4 and 1.8 times as much.
     GROUP = 32
     MIDDLE, MAX_CODE = 8, 15
     KERNEL_ROWS = 32  # most rows of bfloat16 that torch's kernel takes
-    ALIGNMENT = 64  # outputs are padded to it, for a layout of whole panels
 
     def __init__(self, weight: Tensor) -> None:
-        self.num_outputs, num_inputs = weight.shape
-        weight = F.pad(weight, (0, 0, 0, -self.num_outputs % self.ALIGNMENT))
-        padded = len(weight)
-        self.packed = torch.empty(padded, num_inputs // 2, dtype=torch.uint8)
-        self.scale_zero = weight.new_empty(num_inputs // self.GROUP, padded, 2)
-        for rows in _tiles(padded, num_inputs, self.ALIGNMENT):
-            groups = weight[rows].float().view(-1, num_inputs // self.GROUP, self.GROUP)
+        (self.num_outputs, num_inputs), self.dtype, half = weight.shape, weight.dtype, _panel_half()
+        self.num_groups = num_inputs // self.GROUP
+        weight = F.pad(weight, (0, 0, 0, -self.num_outputs % (2 * half)))
+        halves = weight.view(2, -1, half, num_inputs)
+        num_panels = halves.shape[1]
+        self.packed = torch.empty(num_panels, num_inputs, half, dtype=torch.uint8)
+        # As the kernel takes them, and for float32 too: rounded before codes go by them, they cost nothing.
+        self.scale_zero = torch.empty(self.num_groups, num_panels, 2 * half, 2, dtype=torch.bfloat16)
+        for panels in self._tiles():
+            groups = halves[:, panels].transpose(0, 1).float().reshape(-1, self.num_groups, self.GROUP)
             low, high = groups.aminmax(dim=-1)
-            scale = ((high - low) / self.MAX_CODE).clamp_(min=TINY).to(weight.dtype)
-            zero = (low + self.MIDDLE * scale.float()).to(weight.dtype)
-            self.scale_zero[:, rows] = torch.stack([scale, zero], dim=-1).transpose(0, 1)
+            scale = ((high - low) / self.MAX_CODE).clamp_(min=TINY).bfloat16()
+            zero = (low + self.MIDDLE * scale.float()).bfloat16()
+            scale_zero = torch.stack([scale, zero], dim=-1).transpose(0, 1)
+            self.scale_zero[:, panels] = scale_zero.reshape(self.num_groups, -1, 2 * half, 2)
             codes = ((groups - zero[..., None]) / scale[..., None]).round_().add_(self.MIDDLE)
             codes = codes.clamp_(0, self.MAX_CODE).flatten(1).int()
-            self.packed[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            self.packed[panels] = packed.view(-1, num_inputs, half)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""
@@ -114,42 +122,46 @@ class Int4Weight:
 
     def dequantized(self) -> Tensor:  # [out_features, in_features]
         """The weight that this stands for."""
-        tiles = [self._tile(rows) for rows in self._tiles()]
-        return torch.cat(tiles, dim=1).T[: self.num_outputs]
+        tiles = [torch.stack(self._tile(panels, self.dtype)) for panels in self._tiles()]
+        return torch.cat(tiles, dim=2).transpose(1, 2).flatten(0, 1)[: self.num_outputs]
 
     def by_kernel(self, x: Tensor) -> Tensor:
-        """x Wᵀ by torch's kernel."""
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-        return self._without_padding(multiply(x, self.packed, self.GROUP, self.scale_zero))
+        """x Wᵀ in bfloat16, by torch's kernel."""
+        num_panels, num_inputs, half = self.packed.shape
+        packed, scale_zero = self.packed.view(-1, num_inputs // 2), self.scale_zero.flatten(1, 2)
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.GROUP, scale_zero)
+        return self._without_padding(out.view(-1, num_panels, 2, half).transpose(1, 2))
 
     def by_tiles(self, x: Tensor) -> Tensor:
         """x Wᵀ by float products."""
-        out = x.new_empty(len(x), len(self.packed))
-        for rows in self._tiles():
-            torch.mm(x, self._tile(rows), out=out[:, rows])
+        num_panels, _, half = self.packed.shape
+        out = x.new_empty(len(x), 2, num_panels * half)
+        for panels in self._tiles():
+            outputs = slice(panels.start * half, panels.stop * half)
+            for side, tile in enumerate(self._tile(panels, x.dtype)):
+                torch.mm(x, tile, out=out[:, side, outputs])
         return self._without_padding(out)
 
     def _tiles(self) -> Iterator[slice]:
-        return _tiles(len(self.packed), 2 * self.packed.shape[1], self.ALIGNMENT)
+        num_panels, num_inputs, half = self.packed.shape
+        return _tiles(num_panels, num_inputs * half, 1)
 
-    def _tile(self, rows: slice) -> Tensor:  # [in_features, rows]
-        """Rows of the weight, transposed.
-
-        The kernel's layout is [panels of 32 or 64 outputs, in_features, panel / 2], where a byte holds a code
-        of the first half of its panel and, in the upper bits, one of the second half.
-        """
-        num_inputs = 2 * self.packed.shape[1]
-        half = _panel_size() // 2
-        panels = self.packed[rows].view(-1, num_inputs, half).transpose(0, 1)
-        tile = self.scale_zero.new_empty(num_inputs, panels.shape[1], 2, half)
-        tile[:, :, 0] = panels & 15
-        tile[:, :, 1] = panels >> 4
-        scale, zero = self.scale_zero[:, rows].permute(2, 0, 1).contiguous()[:, :, None]
-        groups = tile.view(len(self.scale_zero), self.GROUP, -1)
-        return torch.addcmul(zero - self.MIDDLE * scale, groups, scale, out=groups).view(num_inputs, -1)
+    def _tile(self, panels: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [in_features, n] each
+        """The outputs of these panels in the first half of the weight, and in the second, transposed."""
+        _, num_inputs, half = self.packed.shape
+        # Sixteen bytes move as one.
+        packed = self.packed[panels].view(torch.complex128).transpose(0, 1).contiguous().view(torch.uint8)
+        scale_zero = self.scale_zero[:, panels].view(self.num_groups, -1, 2, half, 2)
+        scale_zero = scale_zero.permute(2, 4, 0, 1, 3).to(dtype, memory_format=torch.contiguous_format)
+        scale, zero = scale_zero.reshape(2, 2, self.num_groups, 1, -1).unbind(1)
+        zero = zero - self.MIDDLE * scale
+        codes = packed.bitwise_and(self.MAX_CODE), packed.bitwise_right_shift(4)
+        groups = [c.view(self.num_groups, self.GROUP, -1).to(dtype) for c in codes]
+        low, high = (torch.addcmul(z, g, s, out=g) for z, g, s in zip(zero, groups, scale, strict=True))
+        return low.view(num_inputs, -1), high.view(num_inputs, -1)
 
     def _without_padding(self, out: Tensor) -> Tensor:
-        return out[:, : self.num_outputs].contiguous()
+        return out.flatten(1)[:, : self.num_outputs].contiguous()
 
 
 def require_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -162,7 +174,7 @@ def require_quantization(name: str, device: torch.device, dtype: torch.dtype) ->
         raise ConfigError(f"quantization {name!r} goes with dtype float32 or bfloat16; got float16")
     for form in (Int8Weight, Int4Weight) if name == "int4" else (Int8Weight,):
         try:
-            works = _agrees_with_itself(form, dtype)
+            works = _agrees_with_itself(form)
         except (AttributeError, RuntimeError, TypeError):
             works = False
         if not works:
@@ -172,24 +184,24 @@ def require_quantization(name: str, device: torch.device, dtype: torch.dtype) ->
             )
 
 
-def _agrees_with_itself(form: type[Int8Weight | Int4Weight], dtype: torch.dtype) -> bool:
+def _agrees_with_itself(form: type[Int8Weight | Int4Weight]) -> bool:
     """Whether a weight is the same by kernel, by tiles, and of the values that it was made of."""
-    values = torch.arange(64.0).view(1, 64).add(torch.arange(128.0)[:, None]).remainder(16).to(dtype)
-    weight, x = form(values), torch.eye(64, dtype=dtype)
+    values = torch.arange(64).view(1, 64).add(torch.arange(128)[:, None]).remainder(16).bfloat16()
+    weight, x = form(values), torch.eye(64, dtype=torch.bfloat16)
     close = [torch.allclose(way(x).T, values, atol=0.1) for way in (weight.by_kernel, weight.by_tiles)]
     return all(close)
 
 
-def _panel_size() -> int:
-    """Outputs in a panel of torch's int4 layout: four vectors of float32."""
-    return 64 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 32
+def _panel_half() -> int:
+    """Half the outputs in a panel of torch's int4 layout, which are those of four vectors of float32."""
+    return 32 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 16
 
 
-def _tile_rows(num_inputs: int, multiple: int = 16) -> int:
-    return max(1, TILE_ELEMENTS // num_inputs // multiple) * multiple
+def _tiles(num_rows: int, row_elements: int, multiple: int = 16) -> Iterator[slice]:
+    """The rows of a weight, so many at a time that they are a tile."""
+    step = _tile_rows(row_elements, multiple)
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-def _tiles(num_outputs: int, num_inputs: int, multiple: int = 16) -> Iterator[slice]:
-    """The rows of a weight, so many at a time."""
-    step = _tile_rows(num_inputs, multiple)
-    return (slice(start, min(start + step, num_outputs)) for start in range(0, num_outputs, step))
+def _tile_rows(row_elements: int, multiple: int = 16) -> int:
+    return max(1, TILE_ELEMENTS // row_elements // multiple) * multiple
