@@ -114,7 +114,9 @@ def prompt_logprobs(engine: LLMEngine, prompt: str) -> Tensor:
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.03), ("int4", 0.3)])
 def test_the_demo_model_stays_near(quantization, most):
-    prompt = "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"
+    prompt = (
+        "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def "
+    )
     plain, quantized = (
         new_engine("demo", skip_tokenizer_init=False, quantization=q) for q in (None, quantization)
     )
