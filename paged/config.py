@@ -10,6 +10,7 @@ from .errors import ConfigError, reject_unknown
 from .validation import check_bool, check_int, check_number
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = ("int8", "int4")
 BACKENDS = ("auto", "triton", "numba", "torch")
 POLICIES = ("fcfs", "priority", "longest-prefix-match", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -32,6 +33,8 @@ class EngineConfig:
     tokenizer: where the tokenizer is, if not beside the model.
     dtype: of weights, activations and KV; "auto" takes the checkpoint's, on a CPU without fast bfloat16
         float32 in its place.
+    quantization: of weights, as a plain checkpoint loads, on a CPU: "int8", with a scale for each output, or
+        "int4", with a scale and a zero for every 32 inputs, and the output head in int8.
     device: "auto" takes a GPU where torch sees one, else the CPU.
     block_size: tokens per block, a power of two from 8 to 256.
     max_model_len: longest prompt plus output in tokens; None takes the model's.
@@ -64,6 +67,7 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    quantization: Literal["int8", "int4"] | None = None
     device: str = "auto"
     block_size: int = 16
     max_model_len: int | None = None
@@ -102,6 +106,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "skip_tokenizer_init"):
             check_bool(ConfigError, name, getattr(self, name))
         _check_choice("dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_choice("attention_backend", self.attention_backend, BACKENDS)
         check_policy(self.scheduling_policy, self.tenant_weights)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)

@@ -82,7 +82,8 @@ class LLMEngine:
         """The model and its KV cache in one line."""
         runner = self.runner
         dtype = str(runner.dtype).removeprefix("torch.")
-        model = f"{self.model_config.architecture} in {dtype} on {runner.device}"
+        weights = f" with weights in {self.config.quantization}" if self.config.quantization else ""
+        model = f"{self.model_config.architecture} in {dtype}{weights} on {runner.device}"
         return f"{model}; attention by {runner.model.kernels.name}; {runner.kv_cache.describe()}"
 
     def stats(self) -> EngineStats:
@@ -369,7 +370,9 @@ class LLMEngine:
     @cached_property
     def fingerprint(self) -> str:
         """What the KV of a token depends on beside the prompt: the model with its weights, and the dtype."""
-        return prefix_store.fingerprint(self.directory, self.model_config, self.runner.dtype)
+        return prefix_store.fingerprint(
+            self.directory, self.model_config, self.runner.dtype, self.config.quantization
+        )
 
     def _require_prefix_cache(self) -> None:
         if not self.config.enable_prefix_caching:

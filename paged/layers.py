@@ -3,75 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .batch import Batch
 from .kernels.backend import Kernels
 from .kv_cache import KVCache
+from .linear import Linear, TableForm
 from .models.config import ModelConfig, RopeConfig
 
 
-class Linear(nn.Module):
-    """y = x Wᵀ + b, with nothing initialised: the checkpoint fills it."""
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self._packed: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, in_features] -> [num_tokens, out_features]
-        if self._packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return _packed_linear(x, self._packed, self.bias)
-
-    def pack(self) -> None:
-        """Trade the weight for one laid out as oneDNN reads it: 2 to 3 times faster up to a few dozen rows.
-
-        Only after loading, and where `can_pack` holds.
-        """
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_FOR_ROWS)
-        del self.weight
-
-
-# Rows that the packed layout is chosen for; measured, 1 to 512 make no difference beyond noise.
-PACKED_FOR_ROWS = 16
-
-
-def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return out
-
-
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch packs linears on this CPU: what does it is private, so it is tried first."""
-    if device.type != "cpu" or dtype == torch.float16 or not _has_onednn():
-        return False
-    weight = torch.eye(32, dtype=dtype)
-    x = torch.arange(64, dtype=dtype).view(2, 32)
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-        return torch.equal(_packed_linear(x, packed, None), x)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-
-
 class Embedding(nn.Module):
-    """Rows of a table by token id."""
+    """Rows of a table by token id. As a Linear it is loaded, then takes a form."""
+
+    form: TableForm
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, hidden_size]
-        return F.embedding(token_ids, self.weight)
+        return self.form.rows(token_ids)
+
+    def take_form(self, form: Callable[[Tensor], TableForm]) -> None:
+        """Trade the weight, once it is loaded, for one in this form."""
+        self.form = form(self.weight.detach())
+        del self.weight
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """The parameter under its Hugging Face name."""
+        return {"weight": self.weight}
 
 
 class RMSNorm(nn.Module):
@@ -85,6 +48,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps, residual)
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """The parameter under its Hugging Face name."""
+        return {"weight": self.weight}
 
 
 class RotaryEmbedding(nn.Module):

@@ -22,7 +22,7 @@ from .errors import ConfigError
 from .kernels.attention_config import SPLIT
 from .kernels.backend import in_interpreter, listening, load_kernels
 from .kv_cache import KVCache
-from .layers import can_pack
+from .linear import choose_forms, require_whole_groups
 from .models.config import ModelConfig
 from .models.decoder import Decoder
 from .reporter import Reporter
@@ -58,14 +58,19 @@ class ModelRunner:
         self.dtype = torch_dtype(resolve_dtype(config.dtype, model_config.dtype, self.device))
         self.sizes = Sizes(config, model_config, self.device.type, self.dtype.itemsize)
         kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
-        with torch.device("meta"):
-            # Before anything is allocated: a config that disagrees may ask for any amount.
-            check_weights(Decoder(model_config, kernels).hf_tensors(), directory)
-        with torch.device(self.device), _default_dtype(self.dtype):
-            self.model = Decoder(model_config, kernels).to(self.device)
-        load_weights(self.model.hf_tensors(), directory, use_tqdm=use_tqdm)
-        if can_pack(self.device, self.dtype):
-            self.model.pack_linears()
+        forms = choose_forms(
+            self.device, self.dtype, config.quantization, tied=model_config.tie_word_embeddings
+        )
+        with torch.device("meta"), _default_dtype(self.dtype):
+            self.model = Decoder(model_config, kernels)
+        require_whole_groups(self.model, forms)
+        destinations = self.model.hf_tensors()
+        # Before anything is allocated: a config that disagrees may ask for any amount.
+        sources = check_weights(destinations, directory)
+        with tqdm(
+            total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm
+        ) as bar:
+            self.model.load(self.device, forms, lambda tensors: bar.update(load_weights(tensors, sources)))
         self.batch_builder = BatchBuilder(
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )

@@ -26,9 +26,9 @@ FORMAT = "paged-prefix-1"
 Entry = tuple[bytes, int, int, bytes]  # of a block: tokens, place of its predecessor, group, namespace
 
 
-def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype) -> str:
-    """sha256 of all that KV depends on beside the tokens: config, dtype, every byte of the weights."""
-    digest = hashlib.sha256(f"{config}/{dtype}".encode())
+def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> str:
+    """sha256 of all that KV depends on beside the tokens: config, dtypes, every byte of the weights."""
+    digest = hashlib.sha256(f"{config}/{dtype}/{quantization}".encode())
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb") as data:
             digest.update(hashlib.file_digest(data, "sha256").digest())

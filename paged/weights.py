@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from .errors import CheckpointError, UnsupportedModelError
 from .models.config import ModelConfig, require_supported
@@ -80,17 +79,23 @@ def read_eos_token_ids(directory: Path) -> frozenset[int]:
     return frozenset()
 
 
-def load_weights(destinations: Mapping[str, Tensor], directory: Path, *, use_tqdm: bool = False) -> None:
-    """Copy every tensor of the checkpoint to its destination, casting to its dtype; see check_weights."""
-    sources = check_weights(destinations, directory)
-    for name in tqdm(destinations, desc="Loading weights", unit="tensor", disable=not use_tqdm):
+Sources = Mapping[str, tuple[Path, list[int]]]  # file and shape of each tensor
+
+
+def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> int:
+    """Copy tensors, from where check_weights found them, to their destinations, casting to their dtypes.
+
+    Returns how many.
+    """
+    for name, destination in destinations.items():
         # Opened for each tensor: the pages of a mapping stay in memory until it is closed, and would double
         # what loading takes.
         with safe_open(sources[name][0], framework="pt") as tensors:
-            destinations[name].copy_(tensors.get_tensor(name))
+            destination.copy_(tensors.get_tensor(name))
+    return len(destinations)
 
 
-def check_weights(destinations: Mapping[str, Tensor], directory: Path) -> dict[str, tuple[Path, list[int]]]:
+def check_weights(destinations: Mapping[str, Tensor], directory: Path) -> Sources:
     """Hold all headers against the destinations, which may be on the meta device. Returns file and shape.
 
     Raises CheckpointError naming file and tensor for files that are damaged, and for tensors that are
@@ -185,9 +190,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _check_names(
-    destinations: Mapping[str, Tensor], sources: Mapping[str, tuple[Path, list[int]]], directory: Path
-) -> None:
+def _check_names(destinations: Mapping[str, Tensor], sources: Sources, directory: Path) -> None:
     missing = sorted(set(destinations) - set(sources))
     if missing:
         raise CheckpointError(f"{directory}: {_some(missing)} missing from the checkpoint")

@@ -31,7 +31,7 @@ from paged import (
     SamplingParams,
     UnknownArgumentError,
 )
-from paged.layers import Linear
+from paged.linear import Linear
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ragged_prompts([5, 40, 1, 17])
@@ -682,7 +682,7 @@ def test_kv_cache_is_sized_from_memory_and_no_larger_than_useful():
 def test_logits_that_are_not_finite_end_a_request_with_an_error_and_no_text(value, params, greedy_tokens):
     engine = new_engine(checkpoint("llama"))
     poisoned = next(i for i in range(VOCAB_SIZE) if all(i not in ids for ids in PROMPTS + greedy_tokens))
-    engine.runner.model.embedding.weight[poisoned] = value
+    engine.runner.model.embedding.form.weight[poisoned] = value
     for _ in range(2):  # again, in the blocks where the NaN was
         bad, good = generate(engine, [[*PROMPTS[0], poisoned, 3], PROMPTS[1]], [params, GREEDY])
         assert bad.finished

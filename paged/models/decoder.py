@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import torch
 from torch import Tensor, nn
 
 from ..batch import Batch
 from ..kernels.backend import Kernels
 from ..kv_cache import KVCache
-from ..layers import MLP, Attention, Embedding, Linear, RMSNorm, RotaryEmbedding
+from ..layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
+from ..linear import Forms, Linear
 from .config import ModelConfig
 
 
@@ -35,6 +39,15 @@ class DecoderLayer(nn.Module):
         out: Tensor = self.mlp(hidden)
         return out
 
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Views of the parameters under their Hugging Face names, relative to the layer."""
+        return {
+            "input_layernorm.weight": self.input_norm.weight,
+            "post_attention_layernorm.weight": self.post_attention_norm.weight,
+            **self.attention.hf_tensors(),
+            **self.mlp.hf_tensors(),
+        }
+
 
 class Decoder(nn.Module):
     """Embedding, decoder layers, final norm and output head, over one ragged batch."""
@@ -48,7 +61,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
-            self.head.weight = self.embedding.weight
+            del self.head.weight  # it takes the embedding's form
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute the batch's new tokens, writing their K and V into the cache.
@@ -71,30 +84,50 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(hidden)
         return logits.float()
 
-    def pack_linears(self) -> None:
-        """Pack every Linear; see there. A head tied to the embedding stays: it is looked up by row too."""
-        for module in self.modules():
-            if isinstance(module, Linear) and module.weight is not self.embedding.weight:
-                module.pack()
+    def load(self, device: torch.device, forms: Forms, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Give a model that was made on the meta device its weights.
+
+        One part after the other is allocated, filled and brought into its forms, so that at no time more than
+        one part takes the memory of both. fill: copies what the checkpoint has into tensors, by name.
+        """
+        self.rotary.to(device)
+        for prefix, part in self._parts().items():
+            _allocate(part, device)
+            fill(_named(prefix, part))
+            if isinstance(part, Embedding):
+                part.take_form(forms.embedding)
+            for module in part.modules():
+                if isinstance(module, Linear):
+                    module.take_form(forms.head if module is self.head else forms.layers)
+        if self.config.tie_word_embeddings:
+            self.head.form = self.embedding.form
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Where each tensor of a Hugging Face checkpoint goes: its name and the view that takes it.
+        """Where each tensor of a Hugging Face checkpoint goes, before `load`: its name and a view.
 
         The views cover the parameters exactly, so that a checkpoint which fills them all is complete.
         """
-        tensors: dict[str, Tensor] = {
-            "model.embed_tokens.weight": self.embedding.weight,
-            "model.norm.weight": self.norm.weight,
-        }
+        tensors: dict[str, Tensor] = {}
+        for prefix, part in self._parts().items():
+            tensors |= _named(prefix, part)
+        return tensors
+
+    def _parts(self) -> dict[str, nn.Module]:
+        """What is loaded at a time, by how its names in a Hugging Face checkpoint begin."""
+        parts: dict[str, nn.Module] = {"model.embed_tokens.": self.embedding, "model.norm.": self.norm}
         if not self.config.tie_word_embeddings:
-            tensors["lm_head.weight"] = self.head.weight
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            names: dict[str, Tensor] = {
-                "input_layernorm.weight": layer.input_norm.weight,
-                "post_attention_layernorm.weight": layer.post_attention_norm.weight,
-                **layer.attention.hf_tensors(),
-                **layer.mlp.hf_tensors(),
-            }
-            tensors.update({f"model.layers.{i}.{name}": tensor for name, tensor in names.items()})
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+            parts["lm_head."] = self.head
+        return parts | {f"model.layers.{i}.": layer for i, layer in enumerate(self.layers)}
+
+
+def _named(prefix: str, part: nn.Module) -> dict[str, Tensor]:
+    assert isinstance(part, Embedding | RMSNorm | Linear | DecoderLayer)
+    return {prefix + name: tensor.detach() for name, tensor in part.hf_tensors().items()}
+
+
+def _allocate(part: nn.Module, device: torch.device) -> None:
+    """Memory for the parameters of a part that is on the meta device."""
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            memory = torch.empty_like(parameter, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))

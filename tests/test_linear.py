@@ -1,4 +1,4 @@
-"""Packed linears: the same products, from one copy of the weight."""
+"""Linears: the same products in every form of the weight, from one copy of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from paged import LLMEngine, SamplingParams
-from paged.layers import Linear, can_pack
+from paged.linear import Linear, PackedWeight, PlainWeight, can_pack
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -22,7 +22,7 @@ def test_packed_linear_agrees_with_plain(dtype, bias):
     for parameter in linear.parameters():
         parameter.data.normal_()
     weight, bias_ = linear.weight.clone(), linear.bias
-    linear.pack()
+    linear.take_form(PackedWeight)
     assert not hasattr(linear, "weight")
     for num_rows in (1, 3, 17, 200):
         x = torch.randn(num_rows, 96, dtype=dtype)
@@ -36,14 +36,14 @@ def test_without_packing_the_engine_runs_plain(monkeypatch):
 
     def tokens() -> list[int]:
         engine = LLMEngine("demo", dtype="float32", num_blocks=8)
-        packed.append(engine.runner.model.layers[0].mlp.down._packed is not None)
+        forms.append(type(engine.runner.model.layers[0].mlp.down.form))
         return engine.generate("import os", params, use_tqdm=False)[0].outputs[0].token_ids
 
-    packed: list[bool] = []
+    forms: list[type] = []
     first = tokens()
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert tokens() == first
-    assert packed[1] is False
+    assert forms[1] is PlainWeight
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
@@ -51,7 +51,7 @@ def test_a_torch_that_cannot_pack_is_noticed(monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("paged.layers._packed_linear", fail)
+    monkeypatch.setattr(PackedWeight, "__call__", fail)
     assert not can_pack(CPU, torch.float32)
     assert not can_pack(CPU, torch.float16)
     assert not can_pack(torch.device("cuda"), torch.float32)

@@ -1,0 +1,133 @@
+"""How fast is a linear in each form of its weight?
+
+    python -m benchmarks.linear --dtype bfloat16 --threads 2
+
+The linears of one decoder layer, one after the other, with 1 to 1024 rows, in the shapes of a model of 15
+million parameters and of one of 1.1 billion. Every form is held against the product in float64, then all take
+turns. A ratio is the median over the rounds of the time of what `LLMEngine` takes without quantisation, over
+that of this form: above 1, this form is faster. GB/s are of the bytes of this form's weights, each read once.
+
+int8 and int4 are what the engine runs; "kernel" and "tiles" are the two ways that it chooses from in
+bfloat16, by the number of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.common import SHAPES, print_json, print_table
+from benchmarks.timing import device_name
+from paged.linear import choose_forms
+from paged.quantization import Int4Weight, Int8Weight
+
+CPU = torch.device("cpu")
+Products = list[Callable[[Tensor], Tensor]]  # one for each linear of a layer
+
+
+def main() -> None:
+    """Check, then time every form in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["llama-15m", "tinyllama-1.1b"], choices=SHAPES)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    results = []
+    for model in args.models:
+        weights = [torch.randn(shape).mul_(shape[1] ** -0.5).to(dtype) for shape in layer_shapes(model)]
+        forms = forms_of(weights, dtype)
+        for num_rows in args.rows:
+            inputs = [torch.randn(num_rows, weight.shape[1], dtype=dtype) for weight in weights]
+            rows = measure(forms, inputs, args.rounds)
+            results += [{"model": model, "rows": num_rows, **row} for row in rows]
+    print_table(results)
+    print_json({"benchmark": "linear", "device": device_name(CPU), "results": results, **vars(args)})
+
+
+def layer_shapes(model: str) -> list[tuple[int, int]]:
+    """Outputs and inputs of the linears of a layer."""
+    shape = SHAPES[model]
+    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
+    head_dim = shape.get("head_dim", hidden // shape["num_attention_heads"])
+    query, kv = (shape[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
+    return [(query + 2 * kv, hidden), (hidden, query), (2 * intermediate, hidden), (hidden, intermediate)]
+
+
+def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Products, list[Tensor], int]]:
+    """For each form: how it multiplies, the weights that it stands for, and its bytes."""
+    plain = choose_forms(CPU, dtype, None, tied=False).layers
+    float_bytes = sum(weight.nbytes for weight in weights)
+    unquantised = [plain(weight) for weight in weights]
+    forms: dict[str, tuple[Products, list[Tensor], int]] = {
+        "unquantised": ([lambda x, f=f: f(x, None) for f in unquantised], weights, float_bytes),
+        "F.linear": ([lambda x, w=w: F.linear(x, w) for w in weights], weights, float_bytes),
+    }
+    for name, form in (("int8", Int8Weight), ("int4", Int4Weight)):
+        made: list[Any] = [form(weight) for weight in weights]
+        meant = [f.dequantized() for f in made]
+        num_bytes = sum(t.nbytes for f in made for t in vars(f).values() if isinstance(t, Tensor))
+        forms[name] = ([lambda x, f=f: f(x, None) for f in made], meant, num_bytes)
+        if dtype == torch.bfloat16:
+            forms[f"{name} kernel"] = ([f.by_kernel for f in made], meant, num_bytes)
+            forms[f"{name} tiles"] = ([f.by_tiles for f in made], meant, num_bytes)
+    return forms
+
+
+def measure(
+    forms: dict[str, tuple[Products, list[Tensor], int]],
+    inputs: list[Tensor],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Time a layer's linears in every form, one round after the other."""
+    for products, meant, _ in forms.values():
+        for product, x, weight in zip(products, inputs, meant, strict=True):
+            check(product(x), x, weight)
+    num_weights = sum(weight.numel() for weight in meant)
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    repeats = 1 + 2**26 // (len(inputs[0]) * num_weights)
+    for _ in range(rounds):
+        for name, (products, _, _) in forms.items():
+            started = time.perf_counter()
+            for _ in range(repeats):
+                for product, x in zip(products, inputs, strict=True):
+                    product(x)
+            times[name].append((time.perf_counter() - started) / repeats)
+    flops = 2 * len(inputs[0]) * num_weights
+    rows = []
+    for name, (_, _, num_bytes) in forms.items():
+        seconds = statistics.median(times[name])
+        ratios = [u / t for u, t in zip(times["unquantised"], times[name], strict=True)]
+        rows.append(
+            {
+                "form": name,
+                "ms": seconds * 1e3,
+                "ratio": statistics.median(ratios),
+                "GB/s": num_bytes / seconds / 1e9,
+                "GFLOP/s": flops / seconds / 1e9,
+                "bits/weight": 8 * num_bytes / num_weights,
+            }
+        )
+    return rows
+
+
+def check(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """The first rows against the product in float64; the rest has to be finite."""
+    expected = x[:4].double() @ weight.double().T
+    size = x[:4].double().abs() @ weight.double().abs().T
+    assert ((out[:4].double() - expected).abs() <= 4 * torch.finfo(x.dtype).eps * size).all()
+    assert out.isfinite().all()
+
+
+if __name__ == "__main__":
+    main()

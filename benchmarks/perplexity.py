@@ -1,0 +1,101 @@
+"""What does quantisation cost the demo model? Bits per byte of text that it was not trained on.
+
+    python -m benchmarks.perplexity                 # about ten minutes; --share 0.1 for a look
+    python -m benchmarks.perplexity --forms float32 int4-g64 int4-g128   # other groups, as an experiment
+
+The text is what paged/demo/train.py holds out of the standard library of the Python that runs this, scored by
+the engine as it serves: windows of the longest context, each beginning with the last token of the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from benchmarks.common import print_json, print_table
+from paged import LLMEngine
+from paged.demo.train import encode, read_corpus
+from paged.quantization import Int4Weight
+from paged.weights import DEMO
+
+# dtype and quantization; int4 perhaps with groups that the engine has no option for.
+FORMS: dict[str, tuple[str, str | None]] = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+    "int4": ("float32", "int4"),
+    "int8-bfloat16": ("bfloat16", "int8"),
+    "int4-bfloat16": ("bfloat16", "int4"),
+    "int4-g64": ("float32", "int4"),
+    "int4-g128": ("float32", "int4"),
+}
+
+
+def main() -> None:
+    """Score the text in each form."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--forms", nargs="+", default=["float32", "bfloat16", "int8", "int4"], choices=FORMS)
+    parser.add_argument("--share", type=float, default=1.0, help="of the windows, evenly spread")
+    args = parser.parse_args()
+    stream, num_bytes = held_out()
+    results = []
+    for name in args.forms:
+        started = time.perf_counter()
+        with groups_of(int(name.partition("-g")[2] or Int4Weight.GROUP)):
+            nats = score(*FORMS[name], stream, args.share)
+        results.append(
+            {
+                "form": name,
+                "nats per token": round(nats, 4),
+                "over the first": round(nats - results[0]["nats per token"] if results else 0.0, 4),
+                "bits per byte": round(nats / math.log(2) * (len(stream) - 1) / num_bytes, 4),
+                "seconds": round(time.perf_counter() - started),
+            }
+        )
+        print(results[-1], flush=True)
+    print_table([{key: str(value) for key, value in row.items()} for row in results])
+    print_json({"benchmark": "perplexity", "results": results, **vars(args)})
+
+
+def held_out() -> tuple[list[int], int]:
+    """The text as train.py has it, files one behind the other with EOS around them; and its bytes."""
+    texts = read_corpus(Path(sysconfig.get_path("stdlib")))[1]
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return encode(tokenizer, texts).tolist(), sum(len(text.encode()) for text in texts)
+
+
+@contextmanager
+def groups_of(size: int) -> Iterator[None]:
+    """Inputs that have a scale in common in int4, which is no option of the engine."""
+    before = Int4Weight.GROUP
+    Int4Weight.GROUP = size
+    try:
+        yield
+    finally:
+        Int4Weight.GROUP = before
+
+
+def score(dtype: str, quantization: str | None, stream: list[int], share: float) -> float:
+    """Nats per token."""
+    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "skip_tokenizer_init": True}
+    engine = LLMEngine("demo", device="cpu", block_size=64, enable_prefix_caching=False, **options)
+    length = engine.max_model_len - 1
+    nats, num_tokens = 0.0, 0
+    for start in range(0, len(stream) - 1, length * max(1, round(1 / share))):
+        rest = stream[start + 1 : start + 1 + length]
+        (output,) = engine.score([stream[start]], [rest], use_tqdm=False)
+        assert output.logprob is not None, output.error
+        nats, num_tokens = nats - output.logprob, num_tokens + len(rest)
+    return nats / num_tokens
+
+
+if __name__ == "__main__":
+    main()
