@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from .errors import ConfigError, reject_unknown
-from .validation import check_bool, check_int, check_number
+from .validation import check_bool, check_int, check_number, shown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "triton", "torch")
@@ -93,11 +93,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a directory, a hub id or 'demo', got {self.model!r}")
+            raise ConfigError(f"model must be a directory, a hub id or 'demo', got {shown(self.model)}")
         if self.tokenizer is not None and not isinstance(self.tokenizer, str):
-            raise ConfigError(f"tokenizer must be a directory or a hub id, got {self.tokenizer!r}")
+            raise ConfigError(f"tokenizer must be a directory or a hub id, got {shown(self.tokenizer)}")
         if not isinstance(self.device, str):
-            raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {self.device!r}")
+            raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {shown(self.device)}")
         for name in ("enable_prefix_caching", "skip_tokenizer_init"):
             check_bool(ConfigError, name, getattr(self, name))
         _check_choice("dtype", self.dtype, DTYPES)
@@ -133,13 +133,13 @@ def check_policy(name: str, weights: object) -> None:
     if weights is None:
         return
     if not isinstance(weights, Mapping):
-        raise ConfigError(f"tenant_weights must be a dict of tenants and numbers, got {weights!r}")
+        raise ConfigError(f"tenant_weights must be a dict of tenants and numbers, got {shown(weights)}")
     if weights and name != "fair":
-        raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {name!r}")
+        raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {shown(name)}")
     for tenant, weight in weights.items():
         check_number(ConfigError, f"the weight of tenant {tenant!r}", weight, 0.0, above=True)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")

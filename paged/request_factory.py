@@ -19,7 +19,7 @@ from .stop_strings import stop_strings
 from .structured_outputs import Grammars
 from .token_rules import TokenRules
 from .tokenizer import Tokenizer
-from .validation import check_bool
+from .validation import check_bool, shown
 
 MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
@@ -176,7 +176,9 @@ class RequestFactory:
         parsed = self.parse(prompt)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
-            raise RequestError(f"continuations must be a list of texts or token ids, got {continuations!r}")
+            raise RequestError(
+                f"continuations must be a list of texts or token ids, got {shown(continuations)}"
+            )
         if not continuations:
             raise RequestError("continuations must have at least one entry, got []")
         wholes = []
@@ -217,7 +219,7 @@ class RequestFactory:
                 check_bool(RequestError, "add_special_tokens", add_special_tokens)
             salt = fields.pop("cache_salt", salt)
             if salt is not None and (not isinstance(salt, str) or not salt):
-                raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}")
+                raise RequestError(f"cache_salt must be a non-empty string, got {shown(salt)}")
             if len(fields) != 1:
                 raise RequestError(
                     f"a prompt dict has either prompt or prompt_token_ids, got {sorted(fields)}"
@@ -225,7 +227,7 @@ class RequestFactory:
             ((key, prompt),) = fields.items()
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
-                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
+                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
         self._check_sequence("the prompt", prompt)
         text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
@@ -248,7 +250,9 @@ class RequestFactory:
             return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             return None, [*prompt]
-        raise RequestError(f"{name} is text or a list of token ids, a prompt may be a dict, got {prompt!r}")
+        raise RequestError(
+            f"{name} is text or a list of token ids, a prompt may be a dict, got {shown(prompt)}"
+        )
 
     def _namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
         rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
@@ -300,7 +304,7 @@ class RequestFactory:
 
     def _check_params(self, params: Any) -> None:
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be SamplingParams, got {params!r}")
+            raise RequestError(f"sampling_params must be SamplingParams, got {shown(params)}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer, which skip_tokenizer_init=True left out")
         if params.num_samples > self.max_num_seqs:
@@ -328,9 +332,11 @@ class RequestFactory:
         vocab_size = self.model_config.vocab_size
         for i, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise RequestError(f"{name}[{i}] must be an int, got {token_id!r}")
+                raise RequestError(f"{name}[{i}] must be an int, got {shown(token_id)}")
             if not 0 <= token_id < vocab_size:
-                raise RequestError(f"{name}[{i}] is {token_id}; the vocabulary is 0 to {vocab_size - 1}")
+                raise RequestError(
+                    f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}"
+                )
 
     def _check_sequence(self, name: str, token_ids: Any) -> None:
         """Refuse millions of tokens, or a range of more than memory holds, before they are looked at."""
@@ -368,7 +374,7 @@ class RequestFactory:
 
 def _check_tenant(tenant: object) -> None:
     if not isinstance(tenant, str):
-        raise RequestError(f"tenant must be a string, got {tenant!r}")
+        raise RequestError(f"tenant must be a string, got {shown(tenant)}")
 
 
 def _sample_seed(seed: int, index: int) -> int:

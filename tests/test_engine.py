@@ -610,7 +610,7 @@ def test_extreme_but_legal_sampling_values_do_not_stop_the_engine(tiny, greedy_t
     extremes = [
         SamplingParams(temperature=1e300, max_tokens=12, top_p=0.5),
         SamplingParams(temperature=1e-300, max_tokens=12),
-        SamplingParams(top_k=10**400, top_p=0.5, max_tokens=12),
+        SamplingParams(top_k=2**63 - 1, top_p=0.5, max_tokens=12),
         SamplingParams(top_p=5e-324, min_p=1.0, max_tokens=12),
     ]
     outputs = generate(tiny, [*PROMPTS, PROMPTS[0]], [*extremes, GREEDY])
