@@ -184,7 +184,7 @@ class RequestFactory:
         wholes = []
         for i, continuation in enumerate(continuations):
             name = f"continuations[{i}]"
-            self._check_sequence(name, continuation)
+            self._check_far_too_long(name, continuation)
             _, token_ids = self._encode(continuation, name, add_special_tokens=False)
             if not token_ids:
                 raise RequestError(f"{name} is empty; it must have at least one token")
@@ -228,7 +228,7 @@ class RequestFactory:
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
-        self._check_sequence("the prompt", prompt)
+        self._check_far_too_long("the prompt", prompt)
         text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
@@ -338,15 +338,19 @@ class RequestFactory:
                     f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}"
                 )
 
-    def _check_sequence(self, name: str, token_ids: Any) -> None:
-        """Refuse millions of tokens, or a range of more than memory holds, before they are looked at."""
-        if isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes | bytearray):
-            self._check_length(name, len(token_ids))
+    def _check_far_too_long(self, name: str, prompt: Any) -> None:
+        """Refuse megabytes of text, or a range of more than memory holds, before all of it is looked at."""
+        if isinstance(prompt, str):
+            if self.tokenizer is not None:
+                least = self.tokenizer.least_tokens(prompt, self.max_model_len)
+                self._check_length(name, least, at_least="at least ")
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            self._check_length(name, len(prompt))
 
-    def _check_length(self, name: str, num_tokens: int) -> None:
+    def _check_length(self, name: str, num_tokens: int, at_least: str = "") -> None:
         if num_tokens > self.max_model_len:
             raise RequestError(
-                f"{name} has {num_tokens} tokens, more than max_model_len {self.max_model_len}"
+                f"{name} has {at_least}{num_tokens} tokens, more than max_model_len {self.max_model_len}"
             )
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:

@@ -515,6 +515,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "ids-as-text": ({"prompt_token_ids": "abc"}, "prompt_token_ids"),
     "text-as-ids": ({"prompt": [1, 2]}, "prompt"),
     "surrogate": ("a\ud800b", "not valid Unicode"),
+    "megabytes": ("x = 1\n" * 2**20, r"the prompt has at least \d+ tokens, more than max_model_len 2048"),
     "longer-than-context": ([1] * 2049, "2049.*max_model_len 2048"),
 }
 
