@@ -21,6 +21,7 @@ _OPTIONAL_COUNTS = (
     "long_prefill_token_threshold",
     "max_num_partial_prefills",
     "max_waiting",
+    "num_threads",
 )
 
 
@@ -54,6 +55,9 @@ class EngineConfig:
     max_preemptions: how often that may happen to a request before it is protected from it.
     swap_space: host memory for swapping in GiB; None takes 4 beside a GPU and 0 on a CPU.
     attention_backend: "triton" or "torch"; "auto" takes triton on a GPU and torch on a CPU.
+    num_threads: of a CPU's operations, in the whole process: engines that live at once have as many. None
+        takes OMP_NUM_THREADS or torch.set_num_threads where they were used, else the cores there are within
+        the process's affinity and its container's limit.
     seed: from which requests without a seed of their own derive one.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
 
@@ -82,6 +86,7 @@ class EngineConfig:
     max_preemptions: int = 8
     swap_space: float | None = None
     attention_backend: Literal["auto", "triton", "torch"] = "auto"
+    num_threads: int | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
 

@@ -92,9 +92,7 @@ class LLMEngine:
     def describe(self) -> str:
         """The model and its KV cache in one line."""
         runner = self.runner
-        dtype = str(runner.dtype).removeprefix("torch.")
-        model = f"{self.model_config.architecture} in {dtype} on {runner.device}"
-        return f"{model}; attention by {runner.model.kernels.name}; {runner.kv_cache.describe()}"
+        return f"{self.model_config.architecture} in {runner.describe()}; {runner.kv_cache.describe()}"
 
     def stats(self) -> EngineStats:
         """Requests, blocks and tokens now, and what happened so far."""

@@ -28,7 +28,7 @@ LAYERS = [
     ["template_worker", "chat_template"],
     ["logprobs", "structured_outputs", "token_history"],
     ["logits_edits"],
-    ["devices", "reporter", "sampler", "model_runner"],
+    ["devices", "threads", "reporter", "sampler", "model_runner"],
     ["request_factory", "transcript", "outputs"],
     ["embedding", "scoring", "beam_search"],
     ["prefix_store"],
