@@ -31,8 +31,8 @@ class EngineConfig:
 
     model: a local directory, a Hugging Face hub id, or "demo" for the checkpoint that ships with `paged`.
     tokenizer: where the tokenizer is, if not beside the model.
-    dtype: of weights, activations and KV; "auto" takes the checkpoint's, on a CPU without fast bfloat16
-        float32 in its place.
+    dtype: of weights, activations and KV; "auto" takes the checkpoint's, on a CPU float32 in the place of
+        float16, and of bfloat16 where the CPU has no instructions for it.
     device: "auto" takes a GPU where torch sees one, else the CPU.
     block_size: tokens per block, a power of two from 8 to 256.
     max_model_len: longest prompt plus output in tokens; None takes the model's.

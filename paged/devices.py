@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +12,8 @@ import torch
 
 from .config import EngineConfig
 from .errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -29,12 +33,27 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
-    """The dtype to compute in: the one requested, or the checkpoint's where this device is fast in it."""
-    if requested != "auto":
-        return requested
-    if device.type == "cpu" and (checkpoint == "float16" or not cpu_has_bfloat16()):
+    """The dtype to compute in: the one requested, or the checkpoint's where this device is fast in it.
+
+    Elsewhere that is float32, which has room for all values of the others.
+    """
+    dtype = checkpoint if requested == "auto" else requested
+    if device.type != "cpu" or not _is_slow_on_cpu(dtype):
+        return dtype
+    if requested == "auto":
+        logger.info("dtype float32 in place of the checkpoint's %s, in which this CPU is slow", checkpoint)
         return "float32"
-    return checkpoint
+    _warn_of_slow(dtype)
+    return dtype
+
+
+def _is_slow_on_cpu(dtype: str) -> bool:
+    return dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
+
+
+@cache  # once for all engines
+def _warn_of_slow(dtype: str) -> None:
+    logger.warning("dtype %s is slow on this CPU; dtype='auto' takes one that is not", dtype)
 
 
 def cpu_has_bfloat16() -> bool:

@@ -61,7 +61,10 @@ class ModelRunner:
             self.num_threads = set_threads(self, config.num_threads)
         self.dtype = torch_dtype(resolve_dtype(config.dtype, model_config.dtype, self.device))
         self.sizes = Sizes(config, model_config, self.device.type, self.dtype.itemsize)
-        kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
+        try:
+            kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
+        except ImportError as error:  # Triton is not installed
+            raise ConfigError(str(error)) from error
         with torch.device("meta"):
             # Before anything is allocated: a config that disagrees may ask for any amount.
             check_weights(Decoder(model_config, kernels).hf_tensors(), directory)
