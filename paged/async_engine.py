@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from .engine import LLMEngine
 from .errors import EngineDeadError, UsageError
 from .request import Outbox, Prompt, RequestOutput
-from .request_factory import ParsedPrompt
+from .request_factory import Prepared
 from .sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -288,11 +288,11 @@ class _Core:
             self._refuse_calls()
         return future
 
-    def prepare(self, order: _Order) -> ParsedPrompt:
+    def prepare(self, order: _Order) -> Prepared:
         """Do all that takes long and needs nothing of the engine's state."""
         return self.engine._factory.prepare(order.prompt, order.params)
 
-    def add(self, order: _Order, prompt: ParsedPrompt, mailbox: _Mailbox) -> Future[None]:
+    def add(self, order: _Order, prompt: Prepared, mailbox: _Mailbox) -> Future[None]:
         """Queue a request."""
         terms = (order.priority, order.tenant, order.timeout_s)
         return self.submit(

@@ -30,7 +30,7 @@ from .generation import Rows, as_iterable, as_they_come, in_order, run_to_end
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
 from .request import Outbox, Prompt, PromptReport, Request, RequestGroup, RequestOutput, RequestStatus
-from .request_factory import ParsedPrompt, RequestFactory
+from .request_factory import ParsedPrompt, Prepared, RequestFactory
 from .sampling_params import SamplingParams
 from .scoring import ScoreOutput, score_output, score_reports
 from .stats import EngineStats
@@ -293,6 +293,10 @@ class LLMEngine:
         priority, timeout_s: in the place of those in sampling_params.
         tenant: on whose account, for scheduling_policy "fair".
 
+        What is wrong is said here, so all is checked, tokenised and compiled before it returns. A grammar of
+        structured_outputs takes COMPILE_TIMEOUT_S (10 s) at most, and mostly milliseconds; one that was used
+        lately takes none. Nobody steps meanwhile: `AsyncLLMEngine` does all this beside its steps.
+
         Raises RequestError if one of these is wrong or the id is in use, QueueFullError if max_waiting
         requests wait already.
         """
@@ -309,7 +313,8 @@ class LLMEngine:
 
         Without sampling_params the fork has those of the request, and a seed of its own. Returns its id.
 
-        timeout_s of sampling_params counts from now; without one the fork ends when the request has to.
+        timeout_s of sampling_params counts from now; without one the fork ends when the request has to. A
+        grammar that is not the request's is compiled here, as in `add_request`.
 
         Raises RequestError if there is no such request, it has several samples, or the new id is in use.
         """
@@ -548,7 +553,7 @@ class LLMEngine:
     def _new_group(
         self,
         request_id: str,
-        prompt: Prompt | ParsedPrompt,
+        prompt: Prompt | Prepared,
         params: SamplingParams,
         priority: float | None,
         tenant: str,

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 from .block_manager import BlockManager
 from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
 from .request import Grammar, Prompt, PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
-from .stop_strings import stop_strings
+from .stop_strings import StopStrings, stop_strings
 from .structured_outputs import Grammars
 from .token_rules import TokenRules
 from .tokenizer import Tokenizer
@@ -35,6 +35,15 @@ class ParsedPrompt:
     text: str | None
     token_ids: list[int]
     namespace: bytes
+
+
+class Prepared(NamedTuple):
+    """A prompt, and what its parameters were compiled to: all of a request that may take long to make."""
+
+    prompt: ParsedPrompt
+    rules: TokenRules = TokenRules()
+    stops: StopStrings | None = None
+    grammar: Grammar | None = None
 
 
 class RequestFactory:
@@ -59,41 +68,35 @@ class RequestFactory:
         self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
 
     def new_group(
-        self, request_id: str, prompt: Prompt | ParsedPrompt, params: SamplingParams, tenant: str, now: float
+        self, request_id: str, prompt: Prompt | Prepared, params: SamplingParams, tenant: str, now: float
     ) -> RequestGroup:
         """A request of params.num_samples; all but the first are siblings of that.
 
         Raises RequestError naming what is wrong.
         """
-        self._check_params(params)
+        prepared = prompt if isinstance(prompt, Prepared) else self.prepare(prompt, params)
         _check_tenant(tenant)
-        parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt, params.cache_salt)
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
-        rules = self._token_rules(params)
         samples = [
-            self._new_request(
-                request_id, parsed, params, tenant, now, index, _sample_seed(seed, index), rules
-            )
+            self._new_request(request_id, prepared, params, tenant, now, index, _sample_seed(seed, index))
             for index in range(params.num_samples)
         ]
-        if params.structured_outputs is not None:
-            grammar = self.grammars.start(params.structured_outputs)
+        if prepared.grammar is not None:
             for sample in samples:
-                sample.grammar = grammar.copy()
+                sample.grammar = prepared.grammar.copy()
         samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
-            samples[0].report = self._prompt_report(len(parsed.token_ids), params.prompt_logprobs)
+            length = len(prepared.prompt.token_ids)
+            samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> ParsedPrompt:
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
         """Do, on any thread, all of `new_group` that may take long. Raises RequestError like that."""
         self._check_params(params)
-        # Kept, for `new_group` to find.
-        stop_strings(tuple(params.stop))
-        self._token_rules(params)
-        if params.structured_outputs is not None:
-            self.grammars.start(params.structured_outputs)
-        return self.parse(prompt, params.cache_salt)
+        parsed = self.parse(prompt, params.cache_salt)
+        wanted = params.structured_outputs
+        grammar = None if wanted is None else self.grammars.start(wanted)
+        return Prepared(parsed, self._token_rules(params), _stops(params), grammar)
 
     def new_fork(
         self, request_id: str, parent: Request, params: SamplingParams | None, now: float
@@ -121,7 +124,8 @@ class RequestFactory:
             )
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
         rules = parent.rules if params is parent.params else self._token_rules(params)
-        child = self._new_request(request_id, parsed, params, parent.tenant, now, 0, seed, rules)
+        prepared = Prepared(parsed, rules, _stops(params))
+        child = self._new_request(request_id, prepared, params, parent.tenant, now, 0, seed)
         if params is parent.params or params.timeout_s is None:
             child.deadline = parent.deadline
         if child.max_total_tokens <= parent.num_tokens:
@@ -164,7 +168,7 @@ class RequestFactory:
         _check_tenant(tenant)
         # As if for one token, whose place nobody computes.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
-        request = self._new_request(request_id, prompt, params, tenant, now, 0, 0, TokenRules())
+        request = self._new_request(request_id, Prepared(prompt), params, tenant, now, 0, 0)
         request.report, request.generates = report, False
         return RequestGroup(request_id, [request])
 
@@ -265,14 +269,14 @@ class RequestFactory:
     def _new_request(
         self,
         request_id: str,
-        prompt: ParsedPrompt,
+        prepared: Prepared,
         params: SamplingParams,
         tenant: str,
         now: float,
         index: int,
         seed: int,
-        rules: TokenRules,
     ) -> Request:
+        prompt = prepared.prompt
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         return Request(
             request_id,
@@ -283,10 +287,10 @@ class RequestFactory:
             stop_ids=eos.union(params.stop_token_ids),
             seed=seed,
             index=index,
-            rules=rules,
+            rules=prepared.rules,
             priority=params.priority,
             tenant=tenant,
-            stops=stop_strings(tuple(params.stop)) if params.stop else None,
+            stops=prepared.stops,
             namespace=prompt.namespace,
             deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
             metrics=RequestMetrics(now),
@@ -374,6 +378,10 @@ class RequestFactory:
 
     def _derived_seed(self, request_id: str) -> int:
         return _digest(f"{self.seed}/{request_id}")
+
+
+def _stops(params: SamplingParams) -> StopStrings | None:
+    return stop_strings(tuple(params.stop)) if params.stop else None
 
 
 def _check_tenant(tenant: object) -> None:
