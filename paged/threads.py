@@ -1,4 +1,9 @@
-"""How many threads the operations of a CPU run on: one for each core that this process may really use."""
+"""How many threads the operations of a CPU run on: one for each core that this process may really use.
+
+Engines of one process that step in threads of their own share these cores: two at once take about as long as
+one after the other. What costs far more is cores that other processes want too, as threads wait for each
+other by spinning: there OMP_WAIT_POLICY=passive, set before Python starts, or num_threads=1 is quicker.
+"""
 
 from __future__ import annotations
 
