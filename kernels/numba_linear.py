@@ -1,9 +1,11 @@
 """x Wᵀ + b for a CPU, with the bits of a row the same whatever is beside it.
 
 A library's product picks its way of summing up by the number of rows. Here each number is one chain of fused
-multiply-adds in the order of the inputs. The weight lies in panels of PANEL outputs, each of which is read from
-end to end, by one thread; it may be narrower than the product, which is float32.
+multiply-adds in the order of the inputs. The weight lies in panels of PANEL outputs, each read from end to
+end by one thread; it may be narrower than the product, which is float32.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from .numba_vectors import (
     INT8,
     LANES,
     VECTOR_BYTES,
+    add,
     address_of,
     claim,
     fma,
@@ -25,6 +28,9 @@ from .numba_vectors import (
     get_byte,
     item_size,
     load,
+    load_high,
+    load_low,
+    multiply,
     multiply_add,
     multiply_add_bfloat,
     multiply_add_int8,
@@ -37,92 +43,157 @@ from .numba_vectors import (
 PANEL = 2 * LANES  # outputs
 DEPTH = 256  # inputs that a panel is gone through at a time: 16 to 32 KiB of it
 ROWS = 64  # of a unit
-KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16, torch.int8: INT8}
+GROUP = 32  # inputs that share a scale and a zero in int4
+INT4 = 5  # after the kinds that can be loaded as they are
+KINDS = {
+    torch.float32: FLOAT32,
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
+    torch.int8: INT8,
+    torch.uint8: INT4,
+}
 _WIDTH = 4 * PANEL
 
 LINEAR = Task(
     (
-        "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "in_features", "out_features", "num_panels",
-        "weight_kind", "out_kind",
+        "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "in_features", "out_features",
+        "num_panels", "weight_kind", "out_kind",
     )
 )  # fmt: skip
 _RECORD = LINEAR.record
 
 
-class Panels:
-    """A weight [out_features, in_features] as this product reads it: [num_panels, in_features, PANEL]."""
+class Panels(NamedTuple):
+    """A weight [out_features, in_features] as this product reads it, and what multiplies and shifts it."""
 
-    def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
-        """scales: f32[out_features], what each output's weights are multiplied by."""
-        self.out_features, self.in_features = weight.shape
-        num_panels = -(-self.out_features // PANEL)
-        self.panels = weight.new_zeros(num_panels, self.in_features, PANEL)
-        for i, rows in enumerate(weight.split(PANEL)):
-            self.panels[i, :, : len(rows)] = rows.T
-        self.scales = torch.ones(num_panels * PANEL)
-        if scales is not None:
-            self.scales[: self.out_features] = scales
+    weight: Tensor  # [num_panels, in_features, PANEL], for int4 uint8[num_panels, in_features, LANES]
+    scales: (
+        Tensor  # f32[num_panels * PANEL], for int4 f32[num_panels, num_groups, 2, PANEL]: scales and zeros
+    )
+    out_features: int
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a row of x."""
+        return self.weight.shape[1]
+
+
+def pack(weight: Tensor, scales: Tensor | None = None) -> Panels:
+    """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply."""
+    out_features, in_features = weight.shape
+    num_panels = -(-out_features // PANEL)
+    panels = weight.new_zeros(num_panels, in_features, PANEL)
+    for i, rows in enumerate(weight.split(PANEL)):
+        panels[i, :, : len(rows)] = rows.T
+    padded_scales = torch.ones(num_panels * PANEL)
+    if scales is not None:
+        padded_scales[:out_features] = scales
+    return Panels(panels, padded_scales, out_features)
+
+
+def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Panels:
+    """The panels of scale * code + zero.
+
+    codes: uint8[out_features, in_features], 0 to 15. scales, zeros: f32[out_features, in_features // GROUP].
+    """
+    out_features, in_features = codes.shape
+    num_panels, num_groups = -(-out_features // PANEL), in_features // GROUP
+    panels = codes.new_zeros(num_panels, in_features, LANES)
+    factors = torch.zeros(num_panels, num_groups, 2, PANEL)
+    tiles = zip(codes.split(PANEL), scales.split(PANEL), zeros.split(PANEL), strict=True)
+    for i, (rows, scale, zero) in enumerate(tiles):
+        halves = codes.new_zeros(PANEL, in_features)
+        halves[: len(rows)] = rows
+        panels[i] = (halves[:LANES] | halves[LANES:] << 4).T
+        factors[i, :, 0, : len(rows)], factors[i, :, 1, : len(rows)] = scale.T, zero.T
+    return Panels(panels, factors, out_features)
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
-    """[num_rows, in_features] -> [num_rows, out_features], in the dtype of x; the sums are float32."""
-    num_rows, num_panels = x.shape[0], len(weight.panels)
+    """[num_rows, in_features] -> [num_rows, out_features], in the dtype of x; the sums are float32.
+
+    bias: f32[num_panels * PANEL], or None.
+    """
+    num_rows, num_panels = x.shape[0], len(weight.weight)
     out = x.new_empty(num_rows, weight.out_features)
-    rows = x.float()
-    padded_bias = torch.zeros_like(weight.scales)
-    if bias is not None:
-        padded_bias[: weight.out_features] = bias
+    rows = x.float() if x.stride(1) == 1 else x.float().contiguous()
     LINEAR.run(
         num_panels * -(-num_rows // ROWS),
         rows.data_ptr(),
-        weight.panels.data_ptr(),
+        weight.weight.data_ptr(),
         weight.scales.data_ptr(),
-        padded_bias.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         rows.stride(0) * 4,
         num_rows,
         weight.in_features,
         weight.out_features,
         num_panels,
-        KINDS[weight.panels.dtype],
+        KINDS[weight.weight.dtype],
         KINDS[x.dtype],
-        scratch_size=ROWS * _WIDTH + 64,
+        scratch_size=(ROWS + DEPTH) * _WIDTH,
     )
     return out
+
+
+@function
+def _unpack_int4(to, codes, factors, first, depth):
+    """scale * code + zero of so many inputs of a panel from the first on."""
+    for k in range(first, first + depth):
+        scales = factors + k // GROUP * 2 * _WIDTH
+        low, high = load_low(codes + k * LANES), load_high(codes + k * LANES)
+        at = to + (k - first) * _WIDTH
+        store(at, fma(low, load(scales), load(scales + _WIDTH)))
+        store(at + VECTOR_BYTES, fma(high, load(scales + VECTOR_BYTES), load(scales + _WIDTH + VECTOR_BYTES)))
+
+
+@function
+def _finish(args, sums, row, panel):
+    """Scale and bias of a row of a panel's sums, and into its place."""
+    size = item_size(args.out_kind)
+    columns = min(PANEL, args.out_features - panel * PANEL)
+    out = args.out + (row * args.out_features + panel * PANEL) * size
+    for v in range(0, columns, LANES):
+        at = 4 * (panel * PANEL + v)
+        y = load(sums + 4 * v)
+        if args.weight_kind != INT4:
+            y = multiply(y, load(args.scales + at))
+        if args.bias:
+            y = add(y, load(args.bias + at))
+        if v + LANES <= columns:
+            store_as(args.out_kind, out + v * size, y)
+        else:  # the row ends within the vector
+            store_as(args.out_kind, sums, y)
+            for byte in range((columns - v) * size):
+                set_byte(out + v * size + byte, get_byte(sums + byte))
 
 
 @function
 def _linear(args, unit, scratch):
     panel, first = unit % args.num_panels, unit // args.num_panels * ROWS
     rows = min(ROWS, args.num_rows - first)
-    size = item_size(args.weight_kind)
     x = args.x + first * args.x_stride
-    weights = args.panels + panel * args.in_features * PANEL * size
+    stride = LANES if args.weight_kind == INT4 else PANEL * item_size(args.weight_kind)
+    weight = args.panels + panel * args.in_features * stride
+    tile = scratch + ROWS * _WIDTH
     for i in range(rows):
         for v in range(0, _WIDTH, VECTOR_BYTES):
             store(scratch + i * _WIDTH + v, splat(np.float32(0.0)))
     for start in range(0, args.in_features, DEPTH):
         depth = min(DEPTH, args.in_features - start)
-        a, b, stride = x + 4 * start, weights + start * PANEL * size, PANEL * size
+        a, b = x + 4 * start, weight + start * stride
         if args.weight_kind == FLOAT32:
             multiply_add(scratch, _WIDTH, a, args.x_stride, b, stride, rows, 2, depth)
         elif args.weight_kind == BFLOAT16:
             multiply_add_bfloat(scratch, _WIDTH, a, args.x_stride, b, stride, rows, 2, depth)
-        else:
+        elif args.weight_kind == INT8:
             multiply_add_int8(scratch, _WIDTH, a, args.x_stride, b, stride, rows, 2, depth)
-    columns = min(PANEL, args.out_features - panel * PANEL)
-    end = scratch + ROWS * _WIDTH
+        else:
+            factors = args.scales + panel * (args.in_features // GROUP) * 2 * _WIDTH
+            _unpack_int4(tile, weight, factors, start, depth)
+            multiply_add(scratch, _WIDTH, a, args.x_stride, tile, _WIDTH, rows, 2, depth)
     for i in range(rows):
-        out = args.out + ((first + i) * args.out_features + panel * PANEL) * item_size(args.out_kind)
-        for v in range(0, PANEL, LANES):
-            at = panel * PANEL + v
-            y = fma(load(scratch + i * _WIDTH + 4 * v), load(args.scales + 4 * at), load(args.bias + 4 * at))
-            if v + LANES <= columns:
-                store_as(args.out_kind, out + v * item_size(args.out_kind), y)
-            elif v < columns:  # a row may end within the vector
-                store_as(args.out_kind, end, y)
-                for byte in range((columns - v) * item_size(args.out_kind)):
-                    set_byte(out + v * item_size(args.out_kind) + byte, get_byte(end + byte))
+        _finish(args, scratch + i * _WIDTH, first + i, panel)
 
 
 def _compile(sources: int):  # numba's cache of compiled code goes by this too

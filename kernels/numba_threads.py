@@ -22,7 +22,7 @@ import torch
 # The first fields of every record: two counters, and what is for all threads.
 COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
 NEXT_UNIT, NEXT_THREAD = 0, 8  # where the counters are in it
-# numba keeps compiled code for as long as the file of a kernel is the same, but it holds that of other files too.
+# numba keeps compiled code while the kernel's own file is the same, but it holds that of other files too.
 SOURCES = zlib.crc32(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("numba_*.py"))))
 
 

@@ -236,6 +236,20 @@ def _storer(kind: int) -> Any:
     return store
 
 
+def _nibble_loader(shift: int) -> Any:
+    @_operation(vector, types.int64)
+    def load_nibbles(builder: Any, address: Any) -> Any:
+        wide = builder.zext(
+            builder.load(_at(builder, ir.VectorType(ir.IntType(8), LANES), address), align=1), _INTS
+        )
+        bits = builder.and_(builder.lshr(wide, _same(shift, _INTS)), _same(15, _INTS))
+        return builder.sitofp(bits, _VECTOR)
+
+    return load_nibbles
+
+
+# The lower and the upper half of each of LANES bytes, 0 to 15.
+load_low, load_high = _nibble_loader(0), _nibble_loader(4)
 load, load_half, load_bfloat, load_int8, load_float8 = map(_loader, range(5))
 store, store_half, store_bfloat = map(_storer, range(3))
 
@@ -346,7 +360,7 @@ def _register_tile(rows: int, vectors: int, kind: int) -> Any:
 
 
 def _product(kind: int) -> Any:
-    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES] of the kind.
+    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES] of `kind`.
 
     Addresses, and strides of rows in bytes. Each number of C is one chain of fused multiply-adds in the order
     of the depth, whatever the tile: the bits of a row do not depend on how many rows are beside it.

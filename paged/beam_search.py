@@ -19,7 +19,7 @@ from .request_factory import RequestFactory
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
-from .validation import check_bool, check_int, check_number
+from .validation import check_bool, check_int, check_number, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,9 @@ class BeamSearchParams:
         # To this power no length that is possible overflows a float.
         check_number(RequestError, "length_penalty", self.length_penalty, -50.0, 50.0)
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
-            raise RequestError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}")
+            raise RequestError(
+                f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

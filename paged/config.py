@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from .errors import ConfigError, reject_unknown
-from .validation import check_bool, check_int, check_number
+from .validation import check_bool, check_int, check_number, shown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("int8", "int4")
@@ -22,6 +22,7 @@ _OPTIONAL_COUNTS = (
     "long_prefill_token_threshold",
     "max_num_partial_prefills",
     "max_waiting",
+    "num_threads",
 )
 
 
@@ -31,8 +32,8 @@ class EngineConfig:
 
     model: a local directory, a Hugging Face hub id, or "demo" for the checkpoint that ships with `paged`.
     tokenizer: where the tokenizer is, if not beside the model.
-    dtype: of weights, activations and KV; "auto" takes the checkpoint's, on a CPU without fast bfloat16
-        float32 in its place.
+    dtype: of weights, activations and KV; "auto" takes the checkpoint's, on a CPU float32 in the place of
+        float16, and of bfloat16 where the CPU has no instructions for it.
     quantization: of weights, as a plain checkpoint loads, on a CPU: "int8", with a scale for each output, or
         "int4", with a scale and a zero for every 32 inputs, and the output head in int8.
     device: "auto" takes a GPU where torch sees one, else the CPU.
@@ -58,6 +59,11 @@ class EngineConfig:
     swap_space: host memory for swapping in GiB; None takes 4 beside a GPU and 0 on a CPU.
     attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU and numba on a CPU, torch
         where numba is not installed.
+    num_threads: of a CPU's operations, in the whole process: engines that live at once have as many. None
+        takes OMP_NUM_THREADS or torch.set_num_threads where they were used, else the cores there are within
+        the process's affinity and its container's limit.
+    deterministic: on a CPU, everything that a request's bits could depend on others by is done in a way that
+        does not. Without it that holds too, except in bfloat16 where the CPU has instructions for it.
     seed: from which requests without a seed of their own derive one.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
 
@@ -87,6 +93,8 @@ class EngineConfig:
     max_preemptions: int = 8
     swap_space: float | None = None
     attention_backend: Literal["auto", "triton", "numba", "torch"] = "auto"
+    num_threads: int | None = None
+    deterministic: bool = False
     seed: int = 0
     skip_tokenizer_init: bool = False
 
@@ -98,12 +106,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a directory, a hub id or 'demo', got {self.model!r}")
+            raise ConfigError(f"model must be a directory, a hub id or 'demo', got {shown(self.model)}")
         if self.tokenizer is not None and not isinstance(self.tokenizer, str):
-            raise ConfigError(f"tokenizer must be a directory or a hub id, got {self.tokenizer!r}")
+            raise ConfigError(f"tokenizer must be a directory or a hub id, got {shown(self.tokenizer)}")
         if not isinstance(self.device, str):
-            raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {self.device!r}")
-        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+            raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {shown(self.device)}")
+        for name in ("deterministic", "enable_prefix_caching", "skip_tokenizer_init"):
             check_bool(ConfigError, name, getattr(self, name))
         _check_choice("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
@@ -140,13 +148,13 @@ def check_policy(name: str, weights: object) -> None:
     if weights is None:
         return
     if not isinstance(weights, Mapping):
-        raise ConfigError(f"tenant_weights must be a dict of tenants and numbers, got {weights!r}")
+        raise ConfigError(f"tenant_weights must be a dict of tenants and numbers, got {shown(weights)}")
     if weights and name != "fair":
-        raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {name!r}")
+        raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {shown(name)}")
     for tenant, weight in weights.items():
         check_number(ConfigError, f"the weight of tenant {tenant!r}", weight, 0.0, above=True)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -33,12 +34,27 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
-    """The dtype to compute in: the one requested, or the checkpoint's where this device is fast in it."""
-    if requested != "auto":
-        return requested
-    if device.type == "cpu" and (checkpoint == "float16" or not cpu_has_bfloat16()):
+    """The dtype to compute in: the one requested, or the checkpoint's where this device is fast in it.
+
+    Elsewhere that is float32, which has room for all values of the others.
+    """
+    dtype = checkpoint if requested == "auto" else requested
+    if device.type != "cpu" or not _is_slow_on_cpu(dtype):
+        return dtype
+    if requested == "auto":
+        logger.info("dtype float32 in place of the checkpoint's %s, in which this CPU is slow", checkpoint)
         return "float32"
-    return checkpoint
+    _warn_of_slow(dtype)
+    return dtype
+
+
+def _is_slow_on_cpu(dtype: str) -> bool:
+    return dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
+
+
+@cache  # once for all engines
+def _warn_of_slow(dtype: str) -> None:
+    logger.warning("dtype %s is slow on this CPU; dtype='auto' takes one that is not", dtype)
 
 
 def cpu_has_bfloat16() -> bool:
@@ -69,6 +85,24 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
             "TRITON_INTERPRET=1 before Python starts, or use attention_backend='numba' or 'torch'"
         )
     return cast(BackendName, requested)
+
+
+def weights_in_panels(
+    config: EngineConfig, backend: BackendName, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether linears are our own kernel's: the bits of a row are then the same in any batch.
+
+    It is as fast as the libraries' but where the CPU multiplies bfloat16 natively; there it takes
+    deterministic=True. Raises ConfigError where that cannot be had.
+    """
+    if not config.deterministic:
+        return backend == "numba" and not (dtype == torch.bfloat16 and cpu_has_bfloat16())
+    if device.type != "cpu" or backend != "numba":
+        raise ConfigError(
+            f"deterministic=True is for a CPU with attention_backend='numba' so far; got {device} with "
+            f"{backend!r}: take those, or leave it out"
+        )
+    return True
 
 
 def kv_bytes_on_cpu(config: EngineConfig) -> int:

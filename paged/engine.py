@@ -81,10 +81,7 @@ class LLMEngine:
     def describe(self) -> str:
         """The model and its KV cache in one line."""
         runner = self.runner
-        dtype = str(runner.dtype).removeprefix("torch.")
-        weights = f" with weights in {self.config.quantization}" if self.config.quantization else ""
-        model = f"{self.model_config.architecture} in {dtype}{weights} on {runner.device}"
-        return f"{model}; attention by {runner.model.kernels.name}; {runner.kv_cache.describe()}"
+        return f"{self.model_config.architecture} in {runner.describe()}; {runner.kv_cache.describe()}"
 
     def stats(self) -> EngineStats:
         """Requests, blocks and tokens now, and what happened so far."""
@@ -286,6 +283,10 @@ class LLMEngine:
         priority, timeout_s: in the place of those in sampling_params.
         tenant: on whose account, for scheduling_policy "fair".
 
+        What is wrong is said here, so all is checked, tokenised and compiled before it returns. A grammar of
+        structured_outputs takes COMPILE_TIMEOUT_S (10 s) at most, and mostly milliseconds; one that was used
+        lately takes none. Nobody steps meanwhile: `AsyncLLMEngine` does all this beside its steps.
+
         Raises RequestError if one of these is wrong or the id is in use, QueueFullError if max_waiting
         requests wait already.
         """
@@ -302,7 +303,8 @@ class LLMEngine:
 
         Without sampling_params the fork has those of the request, and a seed of its own. Returns its id.
 
-        timeout_s of sampling_params counts from now; without one the fork ends when the request has to.
+        timeout_s of sampling_params counts from now; without one the fork ends when the request has to. A
+        grammar that is not the request's is compiled here, as in `add_request`.
 
         Raises RequestError if there is no such request, it has several samples, or the new id is in use.
         """

@@ -11,7 +11,7 @@ from .errors import RequestError
 from .model_runner import ModelRunner
 from .outputs import OutputProcessor
 from .request import Outbox, Prompt, Request, RequestGroup, RequestStatus
-from .request_factory import ParsedPrompt, RequestFactory
+from .request_factory import Prepared, RequestFactory
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class EngineCore:
     def new_group(
         self,
         request_id: str,
-        prompt: Prompt | ParsedPrompt,
+        prompt: Prompt | Prepared,
         params: SamplingParams,
         priority: float | None,
         tenant: str,

@@ -16,7 +16,7 @@ from .engine import LLMEngine
 from .errors import EngineDeadError
 from .generation import Row
 from .request import Outbox, RequestOutput
-from .request_factory import ParsedPrompt
+from .request_factory import Prepared
 from .sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,11 @@ class EngineThread:
             self._refuse_calls()
         return future
 
-    def prepare(self, row: Row) -> ParsedPrompt:
+    def prepare(self, row: Row) -> Prepared:
         """Do all that takes long and needs nothing of the engine's state."""
         return self.engine.core.factory.prepare(row.prompt, row.sampling_params)
 
-    def add(self, request_id: str, prompt: ParsedPrompt, row: Row, mailbox: Mailbox) -> Future[None]:
+    def add(self, request_id: str, prompt: Prepared, row: Row, mailbox: Mailbox) -> Future[None]:
         """Queue a request of this row, whose prompt is prepared."""
         _, *terms = row
         return self.submit(lambda engine: engine.core.queue(request_id, prompt, *terms, outbox=mailbox))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .errors import RequestError, reject_unknown
 from .request import CompletionOutput, Logprob, RequestOutput
 from .sampling_params import SamplingParams, StructuredOutputsParams
+from .validation import shown
+
+T = TypeVar("T")
 
 JSON_LINES = (".jsonl", ".ndjson")
 LOWEST_LOGPROB = -9999.0  # where a token cannot come; OpenAI's API and vLLM's have it so
@@ -76,19 +79,22 @@ def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
     reject_unknown("SamplingParams", given, SAMPLING_FIELDS)
     result = dict(given)
     if isinstance(biases := result.get("logit_bias"), dict):
-        result["logit_bias"] = {token_id_of(key): bias for key, bias in biases.items()}
+        result["logit_bias"] = biases_of((token_id_of(key), bias) for key, bias in biases.items())
     if (structured := result.get("structured_outputs")) is not None:
         if not isinstance(structured, dict):
             raise RequestError(
-                f'structured_outputs must be an object such as {{"regex": ...}}, got {structured!r}'
+                f'structured_outputs must be an object such as {{"regex": ...}}, got {shown(structured)}'
             )
         result["structured_outputs"] = StructuredOutputsParams(**structured)
     return result
 
 
 def parse_json(text: str) -> Any:
-    """The value that this is. Raises RequestError if a name is there twice, of which one would be ignored."""
-    return json.loads(text, object_pairs_hook=_object)
+    """The value that this is.
+
+    Raises RequestError if a name is there twice, of which one would be ignored, or an int is too long.
+    """
+    return json.loads(text, object_pairs_hook=_object, parse_int=_int)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,7 +110,26 @@ def token_id_of(text: str) -> int:
     """A token id of a logit_bias, from its text. Raises RequestError."""
     if not (text.isascii() and text.isdigit()):
         raise RequestError(f"a token id in logit_bias must be an int, got {text!r}")
-    return int(text)
+    return _int(text)
+
+
+def biases_of(pairs: Iterable[tuple[int, T]]) -> dict[int, T]:
+    """A logit_bias of token ids and numbers. Raises RequestError if there are two for one token."""
+    biases = dict[int, T]()
+    for token_id, bias in pairs:
+        if token_id in biases:
+            raise RequestError(f"logit_bias has token {token_id} twice, with {biases[token_id]} and {bias}")
+        biases[token_id] = bias
+    return biases
+
+
+def _int(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:  # Python reads so many only, as more would take long
+        raise RequestError(
+            f"{digits[:16]}... has {len(digits):,} characters; no int here may be that long"
+        ) from error
 
 
 def outcome_of(output: RequestOutput) -> dict[str, Any]:

@@ -87,8 +87,10 @@ class PackedWeight:
         return out
 
 
-def choose_forms(device: torch.device, dtype: torch.dtype, quantization: str | None, *, tied: bool) -> Forms:
-    """The forms that weights of this dtype get on this device.
+def choose_forms(
+    device: torch.device, dtype: torch.dtype, quantization: str | None, *, tied: bool, in_panels: bool
+) -> Forms:
+    """The forms that weights of this dtype get on this device; in_panels as the CPU's own kernels take them.
 
     A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it the
     embedding where the two are tied. An embedding alone is only looked up, and stays as it is.
@@ -97,6 +99,12 @@ def choose_forms(device: torch.device, dtype: torch.dtype, quantization: str | N
     """
     if quantization is not None:
         require_quantization(quantization, device, dtype)
+    if in_panels:
+        from .panels import PANEL_FORMS
+
+        head = PANEL_FORMS[quantization and "int8"]
+        return Forms(PANEL_FORMS[quantization], head, head if tied else PlainWeight)
+    if quantization is not None:
         layers = Int4Weight if quantization == "int4" else Int8Weight
         return Forms(layers, Int8Weight, Int8Weight if tied else PlainWeight)
     form = PackedWeight if can_pack(device, dtype) else PlainWeight
@@ -105,12 +113,13 @@ def choose_forms(device: torch.device, dtype: torch.dtype, quantization: str | N
 
 def require_whole_groups(model: nn.Module, forms: Forms) -> None:
     """Raise ConfigError for a layer whose inputs int4 cannot divide into groups."""
-    if forms.layers is not Int4Weight:
+    group = getattr(forms.layers, "GROUP", None)
+    if group is None:
         return
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.in_features % Int4Weight.GROUP and name != "head":
+        if isinstance(module, Linear) and module.in_features % group and name != "head":
             raise ConfigError(
-                f"quantization 'int4' divides inputs into groups of {Int4Weight.GROUP}, and {name} has "
+                f"quantization 'int4' divides inputs into groups of {group}, and {name} has "
                 f"{module.in_features}; use quantization='int8'"
             )
 

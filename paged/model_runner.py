@@ -17,6 +17,7 @@ from .devices import (
     resolve_backend,
     resolve_device,
     resolve_dtype,
+    weights_in_panels,
 )
 from .errors import ConfigError
 from .kernels.attention_config import SPLIT
@@ -33,6 +34,7 @@ from .schedule import Schedule, StepOutput
 from .scheduler import Scheduler
 from .sizes import Sizes
 from .structured_outputs import masks_of
+from .threads import set_threads
 from .weights import check_weights, load_weights, torch_dtype
 
 # With these, every kernel that sampling may need is launched.
@@ -55,11 +57,21 @@ class ModelRunner:
     ) -> None:
         self.config, self.model_config = config, model_config
         self.device = resolve_device(config.device)
+        self.num_threads: int | None = None  # of a GPU's host: as torch has them
+        if self.device.type == "cpu" or config.num_threads is not None:
+            self.num_threads = set_threads(self, config.num_threads)
         self.dtype = torch_dtype(resolve_dtype(config.dtype, model_config.dtype, self.device))
         self.sizes = Sizes(config, model_config, self.device.type, self.dtype.itemsize)
-        kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
+        try:
+            kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
+        except ImportError as error:  # Triton or numba is not installed
+            raise ConfigError(str(error)) from error
         forms = choose_forms(
-            self.device, self.dtype, config.quantization, tied=model_config.tie_word_embeddings
+            self.device,
+            self.dtype,
+            config.quantization,
+            tied=model_config.tie_word_embeddings,
+            in_panels=weights_in_panels(config, kernels.name, self.device, self.dtype),
         )
         with torch.device("meta"), _default_dtype(self.dtype):
             self.model = Decoder(model_config, kernels)
@@ -81,6 +93,14 @@ class ModelRunner:
             self.reporter.max_rows = min(self.reporter.max_rows, config.max_num_seqs)
         num_blocks = config.num_blocks or self._num_blocks_that_fit()
         self.kv_cache = self._new_kv_cache(num_blocks, self.sizes.num_host_blocks)
+
+    def describe(self) -> str:
+        """What it computes in, on and by."""
+        dtype, threads = str(self.dtype).removeprefix("torch."), ""
+        if self.num_threads is not None:
+            threads = f" with {self.num_threads} thread{'s' * (self.num_threads > 1)}"
+        weights = f" with weights in {self.config.quantization}" if self.config.quantization else ""
+        return f"{dtype}{weights} on {self.device}{threads}; attention by {self.model.kernels.name}"
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Returns a token for each of schedule.sampled_requests."""

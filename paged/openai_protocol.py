@@ -16,7 +16,7 @@ from .errors import RequestError, reject_unknown
 from .jobs import SAMPLING_FIELDS, finite, sampling_from_json
 from .request import CompletionOutput, Logprob, Prompt, RequestOutput
 from .sampling_params import SamplingParams
-from .validation import check_bool, check_int
+from .validation import check_bool, check_int, shown
 
 if TYPE_CHECKING:
     from .engine import LLMEngine
@@ -88,7 +88,7 @@ class ChatCall(Call):
         names = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
         options = {name: given[name] for name in names if name in given}
         if given.get("tool_choice", "auto") not in ("auto", "none"):
-            raise RequestError(f"tool_choice must be 'auto' or 'none', got {given['tool_choice']!r}")
+            raise RequestError(f"tool_choice must be 'auto' or 'none', got {shown(given['tool_choice'])}")
         if "tools" in given and given.get("tool_choice") != "none":
             options["tools"] = given["tools"]
         return cls(messages=given["messages"], template_options=options, **_common(given, sampling))
@@ -182,7 +182,7 @@ def parse_call(url: Any, body: Any) -> Call:
     if not isinstance(url, str) or url not in ENDPOINTS:
         raise RequestError(f"url {url!r} is not supported; it is one of {', '.join(ENDPOINTS)}")
     if not isinstance(body, Mapping):
-        raise RequestError(f"body must be an object, got {body!r}")
+        raise RequestError(f"body must be an object, got {shown(body)}")
     return ENDPOINTS[url](body)
 
 
@@ -216,7 +216,7 @@ def _common(given: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any
         sampling["structured_outputs"] = structured
     for name in ("model", "user"):
         if not isinstance(given.get(name, ""), str):
-            raise RequestError(f"{name} must be a string, got {given[name]!r}")
+            raise RequestError(f"{name} must be a string, got {shown(given[name])}")
     return {
         "model": given.get("model"),
         "tenant": given.get("user", ""),
@@ -239,10 +239,10 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
         if isinstance(schema, Mapping):
             return {"json": schema}
         raise RequestError(
-            f'response_format needs {{"json_schema": {{"schema": ...}}}}, got {response_format!r}'
+            f'response_format needs {{"json_schema": {{"schema": ...}}}}, got {shown(response_format)}'
         )
     raise RequestError(
-        f"response_format must be of type text, json_object or json_schema, got {response_format!r}"
+        f"response_format must be of type text, json_object or json_schema, got {shown(response_format)}"
     )
 
 
@@ -265,7 +265,7 @@ def _prompts(value: Any) -> list[Any]:
             return value
         if all(isinstance(item, int) for item in value):
             return [value]
-    raise RequestError(f"prompt must be text, a list of token ids, or a list of such, got {value!r}")
+    raise RequestError(f"prompt must be text, a list of token ids, or a list of such, got {shown(value)}")
 
 
 def _response(

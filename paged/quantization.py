@@ -90,7 +90,7 @@ class Int4Weight:
 
     # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.4 and 1.8 times as much.
     GROUP = 32
-    MIDDLE, MAX_CODE = 8, 15
+    MIDDLE = 8
     KERNEL_ROWS = 32  # most rows of bfloat16 that torch's kernel takes
 
     def __init__(self, weight: Tensor) -> None:
@@ -104,14 +104,11 @@ class Int4Weight:
         self.scale_zero = torch.empty(self.num_groups, num_panels, 2 * half, 2, dtype=torch.bfloat16)
         for panels in self._tiles():
             groups = halves[:, panels].transpose(0, 1).float().reshape(-1, self.num_groups, self.GROUP)
-            low, high = groups.aminmax(dim=-1)
-            scale = ((high - low) / self.MAX_CODE).clamp_(min=TINY).bfloat16()
-            zero = (low + self.MIDDLE * scale.float()).bfloat16()
+            codes, scale, low = int4_codes(groups)
+            zero = low + self.MIDDLE * scale
             scale_zero = torch.stack([scale, zero], dim=-1).transpose(0, 1)
             self.scale_zero[:, panels] = scale_zero.reshape(self.num_groups, -1, 2 * half, 2)
-            codes = ((groups - zero[..., None]) / scale[..., None]).round_().add_(self.MIDDLE)
-            codes = codes.clamp_(0, self.MAX_CODE).flatten(1).int()
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1)
             self.packed[panels] = packed.view(-1, num_inputs, half)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -178,6 +175,20 @@ class Int4Weight:
 
     def _without_padding(self, out: Tensor) -> Tensor:
         return out.flatten(1)[:, : self.num_outputs].contiguous()
+
+
+def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """scale * code + low ≈ the weights of groups [..., size].
+
+    Returns codes from 0 to 15, uint8 like groups, and scales and lows, f32[...] that bfloat16 holds, with
+    low + 8 * scale too, as torch's kernel takes them.
+    """
+    groups = groups.float()
+    low, high = groups.aminmax(dim=-1)
+    scale = ((high - low) / 15).clamp_(min=TINY).bfloat16().float()
+    middle = (low + 8 * scale).bfloat16().float()
+    codes = ((groups - middle[..., None]) / scale[..., None]).round_().add_(8)
+    return codes.clamp_(0, 15).byte(), scale, middle - 8 * scale
 
 
 def require_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 from .block_manager import BlockManager
 from .errors import RequestError, reject_unknown
 from .models.config import ModelConfig
 from .request import Grammar, Prompt, PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
-from .stop_strings import stop_strings
+from .stop_strings import StopStrings, stop_strings
 from .structured_outputs import Grammars
 from .token_rules import TokenRules
 from .tokenizer import Tokenizer
-from .validation import check_bool
+from .validation import check_bool, shown
 
 MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
@@ -35,6 +35,15 @@ class ParsedPrompt:
     text: str | None
     token_ids: list[int]
     namespace: bytes
+
+
+class Prepared(NamedTuple):
+    """A prompt, and what its parameters were compiled to: all of a request that may take long to make."""
+
+    prompt: ParsedPrompt
+    rules: TokenRules = TokenRules()
+    stops: StopStrings | None = None
+    grammar: Grammar | None = None
 
 
 class RequestFactory:
@@ -59,41 +68,35 @@ class RequestFactory:
         self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
 
     def new_group(
-        self, request_id: str, prompt: Prompt | ParsedPrompt, params: SamplingParams, tenant: str, now: float
+        self, request_id: str, prompt: Prompt | Prepared, params: SamplingParams, tenant: str, now: float
     ) -> RequestGroup:
         """A request of params.num_samples; all but the first are siblings of that.
 
         Raises RequestError naming what is wrong.
         """
-        self._check_params(params)
+        prepared = prompt if isinstance(prompt, Prepared) else self.prepare(prompt, params)
         _check_tenant(tenant)
-        parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt, params.cache_salt)
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
-        rules = self._token_rules(params)
         samples = [
-            self._new_request(
-                request_id, parsed, params, tenant, now, index, _sample_seed(seed, index), rules
-            )
+            self._new_request(request_id, prepared, params, tenant, now, index, _sample_seed(seed, index))
             for index in range(params.num_samples)
         ]
-        if params.structured_outputs is not None:
-            grammar = self.grammars.start(params.structured_outputs)
+        if prepared.grammar is not None:
             for sample in samples:
-                sample.grammar = grammar.copy()
+                sample.grammar = prepared.grammar.copy()
         samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
-            samples[0].report = self._prompt_report(len(parsed.token_ids), params.prompt_logprobs)
+            length = len(prepared.prompt.token_ids)
+            samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> ParsedPrompt:
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
         """Do, on any thread, all of `new_group` that may take long. Raises RequestError like that."""
         self._check_params(params)
-        # Kept, for `new_group` to find.
-        stop_strings(tuple(params.stop))
-        self._token_rules(params)
-        if params.structured_outputs is not None:
-            self.grammars.start(params.structured_outputs)
-        return self.parse(prompt, params.cache_salt)
+        parsed = self.parse(prompt, params.cache_salt)
+        wanted = params.structured_outputs
+        grammar = None if wanted is None else self.grammars.start(wanted)
+        return Prepared(parsed, self._token_rules(params), _stops(params), grammar)
 
     def new_fork(
         self, request_id: str, parent: Request, params: SamplingParams | None, now: float
@@ -121,7 +124,8 @@ class RequestFactory:
             )
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
         rules = parent.rules if params is parent.params else self._token_rules(params)
-        child = self._new_request(request_id, parsed, params, parent.tenant, now, 0, seed, rules)
+        prepared = Prepared(parsed, rules, _stops(params))
+        child = self._new_request(request_id, prepared, params, parent.tenant, now, 0, seed)
         if params is parent.params or params.timeout_s is None:
             child.deadline = parent.deadline
         if child.max_total_tokens <= parent.num_tokens:
@@ -164,7 +168,7 @@ class RequestFactory:
         _check_tenant(tenant)
         # As if for one token, whose place nobody computes.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
-        request = self._new_request(request_id, prompt, params, tenant, now, 0, 0, TokenRules())
+        request = self._new_request(request_id, Prepared(prompt), params, tenant, now, 0, 0)
         request.report, request.generates = report, False
         return RequestGroup(request_id, [request])
 
@@ -176,13 +180,15 @@ class RequestFactory:
         parsed = self.parse(prompt)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
-            raise RequestError(f"continuations must be a list of texts or token ids, got {continuations!r}")
+            raise RequestError(
+                f"continuations must be a list of texts or token ids, got {shown(continuations)}"
+            )
         if not continuations:
             raise RequestError("continuations must have at least one entry, got []")
         wholes = []
         for i, continuation in enumerate(continuations):
             name = f"continuations[{i}]"
-            self._check_sequence(name, continuation)
+            self._check_far_too_long(name, continuation)
             _, token_ids = self._encode(continuation, name, add_special_tokens=False)
             if not token_ids:
                 raise RequestError(f"{name} is empty; it must have at least one token")
@@ -217,7 +223,7 @@ class RequestFactory:
                 check_bool(RequestError, "add_special_tokens", add_special_tokens)
             salt = fields.pop("cache_salt", salt)
             if salt is not None and (not isinstance(salt, str) or not salt):
-                raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}")
+                raise RequestError(f"cache_salt must be a non-empty string, got {shown(salt)}")
             if len(fields) != 1:
                 raise RequestError(
                     f"a prompt dict has either prompt or prompt_token_ids, got {sorted(fields)}"
@@ -225,8 +231,8 @@ class RequestFactory:
             ((key, prompt),) = fields.items()
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
-                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {prompt!r}")
-        self._check_sequence("the prompt", prompt)
+                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
+        self._check_far_too_long("the prompt", prompt)
         text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
@@ -248,7 +254,9 @@ class RequestFactory:
             return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             return None, [*prompt]
-        raise RequestError(f"{name} is text or a list of token ids, a prompt may be a dict, got {prompt!r}")
+        raise RequestError(
+            f"{name} is text or a list of token ids, a prompt may be a dict, got {shown(prompt)}"
+        )
 
     def _namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
         rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
@@ -261,14 +269,14 @@ class RequestFactory:
     def _new_request(
         self,
         request_id: str,
-        prompt: ParsedPrompt,
+        prepared: Prepared,
         params: SamplingParams,
         tenant: str,
         now: float,
         index: int,
         seed: int,
-        rules: TokenRules,
     ) -> Request:
+        prompt = prepared.prompt
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         return Request(
             request_id,
@@ -279,10 +287,10 @@ class RequestFactory:
             stop_ids=eos.union(params.stop_token_ids),
             seed=seed,
             index=index,
-            rules=rules,
+            rules=prepared.rules,
             priority=params.priority,
             tenant=tenant,
-            stops=stop_strings(tuple(params.stop)) if params.stop else None,
+            stops=prepared.stops,
             namespace=prompt.namespace,
             deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
             metrics=RequestMetrics(now),
@@ -300,7 +308,7 @@ class RequestFactory:
 
     def _check_params(self, params: Any) -> None:
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be SamplingParams, got {params!r}")
+            raise RequestError(f"sampling_params must be SamplingParams, got {shown(params)}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer, which skip_tokenizer_init=True left out")
         if params.num_samples > self.max_num_seqs:
@@ -328,19 +336,25 @@ class RequestFactory:
         vocab_size = self.model_config.vocab_size
         for i, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise RequestError(f"{name}[{i}] must be an int, got {token_id!r}")
+                raise RequestError(f"{name}[{i}] must be an int, got {shown(token_id)}")
             if not 0 <= token_id < vocab_size:
-                raise RequestError(f"{name}[{i}] is {token_id}; the vocabulary is 0 to {vocab_size - 1}")
+                raise RequestError(
+                    f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}"
+                )
 
-    def _check_sequence(self, name: str, token_ids: Any) -> None:
-        """Refuse millions of tokens, or a range of more than memory holds, before they are looked at."""
-        if isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes | bytearray):
-            self._check_length(name, len(token_ids))
+    def _check_far_too_long(self, name: str, prompt: Any) -> None:
+        """Refuse megabytes of text, or a range of more than memory holds, before all of it is looked at."""
+        if isinstance(prompt, str):
+            if self.tokenizer is not None:
+                least = self.tokenizer.least_tokens(prompt, self.max_model_len)
+                self._check_length(name, least, at_least="at least ")
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            self._check_length(name, len(prompt))
 
-    def _check_length(self, name: str, num_tokens: int) -> None:
+    def _check_length(self, name: str, num_tokens: int, at_least: str = "") -> None:
         if num_tokens > self.max_model_len:
             raise RequestError(
-                f"{name} has {num_tokens} tokens, more than max_model_len {self.max_model_len}"
+                f"{name} has {at_least}{num_tokens} tokens, more than max_model_len {self.max_model_len}"
             )
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -366,9 +380,13 @@ class RequestFactory:
         return _digest(f"{self.seed}/{request_id}")
 
 
+def _stops(params: SamplingParams) -> StopStrings | None:
+    return stop_strings(tuple(params.stop)) if params.stop else None
+
+
 def _check_tenant(tenant: object) -> None:
     if not isinstance(tenant, str):
-        raise RequestError(f"tenant must be a string, got {tenant!r}")
+        raise RequestError(f"tenant must be a string, got {shown(tenant)}")
 
 
 def _sample_seed(seed: int, index: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from .errors import RequestError, reject_unknown
-from .validation import check_bool, check_int, check_number
+from .validation import check_bool, check_int, check_number, shown
 
 MAX_LOGPROBS = 1024  # candidates reported for a token; -1 reports the whole vocabulary
 MAX_SEED = 2**63 - 1
@@ -61,7 +61,7 @@ class StructuredOutputsParams:
             )
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
-                raise RequestError(f"{name} must be a string, got {getattr(self, name)!r}")
+                raise RequestError(f"{name} must be a string, got {shown(getattr(self, name))}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
@@ -262,12 +262,12 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None:
                 check_int(RequestError, name, value, -1, MAX_LOGPROBS)
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise RequestError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+            raise RequestError(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}")
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
-            raise RequestError(f"cache_salt must be a non-empty string, got {self.cache_salt!r}")
+            raise RequestError(f"cache_salt must be a non-empty string, got {shown(self.cache_salt)}")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise RequestError(
-                f"structured_outputs must be StructuredOutputsParams, got {self.structured_outputs!r}"
+                f"structured_outputs must be StructuredOutputsParams, got {shown(self.structured_outputs)}"
             )
 
     def _freeze_strings(self) -> None:
@@ -292,7 +292,7 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         processors = self.logits_processors
         if not isinstance(processors, Sequence) or not all(map(callable, processors)):
-            raise RequestError(f"logits_processors must be a list of functions, got {processors!r}")
+            raise RequestError(f"logits_processors must be a list of functions, got {shown(processors)}")
         object.__setattr__(self, "logits_processors", tuple(processors))
 
 
@@ -302,19 +302,19 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         or isinstance(value, str | bytes)
         or not all(isinstance(s, str) and s for s in value)
     ):
-        raise RequestError(f"{name} must be a list of non-empty strings, got {value!r}")
+        raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)}")
     return tuple(value)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise RequestError(f"{name} must be a list of ints, got {value!r}")
+        raise RequestError(f"{name} must be a list of ints, got {shown(value)}")
     return tuple(check_int(RequestError, name, token_id, 0) for token_id in value)
 
 
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must be a dict of token ids and numbers, got {value!r}")
+        raise RequestError(f"logit_bias must be a dict of token ids and numbers, got {shown(value)}")
     return {
         check_int(RequestError, "a token id in logit_bias", token_id, 0): check_number(
             RequestError, f"logit_bias[{token_id}]", bias, -100.0, 100.0
@@ -325,10 +325,10 @@ def _biases(value: Any) -> dict[int, float]:
 
 def _schema_text(schema: Any) -> str:
     if not isinstance(schema, str | Mapping):
-        raise RequestError(f"json must be a JSON schema as text or a dict, got {schema!r}")
+        raise RequestError(f"json must be a JSON schema as text or a dict, got {shown(schema)}")
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"json must be a JSON schema: {error}; got {schema!r}") from error
+        raise RequestError(f"json must be a JSON schema: {error}; got {shown(schema)}") from error
     return text

@@ -11,6 +11,11 @@ from typing import Any
 from .detokenizer import TokenBytes
 from .errors import CheckpointError, RequestError
 
+# A text that may be too long is tokenised from its beginning, at first so many characters, then more.
+FIRST_CHARACTERS, CHARACTERS_PER_TOKEN, GROWTH = 4096, 8, 4
+# Where a text is cut, its tokens may be others: so many more than fit are wanted before it is refused.
+SPARE_TOKENS, SPARE_SHARE = 256, 0.25
+
 
 class Tokenizer:
     """The checkpoint's tokenizer, from transformers."""
@@ -32,6 +37,7 @@ class Tokenizer:
         )
         backend = getattr(self.hf, "backend_tokenizer", None)
         self.token_bytes = TokenBytes.of(backend)  # None: only `decode` knows what tokens make together
+        self._is_local = _is_local(backend)
         # Its first call may change settings of its own. None after it does: threads may encode at once.
         self.hf("")
         self._token_texts: dict[int, str] = {}
@@ -66,6 +72,21 @@ class Tokenizer:
                 f"{name} is not valid Unicode text: character {lone} is the lone surrogate {text[lone]!r}"
             ) from error
 
+    def least_tokens(self, text: str, most: int) -> int:
+        """How many tokens a text has at least, as far as that must be known to see that they exceed `most`.
+
+        0 where it may have fewer. What that takes is a matter of `most`, not of the text: tokenising ten
+        megabytes only to refuse them holds up everybody. Raises RequestError like `encode`.
+        """
+        enough = most + int(most * SPARE_SHARE) + SPARE_TOKENS
+        length = max(FIRST_CHARACTERS, CHARACTERS_PER_TOKEN * most)
+        while self._is_local and GROWTH * length < len(text):
+            num_tokens = len(self.encode(text[:length], add_special_tokens=False))
+            if num_tokens > enough:
+                return num_tokens - SPARE_TOKENS
+            length *= GROWTH  # one whose blanks are dropped, perhaps
+        return 0
+
     def encode_bare(self, text: str) -> list[int]:
         """Token ids of a piece of text, without special tokens around it."""
         return self.encode(text, add_special_tokens=False, name=repr(text))
@@ -91,3 +112,15 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
+
+
+def _is_local(backend: Any) -> bool:
+    """Whether the tokens at the beginning of a text depend on nothing far behind it.
+
+    A regular expression that takes text away may do so by what comes much later.
+    """
+    if backend is None:
+        return False
+    parts = (backend.normalizer, backend.pre_tokenizer)
+    normalizer, splitter = (b"" if part is None else part.__getstate__() for part in parts)
+    return b'"Regex"' not in normalizer and not (b'"Regex"' in splitter and b'"Removed"' in splitter)

@@ -26,6 +26,7 @@ class Transcript:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         self._text = ""
+        self._shown = ""  # the beginning of it that was visible the last time, where there are stop strings
         self._is_complete = False
         self._stops = request.stops
         self._state = 0  # of these
@@ -34,9 +35,13 @@ class Transcript:
     @property
     def visible(self) -> str:
         """The text as far as it will not change."""
-        if self._stops is None or self._is_complete or not self._state:
+        if self._stops is None or self._is_complete:
             return self._text
-        return self._text[: self.num_visible]
+        # Not cut out of the text, all of which would be copied for every token. In place as in `_append`.
+        shown, self._shown = self._shown, ""
+        shown += self.since(len(shown))
+        self._shown = shown
+        return shown
 
     @property
     def num_visible(self) -> int:

@@ -9,16 +9,29 @@ from typing import Any
 
 from .errors import PagedError
 
+# Where nothing else bounds an int: what fits a tensor. Beyond it lie ints that nobody can even print.
+MAX_INT = 2**63 - 1
 
-def check_int(
-    error: type[PagedError], name: str, value: object, minimum: int, maximum: int | None = None
-) -> int:
+
+def shown(value: object) -> str:
+    """repr(value), which Python refuses for ints of thousands of digits, alone or inside of something."""
+    try:
+        return repr(value)
+    except ValueError:
+        if isinstance(value, int):
+            kind = "a negative int" if value < 0 else "an int"
+            return f"{kind} of about {math.log10(abs(value)):,.0f} digits"
+        return f"a {type(value).__name__} with an int that is too long to print"
+
+
+def check_int(error: type[PagedError], name: str, value: object, minimum: int, maximum: int = MAX_INT) -> int:
     """`value` if it is an int in [minimum, maximum], else `error`. A bool is not an int here."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise error(f"{name} must be an int, got {value!r}")
-    if value < minimum or (maximum is not None and value > maximum):
-        wanted = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise error(f"{name} must be {wanted}, got {value}")
+        raise error(f"{name} must be an int, got {shown(value)}")
+    if not minimum <= value <= maximum:
+        at_least = maximum == MAX_INT and value < minimum
+        wanted = f"at least {minimum}" if at_least else f"from {minimum} to {maximum}"
+        raise error(f"{name} must be {wanted}, got {shown(value)}")
     return value
 
 
@@ -33,21 +46,21 @@ def check_number(
 ) -> float:
     """`value` if it is a finite number from minimum (if `above`: above it) to maximum, else `error`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise error(f"{name} must be a number, got {value!r}")
+        raise error(f"{name} must be a number, got {shown(value)}")
     if not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be too large for a float
-        raise error(f"{name} must be finite, got {value!r}")
+        raise error(f"{name} must be finite, got {shown(value)}")
     if value < minimum or value > maximum or (above and value == minimum):
         wanted = f"{'above' if above else 'at least'} {minimum:g}"
         if maximum < math.inf:
             wanted += f" and at most {maximum:g}"
-        raise error(f"{name} must be {wanted}, got {value!r}")
+        raise error(f"{name} must be {wanted}, got {shown(value)}")
     return float(value)
 
 
 def check_bool(error: type[PagedError], name: str, value: object) -> bool:
     """`value` if it is True or False, else `error`."""
     if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, got {value!r}")
+        raise error(f"{name} must be True or False, got {shown(value)}")
     return value
 
 

@@ -27,6 +27,7 @@ from paged import (
     StructuredOutputsParams,
     UsageError,
 )
+from paged.stop_strings import stop_strings
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -405,6 +406,46 @@ def test_what_takes_long_to_compile_holds_up_neither_loop_nor_engine(monkeypatch
             await asyncio.wait_for(read(engine.generate("x", GREEDY)), 30)
             go_on.set()
             await slow
+
+    run(main())
+
+
+COMPILED = {
+    "structured_outputs._compile": {"structured_outputs": StructuredOutputsParams(regex="kept|by it")},
+    "token_rules._spellings": {"bad_words": [f"word {i}" for i in range(200)]},
+    "stop_strings.StopStrings": {"stop": [f"stop number {i}" for i in range(200)]},
+}
+
+
+@pytest.mark.parametrize("function", COMPILED)
+def test_what_was_compiled_is_not_compiled_again_between_steps(monkeypatch, function):
+    """Also where so many requests came that the caches have forgotten it."""
+    module, name = function.split(".")
+    module = importlib.import_module(f"paged.{module}")
+    sync = new_engine("demo", skip_tokenizer_init=False, num_blocks=32)
+    factory, real, calls, num_prepared = sync.core.factory, getattr(module, name), [], []
+    prepare = factory.prepare
+
+    def counted(*args):
+        calls.append(args)
+        return real(*args)
+
+    def prepare_and_forget(*args):
+        prepared = prepare(*args)
+        num_prepared.append(len(calls))
+        factory.grammars._compiled.clear()
+        factory._rules_of.cache_clear()
+        stop_strings.cache_clear()
+        return prepared
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine(sync) as engine:
+            monkeypatch.setattr(factory, "prepare", prepare_and_forget)
+            monkeypatch.setattr(module, name, counted)
+            params = SamplingParams(max_tokens=2, n=2, **COMPILED[function])
+            await read(engine.generate("x", params))
+        assert len(calls) > 0
+        assert num_prepared == [len(calls)]
 
     run(main())
 

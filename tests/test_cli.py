@@ -334,6 +334,7 @@ def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
         ),
         ('{"prompt": "x", "logit_bias": {"a": 1}}', "a token id in logit_bias must be an int, got 'a'"),
         ('{"prompt": "x", "logit_bias": [1]}', "logit_bias must be a dict"),
+        ('{"prompt": "x", "logit_bias": {"7": 1, "07": 2}}', "logit_bias has token 7 twice, with 1 and 2"),
         (
             '{"prompt": "x", "structured_outputs": "a"}',
             "structured_outputs must be an object",
@@ -390,6 +391,10 @@ def test_empty_file_gives_empty_output(run, tmp_path):
         (["generate", "x", "--no-detokenize"], "--no-detokenize leaves nothing to show"),
         (["generate", "x", "--logit-bias", "5"], "--logit-bias must be ID=BIAS such as 42=-100; got '5'"),
         (["generate", "x", "--logit-bias", "-1=5"], "--logit-bias must be ID=BIAS"),
+        (
+            ["generate", "x", "--logit-bias", "5=1", "--logit-bias", "05=2"],
+            "logit_bias has token 5 twice, with 1.0 and 2.0",
+        ),
         (["generate", "x", "--json-schema", "{"], "json must be a JSON schema: "),
         (["generate", "x", "--json-schema", "missing.json"], "missing.json: No such file"),
         (["generate", "x", "--json-schema", ""], "json must be a JSON schema: "),

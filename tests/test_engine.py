@@ -515,6 +515,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "ids-as-text": ({"prompt_token_ids": "abc"}, "prompt_token_ids"),
     "text-as-ids": ({"prompt": [1, 2]}, "prompt"),
     "surrogate": ("a\ud800b", "not valid Unicode"),
+    "megabytes": ("x = 1\n" * 2**20, r"the prompt has at least \d+ tokens, more than max_model_len 2048"),
     "longer-than-context": ([1] * 2049, "2049.*max_model_len 2048"),
 }
 
@@ -610,7 +611,7 @@ def test_extreme_but_legal_sampling_values_do_not_stop_the_engine(tiny, greedy_t
     extremes = [
         SamplingParams(temperature=1e300, max_tokens=12, top_p=0.5),
         SamplingParams(temperature=1e-300, max_tokens=12),
-        SamplingParams(top_k=10**400, top_p=0.5, max_tokens=12),
+        SamplingParams(top_k=2**63 - 1, top_p=0.5, max_tokens=12),
         SamplingParams(top_p=5e-324, min_p=1.0, max_tokens=12),
     ]
     outputs = generate(tiny, [*PROMPTS, PROMPTS[0]], [*extremes, GREEDY])

@@ -16,6 +16,7 @@ from paged.outputs import OutputProcessor
 from paged.request import Request, RequestGroup, TokenLogprobs
 from paged.stop_strings import StopStrings, stop_strings
 from paged.tokenizer import Tokenizer
+from paged.transcript import Transcript
 from paged.weights import DEMO
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -137,6 +138,23 @@ def test_ten_thousand_stop_strings(tokenizer):
     assert (last.text, last.stop_reason) == (text[: text.index("a + b")], "a + b")
     with pytest.raises(RequestError, match=r"stop has 3 strings of 300000 characters together; 262144"):
         SamplingParams(stop=["x" * 100_000] * 3)
+
+
+def test_text_with_a_stop_string_always_open_is_taken_once(tokenizer, monkeypatch):
+    """However long it is; a copy of all of it for every token would make the cost quadratic."""
+    taken, since = [], Transcript.since
+
+    def counted(transcript, start):
+        taken.append(since(transcript, start))
+        return taken[-1]
+
+    monkeypatch.setattr(Transcript, "since", counted)
+    ids = tokenizer.encode(" the") * 1000
+    text = tokenizer.decode(ids)
+    last = served(tokenizer, ids, stop=[" the the.", "e!"])[-1]
+    assert last.text == text
+    assert len(taken) == len(ids) - 1
+    assert "".join(taken) == text[: len(text) - len(" the the")]
 
 
 def test_odd_stop_strings_are_served(tokenizer):

@@ -399,6 +399,22 @@ def test_compilation_has_a_deadline_and_the_cache_a_size(demo, monkeypatch):
     over.set()
 
 
+def test_who_adds_or_forks_waits_for_a_grammar_no_longer_than_its_deadline(demo, monkeypatch):
+    over, compile_it = threading.Event(), module._compile
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="too slow"))
+    demo.add_request("other", "x", SamplingParams(max_tokens=4, ignore_eos=True))
+    demo.step()
+    monkeypatch.setattr(module, "_compile", lambda *args: over.wait(60) and compile_it(*args))
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.01)
+    for ask in (lambda: demo.add_request("a", "x", params), lambda: demo.fork("other", "a", params)):
+        with pytest.raises(RequestError, match="structured_outputs regex was not compiled within"):
+            ask()
+    over.set()
+    last = [output for _ in range(3) for output in demo.step()][-1]
+    assert (last.request_id, last.finished) == ("other", True)
+    assert_all_free(demo)
+
+
 def test_missing_library_and_missing_tokenizer_are_named(demo, monkeypatch):
     params = StructuredOutputsParams(regex="a")
     with pytest.raises(RequestError, match="skip_tokenizer_init"):

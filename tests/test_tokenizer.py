@@ -9,7 +9,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from paged.detokenizer import REPLACEMENT, Detokenizer
@@ -223,6 +223,68 @@ def test_tokens_that_depend_on_their_neighbours_are_decoded_together(decoder, tm
     assert tokenizer.token_bytes is None
     ids = [i for i in tokenizer.encode("abc def") if i not in tokenizer.special_token_ids]
     assert whole_text(tokenizer, ids[:1], ids[1:]) == tokenizer.decode(ids)[len(tokenizer.decode(ids[:1])) :]
+
+
+def words(directory, **parts):
+    """One token for each word of a's, and one for any other."""
+    backend = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+def test_text_of_far_too_many_tokens_is_seen_at_its_beginning(kind, request, monkeypatch):
+    tokenizer = copy.copy(request.getfixturevalue(kind))
+    text, seen, encode = "def add(a, b): " * 70_000, [], tokenizer.encode
+
+    def counting(text, **options):
+        seen.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counting)
+    num_tokens = len(encode(text))
+    assert 1000 < tokenizer.least_tokens(text, 1000) < num_tokens
+    assert sum(seen) < len(text) / 50
+    # Never said of a text that fits, nor of one that may be only a little too long.
+    for most in (num_tokens, num_tokens + 1, num_tokens * 9 // 10):
+        assert tokenizer.least_tokens(text, most) == 0
+
+
+BLANK = 300_000
+SWALLOWED = {
+    "blanks": ({"pre_tokenizer": pre_tokenizers.WhitespaceSplit()}, " " * BLANK + "a a"),
+    "stripped": ({"normalizer": normalizers.Strip()}, "a" + "\n" * BLANK),
+    "one-word": ({}, "b" * BLANK),
+    "far-behind": (
+        {
+            "normalizer": normalizers.Replace(Regex("<[^>]*>"), ""),
+            "pre_tokenizer": pre_tokenizers.WhitespaceSplit(),
+        },
+        "a <" + " b" * BLANK + ">",
+    ),
+    "cut-out": (
+        {
+            "pre_tokenizer": pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex("<[^>]*>"), "removed"),
+                    pre_tokenizers.WhitespaceSplit(),
+                ]
+            )
+        },
+        "a <" + " b" * BLANK + ">",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SWALLOWED)
+def test_text_that_the_tokenizer_swallows_is_not_too_long(case, tmp_path):
+    parts, text = SWALLOWED[case]
+    tokenizer = words(tmp_path, **parts)
+    assert 0 < len(tokenizer.encode(text)) < 3
+    assert tokenizer.least_tokens(text, 10) == 0
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"], ids=ascii)

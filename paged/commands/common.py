@@ -13,7 +13,7 @@ import typer
 
 from ..config import EngineConfig
 from ..errors import PagedError
-from ..jobs import token_id_of
+from ..jobs import biases_of, token_id_of
 from ..options import option
 from ..sampling_params import SamplingParams, StructuredOutputsParams
 from ..simulate.workload import read_shares
@@ -89,7 +89,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """What SamplingParams takes. Raises RequestError, CliError or OSError."""
     result = given(options, SAMPLING[1])
     if "logit_bias" in result:
-        result["logit_bias"] = dict(map(_bias, result["logit_bias"]))
+        result["logit_bias"] = biases_of(map(_bias, result["logit_bias"]))
     structured = {
         "json": _text(options["json_schema"], is_file=lambda text: not text.lstrip().startswith("{")),
         "regex": options["regex"],

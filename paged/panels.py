@@ -1,0 +1,62 @@
+"""Weights that the CPU's own kernels multiply: in panels, plain or quantised. See `kernels.numba_linear`.
+
+The bits of a row do not depend on the rows beside it, so neither do those of a request on its batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels import numba_linear
+from .kernels.numba_linear import PANEL, Panels
+from .quantization import Int8Weight, int4_codes
+
+
+class PanelWeight:
+    """A weight in its own dtype, float32 or bfloat16; sums are float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.dtype = weight.dtype
+        self.panels = self._pack(weight)
+        self._bias: Tensor | None = None
+
+    def _pack(self, weight: Tensor) -> Panels:
+        return numba_linear.pack(weight)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See WeightForm."""
+        if bias is not None and self._bias is None:
+            self._bias = torch.zeros(len(self.panels.weight) * PANEL)
+            self._bias[: len(bias)] = bias
+        return numba_linear.linear(x, self.panels, self._bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See TableForm."""
+        rows = self.panels.weight[indices // PANEL, :, indices % PANEL]
+        return (rows * self.panels.scales[indices, None]).to(self.dtype)
+
+
+class PanelInt8Weight(PanelWeight):
+    """Symmetric int8, one scale for an output: see Int8Weight."""
+
+    def _pack(self, weight: Tensor) -> Panels:
+        plain = Int8Weight(weight)
+        return numba_linear.pack(plain.codes, plain.scale)
+
+
+class PanelInt4Weight(PanelWeight):
+    """int4 with a scale and a zero for every GROUP inputs: see Int4Weight. It is not looked up."""
+
+    GROUP = numba_linear.GROUP
+
+    def _pack(self, weight: Tensor) -> Panels:
+        codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
+        return numba_linear.pack_int4(codes.flatten(1), scales, zeros)
+
+
+PANEL_FORMS: dict[str | None, type[PanelWeight]] = {
+    None: PanelWeight,
+    "int8": PanelInt8Weight,
+    "int4": PanelInt4Weight,
+}
