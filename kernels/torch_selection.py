@@ -87,13 +87,14 @@ def kth_largest(x: Tensor, k: Tensor) -> Tensor:  # f32[n, size], int[n] -> f32[
         return x.topk(int(k.max())).values.gather(1, k.long()[:, None] - 1)
     # numpy has vectorised quickselect, where torch takes four times as long; it takes one k for all rows, and
     # ten times as long where the least of the numbers, not the greatest, are many equals.
-    found = torch.empty(len(x), 1, dtype=x.dtype)
-    for each in k.unique().tolist():
-        rows = k == each
-        negated = -x[rows]
-        negated.numpy().partition(each - 1, axis=1)
-        found[rows] = -negated[:, each - 1 : each]
-    return found
+    array, places = x.numpy(), k.numpy() - 1
+    found = np.empty((len(array), 1), array.dtype)
+    for at in np.unique(places):
+        rows = places == at
+        negated = -(array if rows.all() else array[rows])
+        negated.partition(at, axis=1)
+        found[rows] = -negated[:, at : at + 1]
+    return torch.from_numpy(found)
 
 
 def _places_from(

@@ -12,8 +12,8 @@ from .logprobs import token_logprobs
 from .request import TokenLogprobs
 from .schedule import AskedRows
 
-# Logits that are looked at together: 64 MiB, and as much again for the log-probabilities made of them, whatever
-# the prompt's length and the vocabulary's (128 rows of 131,072). Rows enough for one reading of the head.
+# Logits that are looked at together: 64 MiB, and as much again for the log-probabilities made of them, for
+# prompts of any length and any vocabulary (128 rows of 131,072). Rows enough for one reading of the head.
 MAX_LOGITS = 2**24
 Rows = list[TokenLogprobs] | Tensor
 
