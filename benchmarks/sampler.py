@@ -46,7 +46,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "logit_bias": {"temperature": 0.0, "logit_bias": dict.fromkeys(range(20), 1.0)},
     "allowed_token_ids": {"temperature": 0.0, "allowed_token_ids": [*range(1000)]},
     "DRY": {"temperature": 0.0, "dry_multiplier": 0.8},
+    "typical_p 0.9, top_p 0.9": {"typical_p": 0.9, "top_p": 0.9},
+    "top_k 5000": {"top_k": 5000},
     "all on": ALL_ON,
+    "all on, top_n_sigma, typical_p": {**ALL_ON, "top_n_sigma": 1.0, "typical_p": 0.9},
 }
 
 

@@ -1,26 +1,36 @@
 """Sampling in plain torch, written for speed on a CPU: what attention_backend="torch" draws tokens with.
 
-Nothing as long as the vocabulary is sorted. Rows with a small top_k are reduced to a few candidates; the
-others are drawn from as they are, and where top_p excludes the token, again (Ye et al., FlashInfer, 2025).
+Nothing as long as the vocabulary is sorted. Rows where top_k, min_p or top_n_sigma leave few candidates are
+reduced to these; the others are drawn from as they are, and where top_p or typical_p excludes the token,
+again (Ye et al., FlashInfer, 2025).
 Who is drawn is who wins a race (see `_race`): logits that differ in their last bits, as those of another
 batch do, then draw the same token, which a number looked up in a cumulative sum does not.
-What a row gets depends on it alone, bit for bit: sums go along a row, in an order that no neighbour changes.
+What a row gets depends on it alone, bit for bit.
 """
 
-from collections.abc import Iterator
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import torch_selection
 from .splitmix import mixed, nth, splitmix64, uniforms
+from .torch_selection import (
+    candidates,
+    chunks,
+    column_maxima,
+    column_sums,
+    column_sums_between,
+    kth_largest,
+    left_to_right,
+    places_where,
+    row_sums,
+    smallest_bound,
+)
 
-# A row is looked at as the columns of a matrix this high: sums and maxima of these are vectorised.
-HEIGHT = 32
-CHUNK = 2**18  # numbers that are worked on at once: new memory for more than a cache holds costs page faults
-GATHER_COST = 30  # of a number picked here and there, in numbers that are read one after the other
 SMALLEST = 1e-30  # stands for a probability that a float32 rounds to 0
-INFINITY_BITS = 0x7F800000  # of a float32; below it, the bits of positive numbers are ordered as they are
+LN_2 = math.log(2)
 
 
 def apply_penalties(
@@ -43,7 +53,7 @@ def apply_penalties(
     else:
         counts, prompts = output_counts[slots], prompt_mask[slots]
     # What was seen are a few tokens of many.
-    seen = _places_of_seen(counts, prompts)
+    seen = places_where(_is_seen(counts, prompts))
     row = seen // vocab_size
     places = rows[row] * vocab_size + seen % vocab_size
     found, count = logits.view(-1)[places], counts.reshape(-1)[seen].float()
@@ -54,14 +64,14 @@ def apply_penalties(
     logits.view(-1)[places] = found
 
 
-def _places_of_seen(counts: Tensor, prompts: Tensor) -> Tensor:
-    """Where either is not zero, in both of them flattened: i64[num_seen]."""
+def _is_seen(counts: Tensor, prompts: Tensor) -> Tensor:
+    """Where either is not zero: bool, like both."""
     if counts.device.type != "cpu":
-        return ((counts != 0) | prompts).view(-1).nonzero().view(-1)
-    # numpy compares and finds several times as fast as torch.
+        return (counts != 0) | prompts
+    # numpy compares several times as fast as torch.
     seen = counts.numpy() != 0
     seen |= prompts.numpy()
-    return torch.from_numpy(seen.reshape(-1).nonzero()[0])
+    return torch.from_numpy(seen)
 
 
 def sample_tokens(
@@ -81,257 +91,279 @@ def sample_tokens(
     The random numbers follow from (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or
     with nothing but -inf, get some token.
     """
-    vocab_size = logits.shape[1]
     # A temperature below float32's smallest is 0, and 0 / 0 is NaN.
     temperature = temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    floor = None if min_p is None else min_p[:, None].log()
+    if top_n_sigma is None:
+        maxima = column_maxima(logits)
+    else:
+        maxima, deviations = _maxima_and_deviations(logits)
+    highest = maxima.amax(1, keepdim=True)
+    lowest = torch.full_like(highest, -torch.inf)
+    if min_p is not None:
+        lowest = highest + min_p[:, None].log() * temperature
     if top_n_sigma is not None:
-        sigma_floor = _sigma_floor(logits, top_n_sigma[:, None]) / temperature
-        floor = sigma_floor if floor is None else torch.maximum(floor, sigma_floor)
-    if typical_p is not None:
-        _drop_untypical(logits, temperature, floor, typical_p[:, None])
-    filters = _Filters(temperature, floor, top_k, top_p, mixed(seeds, positions))
-    if top_k is None:
-        return _draw_from_all(logits, filters)
-    few = top_k <= vocab_size // HEIGHT
+        reach = (top_n_sigma[:, None] * deviations).where(top_n_sigma[:, None] > 0, torch.inf)
+        lowest = torch.maximum(lowest, highest - reach)
+    ones = torch.ones_like(highest[:, 0])
+    rows = _Rows(
+        logits,
+        maxima,
+        highest,
+        temperature,
+        lowest,
+        ones if typical_p is None else typical_p,
+        torch.full_like(seeds, logits.shape[1]) if top_k is None else top_k.long(),
+        ones if top_p is None else top_p,
+        mixed(seeds, positions),
+    )
+    few = _have_few(rows)
     if few.all():
-        return _draw_from_few(logits, filters)
+        return _draw_from_few(rows)
     if not few.any():
-        return _draw_from_all(logits, filters)
+        return _draw_from_all(rows)
     tokens = torch.zeros_like(seeds)
-    for draw, rows in ((_draw_from_few, few.nonzero()[:, 0]), (_draw_from_all, (~few).nonzero()[:, 0])):
-        tokens[rows] = draw(logits[rows], filters.of(rows))
+    for draw, mask in ((_draw_from_few, few), (_draw_from_all, ~few)):
+        chosen = mask.nonzero()[:, 0]
+        tokens[chosen] = draw(rows.of(chosen))
     return tokens
 
 
-class _Filters(NamedTuple):
-    """The columns that both ways of drawing need."""
+class _Rows(NamedTuple):
+    """Logits and what is asked of each row of them."""
 
+    logits: Tensor  # f32[n, vocab_size]
+    maxima: Tensor  # f32[n, width], of its columns
+    highest: Tensor  # f32[n, 1]
     temperature: Tensor  # f32[n, 1]
-    floor: Tensor | None  # f32[n, 1], of the scaled logits, of which the highest is 0
-    top_k: Tensor | None  # i32[n]
-    top_p: Tensor | None  # f32[n]
+    lowest: Tensor  # f32[n, 1], logit that min_p and top_n_sigma keep
+    typical_p: Tensor  # f32[n], 1 keeps all
+    top_k: Tensor  # i64[n], vocab_size keeps all
+    top_p: Tensor  # f32[n], 1 keeps all
     bits: Tensor  # i64[n], random
 
-    def of(self, rows: Tensor) -> "_Filters":
-        """Those of some rows."""
-        return _Filters(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
+    def of(self, chosen: Tensor) -> "_Rows":  # i64[m]
+        """Some rows."""
+        return _Rows(*(column.index_select(0, chosen) for column in self))
 
 
-def _sigma_floor(
-    logits: Tensor,  # f32[n, vocab_size]
-    top_n_sigma: Tensor,  # f32[n, 1]
-) -> Tensor:  # f32[n, 1]
-    """How far below the highest logit top_n_sigma keeps, as a negative number; -inf where it is not used.
+def _maxima_and_deviations(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, width] and f32[n, 1]
+    """The columns' maxima, and the standard deviation of all logits that are not -inf."""
+    num, vocab_size = logits.shape
+    maxima = logits.new_empty(num, -(-vocab_size // torch_selection.HEIGHT))
+    sums, squares = torch.empty_like(maxima), torch.empty_like(maxima)
+    for part, highest, total, square in chunks(logits, maxima, sums, squares):
+        highest.copy_(column_maxima(part))
+        # From near the mean, so that little is lost where the square of the rest is taken off.
+        some = part[:, :: torch_selection.HEIGHT]
+        away = part - (left_to_right(some) / some.shape[1]).float()
+        total.copy_(column_sums(away))
+        square.copy_(column_sums(away.square_()))
+    rest = (left_to_right(sums) / vocab_size).square_()
+    variances = left_to_right(squares) / vocab_size - rest
+    others = (~(rest < variances)).nonzero()[:, 0]
+    if len(others):
+        some = logits[others]
+        possible = torch.gt(some, -torch.inf, out=torch.empty_like(some))
+        count = row_sums(possible)[:, None]
+        # A multiple of -inf may be NaN.
+        below = (some - some.amax(1, keepdim=True)).clamp_(min=torch.finfo(some.dtype).min).mul_(possible)
+        mean = (row_sums(below)[:, None] / count).float()
+        variances[others] = row_sums(below.sub_(mean).mul_(possible).square_())[:, None] / count
+    return maxima, variances.sqrt_().float()
 
-    The deviation is that of all logits that are not -inf.
-    """
-    sigmas = torch.empty_like(top_n_sigma)
-    for rows, sigma in _chunks(logits, sigmas):
-        possible = torch.gt(rows, -torch.inf, out=torch.empty_like(rows))
-        num_possible = row_sums(possible)[:, None]
-        # -inf * 0 is NaN; these logits are near each other once the highest is taken off.
-        finite = (rows - rows.amax(-1, keepdim=True)).clamp_(min=torch.finfo(torch.float32).min)
-        mean = row_sums(finite * possible)[:, None] / num_possible
-        squares = finite.sub_(mean.float()).mul_(possible).square_()
-        sigma.copy_((row_sums(squares)[:, None] / num_possible).sqrt_())
-    return (-top_n_sigma * sigmas).where(top_n_sigma > 0, -torch.inf)
+
+def _have_few(rows: _Rows) -> Tensor:  # bool[n]
+    """Which rows are reduced to candidates: those of which a small part of the columns has any."""
+    width = rows.maxima.shape[1]
+    reaching = (rows.maxima >= rows.lowest).sum(1)
+    return (reaching <= width // 4) | ((rows.top_k <= _most_few(rows)) & (rows.typical_p >= 1.0))
 
 
-def _drop_untypical(
-    logits: Tensor,  # f32[n, vocab_size], changed in place
-    temperature: Tensor,  # f32[n, 1]
-    floor: Tensor | None,  # f32[n, 1], what is that far below the highest logit is dropped before
-    typical_p: Tensor,  # f32[n, 1]
-) -> None:
-    """Write -inf where typical_p excludes a token (Meister et al., 2022), in the rows that use it."""
-    rows = (typical_p[:, 0] < 1.0).nonzero()[:, 0]
-    chosen = logits[rows]
-    floor = torch.full_like(temperature, -torch.inf) if floor is None else floor
-    for part, *columns in _chunks(chosen, temperature[rows], floor[rows], typical_p[rows]):
-        t, lowest, p = columns
-        scaled = (part - part.amax(-1, keepdim=True)).div_(t)
-        scaled = scaled.where(scaled >= lowest, -torch.inf)
-        logprobs = scaled.log_softmax(-1)
-        probs = logprobs.exp()
+def _most_few(rows: _Rows) -> int:
+    """The largest top_k by which a row is reduced to candidates."""
+    return rows.logits.shape[1] // torch_selection.HEIGHT
+
+
+def _draw_from_few(rows: _Rows) -> Tensor:  # i64[n]
+    """Draw from candidates, sorted: what min_p and top_n_sigma leave, or of these what a small top_k does."""
+    top_k, typical_p = rows.top_k[:, None], rows.typical_p[:, None]
+    bound = rows.lowest
+    limited = (top_k <= _most_few(rows)) & (typical_p >= 1.0)
+    if limited.any():
+        kth = kth_largest(rows.maxima, rows.top_k.clamp(max=max(1, _most_few(rows))))
+        bound = torch.maximum(bound, kth.where(limited, -torch.inf))
+    values, tokens = candidates(rows.logits, bound, rows.maxima)
+    scaled = ((values - values[:, :1]) / rows.temperature).double()
+    weights = scaled.exp()
+    if (typical_p < 1.0).any():
         # A token of probability 0 adds nothing to the entropy.
-        surprise = logprobs.clamp_(min=torch.finfo(torch.float32).min).neg_()
-        entropy = row_sums(probs * surprise)[:, None].float()
-        distance = surprise.sub_(entropy).abs_()
-        bound = _smallest_bound(distance, probs, row_sums(probs) * p[:, 0].clamp(min=SMALLEST))
-        kept = (distance <= bound) & (scaled > -torch.inf) | (scaled == 0.0)  # the most likely one always
-        part.masked_fill_(~kept, -torch.inf)
-    logits[rows] = chosen
+        mean = left_to_right(weights * scaled.clamp(min=-1e30)) / left_to_right(weights)
+        distance, order = (scaled - mean).abs().sort(dim=1)
+        nearer = _before(distance, weights.gather(1, order)) < typical_p * left_to_right(weights)
+        kept = torch.zeros_like(nearer).scatter_(1, order, nearer)
+        # The most likely ones always.
+        weights = weights.where(kept | (scaled == 0.0) | (typical_p >= 1.0), 0.0)
+    if (top_k < rows.logits.shape[1]).any():
+        weights = weights.where(_before(values, (weights > 0.0).double()) < top_k, 0.0)
+    if (rows.top_p < 1.0).any():
+        top_p = rows.top_p.double().clamp_(min=SMALLEST)[:, None]
+        within = _before(values, weights) < top_p * left_to_right(weights)
+        weights = weights.where(within | (top_p >= 1.0), 0.0)
+    return tokens.gather(1, _race(weights, nth(rows.bits[:, None], tokens)))[:, 0]
 
 
-def _smallest_bound(
-    numbers: Tensor,  # f32[n, vocab_size], none negative
-    weights: Tensor | None,  # f32[n, vocab_size]; None: each weighs 1
-    target: Tensor,  # [n]
-) -> Tensor:  # f32[n, 1]
-    """The smallest bound such that numbers up to it weigh `target` together; inf where all weigh less.
+def _before(
+    order: Tensor,  # [n, size], sorted
+    weights: Tensor,  # f64[n, size]
+) -> Tensor:  # f64[n, size]
+    """What weighs that which lies before each, without its equals."""
+    sums = weights.cumsum(1)
+    before = torch.zeros_like(sums)
+    before[:, 1:] = sums[:, :-1].where(order[:, 1:] != order[:, :-1], 0.0).cummax(1).values
+    return before
 
-    Bisection over the bits of a float32: 31 passes, where torch's sort of a row takes as long as a hundred.
+
+def _draw_from_all(rows: _Rows) -> Tensor:  # i64[n]
+    """Draw from all tokens; what typical_p or top_p excludes is drawn again. The logits are destroyed."""
+    weights, sums, means = _to_weights(rows)
+    typical, limited = rows.typical_p < 1.0, rows.top_k < weights.shape[1]
+    # Later filters go by all that typical_p keeps.
+    first = typical & (limited | (rows.top_p < 1.0))
+    for mask, drop in ((first, _drop_untypical), (limited, _drop_unlikely)):
+        chosen = mask.nonzero()[:, 0]
+        if len(chosen) == len(mask):
+            sums = drop(weights, means, rows)
+        elif len(chosen):
+            part = weights.index_select(0, chosen)
+            sums[chosen] = drop(part, means[chosen], rows.of(chosen))
+            weights[chosen] = part
+    tokens = _draw(weights, sums, rows.bits)
+    last = (typical & ~first).nonzero()[:, 0]
+    if len(last) == len(tokens):
+        _redraw_untypical(tokens, weights, sums, means, rows)
+    elif len(last):
+        some = tokens[last]
+        _redraw_untypical(some, weights.index_select(0, last), sums[last], means[last], rows.of(last))
+        tokens[last] = some
+    if (rows.top_p < 1.0).any():
+        _redraw_improbable(tokens, weights, sums, rows)
+    return tokens
+
+
+def _to_weights(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """What each token weighs: the most likely 1, those below the lowest 0.
+
+    Returns f32[n, vocab_size] in the logits' memory, f32[n, width] sums of columns, and f32[n, 1] the mean of
+    the weights' base-2 logarithm for typical_p: a token's is as far from it as its surprise from the entropy.
     """
-    low = torch.zeros(numbers.shape[0], 1, dtype=torch.int32, device=numbers.device)
-    high = torch.full_like(low, INFINITY_BITS)
-    inside = torch.empty_like(numbers)
-    for _ in range(31):
-        middle = low + (high - low) // 2
-        torch.le(numbers, middle.view(torch.float32), out=inside)
-        if weights is not None:
-            inside.mul_(weights)
-        enough = (row_sums(inside) >= target)[:, None]
-        high = middle.where(enough, high)
-        low = torch.minimum(low.where(enough, middle + 1), high)
-    return high.view(torch.float32)
+    weights, sums, moments = rows.logits, torch.empty_like(rows.maxima), torch.zeros_like(rows.maxima)
+    filtered = bool((rows.lowest > -torch.inf).any())
+    typical = bool((rows.typical_p < 1.0).any())
+    columns = (rows.highest, rows.temperature * LN_2, rows.lowest, sums, moments)
+    for part, top, t, lowest, total, moment in chunks(weights, *columns):
+        kept = torch.ge(part, lowest, out=torch.empty_like(part)) if filtered else None
+        part.sub_(top).div_(t)
+        # A token of probability 0 adds nothing to the entropy.
+        logarithm = part.clamp(min=torch.finfo(torch.float32).min) if typical else None
+        # As quick for logits far below, where exp takes twenty times as long.
+        part.exp2_()
+        if kept is not None:
+            part.mul_(kept)
+        if logarithm is not None:
+            moment.copy_(column_sums(logarithm.mul_(part)))
+        total.copy_(column_sums(part))
+    return weights, sums, (left_to_right(moments) / left_to_right(sums)).float()
 
 
-def _draw_from_few(logits: Tensor, filters: _Filters) -> Tensor:  # f32[n, vocab_size] -> i64[n]
-    """Draw from the most likely tokens, sorted. Every top_k is at most vocab_size // HEIGHT."""
-    temperature, floor, top_k, top_p, bits = filters
-    assert top_k is not None, "rows with a small top_k have one"
-    values, tokens = top_candidates(logits, top_k)
-    scaled = (values - values[:, :1]) / temperature
-    last = (top_k.long()[:, None] - 1).clamp_(max=values.shape[1] - 1)
-    kept = values >= values.gather(1, last)
-    if floor is not None:
-        kept &= scaled >= floor
-    weights = scaled.double().exp().where(kept, 0.0)
-    if top_p is not None:
-        # A sum from left to right: zeros behind it do not change how it is rounded.
-        cdf = weights.cumsum(1)
-        # The mass before the first of equals.
-        differs = values[:, 1:] != values[:, :-1]
-        above = torch.zeros_like(cdf)
-        above[:, 1:] = cdf[:, :-1].where(differs, 0.0).cummax(1).values
-        limit = top_p.double().clamp_(min=SMALLEST)[:, None] * cdf[:, -1:]
-        weights = weights.where(above < limit, 0.0)
-    return tokens.gather(1, _race(weights, nth(bits[:, None], tokens)))[:, 0]
+def _drop_untypical(weights: Tensor, means: Tensor, rows: _Rows) -> Tensor:
+    """Make 0 of what typical_p excludes (Meister et al., 2022), but the most likely.
 
-
-def top_candidates(
-    x: Tensor,  # f32[n, vocab_size]
-    top_k: Tensor,  # int[n], from 1 to vocab_size // HEIGHT
-) -> tuple[Tensor, Tensor]:  # f32 and i64 [n, most]
-    """The top_k largest of each row and whatever equals the last of them, and perhaps more, but no -inf.
-
-    Returns values, from the largest on, with -inf behind a row's own, and where in the row they are: equals
-    in their order there.
+    Returns f32[n, width], sums of columns.
     """
-    num, vocab_size = x.shape
-    maxima = _columns(x, "amax")
-    # The k-th largest of the columns' maxima is not above the k-th largest of all.
-    bound = _kth_largest(maxima.clone(), top_k.long()[:, None]).clamp_(min=torch.finfo(x.dtype).min)
-    places = _places_from(x, bound, maxima)
-    row = places // vocab_size
-    # Each to its place in a rectangle.
-    counts = torch.bincount(row, minlength=num)
-    at = torch.arange(row.shape[0], device=x.device) - (counts.cumsum(0) - counts)[row]
-    most = max(1, int(counts.max()))
-    values = torch.full((num, most), -torch.inf, device=x.device)
-    tokens = torch.zeros(num, most, dtype=torch.int64, device=x.device)
-    values[row, at], tokens[row, at] = x.reshape(-1)[places], places - row * vocab_size
-    values, order = values.sort(dim=1, descending=True, stable=True)
-    return values, tokens.gather(1, order)
+    sums = torch.empty_like(rows.maxima)
+    for part, mean, typical_p, total in chunks(weights, means, rows.typical_p, sums):
+        distance = part.clamp(min=SMALLEST).log2_().sub_(mean).abs_()
+        bound = smallest_bound(distance, part, row_sums(part) * typical_p.clamp(min=SMALLEST))
+        kept = torch.le(distance, bound, out=distance)
+        torch.maximum(kept, torch.ge(part, 1.0, out=torch.empty_like(part)), out=kept)
+        total.copy_(column_sums(part.mul_(kept)))
+    return sums
 
 
-def _kth_largest(x: Tensor, k: Tensor) -> Tensor:  # f32[n, size], i64[n, 1] -> f32[n, 1]; x is destroyed
-    if x.device.type != "cpu":
-        return x.topk(int(k.max())).values.gather(1, k - 1)
-    # numpy has vectorised quickselect, where torch takes four times as long.
-    at = x.shape[1] - k
-    x.numpy().partition(at.unique().tolist(), axis=1)
-    return x.gather(1, at)
+def _drop_unlikely(weights: Tensor, _means: Tensor, rows: _Rows) -> Tensor:
+    """Make 0 of what top_k excludes. Returns f32[n, width], sums of columns."""
+    sums = torch.empty_like(rows.maxima)
+    for part, least, total in chunks(weights, kth_largest(weights, rows.top_k), sums):
+        total.copy_(column_sums(part.mul_(torch.ge(part, least, out=torch.empty_like(part)))))
+    return sums
 
 
-def _places_from(
-    x: Tensor,  # f32[n, size]
-    bound: Tensor,  # f32[n, 1]
-    maxima: Tensor,  # f32[n, width], of the columns of x
-) -> Tensor:  # i64[num_places], ascending
-    """Where a row is at least its bound, in the flattened x."""
-    size, width = x.shape[1], maxima.shape[1]
-    columns = (maxima >= bound).view(-1).nonzero()
-    if len(columns) * HEIGHT * GATHER_COST < x.numel():
-        row, column = columns // width, columns % width
-        places = column + torch.arange(0, width * HEIGHT, width, device=x.device)
-        inside = places < size
-        places += row * size
-        found = x.reshape(-1)[places.clamp_(max=x.numel() - 1)]
-        return places[(found >= bound[row[:, 0]]) & inside].sort().values
-    if x.device.type != "cpu":
-        return (x >= bound).view(-1).nonzero().view(-1)
-    # numpy compares and finds several times as fast as torch.
-    return torch.from_numpy((x.numpy() >= bound.numpy()).reshape(-1).nonzero()[0])
+def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tensor, rows: _Rows) -> None:
+    """Where typical_p excludes what was drawn, draw again. Changes the tokens.
 
-
-def _draw_from_all(logits: Tensor, filters: _Filters) -> Tensor:  # f32[n, vocab_size] -> i64[n]
-    """Draw from what is left of all tokens; what top_p excludes is drawn again.
-
-    Where a token is excluded, all that are not more likely are too: the next one is drawn from the others.
-    The logits are destroyed.
+    Excluded is a token where those whose logarithm is nearer to the mean hold typical_p already. Then all are
+    that are not nearer, but the most likely: the next one is drawn from the others.
     """
-    weights, bits, top_p = _to_weights(logits, filters), filters.bits, filters.top_p
-    tokens, total = _draw(weights, bits)
-    if top_p is None:
-        return tokens
-    limit = total * top_p.double().clamp_(min=SMALLEST)
-    # Without the lightest tokens, a sum of float32 may still be the whole: they are possible all the same.
-    limit.masked_fill_(top_p >= 1.0, torch.inf)
-    rows, latest = torch.arange(len(tokens), device=tokens.device), tokens
+    limit = left_to_right(sums) * rows.typical_p[:, None].clamp(min=SMALLEST)
+    of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
     while True:
         own = weights.gather(1, latest[:, None])
-        for chunk, least in _chunks(weights, own):
-            chunk.mul_(torch.gt(chunk, least, out=torch.empty_like(chunk)))
+        mirrored = (2 * means - own.log2()).exp2()  # as far beyond the mean
+        low, high = torch.minimum(own, mirrored), torch.maximum(own, mirrored)
+        nearer = torch.empty_like(sums)
+        for part, a, b, out in chunks(weights, low, high, nearer):
+            out.copy_(column_sums_between(part, a, b))
+        again = ((left_to_right(nearer) >= limit) & (own < 1.0)).nonzero()[:, 0]
+        if not len(again):
+            return
+        of, low, high, means, limit = (x[again] for x in (of, low, high, means, limit))
+        weights = weights.index_select(0, again)
+        weights.mul_(((weights > low) & (weights < high) | (weights >= 1.0)).float())
+        sums, bits = column_sums(weights), splitmix64(~bits[again])
+        latest = _draw(weights, sums, bits)
+        tokens[of] = latest
+
+
+def _redraw_improbable(tokens: Tensor, weights: Tensor, sums: Tensor, rows: _Rows) -> None:
+    """Where top_p excludes what was drawn, draw again. Changes the tokens and the weights.
+
+    Where a token is excluded, all that are not more likely are too: the next one is drawn from the others.
+    """
+    limit = left_to_right(sums)[:, 0] * rows.top_p.double().clamp_(min=SMALLEST)
+    # Without the lightest tokens, a sum of float32 may still be the whole: they are possible all the same.
+    limit.masked_fill_(rows.top_p >= 1.0, torch.inf)
+    of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
+    while True:
+        own = weights.gather(1, latest[:, None])
+        for part, least in chunks(weights, own):
+            part.mul_(torch.gt(part, least, out=torch.empty_like(part)))
         # No row that is NaN is outside.
         outside = (row_sums(weights) >= limit).nonzero()[:, 0]
         if not len(outside):
-            return tokens
-        rows, weights, limit = rows[outside], weights[outside], limit[outside]
+            return
+        of, weights, limit = of[outside], weights[outside], limit[outside]
         bits = splitmix64(~bits[outside])
-        latest, _ = _draw(weights, bits)
-        tokens[rows] = latest
-
-
-def _to_weights(logits: Tensor, filters: _Filters) -> Tensor:  # f32[n, vocab_size], the same memory
-    """The softmax, and 0 for what is below the floor or not among the top_k."""
-    temperature, floor, top_k = filters.temperature, filters.floor, filters.top_k
-    num, vocab_size = logits.shape
-    if floor is None:
-        floor = torch.full_like(temperature, -torch.inf)
-    limited = top_k is not None and bool((top_k < vocab_size).any())
-    filtered = limited or bool((floor > -torch.inf).any())
-    ks = torch.full((num,), vocab_size, device=logits.device) if top_k is None else top_k
-    for rows, t, lowest, k in _chunks(logits, temperature, floor, ks):
-        rows.sub_(rows.amax(-1, keepdim=True)).div_(t)
-        if limited:
-            lowest = torch.maximum(lowest, -_smallest_bound(-rows, None, k))
-        kept = torch.ge(rows, lowest, out=torch.empty_like(rows)) if filtered else None
-        torch.softmax(rows, -1, out=rows)
-        if kept is not None:
-            rows.mul_(kept)
-    return logits
+        latest = _draw(weights, column_sums(weights), bits)
+        tokens[of] = latest
 
 
 def _draw(
     weights: Tensor,  # f32[n, vocab_size], none negative
+    sums: Tensor,  # f32[n, width], of its columns
     bits: Tensor,  # i64[n], random
-) -> tuple[Tensor, Tensor]:  # i64[n], f64[n]
-    """A token of each row with a probability like its weight, and the sum of the weights.
+) -> Tensor:  # i64[n]
+    """A token of each row with a probability like its weight.
 
     First a column, then a place in it: far fewer random numbers than one for each token.
     """
-    vocab_size = weights.shape[1]
-    sums = _columns(weights, "sum").double()
-    width = sums.shape[1]
-    in_order = torch.arange(max(width, HEIGHT), device=weights.device)
-    column = _race(sums, nth(bits[:, None], in_order[:width]))
-    places = column + width * in_order[:HEIGHT]
+    vocab_size, width, height = weights.shape[1], sums.shape[1], torch_selection.HEIGHT
+    in_order = torch.arange(max(width, height), device=weights.device)
+    column = _race(sums.double(), nth(bits[:, None], in_order[:width]))
+    places = column + width * in_order[:height]
     inside = weights.gather(1, places.clamp(max=vocab_size - 1)).double().where(places < vocab_size, 0.0)
     # Others than the columns had.
-    height = _race(inside, nth(bits[:, None], width + in_order[:HEIGHT]))
-    return places.gather(1, height)[:, 0].clamp_(max=vocab_size - 1), sums.cumsum(1)[:, -1]
+    row = _race(inside, nth(bits[:, None], width + in_order[:height]))
+    return places.gather(1, row)[:, 0].clamp_(max=vocab_size - 1)
 
 
 def _race(
@@ -342,34 +374,4 @@ def _race(
 
     The same as Gumbel-max over the logarithms, which costs one more of them. Zeros never win.
     """
-    times = torch.log1p(-uniforms(bits)).neg_().div_(weights)
-    return times.where(weights > 0.0, torch.inf).argmin(1, keepdim=True)
-
-
-def row_sums(x: Tensor) -> Tensor:  # f32[n, vocab_size] -> f64[n]
-    """The sum of each row: of up to HEIGHT numbers in float32, of these in float64."""
-    return _columns(x, "sum").double().cumsum(1)[:, -1]
-
-
-def _columns(x: Tensor, reduction: str) -> Tensor:  # [n, vocab_size] -> [n, width]
-    """Sum or maximum of the columns of each row laid out HEIGHT numbers high; the last row may be shorter."""
-    vocab_size = x.shape[1]
-    width = -(-vocab_size // HEIGHT)
-    full = vocab_size // width
-    matrix = x[:, : full * width].unflatten(1, (full, width))
-    reduced: Tensor = matrix.sum(1) if reduction == "sum" else matrix.amax(1)
-    rest = x[:, full * width :]
-    if rest.shape[1]:
-        head = reduced[:, : rest.shape[1]]
-        if reduction == "sum":
-            head += rest
-        else:
-            torch.maximum(head, rest, out=head)
-    return reduced
-
-
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows of each at a time, of the first as many as stay in a cache."""
-    first = tensors[0]
-    num_rows = max(1, CHUNK // first.shape[1]) if first.device.type == "cpu" else max(1, first.shape[0])
-    return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+    return torch.log1p(-uniforms(bits)).neg_().div_(weights).argmin(1, keepdim=True)

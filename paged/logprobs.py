@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels.torch_sampling import HEIGHT, top_candidates
+from .kernels.torch_selection import HEIGHT, top_candidates
 from .request import TokenLogprobs
 
 

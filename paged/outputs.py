@@ -117,7 +117,7 @@ class OutputProcessor:
 
     def _prompt_logprobs_of(self, group: RequestGroup) -> list[dict[int, Logprob] | None] | None:
         report, params = group.samples[0].report, group.samples[0].params
-        if params.prompt_logprobs is None or report is None or not report.is_complete:
+        if params.prompt_logprobs is None or report is None or report.failed or not report.is_complete:
             return None
         if group not in self._prompt_logprobs:
             tokenizer = self._tokenizer if params.detokenize else None

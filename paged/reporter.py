@@ -12,7 +12,8 @@ from .logprobs import token_logprobs
 from .request import TokenLogprobs
 from .schedule import AskedRows
 
-# Logits that are looked at together: 64 MiB, and yet rows enough for one reading of the head's weights.
+# Logits that are looked at together: 64 MiB, and as much again for the log-probabilities made of them, for
+# prompts of any length and any vocabulary (128 rows of 131,072). Rows enough for one reading of the head.
 MAX_LOGITS = 2**24
 Rows = list[TokenLogprobs] | Tensor
 
@@ -21,7 +22,8 @@ class Reporter:
     """Log-probabilities of prompt tokens, and sums of hidden states.
 
     head: [n, hidden_size] -> f32[n, vocab_size].
-    max_rows: how many rows have their logits in memory at once.
+    max_rows: how many rows have their logits in memory at once. Rows are split, the vocabulary is not: a rank
+        and the most likely tokens need all of it. A row longer than MAX_LOGITS is taken alone.
     """
 
     def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int) -> None:

@@ -203,12 +203,11 @@ class Scheduler:
         now, num_finished, num_aborted = self.clock(), 0, 0
         advanced, num_decodes = schedule.sampled_requests, schedule.num_decode_tokens
         reported = []
-        for request, num_new_tokens in zip(
-            schedule.requests[num_decodes:], schedule.num_new_tokens[num_decodes:], strict=True
-        ):
-            request.num_computed_tokens += num_new_tokens
+        for row in range(num_decodes, len(schedule.requests)):
+            request = schedule.requests[row]
+            request.num_computed_tokens += schedule.num_new_tokens[row]
             request.ready = True
-            if request.report is not None and self._end_with_report(request, now):
+            if request.report is not None and self._end_with_report(request, schedule, row, now):
                 reported.append(request)
         # This loop and `_schedule_decodes` are what a step costs: they do by hand what methods would.
         for row, (request, token) in enumerate(zip(advanced, sampled, strict=True)):
@@ -442,12 +441,16 @@ class Scheduler:
         child.num_computed_tokens = child.num_cached_tokens = num_computed
         self._running.join(child)
 
-    def _end_with_report(self, request: Request, now: float) -> bool:
+    def _end_with_report(self, request: Request, schedule: Schedule, row: int, now: float) -> bool:
         """Finish a request of whose prompt a row was not finite, or all is computed that it wants."""
         if request.finish_reason is not None:  # aborted in flight
             return False
         if request.report is not None and request.report.failed:
-            for ended in (request, *request.siblings):
+            # In the step with the prompt's last token its siblings are no longer behind it, but beside it.
+            beside = [
+                q for at, q in zip(schedule.sampled, schedule.sampled_requests, strict=True) if at == row
+            ]
+            for ended in (request, *request.siblings, *beside):
                 ended.finish("error", now, NOT_FINITE)
         elif not request.generates and request.num_computed_tokens == request.num_tokens:
             request.finish("length", now)

@@ -8,7 +8,7 @@ from typing import Self
 
 from .errors import RequestError
 
-# Each breaker is looked for in the text of every token of the vocabulary.
+# Of each breaker, every beginning is looked for in the texts of all tokens.
 MAX_BREAKERS = 64
 MAX_BREAKER_LENGTH = 40
 
@@ -76,18 +76,36 @@ def _breakers(strings: Sequence[str], encode: Encode, token_texts: Callable[[], 
         )
     found: dict[int, dict[tuple[int, ...], None]] = {}
     texts = token_texts()
+    holding, ending = _indices(strings, texts)
     for string in strings:
         for head, *tail in _whole(string, encode):
             found.setdefault(head, {})[tuple(tail)] = None
-        tails = {n: tuple(encode(string[n:])) for n in range(1, len(string))}
-        for token, text in enumerate(texts):
-            if string in text:
+        for token in min((holding[character] for character in string), key=len):
+            if string in texts[token]:
                 found.setdefault(token, {})[()] = None
-                continue
-            for n, rest in tails.items():
-                if text.endswith(string[:n]):
-                    found.setdefault(token, {})[rest] = None
+        for n in range(1, len(string)):
+            beginning = [token for token in ending[string[:n]] if string not in texts[token]]
+            rest = tuple(encode(string[n:])) if beginning else ()
+            for token in beginning:
+                found.setdefault(token, {})[rest] = None
     return {head: tuple(tails) for head, tails in found.items()}
+
+
+def _indices(strings: Sequence[str], texts: list[str]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Which tokens hold each character of the strings, and which end with each beginning of one.
+
+    One pass over the texts, where looking for every beginning in each takes 64 * 40 of them.
+    """
+    holding: dict[str, list[int]] = {character: [] for string in strings for character in string}
+    ending: dict[str, list[int]] = {string[:n]: [] for string in strings for n in range(1, len(string))}
+    longest = max(map(len, ending), default=0)
+    for token, text in enumerate(texts):
+        for character in holding.keys() & set(text):
+            holding[character].append(token)
+        for n in range(1, 1 + min(longest, len(text))):
+            if text[-n:] in ending:
+                ending[text[-n:]].append(token)
+    return holding, ending
 
 
 def _whole(string: str, encode: Encode) -> Iterable[list[int]]:

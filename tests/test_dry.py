@@ -123,6 +123,54 @@ def test_breakers_are_all_tokens_that_hold_them(tokenizer):
     assert tuple(tokenizer.encode_bare(":")) in spread[paren]
 
 
+def breakers_by_force(tokenizer: Tokenizer, strings: list[str]) -> dict[int, set[tuple[int, ...]]]:
+    """Every string in every token's text, and every beginning of one at its end, as llama.cpp looks."""
+    encode, found = tokenizer.encode_bare, {}
+    for string in strings:
+        before, together = encode("a"), encode(f"a{string}")
+        wholes = [encode(string)]
+        if together[: len(before)] == before:
+            wholes.append(together[len(before) :])
+        for whole in filter(None, wholes):
+            found.setdefault(whole[0], set()).add((*whole[1:],))
+        for token, text in enumerate(tokenizer.token_texts):
+            if string in text:
+                found.setdefault(token, set()).add(())
+                continue
+            for n in range(1, len(string)):
+                if text.endswith(string[:n]):
+                    found.setdefault(token, set()).add((*encode(string[n:]),))
+    return found
+
+
+def test_breakers_equal_brute_force(tokenizer):
+    strings = ["\n", ":", "    return", "):\n", "aa", "aaa", "é", "\u2603", "self.self.", "\n\n\n"]
+    breakers = rules_of(tokenizer, breakers=strings).breakers
+    assert {token: {*tails} for token, tails in breakers.items()} == breakers_by_force(tokenizer, strings)
+    assert sum(map(len, breakers.values())) > 300
+
+
+class CountedText(str):
+    """A token's text that counts how often something is looked for in it."""
+
+    looks = 0
+
+    def __contains__(self, part: str) -> bool:
+        CountedText.looks += 1
+        return str.__contains__(self, part)
+
+    def endswith(self, *args: Any) -> bool:
+        CountedText.looks += 1
+        return str.endswith(self, *args)
+
+
+def test_many_long_breakers_are_compiled_in_linear_time():
+    texts = [CountedText(chr(97 + i % 26) * (1 + i % 5)) for i in range(2000)]
+    breakers = [chr(97 + i % 26) + "xyz"[i % 3] * 39 for i in range(64)]
+    TokenRules.of((), breakers, lambda text: [ord(c) for c in text], lambda: texts)
+    assert CountedText.looks < 20 * len(texts)
+
+
 def test_strings_that_cannot_be_tokens_are_refused(tokenizer):
     with pytest.raises(RequestError, match="not valid Unicode"):
         rules_of(tokenizer, ["\ud800"])

@@ -11,9 +11,10 @@ import torch
 from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts, reference
 from torch import Tensor
 
-from paged import RequestError, RequestOutput, SamplingParams
+from paged import RequestError, RequestOutput, SamplingParams, reporter
 from paged.logprobs import token_logprobs
-from paged.request import Request
+from paged.request import PromptReport, Request
+from paged.schedule import AskedRows
 
 
 def test_report_by_hand():
@@ -186,7 +187,9 @@ def test_fork_amid_the_prompt_goes_on_with_its_report():
     assert_all_free(engine)
 
 
-def test_prompt_row_that_is_not_finite_ends_its_request(monkeypatch):
+@pytest.mark.parametrize("chunk", [0, 1, 2], ids="chunk-{}".format)
+def test_prompt_row_that_is_not_finite_ends_its_request(chunk, monkeypatch):
+    """With all its samples, also where the last part of the prompt is computed and they are shared."""
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=16)
     head = engine.runner.reporter.head
     prompt, other = ragged_prompts([40, 40])
@@ -194,7 +197,7 @@ def test_prompt_row_that_is_not_finite_ends_its_request(monkeypatch):
 
     def broken(hidden: Tensor) -> Tensor:
         logits = head(hidden)
-        if next(calls) == 1:
+        if next(calls) == chunk:
             logits[3, 7] = torch.nan
         return logits
 
@@ -207,6 +210,24 @@ def test_prompt_row_that_is_not_finite_ends_its_request(monkeypatch):
     assert bad.prompt_logprobs is None
     assert good.outputs[0].finish_reason == "length"
     assert_all_free(engine)
+
+
+def test_rows_that_have_logits_at_once_are_bounded_however_long_the_prompt(monkeypatch):
+    vocab_size, num_rows = 50, 33
+    monkeypatch.setattr(reporter, "MAX_LOGITS", 4 * vocab_size)
+    weight, hidden, sizes = torch.randn(8, vocab_size), torch.randn(num_rows, 8), []
+
+    def head(rows: Tensor) -> Tensor:
+        sizes.append(len(rows))
+        return rows @ weight
+
+    token_ids = [i % vocab_size for i in range(num_rows + 1)]
+    request = Request("a", None, token_ids, SamplingParams(), num_rows + 2, frozenset(), 0)
+    asked = AskedRows(request, PromptReport(0, num_rows, 0), 0, num_rows, 0)
+    ((_, rows),) = reporter.Reporter(head, vocab_size).report([asked], hidden)
+    assert sizes == [4] * 8 + [1]
+    own = (hidden @ weight).log_softmax(-1)[range(num_rows), token_ids[1:]]
+    torch.testing.assert_close(torch.tensor([row.logprobs[0] for row in rows]), own)
 
 
 def test_report_larger_than_can_be_held_is_refused():

@@ -19,9 +19,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from paged.kernels import torch_sampling
+from paged.kernels import torch_sampling, torch_selection
 from paged.kernels.splitmix import mixed, splitmix64, uniforms
-from paged.kernels.torch_sampling import sample_tokens, top_candidates
+from paged.kernels.torch_sampling import sample_tokens
+from paged.kernels.torch_selection import column_sums_between, kth_largest, smallest_bound, top_candidates
 
 VOCAB_SIZE = 29
 DTYPES = {"top_k": torch.int32}
@@ -38,6 +39,9 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"min_p": 0.15},
     {"top_n_sigma": 1.2},
     {"typical_p": 0.6},
+    {"typical_p": 0.1, "temperature": 0.7},
+    {"typical_p": 0.8, "top_p": 0.7},
+    {"min_p": 0.5, "typical_p": 0.5, "top_k": 4, "top_p": 0.9},
     {"top_k": 3},
     {"top_k": 17},
     {"top_p": 0.7},
@@ -50,7 +54,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def _low_columns(monkeypatch):
     """So that a small vocabulary has small and large values of top_k."""
-    monkeypatch.setattr(torch_sampling, "HEIGHT", 4)
+    monkeypatch.setattr(torch_selection, "HEIGHT", 4)
 
 
 def row_of(vocab_size: int = VOCAB_SIZE, seed: int = 5) -> Tensor:
@@ -81,9 +85,9 @@ def hf_probabilities(row: Tensor, **filters: Any) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("filters", CONFIGURATIONS, ids=str)
 def test_a_million_draws_are_distributed_as_the_warpers_say(filters):
-    # What is bisected would take seconds; how it draws from what is left is what the others do.
-    bisected = "typical_p" in filters or filters.get("top_k") == 17
-    n, part = 10**5 if bisected else 10**6, 100_000
+    # These would take seconds; how they draw from what is left is what the others do.
+    slow = "typical_p" in filters or filters.get("top_k") == 17
+    n, part = 10**5 if slow else 10**6, 100_000
     row, counts = row_of(), np.zeros(VOCAB_SIZE)
     for first in range(0, n, part):
         positions = torch.arange(first, first + part)
@@ -124,7 +128,7 @@ def numbers_by_id(monkeypatch: pytest.MonkeyPatch, numbers: dict[int, float]) ->
 def test_tail_of_two_to_the_minus_30_has_its_share_of_the_random_numbers(other, filters, monkeypatch):
     row = torch.full((1, VOCAB_SIZE), -math.inf)
     row[0, 0], row[0, other] = 0.0, -30 * math.log(2)
-    width, zero = -(-VOCAB_SIZE // torch_sampling.HEIGHT), torch.zeros(1, dtype=torch.int64)
+    width, zero = -(-VOCAB_SIZE // torch_selection.HEIGHT), torch.zeros(1, dtype=torch.int64)
     height, column = divmod(other, width)
     assert (column == 0) == (other == 8)
     # Against 1/2, which stands for log(2), the rarer token wins with a number below log(2) 2**-30. But top_p
@@ -140,7 +144,7 @@ def test_tail_of_two_to_the_minus_30_has_its_share_of_the_random_numbers(other, 
 def test_top_p_of_1_keeps_the_lightest_tokens_whoever_else_uses_it(monkeypatch):
     # So light that the sum of float32 is the same without them.
     row = torch.full((1, 64), -22.0).index_fill_(1, torch.tensor([0, 1]), 0.0)
-    monkeypatch.setattr(torch_sampling, "HEIGHT", 32)
+    monkeypatch.setattr(torch_selection, "HEIGHT", 32)
     numbers_by_id(monkeypatch, {2 + 5: 1e-14})  # the sixth place of a column
     zero = torch.zeros(1, dtype=torch.int64)
     alone, among_others = (draw(row, zero, zero, **filters) for filters in ({}, {"top_p": [1.0]}))
@@ -153,7 +157,8 @@ def test_noise_in_the_last_bits_of_the_logits_changes_no_token():
     row, n = torch.randn(4096) * 2, 3000
     noisy = row + torch.randn(4096) * 1e-5
     seeds, positions = torch.full((n,), 7), torch.arange(n)
-    for filters in ({}, {"top_p": [0.95] * n}, {"top_k": [60] * n}):
+    several = ({"top_p": 0.95}, {"top_k": 60}, {"top_k": 700}, {"typical_p": 0.9}, {"top_n_sigma": 1.5})
+    for filters in ({}, *several):
         tokens = [draw(x.expand(n, -1), seeds, positions, **filters) for x in (row, noisy)]
         assert int((tokens[0] != tokens[1]).sum()) == 0, filters
 
@@ -164,7 +169,7 @@ def test_ties_stay_together():
     row = torch.tensor([0.0, 3.0, 1.0, 3.0, 1.0, -1.0, 1.0, 0.0])
     for filters, kept in (
         ({"top_k": 1}, {1, 3}),  # from candidates
-        ({"top_k": 3}, {1, 2, 3, 4, 6}),  # by bisection
+        ({"top_k": 3}, {1, 2, 3, 4, 6}),  # by a threshold
         ({"top_p": 0.01}, {1, 3}),
         ({"top_p": 0.85}, {1, 2, 3, 4, 6}),
         ({"top_k": 3, "top_p": 0.85}, {1, 2, 3, 4, 6}),
@@ -172,6 +177,20 @@ def test_ties_stay_together():
     ):
         assert set(draw(row.expand(n, -1), seeds, zeros, **filters).tolist()) == kept, filters
     assert len(set(draw(torch.zeros(n, 13), seeds, zeros, top_k=2).tolist())) == 13
+
+
+def test_deviation_is_that_of_the_logits_that_are_possible():
+    row = row_of(1009)
+    row[1], row[5::7] = -1e4, -math.inf
+    row = torch.stack([row, row.where(row > -math.inf, 0.0), torch.full_like(row, 3.0), row + 1e6])
+    n = 400
+    for x in row:
+        kept = x >= x.max() - 1.5 * x[x > -math.inf].double().std(correction=0)
+        drawn = draw(
+            x.expand(n, -1), torch.arange(n), torch.zeros(n).long(), top_n_sigma=1.5, temperature=9.0
+        )
+        assert kept[drawn].all()
+        assert len(set(drawn.tolist())) >= min(n // 4, int(kept.sum()) // 2)
 
 
 def test_tiny_and_huge_values_neither_overflow_nor_leave_the_vocabulary():
@@ -217,6 +236,28 @@ def test_candidates_are_the_largest_in_order_with_what_ties():
     assert tokens[0, :2].tolist() == [1, 3]
     assert (values[1] > -math.inf).tolist() == [True] + [False] * (values.shape[1] - 1)
     assert tokens[1, 0] == 8
+
+
+@pytest.mark.parametrize("vocab_size", [13, 1009])
+def test_thresholds_are_those_of_a_sort(vocab_size):
+    rng = torch.Generator().manual_seed(2)
+    n, scales = 30, torch.tensor([1e-9, 1e-3, 1.0, 30.0, 1e9]).repeat(6)[:, None]
+    numbers = torch.randn(n, vocab_size, generator=rng).mul_(scales).abs_()
+    numbers[::3] = numbers[::3].bfloat16().float()  # ties
+    numbers[1], weights = 0.0, torch.rand(n, vocab_size, generator=rng)
+    weights[:, ::2] = 0.0
+    ordered, order = numbers.sort(1)
+    sums = weights.double().gather(1, order).cumsum(1)
+    for share in (1e-30, 0.3, 0.9, 0.9999, 2.0):
+        target = sums[:, -1] * share
+        first = (sums < target[:, None]).sum(1, keepdim=True)
+        expected = torch.cat([ordered, torch.full((n, 1), math.inf)], 1).gather(1, first)
+        assert smallest_bound(numbers, weights, target).equal(expected)
+    ks = torch.arange(n) % vocab_size + 1
+    assert kth_largest(numbers, ks).equal(ordered.gather(1, vocab_size - ks[:, None]))
+    low, high = ordered[:, 2:3], ordered[:, -3:-2]
+    between = column_sums_between(numbers, low, high).sum(1)
+    torch.testing.assert_close(between, (numbers * ((numbers > low) & (numbers < high))).sum(1))
 
 
 def test_penalties_are_those_of_their_definition():
