@@ -95,7 +95,7 @@ def padded(dim):
 
 def scratch_size(head_dim: int, value_dim: int, max_rows: int, max_heads: int) -> int:
     """Bytes for a unit of so many rows, all its heads together."""
-    width = int(padded(value_dim))
+    width: int = padded.py_func(value_dim)
     tiles = (
         TILE * (max_heads * (head_dim + width) + 2 * 16) + head_dim * TILE + MAX_ROWS * TILE + 2 * 2 * TILE
     )

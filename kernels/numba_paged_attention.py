@@ -96,7 +96,7 @@ def paged_attention(
         if plans is not None:
             plans[key] = plan
     out = query.new_empty(num_tokens, num_heads, value_dim)
-    parts = np.empty(plan.num_parts * (padded(value_dim) + 2), np.float32) if plan.num_parts else None
+    parts = np.empty(plan.num_parts * (padded.py_func(value_dim) + 2), np.float32) if plan.num_parts else None
     ATTEND.run(
         len(plan.units),
         plan.units.ctypes.data,

@@ -33,8 +33,8 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
-# Without Python's checks of divisors, and without the lock that only one thread holds.
-function = njit(error_model="numpy", nogil=True)
+# Called by kernels alone: without Python's checks of divisors, and what Python would call them by.
+function = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 class Vector(types.Type):  # type: ignore[misc]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import ConfigError
-from .quantization import Int4Weight, Int8Weight, require_quantization
+from .quantization import Int4Weight, Int8Weight, require_kernels, require_quantization
 
 
 class WeightForm(Protocol):
@@ -105,6 +105,7 @@ def choose_forms(
         head = PANEL_FORMS[quantization and "int8"]
         return Forms(PANEL_FORMS[quantization], head, head if tied else PlainWeight)
     if quantization is not None:
+        require_kernels(quantization)
         layers = Int4Weight if quantization == "int4" else Int8Weight
         return Forms(layers, Int8Weight, Int8Weight if tied else PlainWeight)
     form = PackedWeight if can_pack(device, dtype) else PlainWeight

@@ -192,13 +192,17 @@ def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def require_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError unless weights can be quantised here: torch's private kernels are tried."""
+    """Raise ConfigError unless weights of this dtype can be quantised on this device."""
     if device.type != "cpu":
         raise ConfigError(
             f"quantization {name!r} is CPU only so far; got device {device}: leave one of them out"
         )
     if dtype == torch.float16:
         raise ConfigError(f"quantization {name!r} goes with dtype float32 or bfloat16; got float16")
+
+
+def require_kernels(name: str) -> None:
+    """Raise ConfigError unless this torch quantises: its kernels are private, so they are tried."""
     for form in (Int8Weight, Int4Weight) if name == "int4" else (Int8Weight,):
         try:
             works = _agrees_with_itself(form)

@@ -35,7 +35,7 @@ def test_without_packing_the_engine_runs_plain(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=8)
 
     def tokens() -> list[int]:
-        engine = LLMEngine("demo", dtype="float32", num_blocks=8)
+        engine = LLMEngine("demo", dtype="float32", num_blocks=8, attention_backend="torch")
         forms.append(type(engine.runner.model.layers[0].mlp.down.form))
         return engine.generate("import os", params, use_tqdm=False)[0].outputs[0].token_ids
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams
 from paged.linear import Forms, Linear, PlainWeight, choose_forms
 from paged.models.decoder import Decoder
+from paged.panels import PANEL_FORMS
 from paged.quantization import Int4Weight, Int8Weight
 
 CPU = torch.device("cpu")
@@ -134,7 +135,8 @@ def test_the_demo_model_stays_near(quantization, most):
 @pytest.mark.parametrize(
     ("name", "quantization"), [("demo", "int4"), ("llama", "int8"), ("llama-tied-bias", "int8")]
 )
-def test_nothing_is_held_twice(name, quantization, monkeypatch):
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_nothing_is_held_twice(name, quantization, backend, monkeypatch):
     """While a model loads, one part of it is in float; then none, but an embedding that is only looked up."""
     load, held = Decoder.load, []
 
@@ -150,11 +152,13 @@ def test_nothing_is_held_twice(name, quantization, monkeypatch):
 
     parts: list[int] = []
     monkeypatch.setattr(Decoder, "load", load_and_count)
-    model = new_engine(name if name == "demo" else checkpoint(name), quantization=quantization).runner.model
+    options = {"quantization": quantization, "attention_backend": backend}
+    model = new_engine(name if name == "demo" else checkpoint(name), **options).runner.model
     assert held == parts
     assert not [parameter for parameter in model.parameters() if parameter.dim() > 1]
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    assert {type(linear.form) for linear in linears} == {FORMS[quantization], Int8Weight}
+    forms = PANEL_FORMS if backend == "numba" else FORMS
+    assert {type(linear.form) for linear in linears} == {forms[quantization], forms["int8"]}
     if model.config.tie_word_embeddings:
         assert model.embedding.form is model.head.form
     else:
@@ -189,7 +193,7 @@ def test_inputs_that_do_not_divide_are_named():
 )
 def test_where_weights_cannot_be_quantised_is_said(device, dtype, message):
     with pytest.raises(ConfigError, match=message):
-        choose_forms(torch.device(device), dtype, "int8", tied=False)
+        choose_forms(torch.device(device), dtype, "int8", tied=False, in_panels=False)
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
@@ -201,7 +205,7 @@ def test_a_torch_without_the_kernel_is_named(form, error, monkeypatch):
     monkeypatch.setattr(form, "by_kernel", fail)
     name = "int8" if form is Int8Weight else "int4"
     with pytest.raises(ConfigError, match=rf"'{name}' goes by kernels that torch .* \({form.__name__}\)"):
-        choose_forms(CPU, torch.float32, name, tied=False)
+        choose_forms(CPU, torch.float32, name, tied=False, in_panels=False)
 
 
 def test_kv_of_other_weights_is_not_loaded(tmp_path):

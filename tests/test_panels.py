@@ -1,0 +1,93 @@
+"""Linears by the CPU's own kernel: their products, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
+
+from paged import ConfigError, SamplingParams
+from paged.linear import Linear
+from paged.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight
+from paged.quantization import Int8Weight, int4_codes
+
+# Outputs and inputs: fewer than a panel, no multiple of one, several depths of 256.
+SHAPES = [(5, 32), (33, 96), (100, 288), (67, 2048)]
+forms = pytest.mark.parametrize("form", PANEL_FORMS.values(), ids=lambda form: form.__name__)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def dequantized(form: type[PanelWeight], weight: torch.Tensor) -> torch.Tensor:
+    """What the form stands for, in float64."""
+    if form is PanelInt8Weight:
+        plain = Int8Weight(weight)
+        return plain.codes.double() * plain.scale.double()[:, None]
+    if form is PanelInt4Weight:
+        codes, scales, lows = int4_codes(weight.view(len(weight), -1, 32))
+        return (codes.double() * scales.double()[..., None] + lows.double()[..., None]).flatten(1)
+    return weight.double()
+
+
+@forms
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_and_bits(form, dtype, shape):
+    num_outputs, num_inputs = shape
+    linear = Linear(num_inputs, num_outputs, bias=num_outputs != 33).to(dtype)
+    for parameter in linear.parameters():
+        parameter.data.normal_()
+    weight = dequantized(form, linear.weight.detach())
+    linear.take_form(form)
+    assert not hasattr(linear, "weight")
+    bias = 0 if linear.bias is None else linear.bias.double()
+    x = torch.randn(140, num_inputs, dtype=dtype)  # more than two units of rows
+    out = linear(x)
+    size = x.double().abs() @ weight.abs().T + 1
+    error = (out.double() - (x.double() @ weight.T + bias)).abs()
+    assert (error <= 4 * torch.finfo(dtype).eps * size).all()
+    for first, end in ((0, 1), (1, 3), (3, 8), (60, 70), (139, 140)):
+        assert torch.equal(linear(x[first:end]), out[first:end])
+
+
+@pytest.mark.parametrize("form", [PanelWeight, PanelInt8Weight], ids=lambda form: form.__name__)
+@dtypes
+def test_rows_are_those_of_the_weight(form, dtype):
+    weight = torch.randn(70, 48).to(dtype)
+    indices = torch.tensor([69, 0, 16, 15, 16])
+    expected = dequantized(form, weight)[indices].to(dtype)
+    torch.testing.assert_close(form(weight).rows(indices), expected, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "quantization"),
+    [
+        ("llama-tied-bias", "float32", None),
+        ("qwen3", "bfloat16", None),
+        ("llama", "bfloat16", "int8"),
+        ("demo", "float32", "int4"),
+    ],
+)
+def test_deterministic_means_the_same_bits_alone_batched_and_in_chunks(name, dtype, quantization):
+    """Tokens, and the log-probabilities to the last bit."""
+    options = {"dtype": dtype, "quantization": quantization, "deterministic": True}
+    model = name if name == "demo" else checkpoint(name)
+    engine = new_engine(model, **options)
+    assert isinstance(engine.runner.model.layers[0].mlp.down.form, PANEL_FORMS[quantization])
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    prompts = ragged_prompts([3, 70, 131, 1, 20])
+
+    def bits(output):
+        answer = output.outputs[0]
+        return answer.token_ids, answer.logprobs, output.prompt_logprobs
+
+    together = [bits(output) for output in engine.generate(prompts, params, use_tqdm=False)]
+    for prompt, expected in zip(prompts, together, strict=True):
+        assert bits(engine.generate([prompt], params, use_tqdm=False)[0]) == expected
+    chunked = new_engine(model, max_num_batched_tokens=16, max_num_seqs=4, **options)
+    assert [bits(output) for output in chunked.generate(prompts, params, use_tqdm=False)] == together
+    assert_all_free(engine)
+
+
+def test_deterministic_needs_the_cpus_own_kernels():
+    with pytest.raises(ConfigError, match="deterministic=True is for a CPU with attention_backend='numba'"):
+        new_engine(checkpoint("llama"), deterministic=True, attention_backend="torch")
