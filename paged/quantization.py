@@ -122,8 +122,11 @@ class Int4Weight:
 
     def dequantized(self) -> Tensor:  # [out_features, in_features]
         """The weight that this stands for."""
-        tiles = [torch.stack(self._tile(panels, self.dtype)) for panels in self._tiles()]
-        return torch.cat(tiles, dim=2).transpose(1, 2).flatten(0, 1)[: self.num_outputs]
+        num_panels, num_inputs, half = self.packed.shape
+        weight = torch.empty(2, num_panels * half, num_inputs, dtype=self.dtype)
+        for side, outputs, tile in self._float_tiles(self.dtype):
+            weight[side, outputs] = tile.T
+        return weight.flatten(0, 1)[: self.num_outputs]
 
     def by_kernel(self, x: Tensor) -> Tensor:
         """x Wᵀ in bfloat16, by torch's kernel."""
@@ -136,29 +139,42 @@ class Int4Weight:
         """x Wᵀ by float products."""
         num_panels, _, half = self.packed.shape
         out = x.new_empty(len(x), 2, num_panels * half)
-        for panels in self._tiles():
-            outputs = slice(panels.start * half, panels.stop * half)
-            for side, tile in enumerate(self._tile(panels, x.dtype)):
-                torch.mm(x, tile, out=out[:, side, outputs])
+        for side, outputs, tile in self._float_tiles(x.dtype):
+            torch.mm(x, tile, out=out[:, side, outputs])
         return self._without_padding(out)
 
     def _tiles(self) -> Iterator[slice]:
         num_panels, num_inputs, half = self.packed.shape
         return _tiles(num_panels, num_inputs * half, 1)
 
-    def _tile(self, panels: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [in_features, n] each
-        """The outputs of these panels in the first half of the weight, and in the second, transposed."""
+    def _float_tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, slice, Tensor]]:
+        """Which half of the outputs, which n of it, and their weights [in_features, n] until the next."""
         _, num_inputs, half = self.packed.shape
-        # Sixteen bytes move as one.
-        packed = self.packed[panels].view(torch.complex128).transpose(0, 1).contiguous().view(torch.uint8)
-        scale_zero = self.scale_zero[:, panels].view(self.num_groups, -1, 2, half, 2)
-        scale_zero = scale_zero.permute(2, 4, 0, 1, 3).to(dtype, memory_format=torch.contiguous_format)
-        scale, zero = scale_zero.reshape(2, 2, self.num_groups, 1, -1).unbind(1)
-        zero = zero - self.MIDDLE * scale
-        codes = packed.bitwise_and(self.MAX_CODE), packed.bitwise_right_shift(4)
-        groups = [c.view(self.num_groups, self.GROUP, -1).to(dtype) for c in codes]
-        low, high = (torch.addcmul(z, g, s, out=g) for z, g, s in zip(zero, groups, scale, strict=True))
-        return low.view(num_inputs, -1), high.view(num_inputs, -1)
+        nibbles = (torch.bitwise_and, 15), (torch.bitwise_right_shift, 4)
+        size = num_inputs * half * _tile_rows(num_inputs * half, 1)
+        # Fresh memory for every tile would take as long as what is done in it.
+        packed, codes = torch.empty(2, size, dtype=torch.uint8)
+        weights = torch.empty(size, dtype=dtype)
+        for panels in self._tiles():
+            scales, zeros = self._scales_and_zeros(panels, dtype)
+            outputs = slice(panels.start * half, panels.stop * half)
+            tile = weights[: num_inputs * (outputs.stop - outputs.start)]
+            groups = tile.view(self.num_groups, self.GROUP, -1)
+            # Sixteen bytes move as one.
+            moved = self.packed[panels].view(torch.complex128).transpose(0, 1)
+            packed[: len(tile)].view(torch.complex128).view(moved.shape).copy_(moved)
+            for side, (extract, bits) in enumerate(nibbles):
+                extract(packed, bits, out=codes)
+                tile.copy_(codes[: len(tile)])
+                torch.addcmul(zeros[side], groups, scales[side], out=groups)
+                yield side, outputs, tile.view(num_inputs, -1)
+
+    def _scales_and_zeros(self, panels: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[2 halves, groups, 1, n] each, for codes from 0 to 15."""
+        _, _, half = self.packed.shape
+        scale_zero = self.scale_zero[:, panels].view(self.num_groups, -1, 2, half, 2).permute(4, 2, 0, 1, 3)
+        scale, zero = scale_zero.to(dtype).reshape(2, 2, self.num_groups, 1, -1)
+        return scale, zero - self.MIDDLE * scale
 
     def _without_padding(self, out: Tensor) -> Tensor:
         return out.flatten(1)[:, : self.num_outputs].contiguous()
