@@ -19,9 +19,11 @@ from torch import Tensor
 
 from .errors import ConfigError
 
-# A tile is large beside the 10 µs that Python takes for it, and small beside the caches. Found, as the
-# KERNEL_ROWS below, by `python -m benchmarks.linear`.
+# Large beside the 10 µs that Python takes for a tile, and small beside the caches.
 TILE_ELEMENTS = 2**19
+# The most rows of bfloat16 that torch's kernels take. By `python -m benchmarks.linear --dtype bfloat16` they
+# meet the tiles at some 50 rows in int8 and 64 in int4, with AVX2; where bfloat16 is not emulated, sooner.
+INT8_KERNEL_ROWS, INT4_KERNEL_ROWS = 16, 32
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -29,7 +31,7 @@ class Int8Weight:
     """Symmetric, one scale for an output: weight[n, k] ≈ scale[n] * codes[n, k]."""
 
     MAX_CODE = 127
-    KERNEL_ROWS = 16  # most rows of bfloat16 that torch's kernel takes
+    KERNEL_ROWS = INT8_KERNEL_ROWS
     KERNEL_STEP = 16  # elements of a row that it reads at a time, whether they are there or not
 
     def __init__(self, weight: Tensor) -> None:
@@ -68,14 +70,15 @@ class Int8Weight:
 
     def by_tiles(self, x: Tensor) -> Tensor:
         """x Wᵀ by float products."""
-        num_outputs, num_inputs = self.codes.shape
+        (num_outputs, num_inputs), dtype = self.codes.shape, x.dtype
+        x = x.to(_product_dtype(dtype))
         out = x.new_empty(len(x), num_outputs)
         scratch = x.new_empty(_tile_rows(num_inputs), num_inputs)
         for rows in _tiles(num_outputs, num_inputs):
             codes = self.codes[rows]
             # Codes are exact in any dtype; the scale of an output can wait for the sum.
             torch.mm(x, scratch[: len(codes)].copy_(codes).T, out=out[:, rows])
-        return out.mul_(self.scale)
+        return out.mul_(self.scale).to(dtype)
 
 
 class Int4Weight:
@@ -91,7 +94,7 @@ class Int4Weight:
     # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.4 and 1.8 times as much.
     GROUP = 32
     MIDDLE, MAX_CODE = 8, 15
-    KERNEL_ROWS = 32  # most rows of bfloat16 that torch's kernel takes
+    KERNEL_ROWS = INT4_KERNEL_ROWS
 
     def __init__(self, weight: Tensor) -> None:
         (self.num_outputs, num_inputs), self.dtype, half = weight.shape, weight.dtype, _panel_half()
@@ -137,11 +140,12 @@ class Int4Weight:
 
     def by_tiles(self, x: Tensor) -> Tensor:
         """x Wᵀ by float products."""
-        num_panels, _, half = self.packed.shape
+        (num_panels, _, half), dtype = self.packed.shape, x.dtype
+        x = x.to(_product_dtype(dtype))
         out = x.new_empty(len(x), 2, num_panels * half)
         for side, outputs, tile in self._float_tiles(x.dtype):
             torch.mm(x, tile, out=out[:, side, outputs])
-        return self._without_padding(out)
+        return self._without_padding(out).to(dtype)
 
     def _tiles(self) -> Iterator[slice]:
         num_panels, num_inputs, half = self.packed.shape
@@ -202,10 +206,17 @@ def require_quantization(name: str, device: torch.device, dtype: torch.dtype) ->
 
 def _agrees_with_itself(form: type[Int8Weight | Int4Weight]) -> bool:
     """Whether a weight is the same by kernel, by tiles, and of the values that it was made of."""
-    values = torch.arange(64).view(1, 64).add(torch.arange(128)[:, None]).remainder(16).bfloat16()
-    weight, x = form(values), torch.eye(64, dtype=torch.bfloat16)
+    values = torch.arange(128).add(torch.arange(128)[:, None]).remainder(16).bfloat16()
+    weight, x = form(values), torch.eye(128, dtype=torch.bfloat16)
     close = [torch.allclose(way(x).T, values, atol=0.1) for way in (weight.by_kernel, weight.by_tiles)]
     return all(close)
+
+
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What tiles are multiplied in: bfloat16 only where oneDNN multiplies it, not where it is emulated."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return dtype
 
 
 def _panel_half() -> int:

@@ -17,11 +17,14 @@ from paged.quantization import Int4Weight, Int8Weight
 CPU = torch.device("cpu")
 FORMS = {"int8": Int8Weight, "int4": Int4Weight}
 DTYPES = [torch.float32, torch.bfloat16]
-# Outputs and inputs: less than a panel or a tile, no multiple of one, several tiles.
+# Outputs and inputs: less than a panel or a tile, no multiple of one, several tiles; no step of a kernel.
 SHAPES = [(5, 32), (100, 96), (67, 2048), (2100, 288)]
+CASES = [(form, shape) for form in FORMS.values() for shape in SHAPES] + [(Int8Weight, (33, 50))]
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+cases = pytest.mark.parametrize(
+    ("form", "shape"), CASES, ids=[f"{form.__name__}-{shape}" for form, shape in CASES]
+)
 
 
 def awkward_weight(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
@@ -41,9 +44,8 @@ def steps(weight: Tensor, form: type[Int8Weight | Int4Weight]) -> Tensor:
     return spread.expand_as(groups).reshape(weight.shape)
 
 
-@forms
+@cases
 @dtypes
-@shapes
 def test_a_weight_is_at_most_half_a_step_off(form, dtype, shape):
     weight = awkward_weight(*shape, dtype)
     step = steps(weight, form)
@@ -55,9 +57,8 @@ def test_a_weight_is_at_most_half_a_step_off(form, dtype, shape):
     assert error.mean() > 0.1 * step.mean(), "not quantised at all"
 
 
-@forms
+@cases
 @dtypes
-@shapes
 def test_products_are_those_of_the_dequantized_weight(form, dtype, shape):
     linear = Linear(shape[1], shape[0], bias=True).to(dtype)
     linear.weight.data = awkward_weight(*shape, dtype)
