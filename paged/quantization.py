@@ -32,7 +32,8 @@ class Int8Weight:
 
     MAX_CODE = 127
     KERNEL_ROWS = INT8_KERNEL_ROWS
-    KERNEL_STEP = 16  # elements of a row that it reads at a time, whether they are there or not
+    # Elements of a row that it reads at a time, there or not; the bytes that its first address divides by.
+    KERNEL_STEP, KERNEL_ALIGNMENT = 16, 32
 
     def __init__(self, weight: Tensor) -> None:
         self.codes = torch.empty(weight.shape, dtype=torch.int8)  # [out_features, in_features]
@@ -62,6 +63,7 @@ class Int8Weight:
             x.dtype == torch.bfloat16
             and len(x) <= self.KERNEL_ROWS
             and self.codes.shape[1] % self.KERNEL_STEP == 0
+            and x.data_ptr() % self.KERNEL_ALIGNMENT == 0
         )
 
     def by_kernel(self, x: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class Int4Weight:
     the weight and of the second, so that a tile of either half is made by whole vectors.
     """
 
-    # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.4 and 1.8 times as much.
+    # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.5 and 1.8 times as much.
     GROUP = 32
     MIDDLE, MAX_CODE = 8, 15
     KERNEL_ROWS = INT4_KERNEL_ROWS

@@ -98,6 +98,12 @@ def test_few_rows_of_bfloat16_have_the_same_bits_in_any_company(form):
     assert all(torch.equal(weight(row[None], None)[0], out) for row, out in zip(x, together, strict=True))
 
 
+def test_rows_that_lie_askew_are_not_given_to_the_kernel():
+    weight, memory = Int8Weight(torch.randn(40, 48).bfloat16()), torch.randn(3 * 48 + 1).bfloat16()
+    askew = memory[1:].view(3, 48)
+    torch.testing.assert_close(weight(askew, None), weight(askew.clone(), None), rtol=0.02, atol=0.2)
+
+
 def test_rows_of_a_table_are_those_of_the_dequantized_weight():
     table = Int8Weight(torch.randn(50, 48))
     indices = torch.tensor([3, 49, 3, 0])
