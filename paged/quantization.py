@@ -19,9 +19,11 @@ from torch import Tensor
 
 from .errors import ConfigError
 
-# A tile is large beside the 10 µs that Python takes for it, and small beside the caches. Found, as the
-# KERNEL_ROWS below, by `python -m benchmarks.linear`.
+# Large beside the 10 µs that Python takes for a tile, and small beside the caches.
 TILE_ELEMENTS = 2**19
+# The most rows of bfloat16 that torch's kernels take. By `python -m benchmarks.linear --dtype bfloat16` they
+# meet the tiles at some 50 rows in int8 and 64 in int4, with AVX2; where bfloat16 is not emulated, sooner.
+INT8_KERNEL_ROWS, INT4_KERNEL_ROWS = 16, 32
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -29,8 +31,9 @@ class Int8Weight:
     """Symmetric, one scale for an output: weight[n, k] ≈ scale[n] * codes[n, k]."""
 
     MAX_CODE = 127
-    KERNEL_ROWS = 16  # most rows of bfloat16 that torch's kernel takes
-    KERNEL_STEP = 16  # elements of a row that it reads at a time, whether they are there or not
+    KERNEL_ROWS = INT8_KERNEL_ROWS
+    # Elements of a row that it reads at a time, there or not; the bytes that its first address divides by.
+    KERNEL_STEP, KERNEL_ALIGNMENT = 16, 32
 
     def __init__(self, weight: Tensor) -> None:
         self.codes = torch.empty(weight.shape, dtype=torch.int8)  # [out_features, in_features]
@@ -60,6 +63,7 @@ class Int8Weight:
             x.dtype == torch.bfloat16
             and len(x) <= self.KERNEL_ROWS
             and self.codes.shape[1] % self.KERNEL_STEP == 0
+            and x.data_ptr() % self.KERNEL_ALIGNMENT == 0
         )
 
     def by_kernel(self, x: Tensor) -> Tensor:
@@ -68,14 +72,15 @@ class Int8Weight:
 
     def by_tiles(self, x: Tensor) -> Tensor:
         """x Wᵀ by float products."""
-        num_outputs, num_inputs = self.codes.shape
+        (num_outputs, num_inputs), dtype = self.codes.shape, x.dtype
+        x = x.to(_product_dtype(dtype))
         out = x.new_empty(len(x), num_outputs)
         scratch = x.new_empty(_tile_rows(num_inputs), num_inputs)
         for rows in _tiles(num_outputs, num_inputs):
             codes = self.codes[rows]
             # Codes are exact in any dtype; the scale of an output can wait for the sum.
             torch.mm(x, scratch[: len(codes)].copy_(codes).T, out=out[:, rows])
-        return out.mul_(self.scale)
+        return out.mul_(self.scale).to(dtype)
 
 
 class Int4Weight:
@@ -88,10 +93,10 @@ class Int4Weight:
     the weight and of the second, so that a tile of either half is made by whole vectors.
     """
 
-    # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.4 and 1.8 times as much.
+    # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.5 and 1.8 times as much.
     GROUP = 32
     MIDDLE = 8
-    KERNEL_ROWS = 32  # most rows of bfloat16 that torch's kernel takes
+    KERNEL_ROWS = INT4_KERNEL_ROWS
 
     def __init__(self, weight: Tensor) -> None:
         (self.num_outputs, num_inputs), self.dtype, half = weight.shape, weight.dtype, _panel_half()
@@ -134,11 +139,12 @@ class Int4Weight:
 
     def by_tiles(self, x: Tensor) -> Tensor:
         """x Wᵀ by float products."""
-        num_panels, _, half = self.packed.shape
+        (num_panels, _, half), dtype = self.packed.shape, x.dtype
+        x = x.to(_product_dtype(dtype))
         out = x.new_empty(len(x), 2, num_panels * half)
         for side, outputs, tile in self._float_tiles(x.dtype):
             torch.mm(x, tile, out=out[:, side, outputs])
-        return self._without_padding(out)
+        return self._without_padding(out).to(dtype)
 
     def _tiles(self) -> Iterator[slice]:
         num_panels, num_inputs, half = self.packed.shape
@@ -217,10 +223,17 @@ def require_kernels(name: str) -> None:
 
 def _agrees_with_itself(form: type[Int8Weight | Int4Weight]) -> bool:
     """Whether a weight is the same by kernel, by tiles, and of the values that it was made of."""
-    values = torch.arange(64).view(1, 64).add(torch.arange(128)[:, None]).remainder(16).bfloat16()
-    weight, x = form(values), torch.eye(64, dtype=torch.bfloat16)
+    values = torch.arange(128).add(torch.arange(128)[:, None]).remainder(16).bfloat16()
+    weight, x = form(values), torch.eye(128, dtype=torch.bfloat16)
     close = [torch.allclose(way(x).T, values, atol=0.1) for way in (weight.by_kernel, weight.by_tiles)]
     return all(close)
+
+
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What tiles are multiplied in: bfloat16 only where oneDNN multiplies it, not where it is emulated."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return dtype
 
 
 def _panel_half() -> int:

@@ -18,11 +18,14 @@ from paged.quantization import Int4Weight, Int8Weight
 CPU = torch.device("cpu")
 FORMS = {"int8": Int8Weight, "int4": Int4Weight}
 DTYPES = [torch.float32, torch.bfloat16]
-# Outputs and inputs: less than a panel or a tile, no multiple of one, several tiles.
+# Outputs and inputs: less than a panel or a tile, no multiple of one, several tiles; no step of a kernel.
 SHAPES = [(5, 32), (100, 96), (67, 2048), (2100, 288)]
+CASES = [(form, shape) for form in FORMS.values() for shape in SHAPES] + [(Int8Weight, (33, 50))]
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+cases = pytest.mark.parametrize(
+    ("form", "shape"), CASES, ids=[f"{form.__name__}-{shape}" for form, shape in CASES]
+)
 
 
 def awkward_weight(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
@@ -42,9 +45,8 @@ def steps(weight: Tensor, form: type[Int8Weight | Int4Weight]) -> Tensor:
     return spread.expand_as(groups).reshape(weight.shape)
 
 
-@forms
+@cases
 @dtypes
-@shapes
 def test_a_weight_is_at_most_half_a_step_off(form, dtype, shape):
     weight = awkward_weight(*shape, dtype)
     step = steps(weight, form)
@@ -56,9 +58,8 @@ def test_a_weight_is_at_most_half_a_step_off(form, dtype, shape):
     assert error.mean() > 0.1 * step.mean(), "not quantised at all"
 
 
-@forms
+@cases
 @dtypes
-@shapes
 def test_products_are_those_of_the_dequantized_weight(form, dtype, shape):
     linear = Linear(shape[1], shape[0], bias=True).to(dtype)
     linear.weight.data = awkward_weight(*shape, dtype)
@@ -96,6 +97,12 @@ def test_few_rows_of_bfloat16_have_the_same_bits_in_any_company(form):
     x = torch.randn(form.KERNEL_ROWS, 96).bfloat16()
     together = weight(x, None)
     assert all(torch.equal(weight(row[None], None)[0], out) for row, out in zip(x, together, strict=True))
+
+
+def test_rows_that_lie_askew_are_not_given_to_the_kernel():
+    weight, memory = Int8Weight(torch.randn(40, 48).bfloat16()), torch.randn(3 * 48 + 1).bfloat16()
+    askew = memory[1:].view(3, 48)
+    torch.testing.assert_close(weight(askew, None), weight(askew.clone(), None), rtol=0.02, atol=0.2)
 
 
 def test_rows_of_a_table_are_those_of_the_dequantized_weight():
