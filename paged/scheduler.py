@@ -568,21 +568,27 @@ class Scheduler:
 
     def check(self) -> None:
         """The invariants of the class, and those of the block manager."""
-        manager, running, waiting = self.block_manager, self.running, [*self.waiting()]
-        manager.check()
-        ranks = [request.rank for request in running]
-        assert ranks == sorted(ranks), "out of order"
-        assert self._num_promised_seqs == sum([len(request.siblings) for request in running])
-        assert self._num_protected == sum([request.protected for request in running])
-        assert self._num_seats >= 0, "more requests run than max_num_seqs"
-        assert len(waiting) == self.num_waiting, "the queue is miscounted"
-        assert {request.status for request in waiting} <= {RequestStatus.WAITING}
-        assert {request.status for request in running} <= {RequestStatus.RUNNING}
-        for request in waiting:
+        self.block_manager.check()
+        # One loop each, and no enum looked up in it: the simulation does this after every step.
+        waits, runs = RequestStatus.WAITING, RequestStatus.RUNNING
+        num_waiting = num_promised = num_protected = 0
+        for request in self.waiting():
+            num_waiting += 1
             seq = request.blocks
+            assert request.status is waits
             assert not any(seq.tables), "a request that does not run holds blocks"
             assert (request.num_computed_tokens > 0) is (seq.host is not None)
-        for request in running:
+        assert num_waiting == self.num_waiting, "the queue is miscounted"
+        ranks, held = [], set()
+        for request in self.running:
+            assert request.status is runs
             assert request.num_computed_tokens <= len(request.token_ids)
-        held = {request.blocks for request in running}
-        assert held.issuperset(manager.holders()), "blocks are held for nobody who runs"
+            num_promised += len(request.siblings)
+            num_protected += request.protected
+            ranks.append(request.rank)
+            held.add(request.blocks)
+        assert ranks == sorted(ranks), "out of order"
+        assert self._num_promised_seqs == num_promised
+        assert self._num_protected == num_protected
+        assert self._num_seats >= 0, "more requests run than max_num_seqs"
+        assert held.issuperset(self.block_manager.holders()), "blocks are held for nobody who runs"
