@@ -11,8 +11,9 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
 
+# In the order of tests/conftest.py: the longest files first, which are not those with the most tests.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

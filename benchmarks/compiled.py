@@ -63,18 +63,21 @@ def compile_kernel(
     use: Use, head_dim: int, group: int, block_size: int, cache: str | None, target: str
 ) -> Compiled:
     """Compile one attention kernel in bfloat16 for a GPU that need not be there. Not in the interpreter."""
-    from tests.aot import compile_attention, compiling, figures
+    from tests.absent_gpu import compiling
+    from tests.binary_figures import figures
+    from tests.kernel_launches import launch_attention
 
     kernels, dtype = load_kernels("triton"), torch.bfloat16
     sizes = {"num_tokens": 40} if use == "prefill" else {"num_tokens": 1, "num_seqs": 1}
     if use == "shared":
         sizes = {"num_seqs": 2}
-    with compiling(target) as binaries:
-        compile_attention(
+    with compiling(target) as launches:
+        launch_attention(
             kernels, head_dim, group, dtype, block_size, cache=cache, shared=use == "shared", **sizes
         )
     wanted = "prefill_kernel" if use == "prefill" else "decode_kernel"
-    binary = next(binary for name, binary in binaries if name == wanted)  # the shared prefix goes first
+    # Of a shared prefix and what follows it the first.
+    binary = next(launch.binary for launch in launches if launch.kernel == wanted)
     config = choose_config(head_dim, group, dtype, use, target)
     read = figures(target, binary)
     loop = hot_loop(target, machine_code(target, binary))
@@ -100,7 +103,7 @@ def compile_for(shape: AttentionShape, target: str, *, shared: bool = False) -> 
 
 def machine_code(target: str, binary: Any) -> str:
     """SASS, or the assembly of an AMD GPU."""
-    from tests.aot import cuobjdump
+    from tests.binary_figures import cuobjdump
 
     if target.startswith("gfx"):
         return str(binary.asm["amdgcn"])

@@ -147,6 +147,7 @@ class RunningSet:
         assert self._num_promised_seqs == sum([len(request.siblings) for request in self.requests])
         assert self._num_protected == sum([request.protected for request in self.requests])
         assert self.num_seats >= 0, "more requests run than max_num_seqs"
-        assert {request.status for request in self.requests} <= {RequestStatus.RUNNING}
+        runs = RequestStatus.RUNNING  # not looked up in the loop: the simulation does this after every step
         for request in self.requests:
+            assert request.status is runs
             assert request.num_computed_tokens <= len(request.token_ids)

@@ -462,14 +462,16 @@ class Scheduler:
 
     def check(self) -> None:
         """The invariants of the class, and those of the block manager."""
-        manager, waiting = self.block_manager, [*self.waiting()]
+        manager, waits, num_waiting = self.block_manager, RequestStatus.WAITING, 0
         manager.check()
         self._running.check()
-        assert len(waiting) == self.num_waiting, "the queue is miscounted"
-        assert {request.status for request in waiting} <= {RequestStatus.WAITING}
-        for request in waiting:
+        # No enum is looked up in the loop: the simulation does this after every step.
+        for request in self.waiting():
+            num_waiting += 1
             seq = request.blocks
+            assert request.status is waits
             assert not any(seq.tables), "a request that does not run holds blocks"
             assert (request.num_computed_tokens > 0) is (seq.host is not None)
+        assert num_waiting == self.num_waiting, "the queue is miscounted"
         held = {request.blocks for request in self.running}
         assert held.issuperset(manager.holders()), "blocks are held for nobody who runs"

@@ -1,5 +1,6 @@
 """What every test runs under. The environment comes first: Triton reads it when it is first imported."""
 
+import importlib.util
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: threads of their own would fight
@@ -14,8 +15,25 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 
 import pytest  # noqa: E402
 
+if not HAS_GPU and importlib.util.find_spec("triton"):
+    from interpreter import remember_builtins
+
+    remember_builtins()
+
+# A worker takes one file after another. These take longest: begun last, they would leave the others idle.
+LONGEST_FIRST = [
+    "test_kernel_aot",
+    "test_kernel_attention_variants",
+    "test_matches_transformers",
+    "test_kernel_paged_attention",
+    "test_block_properties",
+    "test_cli",
+]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST_FIRST)))
     skip = pytest.mark.skip(reason="needs a CUDA or ROCm GPU, torch.cuda sees none")
     for item in items:
         if not HAS_GPU and "gpu" in item.keywords:

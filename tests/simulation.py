@@ -438,12 +438,13 @@ def _run_range(seeds: tuple[int, int]) -> int:
 
 def worlds(first_seed: int, num_steps: int, processes: int) -> Iterator[int]:
     """Run worlds until so many steps are done. Yields how many so far."""
-    chunk, done = 50, 0
+    chunk, done = 10, 0
     with get_context("spawn").Pool(processes) as pool:
         starts = iter(range(first_seed, sys.maxsize, chunk))
         ranges = ((start, start + chunk) for start in starts)
         while done < num_steps:
-            batch = [next(ranges) for _ in range(4 * processes)]
+            # A world has some 450 steps. All that are missing at once: between two batches processes wait.
+            batch = [next(ranges) for _ in range(-(-(num_steps - done) // (450 * chunk)))]
             for steps in pool.imap_unordered(_run_range, batch):
                 done += steps
                 yield done
@@ -462,8 +463,9 @@ def main() -> None:
         return
     started = time.perf_counter()
     for done in worlds(args.first_seed, args.steps, args.processes):
-        print(f"\r{done:,} steps, {time.perf_counter() - started:,.0f} s", end="", file=sys.stderr)
-    print(f"\n{done:,} steps, every invariant held, {time.perf_counter() - started:,.0f} s")
+        if sys.stderr.isatty():
+            print(f"\r{done:,} steps, {time.perf_counter() - started:,.0f} s\r", end="", file=sys.stderr)
+    print(f"{done:,} steps, every invariant held, {time.perf_counter() - started:,.0f} s")
 
 
 if __name__ == "__main__":

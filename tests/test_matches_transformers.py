@@ -100,10 +100,11 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
     assert_matches(new_engine(checkpoint("qwen2-mixed")), reference("qwen2-mixed"), prompts, 6, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied-bias", "mistral", "qwen3"])
+# Between them: biases, norms of queries and keys, tied embeddings, layers with and without a window.
+@pytest.mark.parametrize("name", ["qwen2-mixed", "qwen3"])
 def test_triton_kernels_match_transformers(name, monkeypatch):
     # On a CPU the kernels run in Triton's interpreter, a thousand times slower: few and short.
-    engine = new_engine(checkpoint(name), device="auto", attention_backend="triton", num_blocks=16)
+    engine = new_engine(checkpoint(name), device="auto", attention_backend="triton", num_blocks=24)
     assert engine.runner.model.kernels.name == "triton"
     assert_matches(engine, reference(name), ragged_prompts([1, 17, 30]), 3, monkeypatch)
 

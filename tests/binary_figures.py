@@ -1,0 +1,117 @@
+"""Registers, spills, shared memory and instruction counts, read out of a compiled kernel."""
+
+import os
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import triton
+
+# Shared memory one block may use, in bytes.
+SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+# An SM's registers, warps, shared memory in bytes and blocks.
+SM_LIMITS = {
+    "sm_80": (65536, 64, 164 * 1024, 32),
+    "sm_90": (65536, 64, 228 * 1024, 32),
+    "sm_100": (65536, 64, 228 * 1024, 32),
+}
+CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+
+
+def figures(target: str, binary: Any) -> dict[str, float]:
+    """Read one binary's figures; "stack", where registers spill to, is in bytes."""
+    return _amd_figures(binary) if target.startswith("gfx") else _nvidia_figures(target, binary)
+
+
+def _machine_code(cubin: bytes) -> int:
+    """How many bytes of code a cubin holds: its section .text.<kernel>, found in the table of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, num_sections, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    # name, type, flags, address, offset and size of each
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(num_sections)]
+    first_name = sections[names][4]
+    return sum(section[5] for section in sections if cubin.startswith(b".text.", first_name + section[0]))
+
+
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """What NVIDIA's tool prints: "--dump-resource-usage" takes 3 ms, "--dump-sass" half a second."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
+    """Whatever does not fit into the registers of a thread is in its stack."""
+    cubin, ptx = binary.asm["cubin"], binary.asm["ptx"]
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))
+    registers, stack = int(registers), int(stack)
+    all_registers, max_warps, shared, max_blocks = SM_LIMITS[target]
+    warps = binary.metadata.num_warps
+    per_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": binary.metadata.shared,
+        "blocks_per_sm": min(
+            all_registers // per_warp // warps,
+            shared // (binary.metadata.shared + 1024),  # 1 KiB is reserved for each block
+            max_warps // warps,
+            max_blocks,
+        ),
+        # Each of these becomes one instruction of the tensor cores.
+        "wgmma": ptx.count("wgmma.mma_async."),
+        "mma": len(re.findall(r"(?<!\.)\bmma\.sync\.", ptx)),
+        "tcgen05": ptx.count("tcgen05.mma"),
+        "async_copies": len(
+            re.findall(r"cp\.async\.c[ag]\.shared\.global[^,]*,[^,]*, (?:0x10|16)\b|bulk\.tensor", ptx)
+        ),
+        "loads_2B": len(re.findall(r"ld\.global(?:\.\w+)*\.b16 ", ptx)),
+        **_widths(re.findall(r"\b(ld|st)\.global((?:\.\w+)*) ", ptx), _ptx_bytes),
+        "loads_behind_barrier": ptx.partition("bar.sync")[2].count("ld.global"),
+        "instructions": _machine_code(cubin) // 16,
+    }
+
+
+def _amd_figures(binary: Any) -> dict[str, float]:
+    isa = binary.asm["amdgcn"]
+
+    def field(name: str) -> int:
+        match = re.search(rf"\.{name}:\s+(\d+)", isa)
+        assert match is not None
+        return int(match.group(1))
+
+    return {
+        "registers": field("vgpr_count"),
+        "stack": field("private_segment_fixed_size"),
+        "shared": binary.metadata.shared,
+        "mfma": len(re.findall(r"^\s+v_mfma", isa, re.M)),
+        "instructions": len(re.findall(r"^\s+[vs]_|^\s+(?:global|ds|buffer|flat)_", isa, re.M)),
+        **_widths(re.findall(r"\b(?:global|buffer)_(load|store)_(\w+)", isa), _amd_bytes),
+    }
+
+
+def _widths(instructions: list[tuple[str, str]], width: Callable[[str], int]) -> dict[str, int]:
+    """How many loads from and stores to global memory move 16 bytes a thread, and how many fewer."""
+    counts = dict.fromkeys(["loads_16B", "loads_narrow", "stores_16B", "stores_narrow"], 0)
+    for kind, suffix in instructions:
+        counts[
+            f"{'loads' if kind.startswith('l') else 'stores'}_{'16B' if width(suffix) == 16 else 'narrow'}"
+        ] += 1
+    return counts
+
+
+def _ptx_bytes(suffix: str) -> int:
+    """ld.global.L1::evict_last.v4.b32: 4 times 32 bits."""
+    vector, bits = re.search(r"\.v(\d)", suffix), re.search(r"\.[bfsu](\d+)$", suffix)
+    assert bits is not None, suffix
+    return int(bits[1]) // 8 * (int(vector[1]) if vector else 1)
+
+
+def _amd_bytes(suffix: str) -> int:
+    """dwordx4: 4 times 32 bits; ushort, short_d16_hi and the like are not counted closely."""
+    return 4 * int(suffix.removeprefix("dwordx") or 1) if re.fullmatch(r"dwordx[234]", suffix) else 4

@@ -1,0 +1,158 @@
+"""What is compiled ahead of time: each kernel launched for every case that may need code of its own."""
+
+from typing import Any
+
+import torch
+
+from paged.kernels.backend import Kernels
+from paged.kernels.filter_logits import filter_logits
+from paged.kernels.penalties import apply_penalties
+from paged.kernels.sample_tokens import sample_tokens
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}
+# Every row of choose_config's tables and each branch of the kernels, with head dims that are padded and the
+# smallest and the largest blocks: head_dim, group, dtype, block_size, and what else is not as usual.
+ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
+    (64, 4, "bfloat16", 16, {"alibi": True, "causal": False}),
+    (128, 4, "bfloat16", 16, {"window": 4096}),
+    (128, 7, "float16", 64, {}),
+    (128, 20, "bfloat16", 64, {"tree": True}),
+    (256, 4, "bfloat16", 16, {"window": 4096, "softcap": True}),
+    (96, 3, "float16", 8, {"window": 1024}),
+    (32, 1, "bfloat16", 256, {}),
+    (64, 8, "bfloat16", 16, {"window": 128, "sinks": True}),
+    (128, 4, "bfloat16", 16, {"cache": "int8"}),
+    (128, 4, "bfloat16", 16, {"cache": "float8_e4m3fn"}),
+    (128, 4, "bfloat16", 16, {"shared": True}),
+    (576, 16, "bfloat16", 64, {"value_dim": 512}),
+    (64, 4, "float32", 16, {}),
+    (128, 7, "float32", 16, {}),
+    (256, 4, "float32", 16, {"window": 4096}),
+    (576, 16, "float32", 64, {"value_dim": 512}),
+]
+# e4m3 arithmetic begins with sm_89, and gfx942 has a format of its own.
+FP8_TARGETS = ("sm_90", "sm_100")
+
+
+def launch_attention(
+    kernels: Kernels,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    window: int | None = None,
+    value_dim: int | None = None,
+    cache: str | None = None,
+    softcap: bool = False,
+    sinks: bool = False,
+    alibi: bool = False,
+    tree: bool = False,
+    causal: bool = True,
+    shared: bool = False,
+    num_tokens: int = 40,
+    num_seqs: int = 2,
+    max_blocks: int = 128,
+) -> None:
+    """Launch attention once, as a batch with prefill does: it compiles prefill, plan, decode and merge.
+
+    A value_dim other than head_dim is a view of the key cache, as in MLA.
+    """
+    num_kv_heads, num_blocks = 2, 4
+    num_heads = num_kv_heads * group
+    if shared:
+        num_tokens = num_seqs
+    key_cache = torch.empty(
+        num_blocks, block_size, num_kv_heads, head_dim, dtype=DTYPES[cache] if cache else dtype
+    )
+    scales = torch.empty(num_blocks, num_kv_heads, block_size) if cache else None
+    kernels.paged_attention(
+        torch.empty(num_tokens, num_heads, head_dim, dtype=dtype),
+        key_cache,
+        key_cache[..., :value_dim] if value_dim == 512 else torch.empty_like(key_cache)[..., :value_dim],
+        torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
+        torch.zeros(num_seqs, dtype=torch.int32),
+        torch.zeros(num_seqs + 1, dtype=torch.int32),
+        scale=head_dim**-0.5,
+        max_seqlen_q=1 if shared else num_tokens,
+        sliding_window=window,
+        causal=causal,
+        softcap=50.0 if softcap else None,
+        sinks=torch.empty(num_heads) if sinks else None,
+        alibi_slopes=torch.empty(num_heads) if alibi else None,
+        tree_mask=torch.empty(num_tokens, dtype=torch.int64) if tree else None,
+        key_scales=scales,
+        value_scales=scales,
+        shared_prefix_len=max_blocks * block_size // 2 if shared else 0,
+    )
+
+
+def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> None:
+    """Launch the kernels that know no heads as a layer of Llama-3-8B does."""
+    size = 4096
+    hidden = torch.empty(num_tokens, size, dtype=dtype)
+    kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, residual=torch.empty_like(hidden))
+    kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6)
+    kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+    planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
+    kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
+
+
+# num_heads, num_kv_heads, head_dim, dtype, norm: every shape of tile, full and padded.
+ROTARY_CASES = [
+    (32, 8, 64, "bfloat16", False),
+    (32, 4, 64, "bfloat16", True),
+    (32, 8, 128, "bfloat16", False),
+    (16, 8, 128, "bfloat16", True),
+    (32, 8, 80, "float16", False),
+    (8, 4, 256, "bfloat16", True),
+    (7, 1, 16, "float16", True),
+    (32, 8, 128, "float32", True),
+    (8, 4, 256, "float32", True),
+]
+
+
+def launch_rotary_store_kv(
+    kernels: Kernels,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    norm: bool,
+    num_tokens: int = 5,
+) -> None:
+    """Launch it as a layer does, on the view of a fused projection's output."""
+    qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = torch.empty(num_tokens, head_dim // 2)
+    cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=dtype)
+    weight = torch.empty(head_dim, dtype=dtype) if norm else None
+    kernels.rotary_store_kv(
+        qkv.unflatten(-1, (-1, head_dim)),
+        angles,
+        angles,
+        cache,
+        cache,
+        torch.zeros(num_tokens, dtype=torch.int64),
+        query_norm_weight=weight,
+        key_norm_weight=weight,
+    )
+
+
+# Llama 3's: a row begins at 16 bytes. With an odd one no kernel can load more than 4 bytes a thread.
+VOCAB_SIZE = 128256
+
+
+def launch_sampling(*filters: str, num_rows: int = 3) -> None:
+    """Launch what makes tokens of logits, with these filters."""
+    logits = torch.empty(num_rows, VOCAB_SIZE)
+    rows = torch.zeros(num_rows, dtype=torch.int64)
+    counts = torch.zeros(2, VOCAB_SIZE, dtype=torch.int32)
+    ones = torch.ones(num_rows)
+    apply_penalties(logits, rows, rows, counts, counts > 0, ones, ones, ones)
+    params: dict[str, Any] = {
+        name: (ones.int() if name == "top_k" else ones) if name in filters else None
+        for name in ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
+    }
+    sample_tokens(logits, rows, rows, temperature=ones, **params)
+    if filters:
+        filter_logits(logits, temperature=ones, **params)

@@ -1,0 +1,46 @@
+"""How many binaries a model needs: the kernels that batches launch, by what they would compile to."""
+
+import json
+
+import pytest
+
+from tests.absent_gpu import TARGETS
+from tests.aot import run_compiler
+
+
+@pytest.fixture(scope="module")
+def found():
+    return json.loads(run_compiler("tests.aot_variants"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_batches_do_not_multiply_binaries(found, target):
+    """One model's batches of any size: a handful of binaries, all of them made by a warm-up."""
+    assert found[target]["variants"] == {
+        "prefill_kernel": 1,
+        "decode_kernel": 1,
+        "_plan_kernel": 1,
+        "_merge_kernel": 1,
+        "_rms_norm_kernel": 2,  # with residual and without
+        "_rotary_store_kv_kernel": 1,
+        "_silu_and_mul_kernel": 1,
+        "_copy_blocks_kernel": 1,
+        "_penalties_kernel": 1,
+        "_maxima_kernel": 2,  # with the deviation of a row and without
+        "_coarse_kernel": 1,
+        "_gather_kernel": 1,
+        "search_kernel": 1,
+        "_mask_kernel": 1,
+        "_best_kernel": 2,  # with filters and without
+        "_pick_kernel": 1,
+    }
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_warm_up_compiles_all_that_batches_need(found, target):
+    assert found[target]["warm_up"] == {"num_compiled": 18, "ready": 18, "later": []}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_whoever_listens_is_told_of_every_kernel_that_is_compiled(found, target):
+    assert found[target]["compiled"] == [4, 4]
