@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import strategies
 from benchmarks.common import ragged_workload
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.fleet import Fleet, Way, ways_named
 from benchmarks.peers.limit import workload_cost
 from benchmarks.peers.report import summarise
-from benchmarks.peers.worker import in_batches
+from benchmarks.peers.worker import Server, in_batches
 from paged.simulate.model import read_model
 
 ROOT = Path(__file__).parent.parent
@@ -118,20 +119,40 @@ def test_rows_are_medians_and_ratios_of_rounds():
     assert (theirs["paged is faster by"], theirs["range"]) == (1, "1.00-4.00")
 
 
-def test_strategies_give_the_same_tokens():
-    printed, result = run(
-        "benchmarks.strategies",
-        "--num-requests",
-        "4",
-        "--batch-size",
-        "2",
-        "--scale",
-        "0.05",
-        "--rounds",
-        "1",
-    )
-    rows = {row["strategy"]: row for row in result["rows"]}
+class Here(Server):
+    """A worker without a process of its own."""
+
+    def __init__(self, system, *, threads):
+        super().__init__(system)
+        self.threads = threads
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def call(self, name, **arguments):
+        return getattr(self, name)(**arguments)
+
+    def send(self, name, **arguments):
+        self.answer = self.call(name, **arguments)
+
+    def receive(self):
+        return self.answer
+
+
+def test_strategies_give_the_same_tokens(monkeypatch, capsys):
+    monkeypatch.setattr(strategies, "Worker", Here)
+    args = ["--num-requests", "4", "--batch-size", "2", "--scale", "0.05", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["strategies", *args])
+    strategies.main()
+    printed = capsys.readouterr().out
+    rows = {row["strategy"]: row for row in json.loads(printed.splitlines()[-1])["rows"]}
     assert [*rows] == ["sequential", "static, padded", "static, ragged", "two processes", "continuous"]
     for row in rows.values():
         assert row["requests/s"] > 0
         assert f"{row['strategy']}: {row['conclusion']}" in printed
+    run = {"tokens": [[1]]}
+    with pytest.raises(AssertionError, match="two processes gives other tokens than continuous"):
+        strategies.same_tokens({"two processes": {"tokens": [[2]]}, "continuous": run})

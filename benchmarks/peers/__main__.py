@@ -19,7 +19,8 @@ Each is a process of its own that loads the model once (again, where memory is t
 proves on a small run that its tokens are those of the model, and then takes turns with the others: a round is
 a run of each, with new prompt ids, so that no cache of an earlier round helps. Figures are medians of the
 rounds. `of limit` is the time that no schedule can beat, by bytes and FLOPs (limit.py) at the bandwidth and
-the matrix product measured at the start, over the time it took. Who is left out is listed with the reason.
+the matrix product measured at the start, over the time it took; a model that fits into the caches, as that
+of 15 million, may pass 1. Who is left out is listed with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from paged.simulate.model import read_model
 BATCHES = {"tinyllama-1.1b": [1, 4, 16, 64], "llama-15m": [1, 4, 16, 64, 256], "demo": [1, 4, 16, 64, 256]}
 SCALES = {"full": 1.0, "small": 0.125}
 # Mean distance of a way's tokens from the best, see hf.Judge: tokens at random are 4 away.
-TOLERANCES = {"float32": 0.0, "bfloat16": 0.05, "int8": 0.1, "int4": 0.5}
+TOLERANCES = {"float32": 0.0, "bfloat16": 0.2, "int8": 0.4, "int4": 1.5}
 # Bytes of memory per byte of the checkpoint: twice as many for float32 weights, and one for the rest.
 ROOM = 3
 

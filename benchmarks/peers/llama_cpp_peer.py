@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import CHECKPOINTS
 from benchmarks.peers.worker import Options, Tokens
 
 # llama.cpp's names for how weights are stored.
@@ -50,6 +51,7 @@ class LlamaCpp:
         if path.exists():
             return
         source = _gguf(options, "float32")
+        CHECKPOINTS.mkdir(exist_ok=True)
         if not source.exists():
             write_gguf(Path(options.model), source)
         if path != source:
@@ -195,4 +197,4 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _gguf(options: Options, dtype: str) -> Path:
-    return Path(f"{options.model}-{dtype}.gguf")
+    return CHECKPOINTS / f"{Path(options.model).name}-{dtype}.gguf"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from benchmarks.common import CHECKPOINTS
 from benchmarks.peers.worker import Options, Tokens
 
 _BITS = {"int8": 8, "int4": 4}
@@ -17,7 +18,7 @@ class OpenVino:
 
     @staticmethod
     def prepare(options: Options) -> None:
-        """Export the checkpoint beside it, once for each precision."""
+        """Export the checkpoint, once for each precision."""
         directory = _directory(options)
         if (directory / "openvino_model.bin").exists():
             return
@@ -88,4 +89,4 @@ class OpenVino:
 
 
 def _directory(options: Options) -> Path:
-    return Path(f"{options.model}-openvino-{options.dtype}")
+    return CHECKPOINTS / f"{Path(options.model).name}-openvino-{options.dtype}"

@@ -35,7 +35,9 @@ def paint(rows: list[Row], path: Path) -> None:
                 label=way,
             )
         axes.set(title=shape, xlabel="requests at once", ylabel="generated tokens/s", yscale="log")
+        batches = sorted({row["batch"] for row in rows if row["shape"] == shape})
         axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(batch) for batch in batches])
         axes.grid(alpha=0.3)
     fields[0][-1].legend(fontsize=7)
     figure.savefig(path, dpi=120)
