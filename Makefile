@@ -1,4 +1,4 @@
-# make demo | test | lint | simulation | mutants | test-triton-3.6 | clean. Each makes its own virtual
+# make demo | test | lint | simulation | mutants | test-triton-3.6 | peers | clean. Each makes its own virtual
 # environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint simulation mutants test-triton-3.6 clean
+.PHONY: demo test lint simulation mutants test-triton-3.6 peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -35,8 +35,21 @@ test-triton-3.6:
 	$(VENV)-triton-3.6/bin/python -m pytest -W "ignore:Conversion of an array:DeprecationWarning" \
 	  tests/test_kernel_*.py $(ARGS)
 
+# Other people's engines for `python -m benchmarks.peers`, each in an environment of its own, some gigabytes:
+# make -k peers, to go on where one of them cannot be installed, or make peers PEERS="openvino llama-cpp".
+PEERS ?= openvino llama-cpp vllm
+peers: $(PEERS:%=$(VENV)-peers/%/.installed)
+
+# torch beside them may be another build than these were made for, and nothing here looks or listens: without
+# them transformers does not try. The kernels of llama.cpp are compiled for this CPU, without its image models.
+$(VENV)-peers/%/.installed: benchmarks/peers/requirements/%.txt
+	$(PYTHON) -m venv $(@D)
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF" $(@D)/bin/python -m pip install -r $<
+	$(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-triton-3.6 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and by its exact version: an open range takes gigabytes of CUDA even where a smaller
 # build of this version is at hand.

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 CHECKPOINTS = Path(tempfile.gettempdir()) / "paged-benchmarks"
 # Shapes with random weights: speed does not depend on what a model has learned.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -70,6 +68,28 @@ def nano_vllm_workload(num_requests: int, scale: float, vocab_size: int) -> Work
     return Workload(prompts, [rng.randint(low, high) for _ in range(num_requests)])
 
 
+def ragged_workload(
+    num_requests: int, vocab_size: int, *, scale: float = 1.0, common_prefix: int = 0, seed: int = 0
+) -> Workload:
+    """The first of an endless list of requests: prompts of 16 to 512 ids, outputs of 50 to 128.
+
+    scale: of these lengths.
+    common_prefix: so many ids before every prompt, the same for all.
+    seed: of the ids. The lengths are always the same; with other ids no cache knows the prompts of before.
+    """
+    lengths, ids = random.Random(0), random.Random(seed)
+
+    def tokens(n: int) -> list[int]:
+        return [ids.randrange(vocab_size) for _ in range(n)]
+
+    def length(low: int, high: int) -> int:
+        return lengths.randint(max(1, int(low * scale)), max(1, int(high * scale)))
+
+    prefix = tokens(common_prefix)
+    sizes = [(length(16, 512), length(50, 128)) for _ in range(num_requests)]
+    return Workload([prefix + tokens(n) for n, _ in sizes], [n for _, n in sizes])
+
+
 def checkpoint(name: str) -> str:
     """The directory of a model: "demo", one of SHAPES (made on first use), or the directory given."""
     if name == "demo":
@@ -80,6 +100,7 @@ def checkpoint(name: str) -> str:
         return name
     directory = CHECKPOINTS / name
     if not (directory / "model.safetensors").exists():
+        import torch  # here: workers in peers' environments have none
         from transformers import AutoConfig, AutoModelForCausalLM
 
         print(f"making {directory}", flush=True)

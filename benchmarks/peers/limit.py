@@ -1,0 +1,66 @@
+"""The time that no engine can beat on a workload: its bytes at the bandwidth, its FLOPs at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.timing import Limits, measure_limits
+from paged.devices import cpu_has_bfloat16
+from paged.models.config import ModelConfig
+
+# Bytes of a weight; the scales of quantised ones are left out.
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+
+
+def workload_cost(
+    model: ModelConfig,
+    dtype: str,
+    prompt_lens: Sequence[int],
+    output_lens: Sequence[int],
+    common_prefix: int = 0,
+) -> tuple[float, int]:
+    """(bytes, FLOPs) of all requests at once, by whatever schedule.
+
+    Tokens of one request come one after the other, so the weights are read as often as the longest output
+    has tokens; KV is read once for every step of a request, that of a common prefix once for all requests.
+    FLOPs are counted as in paged.simulate.cost: 2 for each weight and token, 4 head_dim for each head and
+    pair of query and key. A common prefix is computed once. The embedding table, norms and activations are
+    left out.
+    """
+    own_lens = [n - common_prefix for n in prompt_lens]
+    num_steps = max(output_lens)
+    # The last token of an output is never computed.
+    decode_lens = [n - 1 for n in output_lens]
+    num_tokens = common_prefix + sum(own_lens) + sum(decode_lens)
+    pairs = _pairs(0, common_prefix)
+    kv_read = common_prefix * num_steps
+    for own, decodes in zip(own_lens, decode_lens, strict=True):
+        pairs += _pairs(common_prefix, own + decodes)
+        kv_read += own + _pairs(own, decodes)  # its own part: once with the prompt, once for each decode
+    head = model.vocab_size * model.hidden_size
+    kv_bytes_per_token = (
+        2 * model.num_layers * model.num_kv_heads * model.head_dim * (4 if dtype == "float32" else 2)
+    )
+    moved = num_steps * (model.num_layer_params + head) * WEIGHT_BYTES[dtype]
+    moved += (kv_read + num_tokens) * kv_bytes_per_token
+    flops = 2 * model.num_layer_params * num_tokens + 2 * head * sum(output_lens)
+    flops += 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+    return moved, flops
+
+
+def _pairs(context: int, num_new: int) -> int:
+    """Pairs of a query and a key it sees, of new tokens behind a context; also the keys read, one by one."""
+    return num_new * context + num_new * (num_new + 1) // 2
+
+
+def machine_limits() -> dict[str, Limits]:
+    """What this CPU reaches, by precision: narrower ones may be computed in whatever is fastest."""
+    cpu = torch.device("cpu")
+    wide = narrow = measure_limits(cpu, torch.float32)
+    if cpu_has_bfloat16():  # elsewhere it is emulated, and measuring it would take minutes
+        narrow = measure_limits(cpu, torch.bfloat16)
+    bandwidth = max(wide.bytes_per_s, narrow.bytes_per_s)
+    half = Limits(bandwidth, max(wide.flops, narrow.flops))
+    return {"float32": Limits(bandwidth, wide.flops), "bfloat16": half, "int8": half, "int4": half}

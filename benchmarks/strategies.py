@@ -1,0 +1,196 @@
+"""What does continuous batching gain over simpler ways to serve the same prompts?
+
+    python -m benchmarks.strategies
+    python -m benchmarks.strategies --model tinyllama-1.1b --dtype bfloat16 --num-requests 16
+
+Ragged requests (prompts of 16 to 512 ids, outputs of 50 to 128 tokens), all there at the start, greedy. In
+float32 all ways must give the same tokens, which is asserted in every round:
+
+    sequential        this engine, one request after the other
+    static, padded    transformers generate(): padded batches of prompts of similar length
+    static, ragged    this engine, the same batches: no padding, but the next one waits for all of this one
+    two processes     this engine twice, each with every other request and half of the threads
+    continuous        this engine: whoever finishes makes room for the next at once
+
+Each is a process of its own that loads the model once; then they take turns. Figures are medians of rounds.
+Batches, and requests running at once in the last two together, are of --batch-size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common import Workload, checkpoint, print_json, print_table, ragged_workload
+from benchmarks.peers.process import Worker
+from benchmarks.peers.report import Run
+from paged.simulate.model import read_model
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the requests are given to whom.
+
+    at_once: requests that a process may run at once, as a share of --batch-size; 0: one.
+    in_batches: the next ones wait for all of those before.
+    """
+
+    name: str
+    why: str
+    system: str = "paged"
+    num_processes: int = 1
+    at_once: float = 1.0
+    in_batches: bool = False
+
+
+STRATEGIES = [
+    Strategy("sequential", "the weights are read for every single token", at_once=0, in_batches=True),
+    Strategy(
+        "static, padded",
+        "computes the padding, and goes on to the longest output",
+        system="generate",
+        in_batches=True,
+    ),
+    Strategy("static, ragged", "no padding, but batches run empty to the longest output", in_batches=True),
+    Strategy(
+        "two processes",
+        "the weights are in memory, and read, twice; no thread waits for another's",
+        num_processes=2,
+        at_once=0.5,
+    ),
+    Strategy("continuous", "places are filled as they become free: the weights' reads are shared by most"),
+]
+
+
+def main() -> None:
+    """Compare tokens, then time in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="demo", help="demo, tinyllama-1.1b, llama-15m or a directory")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--num-requests", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a way, altogether")
+    args = parser.parse_args()
+    directory = checkpoint(args.model)
+    vocab_size = read_model(directory).vocab_size
+
+    def workload(round_: int) -> Workload:
+        # Other ids in every round: no prefix cache knows them.
+        return ragged_workload(args.num_requests, vocab_size, scale=args.scale, seed=round_)
+
+    runs: dict[str, list[Run]] = {strategy.name: [] for strategy in STRATEGIES}
+    with ExitStack() as stack:
+        running = [Running(strategy, directory, workload(0), args, stack) for strategy in STRATEGIES]
+        for round_ in range(-1, args.rounds):  # the first one warms up
+            now = workload(round_)
+            for way in running:
+                run = way.run(now)
+                runs[way.strategy.name].append(run)
+                print(f"round {round_ + 1}, {way.strategy.name}: {run['seconds']:.2f} s", flush=True)
+            # In bfloat16 sums in another order may turn a near tie.
+            if args.dtype == "float32":
+                same_tokens({name: found[-1] for name, found in runs.items()})
+    table = rows({name: found[1:] for name, found in runs.items()}, workload(0))
+    print(
+        f"\n{args.model}: {args.num_requests} requests, batches of {args.batch_size}, threads: {args.threads}"
+    )
+    print_table([{k: v for k, v in row.items() if k != "conclusion"} for row in table])
+    print("\nbeside continuous, median of the rounds and range:")
+    for row in table:
+        print(f"{row['strategy']}: {row['conclusion']}")
+    print_json({"benchmark": "strategies", **vars(args), "rows": table})
+
+
+class Running:
+    """The processes of a strategy."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        directory: str,
+        workload: Workload,
+        args: argparse.Namespace,
+        stack: ExitStack,
+    ) -> None:
+        at_once = max(1, int(args.batch_size * strategy.at_once))
+        self.strategy, self.batch_size = strategy, at_once if strategy.in_batches else None
+        threads = max(1, args.threads // strategy.num_processes)
+        lengths = [len(p) + n for p, n in zip(workload.prompts, workload.max_tokens, strict=True)]
+        options: dict[str, Any] = {
+            "model": directory,
+            "dtype": args.dtype,
+            "threads": threads,
+            "num_requests": at_once,
+            "num_tokens": sum(sorted(lengths)[-at_once:]),
+            "longest": max(lengths),
+        }
+        self.workers = [
+            stack.enter_context(Worker(strategy.system, threads=threads))
+            for _ in range(strategy.num_processes)
+        ]
+        for worker in self.workers:
+            worker.call("load", **options)
+
+    def run(self, workload: Workload) -> Run:
+        """All requests, dealt out to the processes."""
+        count = len(self.workers)
+        started = time.perf_counter()
+        for i, worker in enumerate(self.workers):
+            prompts, max_tokens = workload.prompts[i::count], workload.max_tokens[i::count]
+            worker.send("run", prompts=prompts, max_tokens=max_tokens, batch_size=self.batch_size)
+        parts = [worker.receive() for worker in self.workers]
+        seconds = time.perf_counter() - started
+        tokens: list[list[int]] = [[] for _ in workload.prompts]
+        for i, part in enumerate(parts):
+            tokens[i::count] = part["tokens"]
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "first_token_s": [t for part in parts for t in part["first_token_s"]],
+            "peak_rss_mib": sum(part["peak_rss_mib"] for part in parts),
+        }
+
+
+def same_tokens(runs: Mapping[str, Run]) -> None:
+    """Assert that all gave the same."""
+    expected = runs["continuous"]["tokens"]
+    for name, run in runs.items():
+        assert run["tokens"] == expected, f"{name} gives other tokens than continuous"
+
+
+def rows(runs: Mapping[str, list[Run]], workload: Workload) -> list[dict[str, Any]]:
+    """The medians of every strategy, and what they come to beside continuous batching."""
+    table = []
+    for strategy in STRATEGIES:
+        found = runs[strategy.name]
+        seconds = statistics.median(run["seconds"] for run in found)
+        ratios = [
+            run["seconds"] / best["seconds"] for run, best in zip(found, runs["continuous"], strict=True)
+        ]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of its time"
+        beside = "what the others are measured by" if strategy.name == "continuous" else ratio
+        table.append(
+            {
+                "strategy": strategy.name,
+                "requests/s": len(workload.prompts) / seconds,
+                "tokens/s": workload.num_output_tokens / seconds,
+                "TTFT s": statistics.median(statistics.mean(run["first_token_s"]) for run in found),
+                "worst": statistics.median(max(run["first_token_s"]) for run in found),
+                "peak MiB": max(run["peak_rss_mib"] for run in found),
+                "conclusion": f"{beside}: {strategy.why}",
+            }
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
