@@ -2,9 +2,10 @@
 
     python -m benchmarks.paged_attention
 
-On a CPU what the CPU runs, the torch path; on a GPU the Triton kernels in a few batches, for a first look:
-`python -m benchmarks.gpu` measures them all. The limits, copy bandwidth and matrix throughput, are measured
-in the same run. Each case is compared with the reference before its turn.
+On a CPU its own kernels, compiled by numba, and how much longer the same takes in plain torch; on a GPU the
+Triton kernels in a few batches, for a first look: `python -m benchmarks.gpu` measures them all. The limits,
+copy bandwidth and matrix throughput, are measured in the same run. Each case is compared with the reference
+before its turn.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     limits = measure_limits(device, dtype)
-    kernels = load_kernels("triton" if device.type == "cuda" else "torch")
+    kernels = load_kernels("triton" if device.type == "cuda" else "numba")
+    plain = load_kernels("torch") if device.type == "cpu" else None
     print(f"{kernels.name} kernels on {device_name(device)}, {dtype}")
     print(f"limits: {limits.bytes_per_s / 1e9:,.0f} GB/s copied, {limits.flops / 1e12:,.2f} TFLOP/s")
     rows: list[dict[str, Any]] = []
@@ -48,6 +50,8 @@ def main() -> None:
                 "of limit": f"{limits.seconds(moved, flops) / seconds:.0%}",
             }
         )
+        if plain is not None:
+            rows[-1]["torch takes"] = measure(partial(case.run, plain), device) / seconds
     print_table(rows)
     print_json({"benchmark": "paged_attention", "device": device_name(device), "rows": rows, **vars(limits)})
 

@@ -3,7 +3,9 @@
 Importing this module, and loading "torch", needs no Triton.
 """
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
@@ -72,8 +76,21 @@ def _numba_kernels() -> Kernels:
             "attention_backend='numba' needs numba, which compiles the CPU's kernels: "
             "`pip install 'paged[cpu]'`, or use attention_backend='torch', which is slower"
         )
-    from . import numba_ops, numba_paged_attention, reference, torch_sampling
-
+    notice = threading.Timer(
+        2.0, logger.warning, ["compiling the kernels for this CPU, which takes some 20 s, once"]
+    )
+    notice.daemon = True
+    notice.start()
+    try:
+        from . import (
+            numba_linear,  # noqa: F401  (paged.panels takes it, when it is compiled)
+            numba_ops,
+            numba_paged_attention,
+            reference,
+            torch_sampling,
+        )
+    finally:
+        notice.cancel()
     return Kernels(
         name="numba",
         rms_norm=numba_ops.rms_norm,

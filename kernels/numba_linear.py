@@ -28,6 +28,7 @@ from .numba_vectors import (
     get_byte,
     item_size,
     load,
+    load_bfloat,
     load_high,
     load_low,
     multiply,
@@ -67,9 +68,7 @@ class Panels(NamedTuple):
     """A weight [out_features, in_features] as this product reads it, and what multiplies and shifts it."""
 
     weight: Tensor  # [num_panels, in_features, PANEL], for int4 uint8[num_panels, in_features, LANES]
-    scales: (
-        Tensor  # f32[num_panels * PANEL], for int4 f32[num_panels, num_groups, 2, PANEL]: scales and zeros
-    )
+    scales: Tensor  # f32[num_panels * PANEL], for int4 bf16[num_panels, num_groups, 2, PANEL]: and zeros
     out_features: int
 
     @property
@@ -92,14 +91,14 @@ def pack(weight: Tensor, scales: Tensor | None = None) -> Panels:
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Panels:
-    """The panels of scale * code + zero.
+    """The panels of scale * (code - 8) + zero.
 
-    codes: uint8[out_features, in_features], 0 to 15. scales, zeros: f32[out_features, in_features // GROUP].
+    codes: uint8[out_features, in_features], 0 to 15. scales, zeros: bf16[out_features, in_features // GROUP].
     """
     out_features, in_features = codes.shape
     num_panels, num_groups = -(-out_features // PANEL), in_features // GROUP
     panels = codes.new_zeros(num_panels, in_features, LANES)
-    factors = torch.zeros(num_panels, num_groups, 2, PANEL)
+    factors = scales.new_zeros(num_panels, num_groups, 2, PANEL)
     tiles = zip(codes.split(PANEL), scales.split(PANEL), zeros.split(PANEL), strict=True)
     for i, (rows, scale, zero) in enumerate(tiles):
         halves = codes.new_zeros(PANEL, in_features)
@@ -138,13 +137,17 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
 
 @function
 def _unpack_int4(to, codes, factors, first, depth):
-    """scale * code + zero of so many inputs of a panel from the first on."""
-    for k in range(first, first + depth):
-        scales = factors + k // GROUP * 2 * _WIDTH
-        low, high = load_low(codes + k * LANES), load_high(codes + k * LANES)
-        at = to + (k - first) * _WIDTH
-        store(at, fma(low, load(scales), load(scales + _WIDTH)))
-        store(at + VECTOR_BYTES, fma(high, load(scales + VECTOR_BYTES), load(scales + _WIDTH + VECTOR_BYTES)))
+    """scale * (code - 8) + zero of so many inputs of a panel, from the first on: whole groups."""
+    middle = splat(np.float32(-8.0))
+    for group in range(first // GROUP, (first + depth) // GROUP):
+        at = factors + group * 2 * 2 * PANEL
+        scale_low, scale_high = load_bfloat(at), load_bfloat(at + 2 * LANES)
+        zero_low, zero_high = load_bfloat(at + 2 * PANEL), load_bfloat(at + 2 * PANEL + 2 * LANES)
+        least_low, least_high = fma(middle, scale_low, zero_low), fma(middle, scale_high, zero_high)
+        for k in range(group * GROUP, (group + 1) * GROUP):
+            row = to + (k - first) * _WIDTH
+            store(row, fma(load_low(codes + k * LANES), scale_low, least_low))
+            store(row + VECTOR_BYTES, fma(load_high(codes + k * LANES), scale_high, least_high))
 
 
 @function
@@ -189,7 +192,7 @@ def _linear(args, unit, scratch):
         elif args.weight_kind == INT8:
             multiply_add_int8(scratch, _WIDTH, a, args.x_stride, b, stride, rows, 2, depth)
         else:
-            factors = args.scales + panel * (args.in_features // GROUP) * 2 * _WIDTH
+            factors = args.scales + panel * (args.in_features // GROUP) * 2 * 2 * PANEL
             _unpack_int4(tile, weight, factors, start, depth)
             multiply_add(scratch, _WIDTH, a, args.x_stride, tile, _WIDTH, rows, 2, depth)
     for i in range(rows):

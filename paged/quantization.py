@@ -109,8 +109,7 @@ class Int4Weight:
         self.scale_zero = torch.empty(self.num_groups, num_panels, 2 * half, 2, dtype=torch.bfloat16)
         for panels in self._tiles():
             groups = halves[:, panels].transpose(0, 1).float().reshape(-1, self.num_groups, self.GROUP)
-            codes, scale, low = int4_codes(groups)
-            zero = low + self.MIDDLE * scale
+            codes, scale, zero = int4_codes(groups)
             scale_zero = torch.stack([scale, zero], dim=-1).transpose(0, 1)
             self.scale_zero[:, panels] = scale_zero.reshape(self.num_groups, -1, 2 * half, 2)
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1)
@@ -184,17 +183,16 @@ class Int4Weight:
 
 
 def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """scale * code + low ≈ the weights of groups [..., size].
+    """scale * (code - 8) + zero ≈ the weights of groups [..., size].
 
-    Returns codes from 0 to 15, uint8 like groups, and scales and lows, f32[...] that bfloat16 holds, with
-    low + 8 * scale too, as torch's kernel takes them.
+    Returns codes from 0 to 15, uint8 like groups, and scales and zeros, bf16[...].
     """
     groups = groups.float()
     low, high = groups.aminmax(dim=-1)
-    scale = ((high - low) / 15).clamp_(min=TINY).bfloat16().float()
-    middle = (low + 8 * scale).bfloat16().float()
-    codes = ((groups - middle[..., None]) / scale[..., None]).round_().add_(8)
-    return codes.clamp_(0, 15).byte(), scale, middle - 8 * scale
+    scale = ((high - low) / 15).clamp_(min=TINY).bfloat16()
+    zero = (low + 8 * scale.float()).bfloat16()
+    codes = ((groups - zero[..., None]) / scale[..., None]).round_().add_(8)
+    return codes.clamp_(0, 15).byte(), scale, zero
 
 
 def require_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:

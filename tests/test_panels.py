@@ -23,8 +23,8 @@ def dequantized(form: type[PanelWeight], weight: torch.Tensor) -> torch.Tensor:
         plain = Int8Weight(weight)
         return plain.codes.double() * plain.scale.double()[:, None]
     if form is PanelInt4Weight:
-        codes, scales, lows = int4_codes(weight.view(len(weight), -1, 32))
-        return (codes.double() * scales.double()[..., None] + lows.double()[..., None]).flatten(1)
+        codes, scales, zeros = int4_codes(weight.view(len(weight), -1, 32))
+        return ((codes.double() - 8) * scales.double()[..., None] + zeros.double()[..., None]).flatten(1)
     return weight.double()
 
 
