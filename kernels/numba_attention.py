@@ -17,7 +17,10 @@ from numba import carray, cfunc
 
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
+    BFLOAT16,
+    FLOAT16,
     FLOAT32,
+    INT8,
     LANES,
     VECTOR_BYTES,
     add,
@@ -34,6 +37,10 @@ from .numba_vectors import (
     item_size,
     load,
     load_as,
+    load_bfloat,
+    load_float8,
+    load_half,
+    load_int8,
     multiply,
     multiply_add,
     set_float,
@@ -125,25 +132,46 @@ def _transpose_keys(keys, tile_keys, stride, head_dim):
             transpose(keys + d * _TILE_BYTES + 4 * key, _TILE_BYTES, tile_keys + key * stride + 4 * d, stride)
 
 
-@function
-def _copy_keys(args, to, stride, addresses, first_head, end_head, skip, count):
-    """K as float32, token by token with all heads of the unit: that is the order memory is fastest in."""
-    for place in range(skip, count):
-        for head in range(first_head, end_head):
-            source = get_long(addresses + 8 * place) + head * args.key_head_stride
-            at = to + place * stride + 4 * args.head_dim * (head - first_head)
-            _copy_row(FLOAT32, at, args.cache_kind, source, args.head_dim, _ONE)
+def _copier(load_vector, size):
+    """A function that copies rows of K or V of one kind, token by token with all heads of the unit together.
+
+    That is the order memory is fastest in. float32 is copied too: rows that are a power of two apart share
+    few sets of the first cache, where every register tile would read them again.
+    """
+
+    @function
+    def copy(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+        whole = columns // LANES * LANES
+        for place in range(skip, count):
+            source, at = get_long(addresses + 8 * place) + offset, to + place * stride
+            for _ in range(num_heads):
+                for d in range(0, whole, LANES):
+                    store(at + 4 * d, load_vector(source + d * size))
+                if whole < columns:  # the last come twice
+                    store(at + 4 * (columns - LANES), load_vector(source + (columns - LANES) * size))
+                source += head_stride
+                at += 4 * width
+
+    return copy
+
+
+_copy_float, _copy_half, _copy_bfloat = _copier(load, 4), _copier(load_half, 2), _copier(load_bfloat, 2)
+_copy_int8, _copy_float8 = _copier(load_int8, 1), _copier(load_float8, 1)
 
 
 @function
-def _copy_values(args, to, stride, addresses, first_head, end_head, skip, count):
-    """The same of V, every head in whole vectors."""
-    width = padded(args.value_dim)
-    for place in range(skip, count):
-        for head in range(first_head, end_head):
-            source = get_long(addresses + 8 * (TILE + place)) + head * args.value_head_stride
-            at = to + place * stride + 4 * width * (head - first_head)
-            _copy_row(FLOAT32, at, args.cache_kind, source, args.value_dim, _ONE)
+def _copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+    """Rows of K or V from `skip` to `count` as float32, every head in `width` numbers."""
+    if kind == FLOAT32:
+        _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == BFLOAT16:
+        _copy_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == FLOAT16:
+        _copy_half(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == INT8:
+        _copy_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    else:
+        _copy_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
 
 
 @function
@@ -325,8 +353,16 @@ def _attend(args, unit, scratch):
             skip, count = max(0, low - tile), min(TILE, high - tile)
             _fill_addresses(args, seq, tile, skip, count, addresses)
             hidden = tile + TILE > seen_by_all or args.window > 0
-            _copy_keys(args, tile_keys, key_stride, addresses, first_head, end_head, skip, count)
-            _copy_values(args, tile_values, value_stride, addresses, first_head, end_head, skip, count)
+            _copy_rows(
+                args.cache_kind, tile_keys, key_stride, addresses,
+                first_head * args.key_head_stride, skip, count,
+                end_head - first_head, args.key_head_stride, args.head_dim, args.head_dim,
+            )  # fmt: skip
+            _copy_rows(
+                args.cache_kind, tile_values, value_stride, addresses + 8 * TILE,
+                first_head * args.value_head_stride, skip, count,
+                end_head - first_head, args.value_head_stride, args.value_dim, width,
+            )  # fmt: skip
             for head in range(first_head, end_head):
                 row = (head - first_head) * rows
                 _transpose_keys(

@@ -96,7 +96,10 @@ def weights_in_panels(
     deterministic=True. Raises ConfigError where that cannot be had.
     """
     if not config.deterministic:
-        return backend == "numba" and not (dtype == torch.bfloat16 and cpu_has_bfloat16())
+        native = dtype == torch.bfloat16 and cpu_has_bfloat16()
+        return backend == "numba" and dtype != torch.float16 and not native
+    if dtype == torch.float16:
+        raise ConfigError("deterministic=True goes with dtype float32 or bfloat16; got float16")
     if device.type != "cpu" or backend != "numba":
         raise ConfigError(
             f"deterministic=True is for a CPU with attention_backend='numba' so far; got {device} with "

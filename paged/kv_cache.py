@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from .kernels.backend import Kernels
 from .models.config import ModelConfig
-
-HUGE_PAGE_BYTES = 2**21
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -37,7 +32,7 @@ class KVCache:
         self.num_blocks, self.block_size, self.num_host_blocks = num_blocks, block_size, num_host_blocks
         groups = config.layer_groups
         shape = (len(groups[0].layers), 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.data = _allocate(shape, dtype, device)
+        self.data = torch.empty(shape, dtype=dtype, device=device)
         host_shape = (*shape[:2], num_host_blocks, *shape[3:])
         self.host = torch.empty(
             host_shape, dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
@@ -81,23 +76,6 @@ class KVCache:
             f"{self.num_bytes / 2**20:,.1f} MiB"
         )
         return text + (f", {self.num_host_blocks:,} on the host" if self.num_host_blocks else "")
-
-
-def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory as it comes. On a CPU in huge pages where the system has them to give.
-
-    A step reads from all over the cache: with pages of 4 KiB the processor spends as long on looking them up.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or num_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(shape, dtype=dtype, device=device)
-    try:
-        memory = mmap.mmap(-1, num_bytes)
-    except OSError as error:
-        raise RuntimeError(f"{num_bytes:,} bytes cannot be mapped: {error}") from error
-    with suppress(OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _as_tensor(pairs: Pairs, device: torch.device) -> Tensor:

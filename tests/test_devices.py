@@ -87,5 +87,7 @@ def test_triton_that_is_not_installed_is_named(monkeypatch):
 
 def test_triton_on_a_cpu_is_for_tests(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ConfigError, match=r"attention_backend='triton' on a CPU.*attention_backend='torch'"):
+    with pytest.raises(
+        ConfigError, match=r"attention_backend='triton' on a CPU.*attention_backend='numba' or 'torch'"
+    ):
         new_engine(checkpoint("llama"), attention_backend="triton")

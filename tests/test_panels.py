@@ -91,3 +91,7 @@ def test_deterministic_means_the_same_bits_alone_batched_and_in_chunks(name, dty
 def test_deterministic_needs_the_cpus_own_kernels():
     with pytest.raises(ConfigError, match="deterministic=True is for a CPU with attention_backend='numba'"):
         new_engine(checkpoint("llama"), deterministic=True, attention_backend="torch")
+    with pytest.raises(
+        ConfigError, match="deterministic=True goes with dtype float32 or bfloat16; got float16"
+    ):
+        new_engine(checkpoint("llama"), deterministic=True, dtype="float16")
