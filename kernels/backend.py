@@ -67,7 +67,10 @@ def _torch_kernels() -> Kernels:
 
 def has_numba() -> bool:
     """Whether the CPU kernels' compiler is installed."""
-    return find_spec("numba") is not None
+    try:
+        return find_spec("numba") is not None
+    except ValueError:  # somebody took it out of sys.modules
+        return False
 
 
 def _numba_kernels() -> Kernels:

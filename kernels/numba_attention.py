@@ -15,12 +15,10 @@ import math
 import numpy as np
 from numba import carray, cfunc
 
+from .numba_rows import copy_row, copy_rows
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
-    BFLOAT16,
-    FLOAT16,
     FLOAT32,
-    INT8,
     LANES,
     VECTOR_BYTES,
     add,
@@ -36,18 +34,12 @@ from .numba_vectors import (
     highest,
     item_size,
     load,
-    load_as,
-    load_bfloat,
-    load_float8,
-    load_half,
-    load_int8,
     multiply,
     multiply_add,
     set_float,
     set_long,
     splat,
     store,
-    store_as,
     total,
     transpose,
 )
@@ -130,58 +122,6 @@ def _transpose_keys(keys, tile_keys, stride, head_dim):
         for column in range(0, head_dim, LANES):
             d = min(column, head_dim - LANES)
             transpose(keys + d * _TILE_BYTES + 4 * key, _TILE_BYTES, tile_keys + key * stride + 4 * d, stride)
-
-
-def _copier(load_vector, size):
-    """A function that copies rows of K or V of one kind, token by token with all heads of the unit together.
-
-    That is the order memory is fastest in. float32 is copied too: rows that are a power of two apart share
-    few sets of the first cache, where every register tile would read them again.
-    """
-
-    @function
-    def copy(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
-        whole = columns // LANES * LANES
-        for place in range(skip, count):
-            source, at = get_long(addresses + 8 * place) + offset, to + place * stride
-            for _ in range(num_heads):
-                for d in range(0, whole, LANES):
-                    store(at + 4 * d, load_vector(source + d * size))
-                if whole < columns:  # the last come twice
-                    store(at + 4 * (columns - LANES), load_vector(source + (columns - LANES) * size))
-                source += head_stride
-                at += 4 * width
-
-    return copy
-
-
-_copy_float, _copy_half, _copy_bfloat = _copier(load, 4), _copier(load_half, 2), _copier(load_bfloat, 2)
-_copy_int8, _copy_float8 = _copier(load_int8, 1), _copier(load_float8, 1)
-
-
-@function
-def _copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
-    """Rows of K or V from `skip` to `count` as float32, every head in `width` numbers."""
-    if kind == FLOAT32:
-        _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    elif kind == BFLOAT16:
-        _copy_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    elif kind == FLOAT16:
-        _copy_half(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    elif kind == INT8:
-        _copy_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    else:
-        _copy_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-
-
-@function
-def _copy_row(to_kind, to, from_kind, source, columns, factor):
-    """factor times a row of at least LANES numbers; where they are no whole vectors, the last come twice."""
-    times = splat(factor)
-    for column in range(0, columns, LANES):
-        d = min(column, columns - LANES)
-        x = load_as(from_kind, source + d * item_size(from_kind))
-        store_as(to_kind, to + d * item_size(to_kind), multiply(x, times))
 
 
 @function
@@ -294,7 +234,7 @@ def _finish(state, sums, out, out_kind, value_dim, sinks, head):
         kept = _weight(score, now)
         weight = weight * kept + _weight(sink, now)
         _scale_row(sums, padded(value_dim) // LANES, kept)
-    _copy_row(out_kind, out, FLOAT32, sums, value_dim, _ONE / weight)
+    copy_row(out_kind, out, FLOAT32, sums, value_dim, _ONE / weight)
 
 
 @function
@@ -339,7 +279,7 @@ def _attend(args, unit, scratch):
         token = start + first_token + i % rows // group
         source = args.query + token * args.query_token_stride + head * args.query_head_stride
         to = queries + i * 4 * args.head_dim
-        _copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
+        copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
         set_float(total_states + 8 * i, _NOTHING)
         set_float(total_states + 8 * i + 4, _ZERO)
     _fill(totals, num_rows * num_vectors, _ZERO)
@@ -353,12 +293,12 @@ def _attend(args, unit, scratch):
             skip, count = max(0, low - tile), min(TILE, high - tile)
             _fill_addresses(args, seq, tile, skip, count, addresses)
             hidden = tile + TILE > seen_by_all or args.window > 0
-            _copy_rows(
+            copy_rows(
                 args.cache_kind, tile_keys, key_stride, addresses,
                 first_head * args.key_head_stride, skip, count,
                 end_head - first_head, args.key_head_stride, args.head_dim, args.head_dim,
             )  # fmt: skip
-            _copy_rows(
+            copy_rows(
                 args.cache_kind, tile_values, value_stride, addresses + 8 * TILE,
                 first_head * args.value_head_stride, skip, count,
                 end_head - first_head, args.value_head_stride, args.value_dim, width,

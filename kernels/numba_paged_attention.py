@@ -19,7 +19,7 @@ KINDS = {
     torch.int8: INT8,
     torch.float8_e4m3fn: FLOAT8,
 }
-UNITS_PER_THREAD = 4  # enough that no thread waits long for the last
+UNITS_PER_THREAD = 2  # at least, so that no thread waits long for the last
 MAX_DECODE = 4  # new tokens of a sequence whose heads go together
 
 
@@ -62,19 +62,15 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads, value_dim = value_cache.shape[1:]
-    # The layers of a step differ in the contents of their tensors: one is checked and planned for all.
+    num_tokens, num_heads, head_dim = query.shape
+    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
+    # The layers of a step differ in what their tensors hold: one of them is checked and planned for all.
     key = (
-        "numba",
-        num_heads,
-        num_kv_heads,
-        query.dtype,
-        head_dim,
-        key_cache.shape,
-        value_dim,
-        key_cache.dtype,
-    )
-    plan: Plan | None = plans.get(key) if plans is not None else None
-    if plan is None:
+        "numba", query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype,
+        key_cache.stride(), value_dim, value_cache.stride(), scale, sliding_window, softcap,
+    )  # fmt: skip
+    known = plans.get(key) if plans is not None else None
+    if known is None:
         options = AttentionOptions(
             scale=scale,
             max_seqlen_q=max_seqlen_q,
@@ -93,13 +89,25 @@ def paged_attention(
         check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
         num_threads = torch.get_num_threads()
         plan = plan_units(seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, num_threads)
+        same = (
+            *(num_heads, num_kv_heads, head_dim, value_dim, block_size, sliding_window or 0, causal),
+            *(KINDS[query.dtype], KINDS[key_cache.dtype]),
+            block_tables.stride(0) * block_tables.itemsize,
+            *(stride * query.itemsize for stride in query.stride()[:2]),
+            *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
+            *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
+            *(scale, softcap or 0.0),
+        )
+        size = scratch_size(head_dim, value_dim, plan.max_rows, num_kv_heads)
+        known = plan, same, plan.units.ctypes.data, size
         if plans is not None:
-            plans[key] = plan
+            plans[key] = known
+    plan, same, units, size = known
     out = query.new_empty(num_tokens, num_heads, value_dim)
     parts = np.empty(plan.num_parts * (padded.py_func(value_dim) + 2), np.float32) if plan.num_parts else None
     ATTEND.run(
         len(plan.units),
-        plan.units.ctypes.data,
+        units,
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -112,14 +120,8 @@ def paged_attention(
             0 if x is None else x.data_ptr()
             for x in (sinks, alibi_slopes, tree_mask, key_scales, value_scales)
         ),
-        *(num_heads, num_kv_heads, head_dim, value_dim, block_size, sliding_window or 0, causal),
-        *(KINDS[query.dtype], KINDS[key_cache.dtype]),
-        block_tables.stride(0) * block_tables.itemsize,
-        *(stride * query.itemsize for stride in query.stride()[:2]),
-        *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
-        *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
-        *(scale, softcap or 0.0),
-        scratch_size=scratch_size(head_dim, value_dim, plan.max_rows, num_kv_heads),
+        *same,
+        scratch_size=size,
     )
     if parts is not None:
         MERGE.run(
@@ -159,20 +161,23 @@ def plan_units(
     group = num_heads // num_kv_heads
     rows, merges, num_parts, max_rows = [], [], 0, 1
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
-        num_splits, together = -(-seq_len // SPLIT), seq_len * query_len <= limit
+        num_splits = -(-seq_len // SPLIT)
         cut = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads
-        per_unit = num_kv_heads if together and query_len <= MAX_DECODE else 1
+        per_unit = 1
+        if query_len <= MAX_DECODE:  # as many heads as are no more than a thread's share
+            per_unit = max(1, min(num_kv_heads, num_kv_heads * limit // (seq_len * max(query_len, 1))))
         tile = MAX_ROWS // group  # query tokens
         for first, head in product(range(0, query_len, tile), range(0, num_kv_heads, per_unit)):
-            end = min(first + tile, query_len)
-            place, num_rows = (seq, first, end, head, head + per_unit), (end - first) * group * per_unit
+            end, end_head = min(first + tile, query_len), min(head + per_unit, num_kv_heads)
+            unit_rows = (end - first) * group  # for each KV head
+            place, num_rows = (seq, first, end, head, end_head), unit_rows * (end_head - head)
             max_rows = max(max_rows, num_rows)
-            keys = seq_len - query_len + end
             if not cut:
-                rows.append((keys * num_rows, *place, 0, num_splits, -1))
+                rows.append(((seq_len - query_len + end) * num_rows, *place, 0, num_splits, -1))
                 continue
-            token = int(cu_seqlens_q[seq]) + first
-            merges.append((num_parts, num_splits, num_rows // per_unit, num_rows, token, head, group, 0))
+            merges.append(
+                (num_parts, num_splits, unit_rows, num_rows, int(cu_seqlens_q[seq]) + first, head, group, 0)
+            )
             for split in range(num_splits):
                 rows.append((SPLIT * num_rows, *place, split, split + 1, num_parts))
                 num_parts += num_rows

@@ -35,6 +35,31 @@ def test_unknown_backend_names_the_choices():
         load_kernels("cuda")
 
 
+def test_without_numba_an_engine_runs_plain_and_says_so():
+    script = """
+        import logging, sys
+        sys.modules["numba"] = None  # as if it were not installed
+        logging.basicConfig(stream=sys.stdout)
+        from paged import ConfigError, LLMEngine, SamplingParams
+        options = dict(device="cpu", skip_tokenizer_init=True, num_blocks=8)
+        engine = LLMEngine("demo", **options)
+        assert "attention by torch" in engine.describe(), engine.describe()
+        (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+        assert output.outputs[0].token_ids
+        for wanted in ({"attention_backend": "numba"}, {"deterministic": True}):
+            try:
+                LLMEngine("demo", **options, **wanted)
+            except ConfigError as error:
+                assert "numba" in str(error), error
+            else:
+                raise SystemExit(f"{wanted} without numba")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "numba is not installed" in said
+    assert "pip install 'paged[cpu]'" in said
+
+
 def test_torch_backend_needs_no_triton():
     script = """
         import sys

@@ -1,0 +1,74 @@
+"""Rows of numbers of any kind, moved as float32: what attention brings into scratch memory, and out of it."""
+
+from .numba_vectors import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    LANES,
+    function,
+    get_long,
+    item_size,
+    load,
+    load_as,
+    load_bfloat,
+    load_float8,
+    load_half,
+    load_int8,
+    multiply,
+    splat,
+    store,
+    store_as,
+)
+
+
+def _copier(load_vector, size):
+    """A function that copies rows of K or V of one kind, token by token with all heads of the unit together.
+
+    That is the order memory is fastest in. float32 is copied too: rows that are a power of two apart share
+    few sets of the first cache, where every register tile would read them again.
+    """
+
+    @function
+    def copy(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+        whole = columns // LANES * LANES
+        for place in range(skip, count):
+            source, at = get_long(addresses + 8 * place) + offset, to + place * stride
+            for _ in range(num_heads):
+                for d in range(0, whole, LANES):
+                    store(at + 4 * d, load_vector(source + d * size))
+                if whole < columns:  # the last come twice
+                    store(at + 4 * (columns - LANES), load_vector(source + (columns - LANES) * size))
+                source += head_stride
+                at += 4 * width
+
+    return copy
+
+
+_copy_float, _copy_half, _copy_bfloat = _copier(load, 4), _copier(load_half, 2), _copier(load_bfloat, 2)
+_copy_int8, _copy_float8 = _copier(load_int8, 1), _copier(load_float8, 1)
+
+
+@function
+def copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+    """Rows of K or V from `skip` to `count` as float32, every head in `width` numbers."""
+    if kind == FLOAT32:
+        _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == BFLOAT16:
+        _copy_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == FLOAT16:
+        _copy_half(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == INT8:
+        _copy_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    else:
+        _copy_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+
+
+@function
+def copy_row(to_kind, to, from_kind, source, columns, factor):
+    """factor times a row of at least LANES numbers; where they are no whole vectors, the last come twice."""
+    times = splat(factor)
+    for column in range(0, columns, LANES):
+        d = min(column, columns - LANES)
+        x = load_as(from_kind, source + d * item_size(from_kind))
+        store_as(to_kind, to + d * item_size(to_kind), multiply(x, times))
