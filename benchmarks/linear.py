@@ -5,10 +5,10 @@
 The linears of one decoder layer, one after the other, with 1 to 1024 rows, in the shapes of a model of 15
 million parameters and of one of 1.1 billion. Every form is held against the product in float64, then all take
 turns. A ratio is the median over the rounds of the time of what `LLMEngine` takes without quantisation, over
-that of this form: above 1, this form is faster. GB/s are of the bytes of this form's weights, each read once.
+that of this form: above 1, this form is faster. GB/s are of the bytes of this form's weights, read once.
 
-int8 and int4 are what the engine runs; "kernel" and "tiles" are the two ways that it chooses from in
-bfloat16, by the number of rows.
+"panels" are the engine's own kernel, which it takes where bfloat16 is not native to the CPU; "torch" is
+what it takes else, and without numba, in bfloat16 one of two ways by the number of rows: "kernel" and "tiles".
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from torch import Tensor
 
 from benchmarks.common import SHAPES, print_json, print_table
 from benchmarks.timing import device_name
+from paged.devices import cpu_has_bfloat16
 from paged.linear import choose_forms
+from paged.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
 from paged.quantization import Int4Weight, Int8Weight
 
 CPU = torch.device("cpu")
@@ -66,21 +68,30 @@ def layer_shapes(model: str) -> list[tuple[int, int]]:
 
 def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Products, list[Tensor], int]]:
     """For each form: how it multiplies, the weights that it stands for, and its bytes."""
-    plain = choose_forms(CPU, dtype, None, tied=False).layers
+    packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False).layers
     float_bytes = sum(weight.nbytes for weight in weights)
-    unquantised = [plain(weight) for weight in weights]
-    forms: dict[str, tuple[Products, list[Tensor], int]] = {
-        "unquantised": ([lambda x, f=f: f(x, None) for f in unquantised], weights, float_bytes),
-        "F.linear": ([lambda x, w=w: F.linear(x, w) for w in weights], weights, float_bytes),
-    }
-    for name, form in (("int8", Int8Weight), ("int4", Int4Weight)):
+    unquantised = {"panels": PanelWeight, "torch": packed}
+    if dtype == torch.bfloat16 and cpu_has_bfloat16():
+        unquantised = {"torch": packed, "panels": PanelWeight}
+    forms: dict[str, tuple[Products, list[Tensor], int]] = {}
+    for name, form in unquantised.items():
         made: list[Any] = [form(weight) for weight in weights]
+        forms[name] = ([lambda x, f=f: f(x, None) for f in made], weights, float_bytes)
+    forms["F.linear"] = ([lambda x, w=w: F.linear(x, w) for w in weights], weights, float_bytes)
+    for name, form, panel_form in (
+        ("int8", Int8Weight, PanelInt8Weight),
+        ("int4", Int4Weight, PanelInt4Weight),
+    ):
+        made = [form(weight) for weight in weights]
         meant = [f.dequantized() for f in made]
+        in_panels: list[Any] = [panel_form(weight) for weight in weights]
+        num_bytes = sum(f.panels.weight.nbytes + f.panels.scales.nbytes for f in in_panels)
+        forms[f"panels {name}"] = ([lambda x, f=f: f(x, None) for f in in_panels], meant, num_bytes)
         num_bytes = sum(t.nbytes for f in made for t in vars(f).values() if isinstance(t, Tensor))
-        forms[name] = ([lambda x, f=f: f(x, None) for f in made], meant, num_bytes)
+        forms[f"torch {name}"] = ([lambda x, f=f: f(x, None) for f in made], meant, num_bytes)
         if dtype == torch.bfloat16:
-            forms[f"{name} kernel"] = ([f.by_kernel for f in made], meant, num_bytes)
-            forms[f"{name} tiles"] = ([f.by_tiles for f in made], meant, num_bytes)
+            forms[f"torch {name} kernel"] = ([f.by_kernel for f in made], meant, num_bytes)
+            forms[f"torch {name} tiles"] = ([f.by_tiles for f in made], meant, num_bytes)
     return forms
 
 
@@ -107,7 +118,7 @@ def measure(
     rows = []
     for name, (_, _, num_bytes) in forms.items():
         seconds = statistics.median(times[name])
-        ratios = [u / t for u, t in zip(times["unquantised"], times[name], strict=True)]
+        ratios = [u / t for u, t in zip(times[next(iter(forms))], times[name], strict=True)]
         rows.append(
             {
                 "form": name,

@@ -49,8 +49,10 @@ def main() -> None:
     results = []
     for name in args.forms:
         started = time.perf_counter()
-        with groups_of(int(name.partition("-g")[2] or Int4Weight.GROUP)):
-            nats = score(*FORMS[name], stream, args.share)
+        size = int(name.partition("-g")[2] or 0)
+        with groups_of(size or Int4Weight.GROUP):
+            # Panels know groups of one size only.
+            nats = score(*FORMS[name], stream, args.share, backend="torch" if size else "auto")
         results.append(
             {
                 "form": name,
@@ -83,9 +85,10 @@ def groups_of(size: int) -> Iterator[None]:
         Int4Weight.GROUP = before
 
 
-def score(dtype: str, quantization: str | None, stream: list[int], share: float) -> float:
+def score(dtype: str, quantization: str | None, stream: list[int], share: float, *, backend: str) -> float:
     """Nats per token."""
-    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "skip_tokenizer_init": True}
+    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "attention_backend": backend}
+    options["skip_tokenizer_init"] = True
     engine = LLMEngine("demo", device="cpu", block_size=64, enable_prefix_caching=False, **options)
     length = engine.max_model_len - 1
     nats, num_tokens = 0.0, 0
