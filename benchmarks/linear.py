@@ -8,7 +8,8 @@ turns. A ratio is the median over the rounds of the time of what `LLMEngine` tak
 that of this form: above 1, this form is faster. GB/s are of the bytes of this form's weights, read once.
 
 "panels" are the engine's own kernel, which it takes where bfloat16 is not native to the CPU; "torch" is
-what it takes else, and without numba, in bfloat16 one of two ways by the number of rows: "kernel" and "tiles".
+what it takes else, and without numba: of int8 and int4 in bfloat16 one of two ways by the number of rows,
+"kernel" and "tiles".
 """
 
 from __future__ import annotations
