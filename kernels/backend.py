@@ -34,6 +34,7 @@ class Kernels:
     paged_attention: Callable[..., Tensor]
     apply_penalties: Callable[..., None]
     sample_tokens: Callable[..., Tensor]
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def load_kernels(name: BackendName) -> Kernels:
@@ -62,6 +63,7 @@ def _torch_kernels() -> Kernels:
         paged_attention=torch_ops.paged_attention,
         apply_penalties=torch_sampling.apply_penalties,
         sample_tokens=torch_sampling.sample_tokens,
+        greedy=torch_ops.greedy,
     )
 
 
@@ -103,6 +105,7 @@ def _numba_kernels() -> Kernels:
         paged_attention=numba_paged_attention.paged_attention,
         apply_penalties=torch_sampling.apply_penalties,
         sample_tokens=torch_sampling.sample_tokens,
+        greedy=numba_ops.greedy,
     )
 
 
@@ -121,6 +124,7 @@ def _triton_kernels() -> Kernels:
     from .rotary_store_kv import rotary_store_kv
     from .sample_tokens import sample_tokens
     from .silu_and_mul import silu_and_mul
+    from .torch_ops import greedy
 
     return Kernels(
         name="triton",
@@ -131,6 +135,7 @@ def _triton_kernels() -> Kernels:
         paged_attention=paged_attention,
         apply_penalties=apply_penalties,
         sample_tokens=sample_tokens,
+        greedy=greedy,
     )
 
 

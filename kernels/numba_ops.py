@@ -10,9 +10,10 @@ from torch import Tensor
 
 from . import torch_ops
 from .numba_paged_attention import KINDS
-from .numba_threads import NEXT_UNIT, SOURCES, Task
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
     LANES,
+    VECTOR_BYTES,
     add,
     address_of,
     claim,
@@ -20,15 +21,22 @@ from .numba_vectors import (
     exp2,
     fma,
     function,
+    get_float,
     get_long,
+    greater,
     item_size,
     load,
     load_as,
     multiply,
+    set_float,
+    set_long,
     splat,
+    store,
     store_as,
     subtract,
     total,
+    where_greater,
+    where_nan,
 )
 
 UNIT_NUMBERS = 16384  # of a unit of rows: work for a few microseconds
@@ -47,7 +55,9 @@ ROTARY_STORE_KV = Task(
     ),
     ("eps",),
 )  # fmt: skip
-_RMS_NORM_RECORD, _SILU_RECORD, _ROTARY_RECORD = RMS_NORM.record, SILU_AND_MUL.record, ROTARY_STORE_KV.record
+GREEDY = Task(("logits", "tokens", "highest", "num_rows", "size", "stride"))
+_RMS_NORM_RECORD, _SILU_RECORD = RMS_NORM.record, SILU_AND_MUL.record
+_ROTARY_RECORD, _GREEDY_RECORD = ROTARY_STORE_KV.record, GREEDY.record
 
 
 @function
@@ -133,6 +143,34 @@ def _rotary_store_kv(args, row):
             )
 
 
+@function
+def _greedy(args, row, scratch):
+    """The highest number of a row and the first place that it is at; NaN and 0 if there is one."""
+    x, size = args.logits + row * args.stride, args.size
+    top, nan = splat(np.float32(-np.inf)), splat(np.float32(0.0))
+    block = splat(np.float32(0.0))  # of LANES numbers, where the highest of each lane is; exact up to 2^24
+    for i in range(size // LANES):
+        number = load(x + i * LANES * 4)
+        block = where_greater(number, top, splat(np.float32(i)), block)
+        top, nan = greater(number, top), where_nan(number, nan)
+    store(scratch, top)
+    store(scratch + VECTOR_BYTES, block)
+    best, place = get_float(scratch), np.int64(get_float(scratch + VECTOR_BYTES)) * LANES
+    for lane in range(1, LANES):
+        number = get_float(scratch + 4 * lane)
+        at = np.int64(get_float(scratch + VECTOR_BYTES + 4 * lane)) * LANES + lane
+        if number > best or (number == best and at < place):
+            best, place = number, at
+    spoilt = total(nan)
+    for i in range(size // LANES * LANES, size):
+        number = get_float(x + 4 * i)
+        spoilt += number if number != number else np.float32(0.0)
+        if number > best:
+            best, place = number, np.int64(i)
+    set_float(args.highest + 4 * row, best if spoilt == spoilt else spoilt)
+    set_long(args.tokens + 8 * row, place if spoilt == spoilt else 0)
+
+
 def _compile(sources: int):  # numba's cache of compiled code goes by this too
     @cfunc("void(voidptr)", cache=True)
     def rms_norm_kernel(record):
@@ -170,10 +208,21 @@ def _compile(sources: int):  # numba's cache of compiled code goes by this too
                 _rotary_store_kv(args, row)
             unit = claim(counters + NEXT_UNIT)
 
-    return rms_norm_kernel, silu_and_mul_kernel, rotary_store_kv_kernel
+    @cfunc("void(voidptr)", cache=True)
+    def greedy_kernel(record):
+        """All threads: `_greedy` for each row."""
+        _ = sources
+        args, counters = carray(record, 1, _GREEDY_RECORD)[0], address_of(record)
+        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+        row = claim(counters + NEXT_UNIT)
+        while row < args.num_rows:
+            _greedy(args, row, scratch)
+            row = claim(counters + NEXT_UNIT)
+
+    return rms_norm_kernel, silu_and_mul_kernel, rotary_store_kv_kernel, greedy_kernel
 
 
-for _task, _kernel in zip((RMS_NORM, SILU_AND_MUL, ROTARY_STORE_KV), _compile(SOURCES), strict=True):
+for _task, _kernel in zip((RMS_NORM, SILU_AND_MUL, ROTARY_STORE_KV, GREEDY), _compile(SOURCES), strict=True):
     _task.use(_kernel)
 
 
@@ -290,3 +339,22 @@ def rotary_store_kv(
         eps,
     )
     return qkv[:, :num_heads]
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the highest of each row: i64[n] and f32[n]; see `reference.greedy`."""
+    num_rows, size = logits.shape
+    if logits.stride(1) != 1 or logits.dtype != torch.float32:
+        return torch_ops.greedy(logits)
+    tokens, highest = logits.new_empty(num_rows, dtype=torch.int64), logits.new_empty(num_rows)
+    GREEDY.run(
+        num_rows,
+        logits.data_ptr(),
+        tokens.data_ptr(),
+        highest.data_ptr(),
+        num_rows,
+        size,
+        logits.stride(0) * 4,
+        scratch_size=2 * VECTOR_BYTES,
+    )
+    return tokens, highest

@@ -67,7 +67,8 @@ def paged_attention(
     # The layers of a step differ in what their tensors hold: one of them is checked and planned for all.
     key = (
         "numba", query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype,
-        key_cache.stride(), value_dim, value_cache.stride(), scale, sliding_window, softcap,
+        key_cache.stride(), value_dim, value_cache.stride(), block_tables.stride(0), scale, sliding_window,
+        softcap, causal,
     )  # fmt: skip
     known = plans.get(key) if plans is not None else None
     if known is None:
@@ -165,7 +166,7 @@ def plan_units(
         cut = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads
         per_unit = 1
         if query_len <= MAX_DECODE:  # as many heads as are no more than a thread's share
-            per_unit = max(1, min(num_kv_heads, num_kv_heads * limit // (seq_len * max(query_len, 1))))
+            per_unit = max(1, min(num_kv_heads, num_kv_heads * limit // max(seq_len * query_len, 1)))
         tile = MAX_ROWS // group  # query tokens
         for first, head in product(range(0, query_len, tile), range(0, num_kv_heads, per_unit)):
             end, end_head = min(first + tile, query_len), min(head + per_unit, num_kv_heads)

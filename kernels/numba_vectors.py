@@ -130,6 +130,18 @@ def greater(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
+@_operation(vector, vector, vector, vector, vector)
+def where_greater(builder: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
+    """`yes` where x > y, else `no`."""
+    return builder.select(builder.fcmp_ordered(">", x, y), yes, no)
+
+
+@_operation(vector, vector, vector)
+def where_nan(builder: Any, x: Any, y: Any) -> Any:
+    """NaN where x is, else y."""
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, y)
+
+
 @_operation(types.float32, vector)
 def highest(builder: Any, x: Any) -> Any:
     """The greatest lane; NaN is passed over."""

@@ -265,6 +265,13 @@ def kept_tokens(
     return kept
 
 
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
+    """The first of the highest logits of each row, and that logit; NaN if one is."""
+    highest = logits.amax(-1)
+    same = (logits == highest[:, None]) | logits.isnan()
+    return same.to(torch.int8).argmax(-1), highest
+
+
 def sample_tokens(
     logits: Tensor,  # f32[n, vocab_size], may be destroyed; -inf never drawn
     seeds: Tensor,  # i64[n]

@@ -179,3 +179,13 @@ def _mask(query_len: int, seq_len: int, low: int, sliding_window: int | None, de
     key_pos = torch.arange(low, seq_len, device=device)[None, :]
     seen = key_pos <= query_pos
     return seen if sliding_window is None else seen & (key_pos > query_pos - sliding_window)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
+    """The first of the highest of each row, on a GPU one of them, and its logit; see `reference.greedy`."""
+    if logits.device.type != "cpu":
+        highest, tokens = logits.max(-1)
+        return tokens, highest
+    # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
+    tokens = torch.from_numpy(logits.numpy().argmax(-1))
+    return tokens, logits.gather(1, tokens[:, None])[:, 0]

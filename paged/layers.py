@@ -128,7 +128,7 @@ class Attention(nn.Module):
     def forward(
         self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> the same
-        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         key_cache, value_cache = kv_cache.layer(self.layer)
         group = kv_cache.group_of[self.layer]
         query = self.kernels.rotary_store_kv(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,7 +52,7 @@ class Sampler:
         if batch is None or batch.requests != requests:
             batch = self._last = _Batch(requests, self)
         if batch.is_greedy and grammar_masks is None:
-            return _greedy(logits, batch)
+            return _greedy(logits, self.kernels)
         return self._sample(logits, batch, grammar_masks)
 
     def _sample(self, logits: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None) -> StepOutput:
@@ -81,7 +80,6 @@ class _Batch:
         self.requests, self.kernels, self.device = requests, sampler.kernels, sampler.device
         self.vocab_size = vocab_size = sampler.vocab_size
         self.is_greedy = all(request.is_greedy for request in requests)
-        self.row_starts = np.arange(len(requests)) * vocab_size
         self.edits: LogitsEdits | None = None
         if any(request.params.edits_logits for request in requests):
             self.edits = LogitsEdits(requests, sampler.kernels, sampler.history, vocab_size)
@@ -118,10 +116,10 @@ class _Batch:
     def draw(self, logits: Tensor) -> Tensor:
         """A token of each row: i64[num_rows]. The logits are destroyed."""
         if not self._drawn:
-            return _argmax(logits)
+            return self.kernels.greedy(logits)[0]
         positions = [len(self.requests[row].token_ids) for row in self._drawn]
         all_drawn = len(positions) == len(self.requests)
-        tokens = _argmax(logits) if not all_drawn else None
+        tokens = self.kernels.greedy(logits)[0] if not all_drawn else None
         drawn = self.kernels.sample_tokens(
             logits if tokens is None else logits[self._rows],
             self._seeds,
@@ -142,27 +140,14 @@ class _Batch:
         return dict(zip(rows, report(logprobs, [token for _, _, token in found], num_tops), strict=True))
 
 
-def _greedy(logits: Tensor, batch: _Batch) -> StepOutput:
+def _greedy(logits: Tensor, kernels: Kernels) -> StepOutput:
     """The most likely token of each row: on a CPU the first of equals."""
-    if logits.device.type != "cpu":
-        values, indices = logits.max(-1)
-        chosen, highest = indices.tolist(), np.array(values.tolist())
-    else:
-        # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
-        array = logits.numpy()
-        places = array.argmax(-1)
-        chosen, highest = places.tolist(), array.reshape(-1).take(places + batch.row_starts)
-    finite = np.isfinite(highest)
-    if finite.all():
+    tokens, highest = kernels.greedy(logits)
+    chosen = tokens.tolist()
+    if math.isfinite(highest.sum().item()):
         return StepOutput(chosen)
-    errors = dict.fromkeys((~finite).nonzero()[0].tolist(), NOT_FINITE)
+    errors = {row: NOT_FINITE for row, value in enumerate(highest.tolist()) if not math.isfinite(value)}
     return StepOutput([None if row in errors else token for row, token in enumerate(chosen)], errors=errors)
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    if logits.device.type != "cpu":
-        return logits.argmax(-1)
-    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def _not_finite(highest: list[Tensor], known: dict[int, str]) -> dict[int, str]:

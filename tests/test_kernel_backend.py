@@ -18,6 +18,7 @@ OPERATIONS = (
     "paged_attention",
     "apply_penalties",
     "sample_tokens",
+    "greedy",
 )
 
 

@@ -17,6 +17,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from paged.kernels import reference
 from paged.kernels.backend import load_kernels
 from paged.request import Request
 from paged.sampler import Sampler
@@ -291,6 +292,22 @@ def test_histories_follow_requests_that_come_and_go():
 def test_greedy_batch_touches_nothing_it_does_not_use(monkeypatch):
     sampler, requests = new_sampler(), [new_request(temperature=0.0, top_k=5, top_p=0.5) for _ in range(3)]
     sampler.sample(torch.eye(3, VOCAB_SIZE), requests)
-    for name in ("amax", "softmax", "log_softmax", "tolist", "item", "argmax"):
+    for name in ("amax", "softmax", "log_softmax", "argmax"):
         monkeypatch.setattr(torch.Tensor, name, None)
     assert sampler.sample(torch.eye(3, VOCAB_SIZE), [*requests]).tokens == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["torch", "numba"])
+@pytest.mark.parametrize("size", [1, 7, 8, 17, 4097])
+def test_greedy_is_the_first_of_the_highest(name, size):
+    """Equals, among lanes and over them, -inf alone, NaN and +inf, rows of a wider tensor."""
+    logits = torch.randint(-3, 3, (40, size)).float()
+    logits[0], logits[1, size // 2], logits[2, -1], logits[3] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    logits[4, -1], logits[5, 0] = 7.0, torch.nan
+    wide = torch.cat([logits, torch.full((40, 3), 9.0)], dim=1)[:, :size]
+    for given in (logits, wide):
+        tokens, highest = load_kernels(name).greedy(given)
+        expected_tokens, expected = reference.greedy(logits)
+        torch.testing.assert_close(highest, expected, rtol=0, atol=0, equal_nan=True)
+        numbers = ~expected.isnan()
+        assert torch.equal(tokens[numbers], expected_tokens[numbers])
