@@ -114,6 +114,21 @@ def test_openmp_is_the_one_that_torch_computes_with():
     assert numba_threads._openmp() is not None, "on Linux torch brings one"
 
 
+@pytest.mark.parametrize("query_lens", [[1] * 12, [3, 1, 20], [0, 0]], ids=str)
+def test_a_group_of_more_heads_than_a_unit_has_rows(query_lens):
+    """A unit has at least one token, with all the heads that share its K and V."""
+    seq_lens = [20 if query_len else 0 for query_len in query_lens]
+    case = ragged_case(seq_lens, query_lens, num_heads=128, num_kv_heads=1, head_dim=16)
+    assert_exact_enough(paged_attention(**case), case, reference.paged_attention)
+
+
+def test_a_plan_is_for_tables_of_one_width():
+    case, plans = ragged_case([130, 70], [5, 1]), {}
+    expected = paged_attention(**case, plans=plans)
+    wider = torch.nn.functional.pad(case["block_tables"], (0, 3))
+    assert torch.equal(paged_attention(**{**case, "block_tables": wider}, plans=plans), expected)
+
+
 def test_wrong_inputs_are_named():
     case = ragged_case([3], [1])
     with pytest.raises(ValueError, match="sliding_window"):
