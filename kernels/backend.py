@@ -40,7 +40,8 @@ class Kernels:
 def load_kernels(name: BackendName) -> Kernels:
     """Return the kernels of one backend.
 
-    Raises ValueError for an unknown name and ImportError where "triton" or "numba" is missing.
+    Raises ValueError for an unknown name, and ImportError where "triton" or "numba" is missing or numba has
+    no place for what it compiles.
     """
     if name == "torch":
         return _torch_kernels()
@@ -94,6 +95,13 @@ def _numba_kernels() -> Kernels:
             reference,
             torch_sampling,
         )
+    except RuntimeError as error:
+        if "no locator" not in str(error):
+            raise
+        raise ImportError(
+            "numba keeps the CPU's compiled kernels beside their source or in the home directory, and may "
+            "write to neither; set NUMBA_CACHE_DIR to a directory that it may write to"
+        ) from error
     finally:
         notice.cancel()
     return Kernels(

@@ -46,7 +46,7 @@ from .numba_vectors import (
 
 TILE = 64  # keys
 SPLIT = 1024  # tokens that one softmax is over
-MAX_ROWS = 64  # query rows (tokens x heads that share K and V) of a unit for each KV head
+MAX_ROWS = 64  # query rows (tokens x heads that share K and V) of a unit for each KV head, or one token's
 _TILE_BYTES = 4 * TILE
 _LOG2E = np.float32(1.4426950408889634)
 _NOTHING = np.float32(-math.inf)
@@ -92,12 +92,10 @@ def padded(dim):
     return (dim + LANES - 1) // LANES * LANES
 
 
-def scratch_size(head_dim: int, value_dim: int, max_rows: int, max_heads: int) -> int:
-    """Bytes for a unit of so many rows, all its heads together."""
+def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_heads: int) -> int:
+    """Bytes for a unit of so many rows, all its heads together; group: heads that share K and V."""
     width: int = padded.py_func(value_dim)
-    tiles = (
-        TILE * (max_heads * (head_dim + width) + 2 * 16) + head_dim * TILE + MAX_ROWS * TILE + 2 * 2 * TILE
-    )
+    tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + max(MAX_ROWS, group) + 2 * 2)
     return 4 * (tiles + max_rows * (head_dim + 2 * width + 4))
 
 
@@ -267,7 +265,7 @@ def _attend(args, unit, scratch):
     tile_values = tile_keys + TILE * key_stride
     keys = tile_values + TILE * value_stride  # transposed
     scores = keys + args.head_dim * _TILE_BYTES
-    addresses = scores + MAX_ROWS * _TILE_BYTES
+    addresses = scores + max(MAX_ROWS, group) * _TILE_BYTES
     queries = addresses + 2 * 8 * TILE
     sums = queries + num_rows * 4 * args.head_dim  # of the split at hand
     totals = sums + num_rows * 4 * width

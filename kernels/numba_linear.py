@@ -12,6 +12,7 @@ import torch
 from numba import carray, cfunc
 from torch import Tensor
 
+from .checks import check_dtype, check_shape
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
     BFLOAT16,
@@ -46,13 +47,8 @@ DEPTH = 256  # inputs that a panel is gone through at a time: 16 to 32 KiB of it
 ROWS = 64  # of a unit
 GROUP = 32  # inputs that share a scale and a zero in int4
 INT4 = 5  # after the kinds that can be loaded as they are
-KINDS = {
-    torch.float32: FLOAT32,
-    torch.float16: FLOAT16,
-    torch.bfloat16: BFLOAT16,
-    torch.int8: INT8,
-    torch.uint8: INT4,
-}
+OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+WEIGHT_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8, torch.uint8: INT4}
 _WIDTH = 4 * PANEL
 
 LINEAR = Task(
@@ -78,13 +74,17 @@ class Panels(NamedTuple):
 
 
 def pack(weight: Tensor, scales: Tensor | None = None) -> Panels:
-    """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply."""
+    """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
+
+    Raises ValueError unless the weight is float32, bfloat16 or int8.
+    """
+    check_dtype("weight", weight, (torch.float32, torch.bfloat16, torch.int8))
     out_features, in_features = weight.shape
     num_panels = -(-out_features // PANEL)
     panels = weight.new_zeros(num_panels, in_features, PANEL)
     for i, rows in enumerate(weight.split(PANEL)):
         panels[i, :, : len(rows)] = rows.T
-    padded_scales = torch.ones(num_panels * PANEL)
+    padded_scales = torch.ones(num_panels * PANEL, dtype=torch.float32)
     if scales is not None:
         padded_scales[:out_features] = scales
     return Panels(panels, padded_scales, out_features)
@@ -111,8 +111,10 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Panels:
 def linear(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
     """[num_rows, in_features] -> [num_rows, out_features], in the dtype of x; the sums are float32.
 
-    bias: f32[num_panels * PANEL], or None.
+    bias: f32[num_panels * PANEL], or None. Raises ValueError where x has another width or dtype.
     """
+    check_shape("x", x, (None, weight.in_features))
+    check_dtype("x", x)
     num_rows, num_panels = x.shape[0], len(weight.weight)
     out = x.new_empty(num_rows, weight.out_features)
     rows = x.float() if x.stride(1) == 1 else x.float().contiguous()
@@ -128,8 +130,8 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
         weight.in_features,
         weight.out_features,
         num_panels,
-        KINDS[weight.weight.dtype],
-        KINDS[x.dtype],
+        WEIGHT_KINDS[weight.weight.dtype],
+        OUT_KINDS[x.dtype],
         scratch_size=(ROWS + DEPTH) * _WIDTH,
     )
     return out

@@ -1,6 +1,7 @@
 """The operations between products, for a CPU: one pass over the rows, where torch makes one an operator.
 
-Rows that are no whole vectors of this CPU, and quantised caches, are left to `torch_ops`.
+Rows that are no whole vectors of this CPU, quantised caches, and what is not laid out as the kernels read it
+are left to `torch_ops`, which says what does not fit together.
 """
 
 import numpy as np
@@ -9,6 +10,7 @@ from numba import carray, cfunc
 from torch import Tensor
 
 from . import torch_ops
+from .checks import KERNEL_DTYPES
 from .numba_paged_attention import KINDS
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
@@ -232,6 +234,11 @@ def _units(num_rows: int, size: int) -> tuple[int, int]:
     return -(-num_rows // rows), rows
 
 
+def _is_plain(x: Tensor, dtype: torch.dtype, size: int) -> bool:
+    """Whether so many numbers of this dtype lie one behind the other."""
+    return x.dtype == dtype and x.numel() == size and x.is_contiguous()
+
+
 def rms_norm(
     x: Tensor,  # [..., size]
     weight: Tensor,  # [size]
@@ -240,11 +247,16 @@ def rms_norm(
 ) -> Tensor:  # [..., size]
     """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`."""
     size = weight.shape[0]
-    rows = x if x.dim() == 2 else x.reshape(-1, size)
+    dtype = x.dtype
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     regular = (
-        rows.stride(1) == 1 and (residual is None or residual.is_contiguous()) and weight.dtype == x.dtype
+        dtype in KERNEL_DTYPES
+        and rows.shape[1] == size
+        and rows.stride(1) == 1
+        and _is_plain(weight, dtype, size)
+        and (residual is None or _is_plain(residual, dtype, x.numel()))
     )
-    if size % LANES or not regular or x.dtype not in KINDS:
+    if size % LANES or not regular:
         return torch_ops.rms_norm(x, weight, eps, residual)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_units, per_unit = _units(rows.shape[0], size)
@@ -267,7 +279,7 @@ def rms_norm(
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
     num_rows, size = x.shape[0], x.shape[1] // 2
-    if size % LANES or x.shape[1] % 2 or x.stride(1) != 1 or x.dtype not in KINDS:
+    if size % LANES or x.shape[1] % 2 or x.stride(1) != 1 or x.dtype not in KERNEL_DTYPES:
         return torch_ops.silu_and_mul(x)
     out = x.new_empty(num_rows, size)
     num_units, per_unit = _units(num_rows, 2 * size)
@@ -303,8 +315,21 @@ def rotary_store_kv(
     block_size, num_kv_heads = key_cache.shape[1:3]
     num_heads = num_rows - 2 * num_kv_heads
     quantised = key_scales is not None or value_scales is not None
-    regular = qkv.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    if quantised or head_dim % (2 * LANES) or not regular or qkv.dtype not in KINDS:
+    dtype, angles = qkv.dtype, num_tokens * (head_dim // 2)
+    regular = (
+        dtype in KERNEL_DTYPES
+        and dtype == key_cache.dtype == value_cache.dtype
+        and qkv.stride(2) == key_cache.stride(3) == value_cache.stride(3) == 1
+        and head_dim == key_cache.shape[3]
+        and key_cache.shape == value_cache.shape
+        and _is_plain(cos, torch.float32, angles)
+        and _is_plain(sin, torch.float32, angles)
+        and _is_plain(slot_mapping, torch.int64, num_tokens)
+        and (query_norm_weight is None) == (key_norm_weight is None)
+        and (query_norm_weight is None or _is_plain(query_norm_weight, dtype, head_dim))
+        and (key_norm_weight is None or _is_plain(key_norm_weight, dtype, head_dim))
+    )
+    if quantised or head_dim % (2 * LANES) or not regular:
         return torch_ops.rotary_store_kv(
             qkv,
             cos,

@@ -62,8 +62,6 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads, value_dim = value_cache.shape[1:]
-    num_tokens, num_heads, head_dim = query.shape
-    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
     # The layers of a step differ in what their tensors hold: one of them is checked and planned for all.
     key = (
         "numba", query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype,
@@ -99,7 +97,7 @@ def paged_attention(
             *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
             *(scale, softcap or 0.0),
         )
-        size = scratch_size(head_dim, value_dim, plan.max_rows, num_kv_heads)
+        size = scratch_size(head_dim, value_dim, num_heads // num_kv_heads, plan.max_rows, num_kv_heads)
         known = plan, same, plan.units.ctypes.data, size
         if plans is not None:
             plans[key] = known
@@ -166,8 +164,8 @@ def plan_units(
         cut = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads
         per_unit = 1
         if query_len <= MAX_DECODE:  # as many heads as are no more than a thread's share
-            per_unit = max(1, min(num_kv_heads, num_kv_heads * limit // max(seq_len * query_len, 1)))
-        tile = MAX_ROWS // group  # query tokens
+            per_unit = max(1, min(num_kv_heads, num_kv_heads * limit // max(1, seq_len * query_len)))
+        tile = max(1, MAX_ROWS // group)  # query tokens
         for first, head in product(range(0, query_len, tile), range(0, num_kv_heads, per_unit)):
             end, end_head = min(first + tile, query_len), min(head + per_unit, num_kv_heads)
             unit_rows = (end - first) * group  # for each KV head

@@ -65,7 +65,7 @@ def _scratch(size: int) -> int:
     """The address of so many bytes, kept by the calling thread from one call to the next."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < size + 64:
-        buffer = _local.buffer = torch.empty(size + 64, dtype=torch.uint8)
+        buffer = _local.buffer = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
     return -(-buffer.data_ptr() // 64) * 64
 
 

@@ -5,7 +5,7 @@ The bits of a row do not depend on the rows beside it, so neither do those of a 
 
 from __future__ import annotations
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import numba_linear
@@ -26,10 +26,9 @@ class PanelWeight:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""
-        if bias is not None and self._bias is None:
-            self._bias = torch.zeros(len(self.panels.weight) * PANEL)
-            self._bias[: len(bias)] = bias
-        return numba_linear.linear(x, self.panels, self._bias)
+        if bias is not None and self._bias is None:  # which never changes
+            self._bias = F.pad(bias.float(), (0, len(self.panels.weight) * PANEL - len(bias)))
+        return numba_linear.linear(x, self.panels, None if bias is None else self._bias)
 
     def rows(self, indices: Tensor) -> Tensor:
         """See TableForm."""

@@ -61,6 +61,23 @@ def test_without_numba_an_engine_runs_plain_and_says_so():
     assert "pip install 'paged[cpu]'" in said
 
 
+def test_nowhere_to_keep_compiled_kernels_is_an_error_with_a_way_out():
+    script = """
+        from numba.core import caching
+        def read_only(locator):
+            raise OSError("Read-only file system")
+        caching._CacheLocator.ensure_cache_path = read_only
+        from paged import ConfigError, LLMEngine
+        try:
+            LLMEngine("demo", device="cpu", skip_tokenizer_init=True, num_blocks=8)
+        except ConfigError as error:
+            assert "set NUMBA_CACHE_DIR" in str(error), error
+        else:
+            raise SystemExit("no ConfigError")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
 def test_torch_backend_needs_no_triton():
     script = """
         import sys

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import DEVICE, assert_exact_enough, ragged_case, take_sequences
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
-from paged.kernels import numba_threads, reference
+from paged.kernels import numba_ops, numba_threads, reference, torch_ops
 from paged.kernels.numba_attention import SPLIT
 from paged.kernels.numba_paged_attention import paged_attention, plan_units
 
@@ -112,6 +112,42 @@ def test_two_threads_at_once_do_not_share_scratch_memory():
 
 def test_openmp_is_the_one_that_torch_computes_with():
     assert numba_threads._openmp() is not None, "on Linux torch brings one"
+
+
+@pytest.mark.parametrize("query_lens", [[1] * 12, [3, 1, 20], [0, 0]], ids=str)
+def test_a_group_of_more_heads_than_a_unit_has_rows(query_lens):
+    """A unit has at least one token, with all the heads that share its K and V."""
+    seq_lens = [20 if query_len else 0 for query_len in query_lens]
+    case = ragged_case(seq_lens, query_lens, num_heads=128, num_kv_heads=1, head_dim=16)
+    assert_exact_enough(paged_attention(**case), case, reference.paged_attention)
+
+
+def test_a_plan_is_for_tables_of_one_width():
+    case, plans = ragged_case([130, 70], [5, 1]), {}
+    expected = paged_attention(**case, plans=plans)
+    wider = torch.nn.functional.pad(case["block_tables"], (0, 3))
+    assert torch.equal(paged_attention(**{**case, "block_tables": wider}, plans=plans), expected)
+
+
+def test_rows_the_kernels_would_misread_are_left_to_torch():
+    """Each would be read, or written, beyond its end."""
+    x, other = torch.randn(5, 64), torch.randn(5, 64, dtype=torch.float64)
+    strided = torch.randn(64, 2)[:, 0]
+    assert torch.equal(numba_ops.rms_norm(x, strided, 1e-6), torch_ops.rms_norm(x, strided, 1e-6))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        numba_ops.rms_norm(x[:, :32], torch.ones(64), 1e-6)
+    added = other + x
+    numba_ops.rms_norm(x, torch.ones(64), 1e-6, other)
+    assert torch.equal(other, added)
+
+    cos, caches = torch.randn(5, 16, dtype=torch.bfloat16), torch.zeros(2, 2, 4, 2, 32)
+    slots, qkv, expected = torch.arange(5), torch.randn(5, 8, 32), torch.zeros(2, 2, 4, 2, 32)
+    torch_ops.rotary_store_kv(qkv.clone(), cos, cos, *expected, slots)
+    numba_ops.rotary_store_kv(qkv.clone(), cos, cos, *caches, slots)
+    assert torch.equal(caches, expected)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            numba_ops.rotary_store_kv(qkv.clone(), cos, cos, *caches.to(dtype), slots)
 
 
 def test_wrong_inputs_are_named():

@@ -49,6 +49,23 @@ def test_products_and_bits(form, dtype, shape):
         assert torch.equal(linear(x[first:end]), out[first:end])
 
 
+def test_the_default_dtype_changes_nothing():
+    weight, x, bias = torch.randn(40, 64), torch.randn(7, 64), torch.randn(40)
+    expected = PanelWeight(weight)(x, bias)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(PanelWeight(weight)(x, bias), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_the_kernel_would_misread_is_refused():
+    with pytest.raises(ValueError, match=r"weight must be one of .*, got torch.float16"):
+        PanelWeight(torch.ones(4, 32, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"x must have shape \[any, 32\], got \[3, 16\]"):
+        PanelWeight(torch.ones(4, 32))(torch.ones(3, 16), None)
+
+
 @pytest.mark.parametrize("form", [PanelWeight, PanelInt8Weight], ids=lambda form: form.__name__)
 @dtypes
 def test_rows_are_those_of_the_weight(form, dtype):
