@@ -83,7 +83,7 @@ def _numba_kernels() -> Kernels:
             "`pip install 'paged[cpu]'`, or use attention_backend='torch', which is slower"
         )
     notice = threading.Timer(
-        2.0, logger.warning, ["compiling the kernels for this CPU, which takes some 20 s, once"]
+        2.0, logger.warning, ["compiling the kernels for this CPU, which takes a while, once"]
     )
     notice.daemon = True
     notice.start()

@@ -146,7 +146,8 @@ def plan_units(
     """Share a step out in units of like size, the longest first: its bits are the same however that is done.
 
     A decode is one unit with all its heads, so that memory is read as it lies. Where that would be too much
-    of the step for one thread, each KV head is a unit, and then every SPLIT tokens of it.
+    of the step for one thread, its KV heads are shared out, and then every SPLIT tokens of each.
+    Prompts go by tiles of query tokens, one KV head a unit.
     """
     query_lens = np.diff(cu_seqlens_q)
     work = seq_lens.astype(np.int64) * query_lens
