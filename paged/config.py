@@ -62,8 +62,8 @@ class EngineConfig:
     num_threads: of a CPU's operations, in the whole process: engines that live at once have as many. None
         takes OMP_NUM_THREADS or torch.set_num_threads where they were used, else the cores there are within
         the process's affinity and its container's limit.
-    deterministic: on a CPU with numba: the bits of a request do not depend on what it is batched with,
-        or it is an error. Without it they do not either in float32, nor in bfloat16 where the CPU emulates it.
+    deterministic: the bits of a request do not depend on what it is batched with. On a CPU with numba, else
+        an error; there it is so without it too, but in bfloat16 where the CPU multiplies that natively.
     seed: from which requests without a seed of their own derive one.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
 
