@@ -14,17 +14,20 @@ QUANTIZED_DTYPES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def check_scales(
     key_cache: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Raise ValueError unless a cache of `dtype` has no scales, or a quantised one has both.
+    """Raise ValueError unless a plain cache has no scales, or a quantised one has both.
+
+    dtype: of queries and of what is stored. A plain cache has the same, or for float32 a narrower one.
 
     Scales are f32[num_blocks, num_kv_heads, block_size], contiguous.
     """
     scales = {"key_scales": key_scales, "value_scales": value_scales}
-    if key_cache.dtype == dtype:
+    plain = KERNEL_DTYPES if dtype == torch.float32 else (dtype,)
+    if key_cache.dtype in plain:
         for name, scale in scales.items():
             if scale is not None:
                 raise ValueError(f"{name} belong to a quantised cache; this one is {key_cache.dtype}")
         return
-    check_dtype("key_cache", key_cache, (dtype, *QUANTIZED_DTYPES))
+    check_dtype("key_cache", key_cache, (*plain, *QUANTIZED_DTYPES))
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     for name, scale in scales.items():
         if scale is None:

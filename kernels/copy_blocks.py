@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import check_dtype, check_shape
+from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_dtype, check_shape
 
 _CHUNK = 2048
 # Copied as integers, whose bits nothing rounds and nothing takes for a NaN.
-_BITS = {2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # a view at any offset
@@ -43,7 +43,7 @@ def copy_blocks(
     stride that does not fit; pairs are not read on the host, so a block outside the cache is the caller's
     fault and not seen.
     """
-    check_dtype("cache", cache)
+    check_dtype("cache", cache, (*KERNEL_DTYPES, *QUANTIZED_DTYPES))
     check_shape("cache", cache, (None, None, None, None, None))
     check_shape("pairs", pairs, (None, 2), torch.int64)
     if not cache[:1, :1].is_contiguous():

@@ -78,7 +78,9 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [..., s
     x32 = x.float()
     largest = x32.abs().amax(-1)
     scale = largest / QUANTIZED_DTYPES[dtype]
-    divided = x32 * (QUANTIZED_DTYPES[dtype] / largest.where(largest > 0, 1.0))[..., None]
+    # A quotient of tensors: a number over a tensor is its reciprocal times the number, rounded twice.
+    inverse = torch.full_like(largest, QUANTIZED_DTYPES[dtype]) / largest.where(largest > 0, 1.0)
+    divided = x32 * inverse[..., None]
     if dtype == torch.int8:
         divided = (divided + 0.5).floor()
     return divided.to(dtype), scale

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
+from .checks import check_scales
 
 
 def rms_norm(
@@ -43,22 +44,9 @@ def rotary_store_kv(
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """QK norm, rotary, K and V into their slots; see `reference.rotary_store_kv`, which quantises itself."""
-    if key_scales is not None or value_scales is not None:
-        return reference.rotary_store_kv(
-            qkv,
-            cos,
-            sin,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            query_norm_weight=query_norm_weight,
-            key_norm_weight=key_norm_weight,
-            eps=eps,
-            key_scales=key_scales,
-            value_scales=value_scales,
-        )
-    num_kv_heads, head_dim = key_cache.shape[2:]
+    """QK norm, rotary, K and V into their slots; see `reference.rotary_store_kv`."""
+    check_scales(key_cache, key_scales, value_scales, qkv.dtype)
+    num_kv_heads = key_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     # Query and key heads go through everything together: half the calls, which is what a decode waits for.
     heads, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -78,9 +66,21 @@ def rotary_store_kv(
     rotated2 = (x2 * cos).add_(x1 * sin)
     half1.copy_(rotated1)
     half2.copy_(rotated2)
-    key_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, heads[:, num_heads:])
-    value_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, value)
+    _store(heads[:, num_heads:], key_cache, slot_mapping, key_scales)
+    _store(value, value_cache, slot_mapping, value_scales)
     return query
+
+
+def _store(x: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None) -> None:
+    """Put K or V, [num_tokens, num_kv_heads, head_dim], into their slots, in the cache's form."""
+    if scales is None:
+        x = x.to(cache.dtype)
+    else:
+        x, scale = reference.quantize(x, cache.dtype)
+        block_size = cache.shape[1]
+        scales[slots // block_size, :, slots % block_size] = scale
+        x, cache = x.view(torch.int8), cache.view(torch.int8)  # torch copies no fp8 to places on a CPU
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, x)
 
 
 def paged_attention(
@@ -110,7 +110,7 @@ def paged_attention(
 
     Where more than a window is asked for, the reference itself computes it: no model here needs it fast.
     """
-    special = (softcap, sinks, alibi_slopes, tree_mask, key_scales, value_scales)
+    special = (softcap, sinks, alibi_slopes, tree_mask)
     if not causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
         return reference.paged_attention(
             query,
@@ -149,9 +149,8 @@ def paged_attention(
         blocks = block_tables[i, first_block : -(-seq_len // block_size)]
         tokens = slice(low - first_block * block_size, seq_len - first_block * block_size)
         # [num_kv_heads, 1, seq_len - low, head_dim]
-        # index_select copies whole blocks: 3 times faster here than key_cache[blocks].
-        k = key_cache.index_select(0, blocks).flatten(0, 1)[tokens].transpose(0, 1)[:, None]
-        v = value_cache.index_select(0, blocks).flatten(0, 1)[tokens].transpose(0, 1)[:, None]
+        k = _gather(key_cache, key_scales, blocks, query.dtype)[tokens].transpose(0, 1)[:, None]
+        v = _gather(value_cache, value_scales, blocks, query.dtype)[tokens].transpose(0, 1)[:, None]
         if query_len == 1:
             # The group as query rows: one pass over K and V, where enable_gqa in bfloat16 is 8 times slower.
             q = query[start].reshape(num_kv_heads, 1, group, head_dim)
@@ -171,6 +170,16 @@ def paged_attention(
         )  # [num_kv_heads, group, query_len, head_dim]
         out[start:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out
+
+
+def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """All tokens of these blocks: [num_tokens, num_kv_heads, dim]."""
+    # index_select copies whole blocks: 3 times faster here than cache[blocks].
+    tokens = cache.index_select(0, blocks).flatten(0, 1)
+    if scales is None:
+        return tokens.to(dtype)
+    scale = scales.index_select(0, blocks).transpose(1, 2).flatten(0, 1)
+    return (tokens.float() * scale[..., None]).to(dtype)
 
 
 def _mask(query_len: int, seq_len: int, low: int, sliding_window: int | None, device: torch.device) -> Tensor:

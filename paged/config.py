@@ -11,6 +11,7 @@ from .validation import check_bool, check_int, check_number, shown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("int8", "int4")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3")
 BACKENDS = ("auto", "triton", "numba", "torch")
 POLICIES = ("fcfs", "priority", "longest-prefix-match", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -32,10 +33,13 @@ class EngineConfig:
 
     model: a local directory, a Hugging Face hub id, or "demo" for the checkpoint that ships with `paged`.
     tokenizer: where the tokenizer is, if not beside the model.
-    dtype: of weights, activations and KV; "auto" takes the checkpoint's, on a CPU float32 in the place of
+    dtype: of weights and activations; "auto" takes the checkpoint's, on a CPU float32 in the place of
         float16, and of bfloat16 where the CPU has no instructions for it.
     quantization: of weights, as a plain checkpoint loads, on a CPU: "int8", with a scale for each output, or
         "int4", with a scale and a zero for every 32 inputs, and the output head in int8.
+    kv_cache_dtype: of K and V in the cache; "auto" takes dtype, and where that is float32 there are also
+        "float16" and "bfloat16". "int8" and "fp8", which is "fp8_e4m3", have a scale for each token and head;
+        of GPUs, fp8 needs NVIDIA's from sm_89 on.
     device: "auto" takes a GPU where torch sees one, else the CPU.
     block_size: tokens per block, a power of two from 8 to 256.
     max_model_len: longest prompt plus output in tokens; None takes the model's.
@@ -74,6 +78,7 @@ class EngineConfig:
     tokenizer: str | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     quantization: Literal["int8", "int4"] | None = None
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3"] = "auto"
     device: str = "auto"
     block_size: int = 16
     max_model_len: int | None = None
@@ -116,6 +121,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("attention_backend", self.attention_backend, BACKENDS)
         check_policy(self.scheduling_policy, self.tenant_weights)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -12,7 +13,7 @@ import torch
 
 from .config import EngineConfig
 from .errors import ConfigError
-from .kernels.backend import BackendName, has_numba, in_interpreter
+from .kernels.backend import BackendName, check_target, current_target, has_numba, in_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,15 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
             "TRITON_INTERPRET=1 before Python starts, or use attention_backend='numba' or 'torch'"
         )
     return cast(BackendName, requested)
+
+
+def check_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError where the Triton kernels have no cache of this dtype; name: as it was asked for."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        try:
+            check_target(dtype, current_target())
+        except ValueError as error:
+            raise ConfigError(f"kv_cache_dtype {name!r} cannot be had, but 'int8' can: {error}") from error
 
 
 def weights_in_panels(

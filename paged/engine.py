@@ -371,9 +371,13 @@ class LLMEngine:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the KV of a token depends on beside the prompt: the model with its weights, and the dtype."""
+        """What the KV of a token depends on beside the prompt: the model with its weights, and the dtypes."""
         return prefix_store.fingerprint(
-            self.directory, self.model_config, self.runner.dtype, self.config.quantization
+            self.directory,
+            self.model_config,
+            self.runner.dtype,
+            self.config.quantization,
+            self.runner.kv_dtype,
         )
 
     def _require_prefix_cache(self) -> None:

@@ -129,7 +129,7 @@ class Attention(nn.Module):
         self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> the same
         qkv = self.qkv(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        key_cache, value_cache = kv_cache.layer(self.layer)
+        key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
         group = kv_cache.group_of[self.layer]
         query = self.kernels.rotary_store_kv(
             qkv,
@@ -140,6 +140,8 @@ class Attention(nn.Module):
             query_norm_weight=self.query_norm_weight,
             key_norm_weight=self.key_norm_weight,
             eps=self.eps,
+            key_scales=key_scales,
+            value_scales=value_scales,
         )
         attended = self.kernels.paged_attention(
             query,
@@ -153,6 +155,8 @@ class Attention(nn.Module):
             min_seqlen_q=batch.min_seqlen_q,
             plans=batch.plans,
             sliding_window=self.window,
+            key_scales=key_scales,
+            value_scales=value_scales,
         )
         out: Tensor = self.output(attended.flatten(1))
         return out

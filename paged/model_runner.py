@@ -12,6 +12,7 @@ from tqdm import tqdm
 from .batch import BatchBuilder
 from .config import EngineConfig
 from .devices import (
+    check_kv_dtype,
     kv_bytes_on_cpu,
     kv_bytes_on_gpu,
     resolve_backend,
@@ -35,7 +36,7 @@ from .scheduler import Scheduler
 from .sizes import Sizes
 from .structured_outputs import masks_of
 from .threads import set_threads
-from .weights import check_weights, load_weights, torch_dtype
+from .weights import check_weights, load_weights
 
 # With these, every kernel that sampling may need is launched.
 EVERY_WAY_TO_SAMPLE = (
@@ -60,12 +61,16 @@ class ModelRunner:
         self.num_threads: int | None = None  # of a GPU's host: as torch has them
         if self.device.type == "cpu" or config.num_threads is not None:
             self.num_threads = set_threads(self, config.num_threads)
-        self.dtype = torch_dtype(resolve_dtype(config.dtype, model_config.dtype, self.device))
-        self.sizes = Sizes(config, model_config, self.device.type, self.dtype.itemsize)
+        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        self.sizes = Sizes(config, model_config, self.device.type, dtype)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
         try:
             kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
         except ImportError as error:  # Triton or numba is not installed
             raise ConfigError(str(error)) from error
+        if kernels.name == "triton":
+            check_kv_dtype(config.kv_cache_dtype, self.kv_dtype, self.device)
         forms = choose_forms(
             self.device,
             self.dtype,
@@ -99,8 +104,11 @@ class ModelRunner:
         dtype, threads = str(self.dtype).removeprefix("torch."), ""
         if self.num_threads is not None:
             threads = f" with {self.num_threads} thread{'s' * (self.num_threads > 1)}"
-        weights = f" with weights in {self.config.quantization}" if self.config.quantization else ""
-        return f"{dtype}{weights} on {self.device}{threads}; attention by {self.model.kernels.name}"
+        parts = [f"weights in {self.config.quantization}"] if self.config.quantization else []
+        if self.kv_dtype != self.dtype:
+            parts.append(f"KV in {self.config.kv_cache_dtype}")
+        narrower = f" with {' and '.join(parts)}" if parts else ""
+        return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}"
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Returns a token for each of schedule.sampled_requests."""
@@ -135,7 +143,7 @@ class ModelRunner:
         block_size = self.config.block_size
         try:
             return KVCache(
-                self.model_config, num_blocks, block_size, self.dtype, self.device, num_host_blocks
+                self.model_config, num_blocks, block_size, self.kv_dtype, self.device, num_host_blocks
             )
         except RuntimeError as error:  # torch has no narrower one for a CPU
             size = self.sizes.block_bytes / 2**30

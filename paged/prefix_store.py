@@ -26,9 +26,11 @@ FORMAT = "paged-prefix-1"
 Entry = tuple[bytes, int, int, bytes]  # of a block: tokens, place of its predecessor, group, namespace
 
 
-def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> str:
+def fingerprint(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, kv_dtype: torch.dtype
+) -> str:
     """sha256 of all that KV depends on beside the tokens: config, dtypes, every byte of the weights."""
-    digest = hashlib.sha256(f"{config}/{dtype}/{quantization}".encode())
+    digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb") as data:
             digest.update(hashlib.file_digest(data, "sha256").digest())
@@ -62,7 +64,7 @@ def save(
         raise RequestError("no full block of this prompt is cached" if prompt else "no block is cached")
     blocks = [block for block, _ in known]
     tensors = {
-        "kv": kv_cache.data[:, :, blocks].cpu().contiguous(),
+        **{name: tensor[:, :, blocks].cpu().contiguous() for name, tensor in kv_cache.tensors.items()},
         "token_ids": torch.tensor([array("i", pool.tokens(b)).tolist() for b in blocks], dtype=torch.int32),
         "predecessors": torch.tensor([place[pool.predecessor(b)] for b in blocks]),
         "groups": torch.tensor([group for _, group in known]),
@@ -97,10 +99,10 @@ def load(path: str | Path, manager: BlockManager, kv_cache: KVCache, fingerprint
             raise CheckpointError(
                 f"{path} was saved for {what}: its {name} is {metadata.get(name)!r}, this engine's {value!r}"
             )
-    return _put(_entries(path, tensors, metadata, kv_cache), tensors["kv"], manager.pool, kv_cache)
+    return _put(_entries(path, tensors, metadata, kv_cache), tensors, manager.pool, kv_cache)
 
 
-def _put(entries: list[Entry], kv: Tensor, pool: BlockPool, kv_cache: KVCache) -> int:
+def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cache: KVCache) -> int:
     """Fill free blocks, as far as they go, with what is not cached yet. Returns how many."""
     loaded: list[BlockId] = []
     known: list[BlockId | None] = []
@@ -117,7 +119,8 @@ def _put(entries: list[Entry], kv: Tensor, pool: BlockPool, kv_cache: KVCache) -
             assert allocated is not None, "a free block cannot be had"
             loaded += allocated
             # Before anybody can find it: this may fail, or be interrupted.
-            kv_cache.data[:, :, allocated[0]] = kv[:, :, i]
+            for name, tensor in kv_cache.tensors.items():
+                tensor[:, :, allocated[0]] = saved[name][:, :, i]
             parent = 0 if behind is None else pool.serial(behind)
             known.append(pool.adopt(allocated[0], key_of(digests[i]), tokens, parent, namespace, group))
             if known[-1] != allocated[0]:
@@ -141,16 +144,19 @@ def _entries(
 ) -> list[Entry]:
     """What the file says of every block, all checked."""
     try:
-        kv, token_ids, *numbers = (tensors[name] for name in ("kv", "token_ids", "predecessors", "groups"))
+        token_ids, *numbers = (tensors[name] for name in ("token_ids", "predecessors", "groups"))
+        saved = {name: tensors[name] for name in kv_cache.tensors}
         namespaces = {int(i): bytes.fromhex(text) for i, text in json.loads(metadata["namespaces"]).items()}
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
-    shape = list(kv_cache.data.shape)
-    num_blocks = shape[2] = token_ids.shape[:1].numel()
+    num_blocks = token_ids.shape[:1].numel()
     predecessors, groups = (tensor.tolist() for tensor in numbers)
     sound = (
-        list(kv.shape) == shape
-        and kv.dtype == kv_cache.data.dtype
+        all(
+            saved[name].dtype == tensor.dtype
+            and saved[name].shape == (*tensor.shape[:2], num_blocks, *tensor.shape[3:])
+            for name, tensor in kv_cache.tensors.items()
+        )
         and list(token_ids.shape) == [num_blocks, kv_cache.block_size]
         and token_ids.dtype == torch.int32
         and all(t.shape == (num_blocks,) and t.dtype == torch.int64 for t in numbers)

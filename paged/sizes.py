@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .block_manager import BlockManager
 from .config import EngineConfig
-from .errors import ConfigError
+from .errors import ConfigError, UnsupportedModelError
 from .models.config import ModelConfig
 from .policies import new_policy
 from .scheduler import Scheduler
@@ -30,6 +30,11 @@ class HostRates(NamedTuple):
     bytes_per_s: float  # to or from the host
 
 
+# Bytes of an element; in a quantised cache each token and head has a scale beside them.
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+QUANTIZED, SCALE_BYTES = {"int8": 1, "float8_e4m3fn": 1}, 4
+FP8_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+
 HOST_RATES = {"cuda": HostRates(100e12, 12e9), "cpu": HostRates(100e9, 5e9)}
 
 
@@ -38,20 +43,30 @@ class Sizes:
     """The sizes of an engine.
 
     device: "cuda" or "cpu".
-    element_bytes: of an element of K and V.
+    dtype: of weights and activations.
 
-    Raises ConfigError for an option that does not go with the model or the device.
+    Raises ConfigError for an option that does not go with the model, the device or the dtype, and
+    UnsupportedModelError for a dtype that no kernel computes in.
     """
 
     config: EngineConfig
     model: ModelConfig
     device: str
-    element_bytes: int
+    dtype: str
 
     def __post_init__(self) -> None:
         config, longest = self.config, self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
+        if self.dtype not in DTYPES:
+            raise UnsupportedModelError(
+                f"dtype {self.dtype} is not supported; supported are {', '.join(DTYPES)}"
+            )
+        if self.dtype != "float32" and self.kv_dtype not in (self.dtype, *QUANTIZED):
+            raise ConfigError(
+                f"kv_cache_dtype {config.kv_cache_dtype!r} goes with dtype float32, this model's is "
+                f"{self.dtype}: take 'auto', 'int8' or 'fp8'"
+            )
         if not self.num_host_blocks and (config.preemption_mode == "swap" or config.swap_space):
             space = f"swap_space {self.swap_space:g} GiB"
             if config.swap_space is None:
@@ -78,9 +93,23 @@ class Sizes:
         return min(self.config.long_prefill_token_threshold or budget, budget)
 
     @property
+    def kv_dtype(self) -> str:
+        """What K and V are held in, as torch names it."""
+        name = self.config.kv_cache_dtype
+        return self.dtype if name == "auto" else FP8_NAMES.get(name, name)
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block over the layers of its group."""
-        return self.model.kv_elements_per_slot * self.config.block_size * self.element_bytes
+        """Bytes of one block over the layers of its group, scales included."""
+        head_bytes = self.model.head_dim * (DTYPES | QUANTIZED)[self.kv_dtype]
+        if self.kv_dtype in QUANTIZED:
+            head_bytes += SCALE_BYTES
+        return self.model.kv_heads_per_slot * head_bytes * self.config.block_size
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of K and V of one token over all layers."""
+        return self.block_bytes * len(self.model.layer_groups) / self.config.block_size
 
     @property
     def most_blocks(self) -> int:
@@ -108,7 +137,7 @@ class Sizes:
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
         model, rates = self.model, HOST_RATES[self.device]
-        kv_bytes = num_tokens * self.block_bytes * len(model.layer_groups) / self.config.block_size
+        kv_bytes = num_tokens * self.kv_bytes_per_token
         attention = 2 * num_tokens**2 * model.num_layers * model.num_heads * model.head_dim
         recompute_s = (2 * model.num_layer_params * num_tokens + attention) / rates.flops_per_s
         return 2 * kv_bytes / rates.bytes_per_s < recompute_s

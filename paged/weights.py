@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -218,11 +217,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: must hold a JSON object")
     return value
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of this name, one of the three that the kernels take."""
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if name not in known:
-        raise UnsupportedModelError(f"dtype {name} is not supported; supported are {', '.join(known)}")
-    return known[name]

@@ -24,6 +24,8 @@ from paged.schedule import Schedule
 with torch.device("cpu"):
     torch.empty(0)
 
+# Where there is no NaN; in a quantised cache the scales are NaN besides.
+POISON = {torch.int8: 99}
 VOCAB_SIZE = 211  # a prime: no tile or vector divides it
 # Rope scaling that stretches: longer than max_position_embeddings, shorter than these times its factor.
 STRETCHED = ("llama-linear", "llama-dynamic")
@@ -183,7 +185,7 @@ def new_engine(model: str | Path, **options: Any) -> LLMEngine:
 def poison(engine: LLMEngine) -> None:
     """Fill every slot that nobody owns with NaN: those of now, and those of every block handed out later."""
     runner, pool = engine.runner, engine.block_manager.pool
-    data, allocate, copy_blocks = runner.kv_cache.data, pool.allocate, runner._copy_blocks
+    tensors, allocate, copy_blocks = runner.kv_cache.tensors.values(), pool.allocate, runner._copy_blocks
     fresh: list[int] = []
 
     def allocate_and_note(n: int) -> Any:
@@ -194,7 +196,8 @@ def poison(engine: LLMEngine) -> None:
     def poison_and_copy(schedule: Schedule) -> None:
         # What is swapped out may lie in blocks that have new owners since.
         copy_blocks(Schedule(swap_out=schedule.swap_out))
-        data[:, :, fresh] = math.nan
+        for tensor in tensors:
+            tensor[:, :, fresh] = POISON.get(tensor.dtype, math.nan)
         fresh.clear()
         copy_blocks(Schedule(swap_in=schedule.swap_in, copies=schedule.copies))
 
@@ -205,7 +208,8 @@ def poison(engine: LLMEngine) -> None:
         finally:
             fresh.clear()  # these are filled
 
-    data.fill_(math.nan)
+    for tensor in tensors:
+        tensor.fill_(POISON.get(tensor.dtype, math.nan))
     load_prefix = engine.load_prefix
     engine.load_prefix = load_and_keep  # type: ignore[method-assign]
     pool.allocate = allocate_and_note  # type: ignore[method-assign]

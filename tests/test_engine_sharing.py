@@ -297,7 +297,7 @@ def test_step_that_fails_loses_nothing(monkeypatch):
 
     def failing(batch: Any, kv_cache: Any) -> Any:
         if next(calls) in broken:
-            kv_cache.data.fill_(float("nan"))
+            kv_cache.tensors["kv"].fill_(float("nan"))
             raise RuntimeError("no memory")
         return forward(batch, kv_cache)
 

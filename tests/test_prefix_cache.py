@@ -275,8 +275,8 @@ def test_load_that_breaks_off_leaves_nothing_that_was_not_written(
     engine, saved, monkeypatch, num_written, expected
 ):
     engine.reset_prefix_cache()
-    engine.runner.kv_cache.data.fill_(float("nan"))
-    kv, writes = engine.runner.kv_cache.data, 0
+    tensors, writes = engine.runner.kv_cache.tensors, 0
+    kv = tensors["kv"].fill_(float("nan"))
 
     class Breaking:
         """The cache's memory, until there is no more of it."""
@@ -291,7 +291,7 @@ def test_load_that_breaks_off_leaves_nothing_that_was_not_written(
             kv[where] = value
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner.kv_cache, "data", Breaking())
+        patch.setitem(tensors, "kv", Breaking())
         with pytest.raises(KeyboardInterrupt):
             engine.load_prefix(saved)
     engine.scheduler.check()

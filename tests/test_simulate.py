@@ -75,7 +75,9 @@ class TestCost:
     SHEET = DataSheet(1, 1, 1, 0.5)
 
     def seconds(self, schedule, sheet=SHEET):
-        roofline = Roofline(MODEL, sheet, overhead=0.25, flops_efficiency=0.5, bandwidth_efficiency=0.8)
+        roofline = Roofline(
+            MODEL, sheet, KV_BYTES, overhead=0.25, flops_efficiency=0.5, bandwidth_efficiency=0.8
+        )
         return StepCost(roofline, MODEL, sheet, 16 * KV_BYTES).seconds(schedule)
 
     def test_step_bound_by_memory(self):

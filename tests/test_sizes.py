@@ -17,7 +17,7 @@ BLOCK_BYTES = 16 * 2 * 4 * 2 * 64 * 2
 
 
 def sizes(device: str = "cuda", **options: Any) -> Sizes:
-    return Sizes(EngineConfig(model="demo", **options), MODEL, device, element_bytes=2)
+    return Sizes(EngineConfig(model="demo", **options), MODEL, device, "bfloat16")
 
 
 @pytest.mark.parametrize(("device", "budget", "space"), [("cuda", 8192, 4), ("cpu", 512, 0)])

@@ -70,9 +70,8 @@ def test_bfloat16_checkpoint_computes_in_the_dtype_asked_for(tmp_path):
     oracle = Reference(tmp_path)  # the rounded weights, in float32
     assert generated(tmp_path) == [oracle.greedy(prompt, 8)[0] for prompt in PROMPTS]
     engine = new_engine(tmp_path, dtype="bfloat16")
-    assert (
-        engine.runner.kv_cache.data.dtype == engine.runner.model.embedding.form.weight.dtype == torch.bfloat16
-    )
+    weight = engine.runner.model.embedding.form.weight
+    assert engine.runner.kv_cache.tensors["kv"].dtype == weight.dtype == torch.bfloat16
     # Too coarse for equal tokens; that it runs and ends is what can be said of any model.
     assert all(len(tokens) == 8 for tokens in generated(tmp_path, dtype="bfloat16"))
 

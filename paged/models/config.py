@@ -125,9 +125,9 @@ class ModelConfig:
         return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
     @property
-    def kv_elements_per_slot(self) -> int:
-        """Elements of K and V together that one token takes in the layers of one group."""
-        return 2 * len(self.layer_groups[0].layers) * self.num_kv_heads * self.head_dim
+    def kv_heads_per_slot(self) -> int:
+        """Heads of K and V together that one token has in the layers of one group."""
+        return 2 * len(self.layer_groups[0].layers) * self.num_kv_heads
 
     def _check(self) -> None:
         for name, ceiling in CEILINGS.items():

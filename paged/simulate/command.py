@@ -58,6 +58,7 @@ def simulate(
     tenant_weights: Annotated[list[str] | None, typer.Option(help=WEIGHTS_HELP)] = None,
     num_blocks: Annotated[int | None, _engine("num_blocks")] = None,
     block_size: Annotated[int | None, _engine("block_size")] = None,
+    kv_cache_dtype: Annotated[str | None, _engine("kv_cache_dtype")] = None,
     max_model_len: Annotated[int | None, _engine("max_model_len")] = None,
     max_num_seqs: Annotated[int | None, _engine("max_num_seqs")] = None,
     max_num_batched_tokens: Annotated[int | None, _engine("max_num_batched_tokens")] = None,

@@ -113,6 +113,7 @@ class Roofline:
 
     Norms, biases and activations, about one percent, are left out.
 
+    kv_bytes: of K and V of one token over all layers.
     overhead: seconds of a step that are neither: launches, scheduling, sampling.
     flops_efficiency, bandwidth_efficiency: the share of the data sheet's figures that kernels reach.
     """
@@ -121,6 +122,7 @@ class Roofline:
         self,
         model: ModelConfig,
         sheet: DataSheet,
+        kv_bytes: float,
         *,
         overhead: float,
         flops_efficiency: float,
@@ -130,7 +132,7 @@ class Roofline:
         self._flops_per_token, self._flops_per_sample = 2 * layer_params, 2 * head_params
         self._flops_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
         self._weight_bytes = (layer_params + head_params) * element_bytes(model)
-        self._kv_bytes = kv_bytes_per_token(model)
+        self._kv_bytes = kv_bytes
         self._flops_per_s = sheet.tflops * 1e12 * flops_efficiency
         self._bytes_per_s = sheet.memory_gb_per_s * 1e9 * bandwidth_efficiency
         self._overhead = overhead
@@ -215,13 +217,8 @@ def num_params(model: ModelConfig) -> int:
 
 
 def element_bytes(model: ModelConfig) -> int:
-    """Bytes of a weight, and of an element of K and V."""
+    """Bytes of a weight."""
     return 4 if model.dtype == "float32" else 2
-
-
-def kv_bytes_per_token(model: ModelConfig) -> int:
-    """Bytes of K and V of one token over all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes(model)
 
 
 def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, block_bytes: int) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..models.config import ModelConfig
 from ..request import Request
 from ..sizes import Sizes
 from ..validation import changed, check_int, check_number
@@ -20,7 +19,6 @@ from .cost import (
     Roofline,
     StepCost,
     blocks_that_fit,
-    element_bytes,
 )
 from .model import read_model
 from .replica import Replica
@@ -72,7 +70,7 @@ class FleetConfig:
         if self.coefficients is not None and replaced:
             raise ConfigError(f"coefficients say how long a step takes; {min(replaced)} goes without them")
 
-    def step_cost(self, model: ModelConfig, block_bytes: int) -> StepCost:
+    def step_cost(self, sizes: Sizes) -> StepCost:
         """What a step costs on one of these GPUs."""
         sheet = DATA_SHEETS[self.gpu]
         compute: ComputeCost
@@ -80,13 +78,14 @@ class FleetConfig:
             compute = Coefficients.read(Path(self.coefficients))
         else:
             compute = Roofline(
-                model,
+                sizes.model,
                 sheet,
+                sizes.kv_bytes_per_token,
                 overhead=self.step_overhead / 1e3,
                 flops_efficiency=self.flops_efficiency,
                 bandwidth_efficiency=self.bandwidth_efficiency,
             )
-        return StepCost(compute, model, sheet, block_bytes)
+        return StepCost(compute, sizes.model, sheet, sizes.block_bytes)
 
 
 class Fleet:
@@ -94,9 +93,9 @@ class Fleet:
 
     def __init__(self, fleet: FleetConfig, engine: EngineConfig, timeline: Timeline | None = None) -> None:
         model = read_model(engine.model)
-        sizes = Sizes(engine, model, "cuda", element_bytes(model))
+        sizes = Sizes(engine, model, "cuda", model.dtype)
         self.num_blocks = engine.num_blocks or _num_blocks_that_fit(fleet, sizes)
-        cost = fleet.step_cost(model, sizes.block_bytes)
+        cost = fleet.step_cost(sizes)
         self.replicas = [Replica(sizes, self.num_blocks, cost) for _ in range(fleet.replicas)]
         self._router = new_router(fleet.router, engine.block_size)
         self._loads = [0] * fleet.replicas  # tokens of unfinished requests
