@@ -634,6 +634,7 @@ BAD_OPTIONS: dict[str, list[Any]] = {
     "num_blocks": [0, -1, True, 1.5, 10**12],
     "seed": [-1, 1.5, True, 2**63],
     "dtype": ["int8", None, torch.float32],
+    "kv_cache_dtype": ["int4", "fp8_e5m2", "float8_e4m3fn", "", True, None, torch.int8],
     "device": ["tpu", "cuda:99", "nonsense:x", "meta", 0],
     "attention_backend": ["flash", None],
     "cpu_memory_utilization": [0.0, 1.5, math.nan, math.inf, True],
