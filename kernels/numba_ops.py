@@ -1,7 +1,7 @@
 """The operations between products, for a CPU: one pass over the rows, where torch makes one an operator.
 
-Rows that are no whole vectors of this CPU, quantised caches, and what is not laid out as the kernels read it
-are left to `torch_ops`, which says what does not fit together.
+Rows that are no whole vectors of this CPU, and what is not laid out as the kernels read it, are left to
+`torch_ops`, which says what does not fit together.
 """
 
 import numpy as np
@@ -10,10 +10,11 @@ from numba import carray, cfunc
 from torch import Tensor
 
 from . import torch_ops
-from .checks import KERNEL_DTYPES
+from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES
 from .numba_paged_attention import KINDS
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
+    INT8,
     LANES,
     VECTOR_BYTES,
     add,
@@ -26,6 +27,7 @@ from .numba_vectors import (
     get_float,
     get_long,
     greater,
+    highest,
     item_size,
     load,
     load_as,
@@ -50,6 +52,7 @@ SILU_AND_MUL = Task(("x", "out", "kind", "num_rows", "size", "x_stride", "rows_p
 ROTARY_STORE_KV = Task(
     (
         "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm", "key_norm",
+        "key_scales", "value_scales",
         "kind", "cache_kind", "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size",
         "qkv_token_stride", "qkv_head_stride",
         "key_block_stride", "key_token_stride", "key_head_stride",
@@ -116,8 +119,28 @@ def _rotate(kind, head, cos, sin, half):
 
 
 @function
+def _store_head(kind, head, dim, cache_kind, to, scale):
+    """K or V of a head into the cache; where there is room for a scale, divided by that."""
+    factor = np.float32(1.0)
+    size, cache_size = item_size(kind), item_size(cache_kind)
+    if scale:
+        zero = splat(np.float32(0.0))
+        top, spoilt = zero, zero
+        for d in range(0, dim, LANES):
+            x = load_as(kind, head + d * size)
+            top = greater(greater(x, subtract(zero, x)), top)
+            spoilt = fma(x, zero, spoilt)  # NaN once there is NaN or infinity, which top does not show
+        largest = highest(top)
+        most = np.float32(127.0) if cache_kind == INT8 else np.float32(448.0)
+        set_float(scale, largest / most + total(spoilt))
+        factor = most / (largest if largest > np.float32(0.0) else np.float32(1.0))
+    for d in range(0, dim, LANES):
+        store_as(cache_kind, to + d * cache_size, multiply(load_as(kind, head + d * size), splat(factor)))
+
+
+@function
 def _rotary_store_kv(args, row):
-    size, dim, half = item_size(args.kind), args.head_dim, args.head_dim // 2
+    dim, half = args.head_dim, args.head_dim // 2
     token, rotated = args.qkv + row * args.qkv_token_stride, args.num_heads + args.num_kv_heads
     cos, sin = args.cos + row * 4 * half, args.sin + row * 4 * half
     for i in range(rotated):
@@ -133,16 +156,13 @@ def _rotary_store_kv(args, row):
     for i in range(args.num_kv_heads):
         key = token + (args.num_heads + i) * args.qkv_head_stride
         value = key + args.num_kv_heads * args.qkv_head_stride
-        for d in range(0, dim, LANES):
-            to = d * item_size(args.cache_kind)
-            store_as(
-                args.cache_kind, key_to + i * args.key_head_stride + to, load_as(args.kind, key + d * size)
-            )
-            store_as(
-                args.cache_kind,
-                value_to + i * args.value_head_stride + to,
-                load_as(args.kind, value + d * size),
-            )
+        to = 4 * ((block * args.num_kv_heads + i) * args.block_size + place)
+        key_scale = args.key_scales + to if args.key_scales else 0
+        value_scale = args.value_scales + to if args.value_scales else 0
+        _store_head(args.kind, key, dim, args.cache_kind, key_to + i * args.key_head_stride, key_scale)
+        _store_head(
+            args.kind, value, dim, args.cache_kind, value_to + i * args.value_head_stride, value_scale
+        )
 
 
 @function
@@ -239,6 +259,13 @@ def _is_plain(x: Tensor, dtype: torch.dtype, size: int) -> bool:
     return x.dtype == dtype and x.numel() == size and x.is_contiguous()
 
 
+def _has_its_scales(cache: Tensor, scales: Tensor | None) -> bool:
+    """Whether a plain cache has none, and a quantised one a number for each token and head."""
+    if scales is None:
+        return cache.dtype in KERNEL_DTYPES
+    return cache.dtype in QUANTIZED_DTYPES and _is_plain(scales, torch.float32, cache.shape[:3].numel())
+
+
 def rms_norm(
     x: Tensor,  # [..., size]
     weight: Tensor,  # [size]
@@ -314,11 +341,12 @@ def rotary_store_kv(
     num_tokens, num_rows, head_dim = qkv.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     num_heads = num_rows - 2 * num_kv_heads
-    quantised = key_scales is not None or value_scales is not None
     dtype, angles = qkv.dtype, num_tokens * (head_dim // 2)
     regular = (
         dtype in KERNEL_DTYPES
-        and dtype == key_cache.dtype == value_cache.dtype
+        and key_cache.dtype == value_cache.dtype
+        and _has_its_scales(key_cache, key_scales)
+        and _has_its_scales(value_cache, value_scales)
         and qkv.stride(2) == key_cache.stride(3) == value_cache.stride(3) == 1
         and head_dim == key_cache.shape[3]
         and key_cache.shape == value_cache.shape
@@ -329,7 +357,7 @@ def rotary_store_kv(
         and (query_norm_weight is None or _is_plain(query_norm_weight, dtype, head_dim))
         and (key_norm_weight is None or _is_plain(key_norm_weight, dtype, head_dim))
     )
-    if quantised or head_dim % (2 * LANES) or not regular:
+    if head_dim % (2 * LANES) or not regular:
         return torch_ops.rotary_store_kv(
             qkv,
             cos,
@@ -347,7 +375,10 @@ def rotary_store_kv(
     ROTARY_STORE_KV.run(
         num_units,
         *(x.data_ptr() for x in (qkv, cos, sin, key_cache, value_cache, slot_mapping)),
-        *(0 if x is None else x.data_ptr() for x in (query_norm_weight, key_norm_weight)),
+        *(
+            0 if x is None else x.data_ptr()
+            for x in (query_norm_weight, key_norm_weight, key_scales, value_scales)
+        ),
         *(
             KINDS[qkv.dtype],
             KINDS[key_cache.dtype],

@@ -202,12 +202,16 @@ def _load(builder: Any, kind: int, address: Any) -> Any:
 
 
 def _store(builder: Any, kind: int, address: Any, x: Any) -> None:
-    """Round to the nearest number of `kind`, ties to even."""
+    """Round to the nearest number of `kind`, ties to even; to INT8 halves up."""
     if kind == FLOAT32:
         builder.store(x, _at(builder, _VECTOR, address), align=4)
     elif kind == FLOAT16:
         half = ir.VectorType(ir.HalfType(), LANES)
         builder.store(builder.fptrunc(x, half), _at(builder, half, address), align=2)
+    elif kind in (INT8, FLOAT8):
+        bits = _int8_bits(builder, x) if kind == INT8 else _float8_bits(builder, x)
+        chars = ir.VectorType(ir.IntType(8), LANES)
+        builder.store(builder.trunc(bits, chars), _at(builder, chars, address), align=1)
     else:
         bits = builder.bitcast(x, _INTS)
         odd = builder.and_(builder.lshr(bits, _same(16, _INTS)), _same(1, _INTS))
@@ -215,6 +219,31 @@ def _store(builder: Any, kind: int, address: Any, x: Any) -> None:
         rounded = builder.select(builder.fcmp_unordered("uno", x, x), _same(0x7FC0, _INTS), rounded)
         shorts = ir.VectorType(ir.IntType(16), LANES)
         builder.store(builder.trunc(rounded, shorts), _at(builder, shorts, address), align=2)
+
+
+def _int8_bits(builder: Any, x: Any) -> Any:
+    """The integers nearest to x that an int8 holds; the lowest for NaN, which has none."""
+    whole = _call(builder, f"llvm.floor.v{LANES}f32", _VECTOR, builder.fadd(x, _same(0.5)))
+    low, high = _same(-128.0), _same(127.0)
+    whole = builder.select(builder.fcmp_ordered(">", whole, low), whole, low)
+    return builder.fptosi(builder.select(builder.fcmp_ordered("<", whole, high), whole, high), _INTS)
+
+
+def _float8_bits(builder: Any, x: Any) -> Any:
+    """e4m3fn in the lowest 8 bits; NaN from 480 on."""
+    bits = builder.bitcast(x, _INTS)
+    magnitude = builder.and_(bits, _same(0x7FFFFFFF, _INTS))
+    odd = builder.and_(builder.lshr(magnitude, _same(20, _INTS)), _same(1, _INTS))
+    rounded = builder.lshr(builder.add(magnitude, builder.add(odd, _same(0x7FFFF, _INTS))), _same(20, _INTS))
+    number = builder.sub(rounded, _same(120 << 3, _INTS))
+    # Below 2^-6 they are multiples of 2^-9, to which a sum with 2^14 is rounded.
+    shifted = builder.fadd(builder.bitcast(magnitude, _VECTOR), _same(2.0**14))
+    subnormal = builder.sub(builder.bitcast(shifted, _INTS), _same((127 + 14) << 23, _INTS))
+    is_small = builder.icmp_unsigned("<", magnitude, _same((127 - 6) << 23, _INTS))
+    number = builder.select(is_small, subnormal, number)
+    is_large = builder.icmp_unsigned(">=", magnitude, _same(0x43F00000, _INTS))
+    number = builder.select(is_large, _same(0x7F, _INTS), number)
+    return builder.or_(number, builder.and_(builder.lshr(bits, _same(24, _INTS)), _same(0x80, _INTS)))
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
@@ -263,7 +292,7 @@ def _nibble_loader(shift: int) -> Any:
 # The lower and the upper half of each of LANES bytes, 0 to 15.
 load_low, load_high = _nibble_loader(0), _nibble_loader(4)
 load, load_half, load_bfloat, load_int8, load_float8 = map(_loader, range(5))
-store, store_half, store_bfloat = map(_storer, range(3))
+store, store_half, store_bfloat, store_int8, store_float8 = map(_storer, range(5))
 
 
 @_operation(types.void, types.int64, types.int64, types.int64, types.int64)
@@ -334,8 +363,12 @@ def store_as(kind, address, x):
         store(address, x)
     elif kind == BFLOAT16:
         store_bfloat(address, x)
-    else:
+    elif kind == FLOAT16:
         store_half(address, x)
+    elif kind == INT8:
+        store_int8(address, x)
+    else:
+        store_float8(address, x)
 
 
 def _register_tile(rows: int, vectors: int, kind: int) -> Any:

@@ -74,10 +74,13 @@ def store_kv(
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [..., size] -> like x, f32[...]
-    """x / scale in `dtype`, and scale: the largest absolute value of the last dimension over the dtype's."""
+    """x / scale in `dtype`, and scale: the largest absolute value of the last dimension over the dtype's.
+
+    The scale is NaN where one of the values is not finite.
+    """
     x32 = x.float()
     largest = x32.abs().amax(-1)
-    scale = largest / QUANTIZED_DTYPES[dtype]
+    scale = torch.where(largest.isfinite(), largest / QUANTIZED_DTYPES[dtype], torch.nan)
     # A quotient of tensors: a number over a tensor is its reciprocal times the number, rounded twice.
     inverse = torch.full_like(largest, QUANTIZED_DTYPES[dtype]) / largest.where(largest > 0, 1.0)
     divided = x32 * inverse[..., None]
