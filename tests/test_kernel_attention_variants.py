@@ -159,10 +159,12 @@ def test_quantised_cache_needs_its_scales():
     case = quantized(ragged_case([3], [1]), torch.int8)
     with pytest.raises(ValueError, match=r"a cache of torch\.int8 needs value_scales"):
         triton_attention.paged_attention(**{**case, "value_scales": None})
-    with pytest.raises(ValueError, match=r"key_cache must be one of .*, got torch\.float16"):
-        triton_attention.paged_attention(
-            **{**case, "key_cache": case["key_cache"].half(), "value_cache": case["value_cache"].half()}
-        )
+    half = {name: case[name].half() for name in ("query", "key_cache", "value_cache")}
+    with pytest.raises(ValueError, match=r"key_scales belong to a quantised cache; this one is "):
+        triton_attention.paged_attention(**{**case, **half})
+    half["query"] = half["query"].bfloat16()
+    with pytest.raises(ValueError, match=r"key_cache must be one of torch\.bfloat16, .*, got torch\.float16"):
+        triton_attention.paged_attention(**{**case, **half})
 
 
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])

@@ -5,7 +5,9 @@ from kernel_cases import DEVICE
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
 
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -16,7 +18,7 @@ def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 8, 1, 32), (6, 16, 3, 80), (1, 256, 2, 64), (3, 8, 5, 7)], ids=str)
 @pytest.mark.parametrize("num_pairs", [0, 1, 4])
 def test_matches_reference_to_the_bit(name, dtype, shape, num_pairs):

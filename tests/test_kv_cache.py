@@ -84,7 +84,7 @@ def test_transformers_with_a_cache_of_that_dtype(name, backend, dtype):
     assert engine.stats().prefix_hit_rate > 0.3
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
 def test_triton_kernels_with_a_cache_of_that_dtype(dtype):
     options = {"kv_cache_dtype": dtype, "attention_backend": "triton"}
     engine = new_engine(checkpoint("llama"), block_size=8, max_num_batched_tokens=24, **options)
