@@ -2,6 +2,7 @@
 
     python -m benchmarks.perplexity                 # about ten minutes; --share 0.1 for a look
     python -m benchmarks.perplexity --forms float32 int4-g64 int4-g128   # other groups, as an experiment
+    python -m benchmarks.perplexity --forms float32 kv-bfloat16 kv-int8 kv-fp8   # of the KV cache alone
 
 The text is what paged/demo/train.py holds out of the standard library of the Python that runs this, scored by
 the engine as it serves: windows of the longest context, each beginning with the last token of the one before.
@@ -26,16 +27,19 @@ from paged.demo.train import encode, read_corpus
 from paged.quantization import Int4Weight
 from paged.weights import DEMO
 
-# dtype and quantization; int4 perhaps with groups that the engine has no option for.
-FORMS: dict[str, tuple[str, str | None]] = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
-    "int8": ("float32", "int8"),
-    "int4": ("float32", "int4"),
-    "int8-bfloat16": ("bfloat16", "int8"),
-    "int4-bfloat16": ("bfloat16", "int4"),
-    "int4-g64": ("float32", "int4"),
-    "int4-g128": ("float32", "int4"),
+# What differs from float32; int4 perhaps with groups that the engine has no option for.
+FORMS: dict[str, dict[str, str]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8-bfloat16": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4-bfloat16": {"dtype": "bfloat16", "quantization": "int4"},
+    "int4-g64": {"quantization": "int4"},
+    "int4-g128": {"quantization": "int4"},
+    "kv-bfloat16": {"kv_cache_dtype": "bfloat16"},
+    "kv-int8": {"kv_cache_dtype": "int8"},
+    "kv-fp8": {"kv_cache_dtype": "fp8"},
 }
 
 
@@ -52,7 +56,7 @@ def main() -> None:
         size = int(name.partition("-g")[2] or 0)
         with groups_of(size or Int4Weight.GROUP):
             # Panels know groups of one size only.
-            nats = score(*FORMS[name], stream, args.share, backend="torch" if size else "auto")
+            nats = score(FORMS[name], stream, args.share, backend="torch" if size else "auto")
         results.append(
             {
                 "form": name,
@@ -85,9 +89,9 @@ def groups_of(size: int) -> Iterator[None]:
         Int4Weight.GROUP = before
 
 
-def score(dtype: str, quantization: str | None, stream: list[int], share: float, *, backend: str) -> float:
+def score(form: dict[str, str], stream: list[int], share: float, *, backend: str) -> float:
     """Nats per token."""
-    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "attention_backend": backend}
+    options: dict[str, Any] = {"dtype": "float32", **form, "attention_backend": backend}
     options["skip_tokenizer_init"] = True
     engine = LLMEngine("demo", device="cpu", block_size=64, enable_prefix_caching=False, **options)
     length = engine.max_model_len - 1

@@ -541,5 +541,5 @@ def test_warmup_says_what_is_ready(run, loaded, monkeypatch, num_kernels, line):
 
 def test_warmup_refuses_before_it_loads(run):
     assert run.refused("warmup", "--dtype", "float33").startswith("paged: dtype must be one of")
-    message = run.refused("generate", "a", "--kv-cache-dtype", "int4")
+    message = run.refused("warmup", "--kv-cache-dtype", "int4")
     assert message.startswith("paged: kv_cache_dtype must be one of auto, ")
