@@ -103,7 +103,9 @@ def paged_attention(
             plans[key] = known
     plan, same, units, size = known
     out = query.new_empty(num_tokens, num_heads, value_dim)
-    parts = np.empty(plan.num_parts * (padded.py_func(value_dim) + 2), np.float32) if plan.num_parts else None
+    parts = None
+    if plan.num_parts:
+        parts = query.new_empty(plan.num_parts * (padded.py_func(value_dim) + 2), dtype=torch.float32)
     ATTEND.run(
         len(plan.units),
         units,
@@ -114,7 +116,7 @@ def paged_attention(
         seq_lens.data_ptr(),
         cu_seqlens_q.data_ptr(),
         out.data_ptr(),
-        parts.ctypes.data if parts is not None else 0,
+        parts.data_ptr() if parts is not None else 0,
         *(
             0 if x is None else x.data_ptr()
             for x in (sinks, alibi_slopes, tree_mask, key_scales, value_scales)
@@ -126,7 +128,7 @@ def paged_attention(
         MERGE.run(
             len(plan.merges),
             plan.merges.ctypes.data,
-            parts.ctypes.data,
+            parts.data_ptr(),
             out.data_ptr(),
             num_heads,
             value_dim,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,14 +32,15 @@ class Task:
     def __init__(self, ints: Sequence[str], floats: Sequence[str] = ()) -> None:
         own = [*((name, "i8") for name in ints), *((name, "f8") for name in floats)]
         self.record = np.dtype(COMMON + own)
+        self.fields: tuple[str, ...] = self.record.names or ()
         self._layout = struct.Struct(f"={len(COMMON) + len(ints)}q{len(floats)}d")
         self._local = threading.local()
         self._call: Any = None
-        self._address = 0
+        self.address = 0
 
     def use(self, kernel: Any) -> None:
         """Take the compiled kernel, a cfunc of the record's address."""
-        self._call, self._address = kernel.ctypes, kernel.address
+        self._call, self.address = kernel.ctypes, kernel.address
 
     def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:
         """Do units 0 to num_units - 1, each once, with these values for the record's own fields.
@@ -52,10 +53,25 @@ class Task:
         if record is None:
             record = self._local.record = ctypes.create_string_buffer(self._layout.size)
         self._layout.pack_into(record, 0, 0, 0, num_units, scratch, scratch_size, *values)
+        launches: list[Launch] | None = getattr(_local, "launches", None)
+        if launches is not None:
+            launches.append(Launch(self, bytes(record)))
         if num_threads < 2:
             self._call(record)
         else:
-            _on_all_threads(self._call, self._address, record, num_threads)
+            _on_all_threads(self._call, self.address, record, num_threads)
+
+
+class Launch(NamedTuple):
+    """What a kernel ran with."""
+
+    task: Task
+    record: bytes
+
+
+def note_launches(launches: list[Launch] | None) -> None:
+    """From now on add the launches of the calling thread to this list; None ends that."""
+    _local.launches = launches
 
 
 _local = threading.local()

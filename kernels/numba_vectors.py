@@ -338,6 +338,32 @@ def claim(builder: Any, address: Any) -> Any:
     return builder.atomic_rmw("add", _at(builder, _I64, address), one, "monotonic")
 
 
+@_operation(types.int64, types.int64)
+def count(builder: Any, address: Any) -> Any:
+    """As `claim`, and whoever sees the new number by `seen` sees all that was written before it."""
+    return builder.atomic_rmw("add", _at(builder, _I64, address), ir.Constant(_I64, 1), "acq_rel")
+
+
+@_operation(types.int64, types.int64)
+def seen(builder: Any, address: Any) -> Any:
+    """The int64 there, which another thread may have counted just now."""
+    return builder.load_atomic(_at(builder, _I64, address), "acquire", 8)
+
+
+@_operation(types.void, types.int64, types.int64)
+def call(builder: Any, function_address: Any, argument: Any) -> Any:
+    """A C function of an address, by its own."""
+    kind = ir.FunctionType(ir.VoidType(), [_I64])
+    builder.call(builder.inttoptr(function_address, kind.as_pointer()), [argument])
+
+
+@_operation(types.void)
+def pause(builder: Any) -> Any:
+    """Wait a moment for another thread, which may share this core."""
+    if llvm.get_default_triple().startswith("x86_64"):
+        _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+
+
 @function
 def item_size(kind):
     """Bytes of a number of that kind."""

@@ -23,6 +23,7 @@ from .devices import (
 from .errors import ConfigError
 from .kernels.attention_config import SPLIT
 from .kernels.backend import in_interpreter, listening, load_kernels
+from .kernels.checks import in_debug_mode
 from .kv_cache import KVCache
 from .linear import choose_forms, require_whole_groups
 from .models.config import ModelConfig
@@ -88,6 +89,10 @@ class ModelRunner:
             total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm
         ) as bar:
             self.model.load(self.device, forms, lambda tensors: bar.update(load_weights(tensors, sources)))
+        if kernels.name == "numba" and not in_debug_mode():  # what is repeated is not checked
+            from .step_graphs import StepGraphs
+
+            self.model.graphs = StepGraphs(model_config.num_heads, model_config.num_kv_heads)
         self.batch_builder = BatchBuilder(
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )

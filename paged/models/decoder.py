@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,22 @@ from ..kv_cache import KVCache
 from ..layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
 from ..linear import Forms, Linear
 from .config import ModelConfig
+
+RunLayers = Callable[[Tensor, tuple[Tensor, Tensor], Batch, KVCache], Tensor]
+
+
+class Graphs(Protocol):
+    """What runs the layers of decode steps, where that is quicker than to call them."""
+
+    def run(
+        self,
+        run_layers: RunLayers,
+        residual: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv_cache: KVCache,
+    ) -> Tensor:
+        """See `Decoder.run_layers`; what it returns is good until the next step."""
 
 
 class DecoderLayer(nn.Module):
@@ -62,6 +79,7 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             del self.head.weight  # it takes the embedding's form
+        self.graphs: Graphs | None = None
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute the batch's new tokens, writing their K and V into the cache.
@@ -70,14 +88,24 @@ class Decoder(nn.Module):
         """
         residual: Tensor = self.embedding(batch.token_ids)
         cos_sin = self.rotary(batch)
+        if self.graphs is None or batch.max_seqlen_q > 1:
+            hidden = self.run_layers(residual, cos_sin, batch, kv_cache)
+        else:
+            hidden = self.graphs.run(self.run_layers, residual, cos_sin, batch, kv_cache)
+        if not batch.num_rows:
+            return residual[:0]
+        out: Tensor = self.norm(hidden[batch.rows], residual[batch.rows])
+        return out
+
+    def run_layers(
+        self, residual: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
+    ) -> Tensor:
+        """All layers; residual is updated in place. Returns what is to be added to it."""
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden = layer(hidden, residual, cos_sin, batch, kv_cache)
-        if not batch.num_rows:
-            return residual[:0]
         assert hidden is not None
-        out: Tensor = self.norm(hidden[batch.rows], residual[batch.rows])
-        return out
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
         """The output head."""
