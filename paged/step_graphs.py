@@ -42,7 +42,7 @@ class StepGraphs:
         )
         key = (
             batch.num_tokens, num_threads, plan.num_parts, plan.max_rows, len(plan.merges),
-            kv_cache.data.data_ptr(),
+            *(tensor.data_ptr() for tensor in kv_cache.tensors.values()),
         )  # fmt: skip
         graph = self._graphs.get(key, _Decodes)
         if isinstance(graph, _Decodes):
