@@ -95,7 +95,7 @@ def padded(dim):
 def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_heads: int) -> int:
     """Bytes for a unit of so many rows, all its heads together; group: heads that share K and V."""
     width: int = padded.py_func(value_dim)
-    tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + max(MAX_ROWS, group) + 2 * 2)
+    tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + max(MAX_ROWS, group) + 2 * 2 + 2)
     return 4 * (tiles + max_rows * (head_dim + 2 * width + 4))
 
 
@@ -138,22 +138,30 @@ def _weight(score, highest_score):
 
 
 @function
-def _scale(args, scales, seq, position, key_head):
-    """The scale of one token's K or V, f32[num_blocks, num_kv_heads, block_size]."""
+def _fill_scales(args, scales, seq, tile, skip, count, key_head, to):
+    """The scales of one head's K or V in the tile's tokens from `skip` to `count`."""
     table = args.block_tables + seq * args.table_stride
-    number = get_int(table + 4 * (position // args.block_size))
-    place = (number * args.num_kv_heads + key_head) * args.block_size + position % args.block_size
-    return get_float(scales + 4 * place)
+    for place in range(skip, count):
+        offset = (tile + place) % args.block_size
+        if place == skip or offset == 0:
+            number = get_int(table + 4 * ((tile + place) // args.block_size))
+            source = scales + 4 * (number * args.num_kv_heads + key_head) * args.block_size
+        set_float(to + 4 * place, get_float(source + 4 * offset))
 
 
 @function
-def _edit_scores(args, scores, seq, head, tile, count, query_position):
-    """The scales of K, softcap and ALiBi, where asked for: one row of scores in place."""
-    key_head = head // (args.num_heads // args.num_kv_heads)
+def _multiply_scores(scores, scales):
+    """One row of scores, or of weights, in place: each by the scale of its K or V."""
+    for i in range(TILE // LANES):
+        at = scores + i * VECTOR_BYTES
+        store(at, multiply(load(at), load(scales + i * VECTOR_BYTES)))
+
+
+@function
+def _edit_scores(args, scores, head, tile, count, query_position):
+    """Softcap and ALiBi, where asked for: one row of scores in place."""
     for j in range(count):
         x = get_float(scores + 4 * j)
-        if args.key_scales:
-            x *= _scale(args, args.key_scales, seq, tile + j, key_head)
         if args.softcap:
             x = np.float32(args.softcap * math.tanh(x / args.softcap))
         if args.alibi_slopes:
@@ -271,6 +279,8 @@ def _attend(args, unit, scratch):
     totals = sums + num_rows * 4 * width
     states = totals + num_rows * 4 * width  # each row's highest score and sum of weights, twice
     total_states = states + num_rows * 8
+    key_scales = total_states + num_rows * 8  # of a tile's tokens, in one head
+    value_scales = key_scales + _TILE_BYTES
 
     for i in range(num_rows):
         head = (first_head + i // rows) * group + i % group
@@ -311,10 +321,15 @@ def _attend(args, unit, scratch):
                     scores, _TILE_BYTES, queries + row * 4 * args.head_dim, 4 * args.head_dim, keys,
                     _TILE_BYTES, rows, TILE // LANES, args.head_dim,
                 )  # fmt: skip
+                if args.key_scales:
+                    _fill_scales(args, args.key_scales, seq, tile, skip, count, head, key_scales)
+                    _fill_scales(args, args.value_scales, seq, tile, skip, count, head, value_scales)
                 for i in range(rows):
                     at, query_position = scores + i * _TILE_BYTES, position + i // group
-                    if args.key_scales or args.softcap or args.alibi_slopes:
-                        _edit_scores(args, at, seq, head * group + i % group, tile, count, query_position)
+                    if args.key_scales:
+                        _multiply_scores(at, key_scales)
+                    if args.softcap or args.alibi_slopes:
+                        _edit_scores(args, at, head * group + i % group, tile, count, query_position)
                     if hidden:
                         _hide(
                             args,
@@ -327,9 +342,7 @@ def _attend(args, unit, scratch):
                         )
                     _softmax_step(at, states + 8 * (row + i), sums + (row + i) * 4 * width, num_vectors)
                     if args.value_scales:
-                        for j in range(skip, count):
-                            x = get_float(at + 4 * j) * _scale(args, args.value_scales, seq, tile + j, head)
-                            set_float(at + 4 * j, x)
+                        _multiply_scores(at, value_scales)
                 multiply_add(
                     sums + row * 4 * width, 4 * width, scores + 4 * skip, _TILE_BYTES,
                     tile_values + skip * value_stride + 4 * width * (head - first_head), value_stride,
