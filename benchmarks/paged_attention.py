@@ -70,6 +70,7 @@ def cases(block_size: int, dtype: torch.dtype, device: torch.device) -> list[Cas
     contexts = [(64, 1024), (64, 8192), (1, 65536)] if large else [(1, 512), (16, 512), (64, 512), (1, 4096)]
     chunks = [(1, 8192), (8, 1024)] if large else [(1, 512), (4, 128)]
     shapes = [decode(batch, context, **model) for batch, context in contexts]
+    shapes.append(decode(*contexts[-2], cache="int8", **model))
     shapes += [prefill(batch, length, **model) for batch, length in chunks]
     lengths = (65536 if large else 512, *(17, 100, 250) * 21)
     name = f"decode {len(lengths)} x skewed, up to {max(lengths)}"
