@@ -27,6 +27,7 @@ class Kernels:
     """One implementation of every operation; the signatures are those of `reference`."""
 
     name: BackendName
+    take_rows: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[..., Tensor]
     rotary_store_kv: Callable[..., Tensor]
     silu_and_mul: Callable[..., Tensor]
@@ -57,6 +58,7 @@ def _torch_kernels() -> Kernels:
 
     return Kernels(
         name="torch",
+        take_rows=reference.take_rows,
         rms_norm=torch_ops.rms_norm,
         rotary_store_kv=torch_ops.rotary_store_kv,
         silu_and_mul=torch_ops.silu_and_mul,
@@ -89,7 +91,7 @@ def _numba_kernels() -> Kernels:
     notice.start()
     try:
         from . import (
-            numba_linear,  # noqa: F401  (paged.panels takes it, when it is compiled)
+            numba_lookup,
             numba_ops,
             numba_paged_attention,
             reference,
@@ -106,6 +108,7 @@ def _numba_kernels() -> Kernels:
         notice.cancel()
     return Kernels(
         name="numba",
+        take_rows=numba_lookup.take_rows,
         rms_norm=numba_ops.rms_norm,
         rotary_store_kv=numba_ops.rotary_store_kv,
         silu_and_mul=numba_ops.silu_and_mul,
@@ -128,6 +131,7 @@ def _triton_kernels() -> Kernels:
     from .copy_blocks import copy_blocks
     from .paged_attention import paged_attention
     from .penalties import apply_penalties
+    from .reference import take_rows
     from .rms_norm import rms_norm
     from .rotary_store_kv import rotary_store_kv
     from .sample_tokens import sample_tokens
@@ -136,6 +140,7 @@ def _triton_kernels() -> Kernels:
 
     return Kernels(
         name="triton",
+        take_rows=take_rows,
         rms_norm=rms_norm,
         rotary_store_kv=rotary_store_kv,
         silu_and_mul=silu_and_mul,

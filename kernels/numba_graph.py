@@ -122,6 +122,8 @@ class Graph:
         self._tasks = [launch.task for launch in recorder.launches]
         self._table = _table(recorder.launches)
         self._flat = self._table.reshape(-1)
+        self._counters = self._table[:, _COUNTERS]
+        self._record = (self._table.ctypes.data, len(self._table), self._table.strides[0], _let_others())
         self._inputs = [np.flatnonzero(self._flat == tensor.data_ptr()) for tensor in inputs]
         self._num_threads, self._output = num_threads, output
         self._table[:, _column("scratch")] = 0
@@ -175,13 +177,15 @@ class Graph:
         for field, value in fields.items():
             self._table[launches, _column(field, task)] = value
 
-    def replay(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Launch everything with these inputs. Returns the output, which the next replay overwrites."""
+    def use_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Read these from now on."""
         for where, tensor in zip(self._inputs, inputs, strict=True):
             self._flat[where] = tensor.data_ptr()
-        self._table[:, _COUNTERS] = 0
-        num_rows, size = self._table.shape
-        GRAPH.run(self._num_threads, self._flat.ctypes.data, num_rows, 8 * size, _let_others())
+
+    def replay(self) -> Tensor:
+        """Launch everything. Returns the output, which the next replay overwrites."""
+        self._counters.fill(0)
+        GRAPH.run(self._num_threads, *self._record)
         return self._output
 
 

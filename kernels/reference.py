@@ -16,6 +16,11 @@ def _upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
+def take_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of [n, size] by i64[m]: [m, size]."""
+    return table.index_select(0, indices)
+
+
 def rms_norm(
     x: Tensor,  # [..., size]
     weight: Tensor,  # [size]

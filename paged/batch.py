@@ -17,7 +17,7 @@ from .request import Request
 from .schedule import Schedule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """Tensors of one step over num_seqs sequences with num_tokens new tokens between them."""
 
@@ -37,11 +37,17 @@ class Batch:
     min_seqlen_q: int
     # What attention works out from the lengths, once for all layers.
     plans: dict[Any, Any] = field(default_factory=dict)
+    age: int = 0  # how often every sequence got one more token in place
 
     @property
     def num_tokens(self) -> int:
         """Rows of every activation."""
         return self.token_ids.shape[0]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether a token is sampled behind every new one, in order."""
+        return self.num_logits == self.num_tokens
 
     @property
     def num_rows(self) -> int:
@@ -111,6 +117,7 @@ class BatchBuilder:
         if any(len(tables[g]) > width for _, tables in grown for g, width in enumerate(widths)):
             return False
         last.batch.plans.clear()
+        last.batch.age += 1
         last.longs[:num] = array("q", [request.token_ids[-1] for request in schedule.requests])
         for numbers in last.growing:
             numbers += 1

@@ -59,8 +59,10 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor  # f32[head_dim // 2]
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
+        self._table: tuple[Tensor, Tensor] | None = None
         self.rope, self.head_dim = config.rope, config.head_dim
         self.max_position_embeddings = config.max_position_embeddings
         # Frequencies stay float32, whatever the dtype of the model.
@@ -68,10 +70,18 @@ class RotaryEmbedding(nn.Module):
             frequencies = scaled_frequencies(config.rope, config.head_dim)
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
+    def tabulate(self, num_positions: int) -> None:
+        """Work out all that there may be; those of dynamic scaling depend on more than the position."""
+        if self.rope.type != "dynamic":
+            positions = torch.arange(num_positions, device=self.inv_freq.device)
+            self._table = _cos_sin(positions, self.inv_freq)
+
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:  # cos, sin: f32[num_tokens, head_dim // 2]
-        frequencies = self._dynamic_frequencies(batch) if self.rope.type == "dynamic" else self.inv_freq
-        angles = batch.positions[:, None] * frequencies
-        return angles.cos(), angles.sin()
+        if self._table is None:
+            frequencies = self._dynamic_frequencies(batch) if self.rope.type == "dynamic" else self.inv_freq
+            return _cos_sin(batch.positions, frequencies)
+        cos, sin = self._table
+        return self.kernels.take_rows(cos, batch.positions), self.kernels.take_rows(sin, batch.positions)
 
     def _dynamic_frequencies(self, batch: Batch) -> Tensor:  # f32[num_tokens, head_dim // 2]
         """The base grows with the sequence, as transformers does for a request that runs alone.
@@ -84,6 +94,11 @@ class RotaryEmbedding(nn.Module):
         stretch = self.rope.factor * length / self.max_position_embeddings - (self.rope.factor - 1)
         base = self.rope.theta * stretch ** (self.head_dim / (self.head_dim - 2))
         return inverse_frequencies(base[:, None], self.head_dim)
+
+
+def _cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
 
 
 def inverse_frequencies(base: Tensor, head_dim: int) -> Tensor:  # [..., 1] -> [..., head_dim // 2]

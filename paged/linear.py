@@ -100,10 +100,10 @@ def choose_forms(
     if quantization is not None:
         require_quantization(quantization, device, dtype)
     if in_panels:
-        from .panels import PANEL_FORMS
+        from .panels import PANEL_FORMS, Table
 
         head = PANEL_FORMS[quantization and "int8"]
-        return Forms(PANEL_FORMS[quantization], head, head if tied else PlainWeight)
+        return Forms(PANEL_FORMS[quantization], head, head if tied else Table)
     if quantization is not None:
         require_kernels(quantization)
         layers = Int4Weight if quantization == "int4" else Int8Weight

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from .batch import BatchBuilder
+from .batch import Batch, BatchBuilder
 from .config import EngineConfig
 from .devices import (
     check_kv_dtype,
@@ -38,6 +40,9 @@ from .sizes import Sizes
 from .structured_outputs import masks_of
 from .threads import set_threads
 from .weights import check_weights, load_weights
+
+if TYPE_CHECKING:
+    from .step_graphs import StepGraphs  # needs numba
 
 # With these, every kernel that sampling may need is launched.
 EVERY_WAY_TO_SAMPLE = (
@@ -89,10 +94,12 @@ class ModelRunner:
             total=len(destinations), desc="Loading weights", unit="tensor", disable=not use_tqdm
         ) as bar:
             self.model.load(self.device, forms, lambda tensors: bar.update(load_weights(tensors, sources)))
+        self.model.rotary.tabulate(self.sizes.max_model_len)
+        self.graphs: StepGraphs | None = None
         if kernels.name == "numba" and not in_debug_mode():  # what is repeated is not checked
             from .step_graphs import StepGraphs
 
-            self.model.graphs = StepGraphs(model_config.num_heads, model_config.num_kv_heads)
+            self.graphs = StepGraphs(model_config.num_heads, model_config.num_kv_heads)
         self.batch_builder = BatchBuilder(
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
@@ -125,16 +132,22 @@ class ModelRunner:
                 return StepOutput()
             batch = self.batch_builder.build(schedule)
             with masks_of(schedule.sampled_requests) as masks:
-                hidden = self.model(batch, self.kv_cache)
-                step = StepOutput()
-                if batch.num_logits:
-                    logits = self.model.logits(hidden[: batch.num_logits])
-                    step = self.sampler.sample(logits, schedule.sampled_requests, masks)
+                logits, asked = self.compute(batch)
+                step = self.sampler.sample(logits, schedule.sampled_requests, masks)
             if masks is not None:
                 masks.check(step)
-            if batch.num_rows > batch.num_logits:
-                step.reports = self.reporter.report(schedule.asked_rows(), hidden[batch.num_logits :])
+            if asked is not None:
+                step.reports = self.reporter.report(schedule.asked_rows(), asked)
             return step
+
+    def compute(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The model's part of a step: logits to sample from, and the hidden states that reports ask for."""
+        if self.graphs is not None and batch.is_decode:
+            return self.graphs.run(self.model.next_logits, batch, self.kv_cache), None
+        hidden = self.model(batch, self.kv_cache)
+        num_logits = batch.num_logits
+        logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
+        return logits, hidden[num_logits:] if batch.num_rows > num_logits else None
 
     def _copy_blocks(self, schedule: Schedule) -> None:
         if schedule.swap_out:

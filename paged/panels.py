@@ -10,7 +10,17 @@ from torch import Tensor
 
 from .kernels import numba_linear
 from .kernels.numba_linear import PANEL, Panels
+from .kernels.numba_lookup import take_panel_rows, take_rows
+from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
+
+
+class Table(PlainWeight):
+    """A weight that is only looked up."""
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See TableForm."""
+        return take_rows(self.weight, indices)
 
 
 class PanelWeight:
@@ -32,8 +42,7 @@ class PanelWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         """See TableForm."""
-        rows = self.panels.weight[indices // PANEL, :, indices % PANEL]
-        return (rows * self.panels.scales[indices, None]).to(self.dtype)
+        return take_panel_rows(self.panels, indices, self.dtype)
 
 
 class PanelInt8Weight(PanelWeight):

@@ -143,10 +143,10 @@ class _Batch:
 def _greedy(logits: Tensor, kernels: Kernels) -> StepOutput:
     """The most likely token of each row: on a CPU the first of equals."""
     tokens, highest = kernels.greedy(logits)
-    chosen = tokens.tolist()
-    if math.isfinite(highest.sum().item()):
+    chosen, values = tokens.tolist(), highest.tolist()
+    if math.isfinite(sum(values)):
         return StepOutput(chosen)
-    errors = {row: NOT_FINITE for row, value in enumerate(highest.tolist()) if not math.isfinite(value)}
+    errors = {row: NOT_FINITE for row, value in enumerate(values) if not math.isfinite(value)}
     return StepOutput([None if row in errors else token for row, token in enumerate(chosen)], errors=errors)
 
 

@@ -45,6 +45,14 @@ def _same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    if tensor.device.type == "cpu" and tensor.is_contiguous():  # past torch: a recorder would see it compute
+        tensor.detach().view(torch.uint8).numpy().fill(0xFF)
+    else:
+        with torch.no_grad():
+            tensor.fill_(float("nan"))
+
+
 @pytest.fixture(autouse=True)
 def _uninitialised_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what torch.empty gives with NaN: a value read before it was written shows in the result."""
@@ -53,8 +61,7 @@ def _uninitialised_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         def allocate(*args, **kwargs):
             tensor = empty(*args, **kwargs)
             if tensor.dtype.is_floating_point and tensor.device.type != "meta":
-                with torch.no_grad():
-                    tensor.fill_(float("nan"))
+                _fill_with_nan(tensor)
             return tensor
 
         return allocate

@@ -165,6 +165,7 @@ def test_text_is_right_for_characters_of_several_bytes(demo):
 @pytest.mark.parametrize("budget", [512, 7])
 def test_nothing_is_padded(budget):
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=budget)
+    engine.runner.graphs = None  # which calls no hooks
     rows: dict[Linear, int] = {}
 
     def count(module, inputs, _output):

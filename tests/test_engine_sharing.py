@@ -45,6 +45,7 @@ def test_samples_share_the_prompt_and_are_what_they_are_alone(prompt_len):
     (prompt,) = ragged_prompts([prompt_len])
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=16)
     rows: list[int] = []
+    engine.runner.graphs = None  # which calls no hooks
     engine.runner.model.embedding.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     (output,) = engine.generate([prompt], sampled(n=4, seed=7), use_tqdm=False)
     # The prompt once, then a token each of all four.

@@ -40,7 +40,7 @@ LAYERS = [
     ["template_worker", "chat_template"],
     ["logprobs", "structured_outputs", "token_history"],
     ["logits_edits"],
-    ["devices", "threads", "reporter", "sampler", "model_runner"],
+    ["devices", "threads", "reporter", "sampler", "step_graphs", "model_runner"],
     ["request_factory", "transcript", "outputs"],
     ["embedding", "scoring", "beam_search", "engine_core"],
     ["prefix_store", "generation", "pinning"],

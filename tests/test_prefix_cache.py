@@ -50,6 +50,7 @@ def cached(outputs: list[RequestOutput]) -> list[int | None]:
 def count_rows(engine: LLMEngine) -> list[int]:
     """How many tokens each of the coming steps computes."""
     rows: list[int] = []
+    engine.runner.graphs = None  # which calls no hooks
     engine.runner.model.embedding.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     return rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +13,6 @@ from ..kv_cache import KVCache
 from ..layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
 from ..linear import Forms, Linear
 from .config import ModelConfig
-
-RunLayers = Callable[[Tensor, tuple[Tensor, Tensor], Batch, KVCache], Tensor]
-
-
-class Graphs(Protocol):
-    """What runs the layers of decode steps, where that is quicker than to call them."""
-
-    def run(
-        self,
-        run_layers: RunLayers,
-        residual: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        batch: Batch,
-        kv_cache: KVCache,
-    ) -> Tensor:
-        """See `Decoder.run_layers`; what it returns is good until the next step."""
 
 
 class DecoderLayer(nn.Module):
@@ -73,13 +56,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config, kernels
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(config)
+        self.rotary = RotaryEmbedding(config, kernels)
         self.layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             del self.head.weight  # it takes the embedding's form
-        self.graphs: Graphs | None = None
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute the batch's new tokens, writing their K and V into the cache.
@@ -88,29 +70,25 @@ class Decoder(nn.Module):
         """
         residual: Tensor = self.embedding(batch.token_ids)
         cos_sin = self.rotary(batch)
-        if self.graphs is None or batch.max_seqlen_q > 1:
-            hidden = self.run_layers(residual, cos_sin, batch, kv_cache)
-        else:
-            hidden = self.graphs.run(self.run_layers, residual, cos_sin, batch, kv_cache)
-        if not batch.num_rows:
-            return residual[:0]
-        out: Tensor = self.norm(hidden[batch.rows], residual[batch.rows])
-        return out
-
-    def run_layers(
-        self, residual: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
-    ) -> Tensor:
-        """All layers; residual is updated in place. Returns what is to be added to it."""
         hidden: Tensor | None = None
         for layer in self.layers:
             hidden = layer(hidden, residual, cos_sin, batch, kv_cache)
         assert hidden is not None
-        return hidden
+        if not batch.num_rows:
+            return residual[:0]
+        if not batch.is_decode:
+            hidden, residual = hidden[batch.rows], residual[batch.rows]
+        out: Tensor = self.norm(hidden, residual)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
         """The output head."""
         logits: Tensor = self.head(hidden)
         return logits.float()
+
+    def next_logits(self, batch: Batch, kv_cache: KVCache) -> Tensor:  # f32[num_tokens, vocab_size]
+        """Of a batch that is sampled from behind every token."""
+        return self.logits(self(batch, kv_cache))
 
     def load(self, device: torch.device, forms: Forms, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Give a model that was made on the meta device its weights.

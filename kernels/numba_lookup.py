@@ -1,0 +1,127 @@
+"""Rows of a table by number, for a CPU: of a plain one, and of a weight that lies in panels."""
+
+import torch
+from numba import carray, cfunc
+from torch import Tensor
+
+from .checks import check_dtype, in_debug_mode
+from .numba_linear import OUT_KINDS, PANEL, WEIGHT_KINDS, Panels
+from .numba_rows import copy_row
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_vectors import (
+    FLOAT32,
+    LANES,
+    VECTOR_BYTES,
+    address_of,
+    claim,
+    function,
+    get_byte,
+    get_float,
+    get_long,
+    item_size,
+    load,
+    load_as,
+    set_byte,
+    set_float,
+    store,
+)
+
+TAKE_ROWS = Task(("table", "indices", "out", "row_bytes"))
+TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out", "in_features", "weight_kind", "out_kind"))
+_ROWS_RECORD, _PANEL_ROWS_RECORD = TAKE_ROWS.record, TAKE_PANEL_ROWS.record
+
+
+@function
+def _take_row(args, i):
+    source, to = args.table + get_long(args.indices + 8 * i) * args.row_bytes, args.out + i * args.row_bytes
+    whole = args.row_bytes // VECTOR_BYTES * VECTOR_BYTES
+    for at in range(0, whole, VECTOR_BYTES):
+        store(to + at, load(source + at))
+    for at in range(whole, args.row_bytes):
+        set_byte(to + at, get_byte(source + at))
+
+
+@function
+def _take_panel_row(args, i, scratch):
+    """An output's weights, which are PANEL numbers apart, one behind the other."""
+    index = get_long(args.indices + 8 * i)
+    first, lane, step = index % PANEL // LANES * LANES, index % LANES, PANEL * item_size(args.weight_kind)
+    weight = args.panels + index // PANEL * args.in_features * step + first * item_size(args.weight_kind)
+    numbers = scratch + VECTOR_BYTES
+    for k in range(args.in_features):
+        store(scratch, load_as(args.weight_kind, weight + k * step))
+        set_float(numbers + 4 * k, get_float(scratch + 4 * lane))
+    scale = get_float(args.scales + 4 * index)
+    to = args.out + i * args.in_features * item_size(args.out_kind)
+    copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
+
+
+def _compile(sources: int):  # numba's cache of compiled code goes by this too
+    @cfunc("void(voidptr)", cache=True)
+    def take_rows_kernel(record):
+        """All threads: `_take_row` for each index."""
+        _ = sources
+        args, counters = carray(record, 1, _ROWS_RECORD)[0], address_of(record)
+        unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            _take_row(args, unit)
+            unit = claim(counters + NEXT_UNIT)
+
+    @cfunc("void(voidptr)", cache=True)
+    def take_panel_rows_kernel(record):
+        """All threads: `_take_panel_row` for each index."""
+        _ = sources
+        args, counters = carray(record, 1, _PANEL_ROWS_RECORD)[0], address_of(record)
+        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+        unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            _take_panel_row(args, unit, scratch)
+            unit = claim(counters + NEXT_UNIT)
+
+    return take_rows_kernel, take_panel_rows_kernel
+
+
+for _task, _kernel in zip((TAKE_ROWS, TAKE_PANEL_ROWS), _compile(SOURCES), strict=True):
+    _task.use(_kernel)
+
+
+def take_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of [n, size] by i64[m]: [m, size]; see `reference.take_rows`."""
+    if not (table.is_contiguous() and indices.is_contiguous()):
+        return table.index_select(0, indices)
+    check_dtype("indices", indices, (torch.int64,))
+    _check_range(indices, len(table))
+    out = table.new_empty(len(indices), table.shape[1])
+    TAKE_ROWS.run(
+        len(indices), table.data_ptr(), indices.data_ptr(), out.data_ptr(), table.shape[1] * table.itemsize
+    )
+    return out
+
+
+def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a weight by i64[m]: [m, in_features] in this dtype. Not of int4."""
+    weight, size = panels.weight, panels.in_features
+    if size < LANES:
+        rows = weight[indices // PANEL, :, indices % PANEL]
+        return (rows * panels.scales[indices, None]).to(dtype)
+    check_dtype("indices", indices, (torch.int64,))
+    _check_range(indices, panels.out_features)
+    out = torch.empty(len(indices), size, dtype=dtype)
+    TAKE_PANEL_ROWS.run(
+        len(indices),
+        weight.data_ptr(),
+        panels.scales.data_ptr(),
+        indices.contiguous().data_ptr(),
+        out.data_ptr(),
+        size,
+        WEIGHT_KINDS[weight.dtype],
+        OUT_KINDS[dtype],
+        scratch_size=VECTOR_BYTES + 4 * size,
+    )
+    return out
+
+
+def _check_range(indices: Tensor, num_rows: int) -> None:
+    """In debug mode, that every row exists: who calls knows it."""
+    if in_debug_mode() and len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
+        raise ValueError(f"indices must be from 0 to {num_rows - 1}, got {indices.tolist()}")
