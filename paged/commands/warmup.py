@@ -11,7 +11,11 @@ from ..options import with_options
 from . import common
 
 
-@with_options((EngineConfig, ["dtype", "device", "block_size", "max_model_len", "attention_backend"]))
+# Those that say what is compiled.
+KERNELS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_len", "attention_backend"]
+
+
+@with_options((EngineConfig, KERNELS))
 def warmup(
     model: Annotated[str, typer.Argument(help="As in generate.")] = "demo",
     **options: Any,
