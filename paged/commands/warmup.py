@@ -10,7 +10,6 @@ from ..config import EngineConfig
 from ..options import with_options
 from . import common
 
-
 # Those that say what is compiled.
 KERNELS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_len", "attention_backend"]
 
