@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attention_config import MAX_GROUP, MAX_HEAD_DIM
+from .attention_config import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .checks import (
     check_device,
     check_dtype,
@@ -56,8 +56,8 @@ def check_attention(
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     check_shape("value_cache", value_cache, (num_blocks, block_size, num_kv_heads, None), key_cache.dtype)
     check_multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
-    check_between("head_dim", head_dim, 16, MAX_HEAD_DIM)
-    check_between("value_dim", value_cache.shape[3], 16, MAX_HEAD_DIM)
+    check_between("head_dim", head_dim, MIN_HEAD_DIM, MAX_HEAD_DIM)
+    check_between("value_dim", value_cache.shape[3], MIN_HEAD_DIM, MAX_HEAD_DIM)
     check_between("the GQA group", num_heads // num_kv_heads, 1, MAX_GROUP)
     check_scales(key_cache, options.key_scales, options.value_scales, query.dtype)
     num_seqs = seq_lens.shape[0]

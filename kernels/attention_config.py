@@ -28,7 +28,7 @@ class AttentionConfig:
 
 # Key tokens of one split of a decode, a multiple of every TILE.
 SPLIT, INTERPRETED_SPLIT = 512, 64
-MAX_GROUP, MAX_HEAD_DIM = 128, 576
+MAX_GROUP, MIN_HEAD_DIM, MAX_HEAD_DIM = 128, 16, 576
 
 
 def split_size(target: str) -> int:
@@ -47,8 +47,8 @@ def choose_config(
     ValueError for a head_dim or group no kernel is made for.
     """
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim or head_dim)):
-        if not 16 <= dim <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} must be between 16 and {MAX_HEAD_DIM}, got {dim}")
+        if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} must be between {MIN_HEAD_DIM} and {MAX_HEAD_DIM}, got {dim}")
     if not 1 <= group <= MAX_GROUP:
         raise ValueError(f"the GQA group must be between 1 and {MAX_GROUP}, got {group}")
     widest = max(head_dim, value_dim or head_dim)

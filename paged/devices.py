@@ -13,6 +13,7 @@ import torch
 
 from .config import EngineConfig
 from .errors import ConfigError
+from .kernels.attention_config import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .kernels.backend import BackendName, check_target, current_target, has_numba, in_interpreter
 
 logger = logging.getLogger(__name__)
@@ -88,12 +89,22 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
     return cast(BackendName, requested)
 
 
-def check_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError where the Triton kernels have no cache of this dtype; name: as it was asked for."""
+def check_attention(
+    backend: BackendName, head_dim: int, kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
+) -> None:
+    """Raise ConfigError where a backend has no attention for this model or this cache."""
+    if backend != "torch" and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        raise ConfigError(
+            f"attention_backend {backend!r} takes a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, this "
+            f"model's is {head_dim}; use 'torch'"
+        )
+    if backend != "triton":
+        return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
-            check_target(dtype, current_target())
+            check_target(kv_dtype, current_target())
         except ValueError as error:
+            name = config.kv_cache_dtype
             raise ConfigError(f"kv_cache_dtype {name!r} cannot be had, but 'int8' can: {error}") from error
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from .batch import Batch, BatchBuilder
 from .config import EngineConfig
 from .devices import (
-    check_kv_dtype,
+    check_attention,
     kv_bytes_on_cpu,
     kv_bytes_on_gpu,
     resolve_backend,
@@ -75,8 +75,7 @@ class ModelRunner:
             kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
         except ImportError as error:  # Triton or numba is not installed
             raise ConfigError(str(error)) from error
-        if kernels.name == "triton":
-            check_kv_dtype(config.kv_cache_dtype, self.kv_dtype, self.device)
+        check_attention(kernels.name, model_config.head_dim, self.kv_dtype, config, self.device)
         forms = choose_forms(
             self.device,
             self.dtype,

@@ -655,6 +655,14 @@ def test_bad_engine_option_is_refused_by_name(name, value):
         new_engine(checkpoint("llama"), **{name: value})
 
 
+@pytest.mark.parametrize("backend", ["numba", "triton"])
+def test_heads_that_a_backend_has_no_kernel_for_are_refused_at_once(tmp_path, backend):
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", head_dim=8)
+    with pytest.raises(ConfigError, match=f"{backend!r} takes a head_dim from 16 to 576, .* use 'torch'"):
+        new_engine(tmp_path, attention_backend=backend)
+
+
 def test_unknown_engine_option_is_refused_with_the_one_meant():
     with pytest.raises(UnknownArgumentError, match="'max_model_length'; did you mean 'max_model_len'"):
         LLMEngine(str(checkpoint("llama")), max_model_length=5)

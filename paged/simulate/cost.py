@@ -25,21 +25,23 @@ class DataSheet:
     memory_gb_per_s: bandwidth of its own memory, in 10^9 bytes a second.
     memory_gib: size of that memory.
     link_gb_per_s: to the host, one way.
+    has_e4m3: whether the engine has fp8 there.
     """
 
     tflops: float
     memory_gb_per_s: float
     memory_gib: float
     link_gb_per_s: float
+    has_e4m3: bool = True
 
 
 # Of the SXM or OAM module where there is one; PCIe 4.0 x16 is 32 GB/s, 5.0 is 64.
 DATA_SHEETS = {
-    "A100-80G": DataSheet(312, 2039, 80, 32),
+    "A100-80G": DataSheet(312, 2039, 80, 32, has_e4m3=False),
     "H100": DataSheet(989, 3350, 80, 64),
     "H200": DataSheet(989, 4800, 141, 64),
     "B200": DataSheet(2250, 8000, 180, 64),
-    "MI300X": DataSheet(1307, 5300, 192, 64),
+    "MI300X": DataSheet(1307, 5300, 192, 64, has_e4m3=False),
     "L4": DataSheet(121, 300, 24, 32),
     "RTX4090": DataSheet(165, 1008, 24, 32),
 }

@@ -94,6 +94,9 @@ class Fleet:
     def __init__(self, fleet: FleetConfig, engine: EngineConfig, timeline: Timeline | None = None) -> None:
         model = read_model(engine.model)
         sizes = Sizes(engine, model, "cuda", model.dtype)
+        if sizes.kv_dtype == "float8_e4m3fn" and not DATA_SHEETS[fleet.gpu].has_e4m3:
+            asked = f"kv_cache_dtype {engine.kv_cache_dtype!r}"
+            raise ConfigError(f"{asked} cannot be had on {fleet.gpu}; take 'int8'")
         self.num_blocks = engine.num_blocks or _num_blocks_that_fit(fleet, sizes)
         cost = fleet.step_cost(sizes)
         self.replicas = [Replica(sizes, self.num_blocks, cost) for _ in range(fleet.replicas)]
