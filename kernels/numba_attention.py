@@ -2,7 +2,7 @@
 
 FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32. A tile's keys come into scratch
 memory transposed, once for all query heads that share them, so that scores and output are both products of
-the register tile of `numba_vectors`. A unit of work is some query tokens of one sequence with some of its
+the register tile of `numba_vectors`; a decode reads them in place (`numba_decode`). A unit of work is some query tokens of one sequence with some of its
 heads, over all their keys or SPLIT of them.
 
 Exact: tiles start at multiples of 64 tokens, each SPLIT tokens have a softmax of their own, merged in order,
@@ -15,6 +15,7 @@ import math
 import numpy as np
 from numba import carray, cfunc
 
+from .numba_decode import add_values, reads_in_place, score_keys
 from .numba_rows import copy_row, copy_rows
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
@@ -95,7 +96,8 @@ def padded(dim):
 def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_heads: int) -> int:
     """Bytes for a unit of so many rows, all its heads together; group: heads that share K and V."""
     width: int = padded.py_func(value_dim)
-    tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + max(MAX_ROWS, group) + 2 * 2)
+    score_rows = max(MAX_ROWS, group, max_rows)
+    tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + score_rows + 2 * 2)
     return 4 * (tiles + max_rows * (head_dim + 2 * width + 4))
 
 
@@ -202,6 +204,24 @@ def _softmax_step(scores, state, sums, num_vectors):
 
 
 @function
+def _weigh(
+    args, scores, state, sums, num_vectors, seq, key_head, in_group, tile, skip, count,
+    token, query_position, new_position, hidden,
+):  # fmt: skip
+    """A row's scores with a tile's keys become what V is multiplied by; its sums so far are adapted."""
+    if args.key_scales or args.softcap or args.alibi_slopes:
+        head = key_head * (args.num_heads // args.num_kv_heads) + in_group
+        _edit_scores(args, scores, seq, head, tile, count, query_position)
+    if hidden:
+        _hide(args, scores, tile, count, token, query_position, new_position)
+    _softmax_step(scores, state, sums, num_vectors)
+    if args.value_scales:
+        for j in range(skip, count):
+            x = get_float(scores + 4 * j) * _scale(args, args.value_scales, seq, tile + j, key_head)
+            set_float(scores + 4 * j, x)
+
+
+@function
 def _scale_row(address, num_vectors, factor):
     times = splat(factor)
     for i in range(num_vectors):
@@ -245,6 +265,9 @@ def _attend(args, unit, scratch):
     num_vectors = width // LANES
     rows = (end_token - first_token) * group  # for each KV head
     num_rows = rows * (end_head - first_head)
+    in_place = end_token - first_token == 1 and reads_in_place(
+        args.cache_kind, rows, args.head_dim, args.value_dim
+    )
 
     start = get_int(args.cu_seqlens_q + 4 * seq)
     seq_len = get_int(args.seq_lens + 4 * seq)
@@ -265,7 +288,7 @@ def _attend(args, unit, scratch):
     tile_values = tile_keys + TILE * key_stride
     keys = tile_values + TILE * value_stride  # transposed
     scores = keys + args.head_dim * _TILE_BYTES
-    addresses = scores + max(MAX_ROWS, group) * _TILE_BYTES
+    addresses = scores + max(MAX_ROWS, num_rows) * _TILE_BYTES
     queries = addresses + 2 * 8 * TILE
     sums = queries + num_rows * 4 * args.head_dim  # of the split at hand
     totals = sums + num_rows * 4 * width
@@ -291,6 +314,24 @@ def _attend(args, unit, scratch):
             skip, count = max(0, low - tile), min(TILE, high - tile)
             _fill_addresses(args, seq, tile, skip, count, addresses)
             hidden = tile + TILE > seen_by_all or args.window > 0
+            if in_place:
+                score_keys(
+                    args.cache_kind, scores, _TILE_BYTES, queries, 4 * args.head_dim, addresses,
+                    first_head * args.key_head_stride, args.key_head_stride, skip, count,
+                    end_head - first_head, rows, args.head_dim,
+                )  # fmt: skip
+                for i in range(num_rows):
+                    _weigh(
+                        args, scores + i * _TILE_BYTES, states + 8 * i, sums + i * 4 * width, num_vectors,
+                        seq, first_head + i // rows, i % rows, tile, skip, count, start + first_token,
+                        position, new_position, hidden,
+                    )  # fmt: skip
+                add_values(
+                    args.cache_kind, sums, 4 * width, scores, _TILE_BYTES, addresses + 8 * TILE,
+                    first_head * args.value_head_stride, args.value_head_stride, skip, count,
+                    end_head - first_head, rows, num_vectors,
+                )  # fmt: skip
+                continue
             copy_rows(
                 args.cache_kind, tile_keys, key_stride, addresses,
                 first_head * args.key_head_stride, skip, count,
@@ -312,24 +353,11 @@ def _attend(args, unit, scratch):
                     _TILE_BYTES, rows, TILE // LANES, args.head_dim,
                 )  # fmt: skip
                 for i in range(rows):
-                    at, query_position = scores + i * _TILE_BYTES, position + i // group
-                    if args.key_scales or args.softcap or args.alibi_slopes:
-                        _edit_scores(args, at, seq, head * group + i % group, tile, count, query_position)
-                    if hidden:
-                        _hide(
-                            args,
-                            at,
-                            tile,
-                            count,
-                            start + first_token + i // group,
-                            query_position,
-                            new_position,
-                        )
-                    _softmax_step(at, states + 8 * (row + i), sums + (row + i) * 4 * width, num_vectors)
-                    if args.value_scales:
-                        for j in range(skip, count):
-                            x = get_float(at + 4 * j) * _scale(args, args.value_scales, seq, tile + j, head)
-                            set_float(at + 4 * j, x)
+                    _weigh(
+                        args, scores + i * _TILE_BYTES, states + 8 * (row + i), sums + (row + i) * 4 * width,
+                        num_vectors, seq, head, i % group, tile, skip, count,
+                        start + first_token + i // group, position + i // group, new_position, hidden,
+                    )  # fmt: skip
                 multiply_add(
                     sums + row * 4 * width, 4 * width, scores + 4 * skip, _TILE_BYTES,
                     tile_values + skip * value_stride + 4 * width * (head - first_head), value_stride,
