@@ -2,8 +2,8 @@
 
 FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32. A tile's keys come into scratch
 memory transposed, once for all query heads that share them, so that scores and output are both products of
-the register tile of `numba_vectors`; a decode reads them in place (`numba_decode`). A unit of work is some query tokens of one sequence with some of its
-heads, over all their keys or SPLIT of them.
+the register tile of `numba_vectors`; a decode reads them in place (`numba_decode`). A unit of work is some
+query tokens of one sequence with some of its heads, over all their keys or SPLIT of them.
 
 Exact: tiles start at multiples of 64 tokens, each SPLIT tokens have a softmax of their own, merged in order,
 and every sum of a row is a chain of its own. So the bits of a token's output depend on its own keys alone:
