@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
+from paged.batch import Batch
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     times.append(time.perf_counter())
     batch = runner.batch_builder.build(schedule)
     times.append(time.perf_counter())
-    logits = runner.model.logits(runner.model(batch, runner.kv_cache))
+    logits, _ = runner.compute(batch)
     times.append(time.perf_counter())
     step = runner.sampler.sample(logits, schedule.sampled_requests)
     times.append(time.perf_counter())
@@ -61,25 +62,22 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
 
 def beside_forward(engine: LLMEngine, step: Callable[[], Any], num_steps: int) -> float:
     """Median milliseconds of a step without those of the model and its head."""
-    model, spent, times = engine.runner.model, [0.0], []
+    runner, spent, times = engine.runner, [0.0], []
+    compute = runner.compute
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return function(*args)
-            finally:
-                spent[0] += time.perf_counter() - started
+    def timed(batch: Batch) -> Any:
+        started = time.perf_counter()
+        try:
+            return compute(batch)
+        finally:
+            spent[0] += time.perf_counter() - started
 
-        return call
-
-    forward, head = model.forward, model.logits
-    model.forward, model.logits = timed(forward), timed(head)  # type: ignore[method-assign]
+    runner.compute = timed  # type: ignore[method-assign]
     for _ in range(num_steps):
         spent[0], started = 0.0, time.perf_counter()
         step()
         times.append(time.perf_counter() - started - spent[0])
-    model.forward, model.logits = forward, head  # type: ignore[method-assign]
+    runner.compute = compute  # type: ignore[method-assign]
     return statistics.median(times) * 1e3
 
 

@@ -2,8 +2,8 @@
 
 FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32. A tile's keys come into scratch
 memory transposed, once for all query heads that share them, so that scores and output are both products of
-the register tile of `numba_vectors`. A unit of work is some query tokens of one sequence with some of its
-heads, over all their keys or SPLIT of them.
+the register tile of `numba_vectors`; a decode reads them in place (`numba_decode`). A unit of work is some
+query tokens of one sequence with some of its heads, over all their keys or SPLIT of them.
 
 Exact: tiles start at multiples of 64 tokens, each SPLIT tokens have a softmax of their own, merged in order,
 and every sum of a row is a chain of its own. So the bits of a token's output depend on its own keys alone:
@@ -15,6 +15,7 @@ import math
 import numpy as np
 from numba import carray, cfunc
 
+from .numba_decode import add_values, reads_in_place, score_keys
 from .numba_rows import copy_row, copy_rows
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_vectors import (
@@ -95,7 +96,8 @@ def padded(dim):
 def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_heads: int) -> int:
     """Bytes for a unit of so many rows, all its heads together; group: heads that share K and V."""
     width: int = padded.py_func(value_dim)
-    tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + max(MAX_ROWS, group) + 2 * 2 + 2)
+    score_rows = max(MAX_ROWS, group, max_rows)
+    tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + score_rows + 2 * 2 + 2)
     return 4 * (tiles + max_rows * (head_dim + 2 * width + 4))
 
 
@@ -138,20 +140,21 @@ def _weight(score, highest_score):
 
 
 @function
-def _fill_scales(args, scales, seq, tile, skip, count, key_head, to):
-    """The scales of one head's K or V in the tile's tokens from `skip` to `count`."""
+def _fill_scales(args, seq, tile, skip, count, key_head, to):
+    """The scales of one head's K in the tile's tokens from `skip` to `count`, and behind them those of V."""
     table = args.block_tables + seq * args.table_stride
     for place in range(skip, count):
         offset = (tile + place) % args.block_size
         if place == skip or offset == 0:
             number = get_int(table + 4 * ((tile + place) // args.block_size))
-            source = scales + 4 * (number * args.num_kv_heads + key_head) * args.block_size
-        set_float(to + 4 * place, get_float(source + 4 * offset))
+            first = 4 * (number * args.num_kv_heads + key_head) * args.block_size
+        set_float(to + 4 * place, get_float(args.key_scales + first + 4 * offset))
+        set_float(to + 4 * (TILE + place), get_float(args.value_scales + first + 4 * offset))
 
 
 @function
-def _multiply_scores(scores, scales):
-    """One row of scores, or of weights, in place: each by the scale of its K or V."""
+def _multiply_row(scores, scales):
+    """A row's scores, or its weights, by the scales of the K or V they belong to."""
     for i in range(TILE // LANES):
         at = scores + i * VECTOR_BYTES
         store(at, multiply(load(at), load(scales + i * VECTOR_BYTES)))
@@ -210,6 +213,24 @@ def _softmax_step(scores, state, sums, num_vectors):
 
 
 @function
+def _weigh(
+    args, scores, state, sums, num_vectors, scales, key_head, in_group, tile, count,
+    token, query_position, new_position, hidden,
+):  # fmt: skip
+    """A row's scores with a tile's keys become what V is multiplied by; its sums so far are adapted."""
+    if args.key_scales:
+        _multiply_row(scores, scales)
+    if args.softcap or args.alibi_slopes:
+        head = key_head * (args.num_heads // args.num_kv_heads) + in_group
+        _edit_scores(args, scores, head, tile, count, query_position)
+    if hidden:
+        _hide(args, scores, tile, count, token, query_position, new_position)
+    _softmax_step(scores, state, sums, num_vectors)
+    if args.value_scales:
+        _multiply_row(scores, scales + _TILE_BYTES)
+
+
+@function
 def _scale_row(address, num_vectors, factor):
     times = splat(factor)
     for i in range(num_vectors):
@@ -253,6 +274,9 @@ def _attend(args, unit, scratch):
     num_vectors = width // LANES
     rows = (end_token - first_token) * group  # for each KV head
     num_rows = rows * (end_head - first_head)
+    in_place = end_token - first_token == 1 and reads_in_place(
+        args.cache_kind, rows, args.head_dim, args.value_dim
+    )
 
     start = get_int(args.cu_seqlens_q + 4 * seq)
     seq_len = get_int(args.seq_lens + 4 * seq)
@@ -273,14 +297,13 @@ def _attend(args, unit, scratch):
     tile_values = tile_keys + TILE * key_stride
     keys = tile_values + TILE * value_stride  # transposed
     scores = keys + args.head_dim * _TILE_BYTES
-    addresses = scores + max(MAX_ROWS, group) * _TILE_BYTES
+    addresses = scores + max(MAX_ROWS, num_rows) * _TILE_BYTES
     queries = addresses + 2 * 8 * TILE
     sums = queries + num_rows * 4 * args.head_dim  # of the split at hand
     totals = sums + num_rows * 4 * width
     states = totals + num_rows * 4 * width  # each row's highest score and sum of weights, twice
     total_states = states + num_rows * 8
-    key_scales = total_states + num_rows * 8  # of a tile's tokens, in one head
-    value_scales = key_scales + _TILE_BYTES
+    scales = total_states + num_rows * 8  # of K, and then of V, of a tile's tokens in one head
 
     for i in range(num_rows):
         head = (first_head + i // rows) * group + i % group
@@ -301,6 +324,26 @@ def _attend(args, unit, scratch):
             skip, count = max(0, low - tile), min(TILE, high - tile)
             _fill_addresses(args, seq, tile, skip, count, addresses)
             hidden = tile + TILE > seen_by_all or args.window > 0
+            if in_place:
+                score_keys(
+                    args.cache_kind, scores, _TILE_BYTES, queries, 4 * args.head_dim, addresses,
+                    first_head * args.key_head_stride, args.key_head_stride, skip, count,
+                    end_head - first_head, rows, args.head_dim,
+                )  # fmt: skip
+                for i in range(num_rows):
+                    if args.key_scales and i % rows == 0:
+                        _fill_scales(args, seq, tile, skip, count, first_head + i // rows, scales)
+                    _weigh(
+                        args, scores + i * _TILE_BYTES, states + 8 * i, sums + i * 4 * width, num_vectors,
+                        scales, first_head + i // rows, i % rows, tile, count, start + first_token,
+                        position, new_position, hidden,
+                    )  # fmt: skip
+                add_values(
+                    args.cache_kind, sums, 4 * width, scores, _TILE_BYTES, addresses + 8 * TILE,
+                    first_head * args.value_head_stride, args.value_head_stride, skip, count,
+                    end_head - first_head, rows, num_vectors,
+                )  # fmt: skip
+                continue
             copy_rows(
                 args.cache_kind, tile_keys, key_stride, addresses,
                 first_head * args.key_head_stride, skip, count,
@@ -322,27 +365,13 @@ def _attend(args, unit, scratch):
                     _TILE_BYTES, rows, TILE // LANES, args.head_dim,
                 )  # fmt: skip
                 if args.key_scales:
-                    _fill_scales(args, args.key_scales, seq, tile, skip, count, head, key_scales)
-                    _fill_scales(args, args.value_scales, seq, tile, skip, count, head, value_scales)
+                    _fill_scales(args, seq, tile, skip, count, head, scales)
                 for i in range(rows):
-                    at, query_position = scores + i * _TILE_BYTES, position + i // group
-                    if args.key_scales:
-                        _multiply_scores(at, key_scales)
-                    if args.softcap or args.alibi_slopes:
-                        _edit_scores(args, at, head * group + i % group, tile, count, query_position)
-                    if hidden:
-                        _hide(
-                            args,
-                            at,
-                            tile,
-                            count,
-                            start + first_token + i // group,
-                            query_position,
-                            new_position,
-                        )
-                    _softmax_step(at, states + 8 * (row + i), sums + (row + i) * 4 * width, num_vectors)
-                    if args.value_scales:
-                        _multiply_scores(at, value_scales)
+                    _weigh(
+                        args, scores + i * _TILE_BYTES, states + 8 * (row + i), sums + (row + i) * 4 * width,
+                        num_vectors, scales, head, i % group, tile, count,
+                        start + first_token + i // group, position + i // group, new_position, hidden,
+                    )  # fmt: skip
                 multiply_add(
                     sums + row * 4 * width, 4 * width, scores + 4 * skip, _TILE_BYTES,
                     tile_values + skip * value_stride + 4 * width * (head - first_head), value_stride,

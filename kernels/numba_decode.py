@@ -1,0 +1,219 @@
+"""Scores and weighted sums of a few query rows over K and V where they lie in the cache.
+
+A decode reads every number of K and V once for one query token. To bring them into scratch memory first, as
+attention does where many rows share them, takes as long as to read them. Here a block of keys is transposed
+in registers. Every sum is the same chain as there: of a score in the order of the columns, of an output in
+the order of the keys.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from .numba_vectors import (
+    _F32,
+    _I64,
+    _ITEM_SIZES,
+    _VECTOR,
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    LANES,
+    VECTOR_BYTES,
+    _at,
+    _call,
+    _load,
+    _operation,
+    _same,
+    _splat,
+    _store,
+    _transpose,
+    function,
+    get_long,
+    set_long,
+)
+
+MOST_ROWS = 8  # of a KV head: for more, scratch memory pays
+_BLOCK = 8  # keys whose V is added for all heads before the next: some pages of memory
+
+
+def _long(number: int) -> ir.Constant:
+    return ir.Constant(_I64, number)
+
+
+def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    return _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, x, y, z)
+
+
+def _key_tile(rows: int, kind: int) -> Any:
+    """Scores of so many rows with LANES keys, whose addresses lie one behind the other."""
+
+    @_operation(types.void, *[types.int64] * 7)
+    def key_tile(
+        builder: Any,
+        scores: Any,
+        stride: Any,
+        queries: Any,
+        q_stride: Any,
+        keys: Any,
+        offset: Any,
+        depth: Any,
+    ) -> None:
+        longs = [builder.load(_at(builder, _I64, keys, _long(8 * lane))) for lane in range(LANES)]
+        places = [builder.add(address, offset) for address in longs]
+        sums = [cgutils.alloca_once_value(builder, _same(0.0)) for _ in range(rows)]
+        with cgutils.for_range(builder, builder.udiv(depth, _long(LANES))) as loop:
+            step = builder.mul(loop.index, _long(LANES * _ITEM_SIZES[kind]))
+            columns = _transpose(builder, [_load(builder, kind, builder.add(p, step)) for p in places])
+            query = builder.add(queries, builder.mul(loop.index, _long(VECTOR_BYTES)))
+            for lane, column in enumerate(columns):
+                for r, total in enumerate(sums):
+                    at = builder.add(query, builder.mul(q_stride, _long(r)))
+                    number = builder.load(_at(builder, _F32, at, _long(4 * lane)), align=4)
+                    builder.store(_fma(builder, _splat(builder, number), column, builder.load(total)), total)
+        for r, total in enumerate(sums):
+            at = builder.add(scores, builder.mul(stride, _long(r)))
+            _store(builder, FLOAT32, at, builder.load(total))
+
+    return key_tile
+
+
+def _value_tile(rows: int, vectors: int, kind: int) -> Any:
+    """Adds so many vectors of V to the sums of so many rows, each key's by the row's weight for it."""
+    where = [(r, v) for r in range(rows) for v in range(vectors)]
+
+    @_operation(types.void, *[types.int64] * 7)
+    def value_tile(
+        builder: Any, out: Any, stride: Any, weights: Any, w_stride: Any, values: Any, offset: Any, count: Any
+    ) -> None:
+        def place(r: int, v: int) -> Any:
+            return builder.add(builder.add(out, builder.mul(stride, _long(r))), _long(v * VECTOR_BYTES))
+
+        sums = {p: cgutils.alloca_once_value(builder, _load(builder, FLOAT32, place(*p))) for p in where}
+        with cgutils.for_range(builder, count) as loop:
+            key = builder.mul(loop.index, _long(8))
+            value = builder.add(builder.load(_at(builder, _I64, values, key)), offset)
+            size = LANES * _ITEM_SIZES[kind]
+            parts = [_load(builder, kind, builder.add(value, _long(v * size))) for v in range(vectors)]
+            for r in range(rows):
+                at = builder.add(weights, builder.mul(w_stride, _long(r)))
+                number = builder.load(_at(builder, _F32, at, builder.mul(loop.index, _long(4))), align=4)
+                same = _splat(builder, number)
+                for v, part in enumerate(parts):
+                    builder.store(_fma(builder, same, part, builder.load(sums[r, v])), sums[r, v])
+        for p in where:
+            _store(builder, FLOAT32, place(*p), builder.load(sums[p]))
+
+    return value_tile
+
+
+def _of_kind(kind: int) -> tuple[Any, Any]:
+    """Scores of a block of keys, and the sums of a block of V, for all rows of one head."""
+    key_4, key_2, key_1 = (_key_tile(rows, kind) for rows in (4, 2, 1))
+    value_4x2, value_4x1 = _value_tile(4, 2, kind), _value_tile(4, 1, kind)
+    value_2x4, value_2x1 = _value_tile(2, 4, kind), _value_tile(2, 1, kind)
+    value_1x8, value_1x6, value_1x1 = (_value_tile(1, vectors, kind) for vectors in (8, 6, 1))
+    size = LANES * _ITEM_SIZES[kind]
+
+    @function
+    def score(scores, stride, queries, q_stride, keys, offset, depth, rows):
+        row = 0
+        while rows - row >= 4:
+            key_4(scores + row * stride, stride, queries + row * q_stride, q_stride, keys, offset, depth)
+            row += 4
+        if rows - row >= 2:
+            key_2(scores + row * stride, stride, queries + row * q_stride, q_stride, keys, offset, depth)
+            row += 2
+        if row < rows:
+            key_1(scores + row * stride, stride, queries + row * q_stride, q_stride, keys, offset, depth)
+
+    @function
+    def add(sums, stride, weights, w_stride, values, offset, count, rows, vectors):
+        row = 0
+        while row < rows:
+            to, own, at, left = sums + row * stride, weights + row * w_stride, offset, vectors
+            if rows - row >= 4:
+                while left >= 2:
+                    value_4x2(to, stride, own, w_stride, values, at, count)
+                    to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
+                if left:
+                    value_4x1(to, stride, own, w_stride, values, at, count)
+                row += 4
+            elif rows - row >= 2:
+                while left >= 4:
+                    value_2x4(to, stride, own, w_stride, values, at, count)
+                    to, at, left = to + 4 * VECTOR_BYTES, at + 4 * size, left - 4
+                while left:
+                    value_2x1(to, stride, own, w_stride, values, at, count)
+                    to, at, left = to + VECTOR_BYTES, at + size, left - 1
+                row += 2
+            else:
+                while left >= 8:
+                    value_1x8(to, stride, own, w_stride, values, at, count)
+                    to, at, left = to + 8 * VECTOR_BYTES, at + 8 * size, left - 8
+                while left >= 6:
+                    value_1x6(to, stride, own, w_stride, values, at, count)
+                    to, at, left = to + 6 * VECTOR_BYTES, at + 6 * size, left - 6
+                while left:
+                    value_1x1(to, stride, own, w_stride, values, at, count)
+                    to, at, left = to + VECTOR_BYTES, at + size, left - 1
+                row += 1
+
+    return score, add
+
+
+_score_float, _add_float = _of_kind(FLOAT32)
+_score_bfloat, _add_bfloat = _of_kind(BFLOAT16)
+_score_int8, _add_int8 = _of_kind(INT8)
+
+
+@function
+def reads_in_place(kind, rows, head_dim, value_dim):
+    """Whether the two functions below do it: whole vectors, of some kinds."""
+    whole = head_dim % LANES == 0 and value_dim % LANES == 0
+    return rows <= MOST_ROWS and whole and kind in (FLOAT32, BFLOAT16, INT8)
+
+
+@function
+def score_keys(
+    kind, scores, stride, queries, q_stride, keys, offset, head_stride, skip, count, heads, rows, depth
+):
+    """Scores of every head's rows with its keys from `skip` to `count`, and of some places around them.
+
+    keys: where the addresses of the tile's keys are, of which those places get a neighbour's.
+    """
+    first, end = skip // LANES * LANES, (count + LANES - 1) // LANES * LANES
+    for place in range(first, skip):
+        set_long(keys + 8 * place, get_long(keys + 8 * skip))
+    for place in range(count, end):
+        set_long(keys + 8 * place, get_long(keys + 8 * (count - 1)))
+    for block in range(first, end, LANES):
+        for head in range(heads):
+            out, query = scores + head * rows * stride + 4 * block, queries + head * rows * q_stride
+            where, at = keys + 8 * block, offset + head * head_stride
+            if kind == FLOAT32:
+                _score_float(out, stride, query, q_stride, where, at, depth, rows)
+            elif kind == BFLOAT16:
+                _score_bfloat(out, stride, query, q_stride, where, at, depth, rows)
+            else:
+                _score_int8(out, stride, query, q_stride, where, at, depth, rows)
+
+
+@function
+def add_values(
+    kind, sums, stride, weights, w_stride, values, offset, head_stride, skip, count, heads, rows, vectors
+):
+    """To the sums of every head's rows, V of the tile's keys from `skip` to `count` by its weights."""
+    for block in range(skip, count, _BLOCK):
+        size = min(_BLOCK, count - block)
+        for head in range(heads):
+            out, weight = sums + head * rows * stride, weights + head * rows * w_stride + 4 * block
+            where, at = values + 8 * block, offset + head * head_stride
+            if kind == FLOAT32:
+                _add_float(out, stride, weight, w_stride, where, at, size, rows, vectors)
+            elif kind == BFLOAT16:
+                _add_bfloat(out, stride, weight, w_stride, where, at, size, rows, vectors)
+            else:
+                _add_int8(out, stride, weight, w_stride, where, at, size, rows, vectors)
