@@ -62,7 +62,8 @@ def paged_attention(
     alibi_slopes: slope (key position - query position) is added to a score (Press et al. 2022).
     tree_mask: the new tokens of a sequence, at most 64, are nodes of a tree of candidates: bit i of token j
         says that it sees new token i, its own bit included; it sees all positions before the new tokens.
-    key_scales, value_scales: a quantised cache holds key / key_scales for each token and head.
+    key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. Any other has
+        query's dtype, or float16 or bfloat16 where that is float32.
     shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
         these are read once for many sequences (cascade). Unlike everything else it may change the last bits.
     max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is

@@ -173,7 +173,8 @@ def rotary_store_kv(
     The query is rotated in place and returned as a view of qkv, which has just been read and is still in
     the L2 cache; the key heads of qkv are scratch, undefined afterwards. Two tokens must not share a slot.
     A quantised cache holds every head divided by its own scale, which is its largest absolute value over the
-    largest of the dtype (int8: rounded to the nearest, halves up).
+    largest of the dtype (int8: rounded to the nearest, halves up). Any other has qkv's dtype, or float16 or
+    bfloat16 where that is float32.
 
     Raises ValueError for a shape, dtype, stride or device that does not fit; slots are not read on the host,
     so one outside the cache is the caller's fault and not seen.

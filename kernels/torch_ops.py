@@ -110,6 +110,7 @@ def paged_attention(
 
     Where more than a window is asked for, the reference itself computes it: no model here needs it fast.
     """
+    check_scales(key_cache, key_scales, value_scales, query.dtype)
     special = (softcap, sinks, alibi_slopes, tree_mask)
     if not causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
         return reference.paged_attention(

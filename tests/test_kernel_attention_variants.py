@@ -155,16 +155,18 @@ def test_impossible_combinations_are_refused(change, message):
         triton_attention.paged_attention(**{**ragged_case([3, 4], [1, 1]), **change})
 
 
-def test_quantised_cache_needs_its_scales():
+@pytest.mark.parametrize("name", ["triton", "torch", "numba"] if DEVICE == "cpu" else ["triton", "torch"])
+def test_quantised_cache_needs_its_scales(name):
+    paged_attention = load_kernels(name).paged_attention
     case = quantized(ragged_case([3], [1]), torch.int8)
     with pytest.raises(ValueError, match=r"a cache of torch\.int8 needs value_scales"):
-        triton_attention.paged_attention(**{**case, "value_scales": None})
+        paged_attention(**{**case, "value_scales": None})
     half = {name: case[name].half() for name in ("query", "key_cache", "value_cache")}
     with pytest.raises(ValueError, match=r"key_scales belong to a quantised cache; this one is "):
-        triton_attention.paged_attention(**{**case, **half})
+        paged_attention(**{**case, **half})
     half["query"] = half["query"].bfloat16()
     with pytest.raises(ValueError, match=r"key_cache must be one of torch\.bfloat16, .*, got torch\.float16"):
-        triton_attention.paged_attention(**{**case, **half})
+        paged_attention(**{**case, **half})
 
 
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
