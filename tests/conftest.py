@@ -46,7 +46,8 @@ def _same_random_numbers() -> None:
 
 
 def _fill_with_nan(tensor: torch.Tensor) -> None:
-    if tensor.device.type == "cpu" and tensor.is_contiguous():  # past torch: a recorder would see it compute
+    plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
+    if plain:  # past torch, where a recorder would see it compute
         tensor.detach().view(-1).view(torch.uint8).numpy().fill(0xFF)
     else:
         with torch.no_grad():
