@@ -35,7 +35,7 @@ from .numba_vectors import (
     set_long,
 )
 
-MOST_ROWS = 8  # of a KV head: for more, scratch memory pays
+MOST_ROWS = 4  # of a KV head: for more, scratch memory pays
 _BLOCK = 8  # keys whose V is added for all heads before the next: some pages of memory
 
 
