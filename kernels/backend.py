@@ -92,6 +92,7 @@ def _numba_kernels() -> Kernels:
             numba_linear,  # noqa: F401  (paged.panels takes it, when it is compiled)
             numba_ops,
             numba_paged_attention,
+            numba_sampling,
             reference,
             torch_sampling,
         )
@@ -112,7 +113,7 @@ def _numba_kernels() -> Kernels:
         copy_blocks=reference.copy_blocks,
         paged_attention=numba_paged_attention.paged_attention,
         apply_penalties=torch_sampling.apply_penalties,
-        sample_tokens=torch_sampling.sample_tokens,
+        sample_tokens=numba_sampling.sample_tokens,
         greedy=numba_ops.greedy,
     )
 

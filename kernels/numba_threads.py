@@ -58,6 +58,11 @@ class Task:
             _on_all_threads(self._call, self._address, record, num_threads)
 
 
+def is_plain(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
+    """Whether so many numbers of this dtype lie one behind the other."""
+    return x.dtype == dtype and x.numel() == size and x.is_contiguous()
+
+
 _local = threading.local()
 
 
