@@ -92,21 +92,25 @@ def _token_logprobs(args, row, scratch):
     top, columns = column_maxima(x, size, width, scratch)
     log_mass = math.log(_mass(x, size, top))  # NaN where a number is, or none is finite
     token = get_long(args.tokens + 8 * row)
+    own = get_float(x + 4 * token)
     set_long(ids, token)
-    set_float(values, np.float32(np.float64(get_float(x + 4 * token) - top) - log_mass))
-    set_long(args.ranks + 8 * row, 1 + count_above(x, size, get_float(x + 4 * token), False))
+    set_float(values, np.float32(np.float64(own - top) - log_mass))
     if num_top == 0:
+        set_long(args.ranks + 8 * row, 1 + count_above(x, size, own, False))
         return
     bound = reached_by(columns, width, num_top) if num_top <= width else MINUS_INFINITY
     keys = scratch + 8 * -(-width // LANES) * LANES
-    count = collect(x, size, bound, keys)
+    count, rank = collect(x, size, bound, keys), 1
     sort(keys, count)
-    for i in range(num_top):
+    for i in range(max(count, num_top)):
         # NaN is not among the candidates.
         token = place_of(get_long(keys + 8 * i)) if i < count else 0
-        logprob = np.float64(get_float(x + 4 * token) - top) - log_mass
-        set_long(ids + 8 + 8 * i, token)
-        set_float(values + 4 + 4 * i, np.float32(logprob) if i < count else NAN)
+        logit = get_float(x + 4 * token) if i < count else NAN
+        rank += logit > own
+        if i < num_top:
+            set_long(ids + 8 + 8 * i, token)
+            set_float(values + 4 + 4 * i, np.float32(np.float64(logit - top) - log_mass))
+    set_long(args.ranks + 8 * row, rank if own >= bound else 1 + count_above(x, size, own, False))
 
 
 @function

@@ -136,9 +136,12 @@ def _moments(x, size, centre):
 @function
 def _deviation(x, size, top):
     """The standard deviation of all logits that are not -inf."""
-    sums, _, count = _moments(x, size, top)
-    # Around the mean, so that little is lost.
-    sums, squares, count = _moments(x, size, np.float32(top + sums / count))
+    # From near the mean, so that little is lost where the square of the rest is taken off.
+    sums, squares, count = _moments(x, min(size, 1024), top)
+    centre = np.float32(top + sums / count) if count > 0.0 else top
+    sums, squares, count = _moments(x, size, centre)
+    if (sums / count) ** 2 > squares / count / 2:
+        sums, squares, count = _moments(x, size, np.float32(centre + sums / count))
     return math.sqrt(max(squares / count - (sums / count) ** 2, 0.0))
 
 

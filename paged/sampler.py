@@ -57,20 +57,26 @@ class Sampler:
 
     def _sample(self, logits: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None) -> StepOutput:
         raw = batch.raw_rows(logits, changed=grammar_masks is not None)
-        highest = [self.kernels.greedy(logits)[1]]
+        all_report = raw is not None and len(raw) == len(logits)
+        # Where every row reports, a report that is not a number tells as much.
+        highest = None if all_report else self.kernels.greedy(logits)[1]
         errors: dict[int, str] = {}
         if grammar_masks is not None:
             grammar_masks.apply(logits)
         if batch.edits is not None:
             errors = batch.edits.apply(logits)
-        if batch.may_leave_none or grammar_masks is not None:
-            highest.append(self.kernels.greedy(logits)[1])
-        tokens = batch.draw(logits)
-        errors.update(_not_finite(highest, errors))
-        listed: list[int | None] = tokens.tolist()
-        for row in errors:
-            listed[row] = None
-        return StepOutput(listed, batch.reports(raw, listed), errors)
+        may_leave_none = batch.may_leave_none or grammar_masks is not None
+        edited = self.kernels.greedy(logits)[1] if may_leave_none else None
+        drawn = batch.draw(logits).tolist()
+        reports = batch.reports(raw, drawn)
+        if highest is not None:
+            of_model = highest.tolist()
+        else:
+            # -inf is what the model says of this token; of its row, 0 says that it is finite.
+            of_model = [own if math.isnan(own := report.logprobs[0]) else 0.0 for report in reports.values()]
+        errors.update(_not_finite(of_model, of_model if edited is None else edited.tolist(), errors))
+        tokens = [None if row in errors else token for row, token in enumerate(drawn)]
+        return StepOutput(tokens, {row: reports[row] for row in reports if row not in errors}, errors)
 
 
 class _Batch:
@@ -125,17 +131,13 @@ class _Batch:
         )
         return drawn if tokens is None else tokens.index_copy_(0, self._rows, drawn)
 
-    def reports(self, raw: Tensor | None, tokens: list[int | None]) -> dict[int, TokenLogprobs]:
-        """What the requests asked for, of the rows that have a token."""
+    def reports(self, raw: Tensor | None, tokens: list[int]) -> dict[int, TokenLogprobs]:
+        """What the requests asked for; NaN of a row without a finite maximum."""
         if raw is None:
             return {}
-        found = [(i, row, token) for i, row in enumerate(self._asked) if (token := tokens[row]) is not None]
-        if len(found) < len(self._asked):
-            raw = raw[[i for i, _, _ in found]]
-        rows = [row for _, row, _ in found]
-        num_tops = [self.requests[row].params.logprobs or 0 for row in rows]
-        told = token_logprobs(self.kernels, raw, [token for _, _, token in found], num_tops)
-        return dict(zip(rows, told, strict=True))
+        num_tops = [self.requests[row].params.logprobs or 0 for row in self._asked]
+        told = token_logprobs(self.kernels, raw, [tokens[row] for row in self._asked], num_tops)
+        return dict(zip(self._asked, told, strict=True))
 
 
 def _greedy(logits: Tensor, kernels: Kernels) -> StepOutput:
@@ -148,13 +150,9 @@ def _greedy(logits: Tensor, kernels: Kernels) -> StepOutput:
     return StepOutput([None if row in errors else token for row, token in enumerate(chosen)], errors=errors)
 
 
-def _not_finite(highest: list[Tensor], known: dict[int, str]) -> dict[int, str]:
-    """Errors of the rows without a finite maximum: the model's own, and after all edits."""
-    both = torch.stack(highest)
-    if math.isfinite(both.sum().item()):
-        return {}
-    raw, edited = both.tolist()[0], both.tolist()[-1]
-    errors = {row: NOT_FINITE for row, value in enumerate(raw) if not math.isfinite(value)}
+def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str]) -> dict[int, str]:
+    """Errors of the rows without a finite maximum: in the model's own logits, and after all edits."""
+    errors = {row: NOT_FINITE for row, value in enumerate(of_model) if not math.isfinite(value)}
     for row, value in enumerate(edited):
         if not math.isfinite(value) and row not in errors and row not in known:
             errors[row] = NONE_LEFT if value == -math.inf else OVERFLOW

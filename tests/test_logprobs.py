@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paged import RequestError, RequestOutput, SamplingParams, reporter
 from paged.kernels.backend import Kernels, load_kernels
+from paged.kernels.reference import token_logprobs as by_sorting
 from paged.logprobs import token_logprobs
 from paged.request import PromptReport, Request
 from paged.schedule import AskedRows
@@ -48,6 +49,29 @@ def test_report_of_a_row_that_is_not_finite_is_not_a_number(kernels):
     logits[0, 1], logits[1, 1] = torch.nan, torch.inf
     for report in token_logprobs(kernels, logits, [0, 1], [1, 1]):
         assert not torch.tensor(report.logprobs[0]).isfinite()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 13, 211, 1009])
+@pytest.mark.parametrize("num_top", [0, 1, 6, 1009])
+def test_log_probabilities_of_kernels_are_those_of_log_softmax(kernels, vocab_size, num_top):
+    """Rows of a wider tensor, with ties and -inf; rows that are not finite are NaN and harm nobody."""
+    num_top = min(num_top, vocab_size)
+    wide = 3 * torch.randn(9, vocab_size + 3, generator=torch.Generator().manual_seed(vocab_size))
+    logits = wide[:, :vocab_size]
+    logits[0, 1:], logits[1] = -torch.inf, logits[1].bfloat16().float()
+    logits[2, vocab_size // 2], logits[3, -1], logits[4] = torch.nan, torch.inf, -torch.inf
+    tokens = torch.arange(9) % vocab_size
+    before = logits.clone()
+    values, ids, ranks = kernels.token_logprobs(logits, tokens, num_top)
+    expected, expected_ids, expected_ranks = by_sorting(before, tokens, num_top)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-5, equal_nan=True)
+    sound = [0, 1, 5, 6, 7, 8]
+    assert ranks[sound].equal(expected_ranks[sound])
+    assert ids[:, 0].equal(tokens)
+    assert ((ids >= 0) & (ids < vocab_size)).all()
+    # Which of equals is told, and of those that are -inf, is no one's business.
+    assert before.gather(1, ids)[sound].equal(before.gather(1, expected_ids)[sound])
+    assert all(len({*row[1:]}) == num_top for row in ids[sound].tolist())
 
 
 # --- prompt_logprobs
