@@ -14,19 +14,17 @@ from numba import carray, cfunc
 from torch import Tensor
 
 from . import torch_sampling, torch_selection
+from .numba_draws import SMALLEST, draw_from_few, race, splitmix64
 from .numba_selection import (
     DEAD,
     MINUS_INFINITY,
     NUM_BINS,
     away_from,
-    collect,
     column_maxima,
     count_above,
     mass_bound,
     number_bound,
-    place_of,
     reached_by,
-    sort,
     whole,
 )
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task, is_plain
@@ -39,7 +37,6 @@ from .numba_vectors import (
     exp2_of_negative,
     fma,
     function,
-    get_double,
     get_float,
     get_int,
     get_long,
@@ -47,7 +44,6 @@ from .numba_vectors import (
     load,
     load_up_to,
     multiply,
-    set_double,
     set_float,
     set_long,
     splat,
@@ -68,45 +64,8 @@ _RECORD = SAMPLE.record
 
 _EVERYWHERE = np.float32(np.inf)  # a distance that nothing is as far as
 _LEAST, _TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
-_SMALLEST = 1e-30  # stands for a share that a float32 rounds to 0
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _LN_2 = math.log(2)
-
-# SplitMix64 (Steele et al., 2014), as in `splitmix`.
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_BY_27, _BY_30, _BY_31, _BY_12 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(12)
-
-
-@function
-def _splitmix64(x):
-    x += _GOLDEN
-    x = (x ^ (x >> _BY_30)) * _FIRST
-    x = (x ^ (x >> _BY_27)) * _SECOND
-    return x ^ (x >> _BY_31)
-
-
-@function
-def _arrival(bits, n, weight, best):
-    """When a runner of this weight arrives, by the n-th number of its stream, or `best` if not before that.
-
-    That is an exponential random number over the weight. As -log1p(-x) >= x, most need no logarithm.
-    """
-    number = (np.float64(_splitmix64(bits + np.uint64(n) * _GOLDEN) >> _BY_12) + 0.5) * 2.0**-52
-    if number < best * weight:
-        return min(best, -math.log1p(-number) / weight)
-    return best
-
-
-@function
-def _race(weights, count, bits, first):
-    """A place of f32[count] with a probability like its weight; the first where all weigh 0."""
-    best, winner = np.inf, 0
-    for i in range(count):
-        time = _arrival(bits, first + i, np.float64(get_float(weights + 4 * i)), best)
-        if time < best:
-            best, winner = time, i
-    return winner
 
 
 @function
@@ -146,21 +105,15 @@ def _deviation(x, size, top):
 
 
 @function
-def _lowest(args, row, x, top):
+def _lowest(args, row, x, top, temperature):
     """The lowest logit that min_p and top_n_sigma keep."""
     lowest = MINUS_INFINITY
     if args.min_p and get_float(args.min_p + 4 * row) > _ZERO:
-        lowest = np.float32(top + math.log(_option(args.min_p, row, 0.0)) * _temperature(args, row))
+        lowest = np.float32(top + math.log(_option(args.min_p, row, 0.0)) * temperature)
     sigmas = _option(args.top_n_sigma, row, 0.0)
     if sigmas > 0.0:
         lowest = max(lowest, np.float32(top - sigmas * _deviation(x, args.size, top)))
     return lowest
-
-
-@function
-def _temperature(args, row):
-    # Below float32's smallest it is 0, and 0 / 0 is NaN.
-    return max(np.float64(get_float(args.temperature + 4 * row)), np.float64(_TINY))
 
 
 @function
@@ -169,116 +122,31 @@ def _sample(args, row, scratch):
     x, size, width = args.logits + row * args.stride, args.size, args.width
     top, columns = column_maxima(x, size, width, scratch)
     rest = scratch + 8 * whole(width)
-    lowest = _lowest(args, row, x, top)
+    # Below float32's smallest a temperature is 0, and 0 / 0 is NaN.
+    temperature = max(_option(args.temperature, row, 1.0), np.float64(_TINY))
+    lowest = _lowest(args, row, x, top, temperature)
+    typical_p, top_p = _option(args.typical_p, row, 1.0), _option(args.top_p, row, 1.0)
     top_k = np.int64(get_int(args.top_k + 4 * row)) if args.top_k else size
-    bits = _splitmix64(np.uint64(get_long(args.seeds + 8 * row)))
-    bits = _splitmix64(bits ^ np.uint64(get_long(args.positions + 8 * row)))
-    limited = top_k <= size // args.height and _option(args.typical_p, row, 1.0) >= 1.0
+    asked = (temperature, typical_p, top_k, top_p)
+    bits = splitmix64(np.uint64(get_long(args.seeds + 8 * row)))
+    bits = splitmix64(bits ^ np.uint64(get_long(args.positions + 8 * row)))
+    limited = top_k <= size // args.height and typical_p >= 1.0
     if limited or count_above(columns, width, lowest, True) <= width // 4:
         if limited:
             lowest = max(lowest, reached_by(columns, width, top_k))
-        return _draw_from_few(args, row, x, top, max(lowest, _LEAST), top_k, bits, rest)
-    return _draw_from_all(args, row, x, top, lowest, top_k, bits, columns, rest)
+        return draw_from_few(x, size, top, max(lowest, _LEAST), asked, bits, rest)
+    return _draw_from_all(x, size, width, top, lowest, asked, bits, columns, rest)
 
 
 @function
-def _draw_from_few(args, row, x, top, bound, top_k, bits, scratch):
-    """Draw from the logits that are at least the bound."""
-    keys, weights = scratch, scratch + 8 * args.size
-    count = collect(x, args.size, bound, keys)
-    typical_p, top_p = _option(args.typical_p, row, 1.0), _option(args.top_p, row, 1.0)
-    if typical_p < 1.0 or top_k < args.size or top_p < 1.0:
-        sort(keys, count)
-    for i in range(count):
-        set_double(weights + 8 * i, math.exp(_scaled(args, row, x, top, keys, i)))
-    if typical_p < 1.0:
-        _keep_typical(args, row, x, top, keys, weights, count, typical_p)
-    if top_k < args.size:
-        _keep_first(x, keys, weights, count, np.float64(top_k), False)
-    if top_p < 1.0:
-        _keep_first(x, keys, weights, count, max(top_p, _SMALLEST) * _sum(weights, count), True)
-    best, winner = np.inf, 0
-    for i in range(count):
-        token = place_of(get_long(keys + 8 * i))
-        time = _arrival(bits, token, get_double(weights + 8 * i), best)
-        if time < best:
-            best, winner = time, token
-    return winner
-
-
-@function
-def _scaled(args, row, x, top, keys, i):
-    """The natural logarithm of what the i-th candidate weighs."""
-    logit = get_float(x + 4 * place_of(get_long(keys + 8 * i)))
-    return np.float64(logit - top) / _temperature(args, row)
-
-
-@function
-def _sum(weights, count):
-    mass = 0.0
-    for i in range(count):
-        mass += get_double(weights + 8 * i)
-    return mass
-
-
-@function
-def _keep_first(x, keys, weights, count, limit, by_weight):
-    """Keep those before which, without their equals, is less than the limit: of weight, or how many."""
-    mass, before, last = 0.0, 0.0, np.float32(np.nan)
-    for i in range(count):
-        logit, weight = get_float(x + 4 * place_of(get_long(keys + 8 * i))), get_double(weights + 8 * i)
-        if logit != last:
-            before, last = mass, logit
-        if before >= limit:
-            set_double(weights + 8 * i, 0.0)
-        elif weight > 0.0:
-            mass += weight if by_weight else 1.0
-
-
-@function
-def _keep_typical(args, row, x, top, keys, weights, count, typical_p):
-    """Keep those nearest to the mean logarithm, and the most likely, whatever it is."""
-    mass = _sum(weights, count)
-    mean, limit, likeliest = 0.0, typical_p * mass, 0
-    for i in range(count):
-        # A token of probability 0 adds nothing to the entropy.
-        mean += get_double(weights + 8 * i) * max(_scaled(args, row, x, top, keys, i), -1e30) / mass
-        likeliest += _scaled(args, row, x, top, keys, i) == 0.0
-    end = 0  # of those above the mean
-    while end < count and _scaled(args, row, x, top, keys, end) >= mean:
-        end += 1
-    # From there outwards: kept are those of [first, end) when they weigh enough.
-    first, mass = end, 0.0
-    while mass < limit and (first > 0 or end < count):
-        distance = np.inf
-        if first > 0:
-            distance = _scaled(args, row, x, top, keys, first - 1) - mean
-        if end < count:
-            distance = min(distance, mean - _scaled(args, row, x, top, keys, end))
-        while first > 0 and _scaled(args, row, x, top, keys, first - 1) - mean <= distance:
-            first -= 1
-            mass += get_double(weights + 8 * first)
-        while end < count and mean - _scaled(args, row, x, top, keys, end) <= distance:
-            mass += get_double(weights + 8 * end)
-            end += 1
-    for i in range(likeliest, first):
-        set_double(weights + 8 * i, 0.0)
-    for i in range(max(end, likeliest), count):
-        set_double(weights + 8 * i, 0.0)
-
-
-@function
-def _draw_from_all(args, row, x, top, lowest, top_k, bits, columns, scratch):
+def _draw_from_all(x, size, width, top, lowest, asked, bits, columns, scratch):
     """Draw from all tokens that are not below the lowest, and again what typical_p or top_p excludes."""
-    size, width = args.size, args.width
-    # [height, width], of logarithms
-    height = -(-size // width)
-    logs = scratch
+    temperature, typical_p, top_k, top_p = asked
+    typical_p, top_p = max(typical_p, SMALLEST), max(top_p, SMALLEST)
+    logs, height = scratch, -(-size // width)
     rest = logs + 4 * height * whole(width)
-    matrix = (logs, height, width, columns)
-    mass, mean = _to_logs(x, size, matrix, top, lowest, _temperature(args, row))
-    typical_p, top_p = _option(args.typical_p, row, 1.0), _option(args.top_p, row, 1.0)
-    typical_p, top_p = max(typical_p, _SMALLEST), max(top_p, _SMALLEST)
+    matrix = (logs, height, width, columns)  # of logarithms, and sums of its columns
+    mass, mean = _to_logs(x, size, matrix, top, lowest, temperature)
     if not mass > 0.0:  # nothing is finite
         return 0
     typical_first = typical_p < 1.0 and (top_k < size or top_p < 1.0)
@@ -379,13 +247,13 @@ def _sum_nearer(matrix, centre, distance, likeliest):
 def _draw(matrix, size, bits, scratch, centre, distance):
     """A token of those nearer, or likeliest, as the columns add up: first a column, then a place in it."""
     logs, height, width, columns = matrix
-    column = _race(columns, width, bits, 0)
+    column = race(columns, width, bits, 0)
     for i in range(whole(height)):
         set_float(scratch + 4 * i, get_float(logs + 4 * (i * whole(width) + column)) if i < height else DEAD)
     for i in range(0, height, LANES):
         store(scratch + 4 * i, _nearer(load(scratch + 4 * i), centre, distance, True))
     # Others than the columns had.
-    return min(column + width * _race(scratch, height, bits, width), size - 1)
+    return min(column + width * race(scratch, height, bits, width), size - 1)
 
 
 @function
@@ -401,7 +269,7 @@ def _redraw(matrix, size, bits, scratch, token, centre, limit):
         if log >= _ZERO or _sum_nearer(matrix, centre, distance, False) < limit:
             return token
         _sum_nearer(matrix, centre, distance, True)
-        bits = _splitmix64(~bits)
+        bits = splitmix64(~bits)
         token = _draw(matrix, size, bits, scratch, centre, distance)
 
 
