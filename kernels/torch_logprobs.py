@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .torch_selection import HEIGHT, top_candidates
+from . import torch_selection
 
 
 def token_logprobs(
@@ -26,8 +26,8 @@ def token_logprobs(
 def _top(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """The largest of each row and where they are: [n, num_top]."""
     num_rows, vocab_size = logprobs.shape
-    if logprobs.device.type == "cpu" and 0 < num_top <= vocab_size // HEIGHT:
-        top = top_candidates(logprobs, torch.full((num_rows,), num_top))
+    if logprobs.device.type == "cpu" and 0 < num_top <= vocab_size // torch_selection.HEIGHT:
+        top = torch_selection.top_candidates(logprobs, torch.full((num_rows,), num_top))
         # Fewer where the others are -inf.
         if top[0].shape[1] >= num_top and bool((top[0][:, num_top - 1] > -torch.inf).all()):
             return top[0][:, :num_top], top[1][:, :num_top]
