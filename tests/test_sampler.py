@@ -201,6 +201,14 @@ def test_row_without_a_finite_maximum_has_no_token_and_harms_nobody(value, param
     assert set(step.logprobs) <= {0, 2}
 
 
+def test_token_that_the_model_excludes_may_be_brought_back_and_reported():
+    row = torch.tensor([[0.0, 1.0, -math.inf]])
+    bring_back = [lambda *_: torch.eye(3)[2] * 9.0]
+    step = sample(row, [new_request(temperature=0.0, logprobs=0, logits_processors=bring_back)])
+    assert (step.tokens, step.errors) == ([2], {})
+    assert step.logprobs[0].logprobs == [-math.inf]
+
+
 def test_row_of_which_no_token_is_left_says_so():
     requests = [
         new_request(temperature=0.0, allowed_token_ids=[2, 3], bad_words=[(2,), (3,)]),
