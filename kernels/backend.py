@@ -36,6 +36,7 @@ class Kernels:
     apply_penalties: Callable[..., None]
     sample_tokens: Callable[..., Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
+    token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def load_kernels(name: BackendName) -> Kernels:
@@ -54,7 +55,7 @@ def load_kernels(name: BackendName) -> Kernels:
 
 
 def _torch_kernels() -> Kernels:
-    from . import reference, torch_ops, torch_sampling
+    from . import reference, torch_logprobs, torch_ops, torch_sampling
 
     return Kernels(
         name="torch",
@@ -67,6 +68,7 @@ def _torch_kernels() -> Kernels:
         apply_penalties=torch_sampling.apply_penalties,
         sample_tokens=torch_sampling.sample_tokens,
         greedy=torch_ops.greedy,
+        token_logprobs=torch_logprobs.token_logprobs,
     )
 
 
@@ -91,11 +93,12 @@ def _numba_kernels() -> Kernels:
     notice.start()
     try:
         from . import (
+            numba_logits,
             numba_lookup,
             numba_ops,
             numba_paged_attention,
+            numba_sampling,
             reference,
-            torch_sampling,
         )
     except RuntimeError as error:
         if "no locator" not in str(error):
@@ -114,9 +117,10 @@ def _numba_kernels() -> Kernels:
         silu_and_mul=numba_ops.silu_and_mul,
         copy_blocks=reference.copy_blocks,
         paged_attention=numba_paged_attention.paged_attention,
-        apply_penalties=torch_sampling.apply_penalties,
-        sample_tokens=torch_sampling.sample_tokens,
+        apply_penalties=numba_logits.apply_penalties,
+        sample_tokens=numba_sampling.sample_tokens,
         greedy=numba_ops.greedy,
+        token_logprobs=numba_logits.token_logprobs,
     )
 
 
@@ -136,6 +140,7 @@ def _triton_kernels() -> Kernels:
     from .rotary_store_kv import rotary_store_kv
     from .sample_tokens import sample_tokens
     from .silu_and_mul import silu_and_mul
+    from .torch_logprobs import token_logprobs
     from .torch_ops import greedy
 
     return Kernels(
@@ -149,6 +154,7 @@ def _triton_kernels() -> Kernels:
         apply_penalties=apply_penalties,
         sample_tokens=sample_tokens,
         greedy=greedy,
+        token_logprobs=token_logprobs,
     )
 
 

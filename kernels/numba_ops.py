@@ -12,7 +12,7 @@ from torch import Tensor
 from . import torch_ops
 from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES
 from .numba_paged_attention import KINDS
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task, is_plain
 from .numba_vectors import (
     INT8,
     LANES,
@@ -254,16 +254,11 @@ def _units(num_rows: int, size: int) -> tuple[int, int]:
     return -(-num_rows // rows), rows
 
 
-def _is_plain(x: Tensor, dtype: torch.dtype, size: int) -> bool:
-    """Whether so many numbers of this dtype lie one behind the other."""
-    return x.dtype == dtype and x.numel() == size and x.is_contiguous()
-
-
 def _has_its_scales(cache: Tensor, scales: Tensor | None) -> bool:
     """Whether a plain cache has none, and a quantised one a number for each token and head."""
     if scales is None:
         return cache.dtype in KERNEL_DTYPES
-    return cache.dtype in QUANTIZED_DTYPES and _is_plain(scales, torch.float32, cache.shape[:3].numel())
+    return cache.dtype in QUANTIZED_DTYPES and is_plain(scales, torch.float32, cache.shape[:3].numel())
 
 
 def rms_norm(
@@ -280,8 +275,8 @@ def rms_norm(
         dtype in KERNEL_DTYPES
         and rows.shape[1] == size
         and rows.stride(1) == 1
-        and _is_plain(weight, dtype, size)
-        and (residual is None or _is_plain(residual, dtype, x.numel()))
+        and is_plain(weight, dtype, size)
+        and (residual is None or is_plain(residual, dtype, x.numel()))
     )
     if size % LANES or not regular:
         return torch_ops.rms_norm(x, weight, eps, residual)
@@ -350,12 +345,12 @@ def rotary_store_kv(
         and qkv.stride(2) == key_cache.stride(3) == value_cache.stride(3) == 1
         and head_dim == key_cache.shape[3]
         and key_cache.shape == value_cache.shape
-        and _is_plain(cos, torch.float32, angles)
-        and _is_plain(sin, torch.float32, angles)
-        and _is_plain(slot_mapping, torch.int64, num_tokens)
+        and is_plain(cos, torch.float32, angles)
+        and is_plain(sin, torch.float32, angles)
+        and is_plain(slot_mapping, torch.int64, num_tokens)
         and (query_norm_weight is None) == (key_norm_weight is None)
-        and (query_norm_weight is None or _is_plain(query_norm_weight, dtype, head_dim))
-        and (key_norm_weight is None or _is_plain(key_norm_weight, dtype, head_dim))
+        and (query_norm_weight is None or is_plain(query_norm_weight, dtype, head_dim))
+        and (key_norm_weight is None or is_plain(key_norm_weight, dtype, head_dim))
     )
     if head_dim % (2 * LANES) or not regular:
         return torch_ops.rotary_store_kv(

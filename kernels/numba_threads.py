@@ -74,6 +74,11 @@ def note_launches(launches: list[Launch] | None) -> None:
     _local.launches = launches
 
 
+def is_plain(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
+    """Whether so many numbers of this dtype lie one behind the other."""
+    return x.dtype == dtype and x.numel() == size and x.is_contiguous()
+
+
 _local = threading.local()
 
 

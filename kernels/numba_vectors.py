@@ -136,10 +136,23 @@ def where_greater(builder: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), yes, no)
 
 
+@_operation(vector, vector, vector, vector, vector)
+def where_from(builder: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
+    """`yes` where x >= y, else `no`."""
+    return builder.select(builder.fcmp_ordered(">=", x, y), yes, no)
+
+
 @_operation(vector, vector, vector)
 def where_nan(builder: Any, x: Any, y: Any) -> Any:
     """NaN where x is, else y."""
     return builder.select(builder.fcmp_unordered("uno", x, x), x, y)
+
+
+@_operation(types.int64, vector, vector)
+def lanes_from(builder: Any, x: Any, y: Any) -> Any:
+    """A bit for each lane, the first one lowest: whether x >= y."""
+    lanes = builder.bitcast(builder.fcmp_ordered(">=", x, y), ir.IntType(LANES))
+    return builder.zext(lanes, _I64)
 
 
 @_operation(types.float32, vector)
@@ -168,8 +181,19 @@ def exp2(builder: Any, x: Any) -> Any:
     low = _same(-127.0)
     number = builder.select(builder.fcmp_ordered(">", x, low), x, low)  # NaN has no integer
     number = builder.select(builder.fcmp_ordered("<", number, _same(128.0)), number, _same(128.0))
+    return _power(builder, number, builder.select(builder.fcmp_unordered("uno", x, x), x, number))
+
+
+@_operation(vector, vector)
+def exp2_of_negative(builder: Any, x: Any) -> Any:
+    """The same of -127 to 0, in two thirds of the instructions."""
+    return _power(builder, x, x)
+
+
+def _power(builder: Any, number: Any, x: Any) -> Any:
+    """2 to the power of x, which is the number or NaN."""
     nearest = _call(builder, f"llvm.rint.v{LANES}f32", _VECTOR, number)
-    rest = builder.fsub(builder.select(builder.fcmp_unordered("uno", x, x), x, number), nearest)
+    rest = builder.fsub(x, nearest)
     power = _same(_TAYLOR[-1])
     for coefficient in _TAYLOR[-2::-1]:
         power = _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, power, rest, _same(coefficient))
@@ -261,6 +285,28 @@ def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
+@_operation(vector, types.int64, types.int64, types.float32)
+def _load_first(builder: Any, address: Any, count: Any, other: Any) -> Any:
+    place = cgutils.alloca_once_value(builder, _splat(builder, other))
+    lanes = builder.bitcast(place, _F32.as_pointer())
+    with cgutils.for_range(builder, count) as loop:
+        number = builder.load(_at(builder, _F32, address, builder.mul(loop.index, ir.Constant(_I64, 4))))
+        builder.store(number, builder.gep(lanes, [loop.index]))
+    return builder.load(place)
+
+
+@_operation(types.float32, types.int32)
+def float_of(builder: Any, bits: Any) -> Any:
+    """The float32 of these bits."""
+    return builder.bitcast(bits, _F32)
+
+
+@_operation(types.int32, types.float32)
+def bits_of(builder: Any, x: Any) -> Any:
+    """The bits of a float32."""
+    return builder.bitcast(x, _I32)
+
+
 def _loader(kind: int) -> Any:
     @_operation(vector, types.int64)
     def load(builder: Any, address: Any) -> Any:
@@ -321,8 +367,20 @@ def _scalar(kind: Any, llvm_kind: ir.Type) -> tuple[Any, Any]:
 
 get_byte, set_byte = _scalar(types.int8, ir.IntType(8))
 get_float, set_float = _scalar(types.float32, _F32)
+get_double, set_double = _scalar(types.float64, ir.DoubleType())
 get_int, set_int = _scalar(types.int32, _I32)
 get_long, set_long = _scalar(types.int64, _I64)
+
+
+@_operation(types.int64, types.int64, types.int64)
+def any_set(builder: Any, ints: Any, flags: Any) -> Any:
+    """Not 0 where of VECTOR_BYTES int32 or as many bytes one is not 0."""
+    found = builder.load(_at(builder, _INTS, flags), align=1)
+    for i in range(4):
+        offset = ir.Constant(_I64, i * VECTOR_BYTES)
+        found = builder.or_(found, builder.load(_at(builder, _INTS, ints, offset), align=4))
+    lanes = builder.icmp_unsigned("!=", found, _same(0, _INTS))
+    return builder.zext(builder.bitcast(lanes, ir.IntType(LANES)), _I64)
 
 
 @_operation(types.int64, types.voidptr)
@@ -362,6 +420,12 @@ def pause(builder: Any) -> Any:
     """Wait a moment for another thread, which may share this core."""
     if llvm.get_default_triple().startswith("x86_64"):
         _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+
+
+@function
+def load_up_to(address, count, other):
+    """LANES numbers, or where no more than `count` are there these, and then the other."""
+    return load(address) if count >= LANES else _load_first(address, count, other)
 
 
 @function

@@ -282,6 +282,22 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i6
     return same.to(torch.int8).argmax(-1), highest
 
 
+def token_logprobs(
+    logits: Tensor,  # f32[n, vocab_size]
+    tokens: Tensor,  # i64[n]
+    num_top: int,  # 0 to vocab_size
+) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
+    """log_softmax of each row's token and then of its likeliest, which ones these are, and the token's rank.
+
+    That is one more than how many are likelier. A row with a NaN or inf, or with nothing but -inf, is NaN.
+    """
+    logprobs = logits.double().log_softmax(-1)
+    top = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :num_top]
+    ids = torch.cat([tokens[:, None], top], dim=1)
+    ranks = 1 + (logits > logits.gather(-1, tokens[:, None])).sum(-1)
+    return logprobs.gather(-1, ids).float(), ids, ranks
+
+
 def sample_tokens(
     logits: Tensor,  # f32[n, vocab_size], may be destroyed; -inf never drawn
     seeds: Tensor,  # i64[n]

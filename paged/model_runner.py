@@ -103,7 +103,7 @@ class ModelRunner:
             config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
         self.sampler = Sampler(kernels, model_config.vocab_size, self.device)
-        self.reporter = Reporter(self.model.logits, model_config.vocab_size)
+        self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
         if self.device.type != "cpu":
             # No larger than the logits of the step that memory is measured by.
             self.reporter.max_rows = min(self.reporter.max_rows, config.max_num_seqs)

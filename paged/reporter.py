@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .kernels.backend import Kernels
 from .logprobs import token_logprobs
 from .request import TokenLogprobs
 from .schedule import AskedRows
@@ -26,8 +27,8 @@ class Reporter:
         and the most likely tokens need all of it. A row longer than MAX_LOGITS is taken alone.
     """
 
-    def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int) -> None:
-        self.head = head
+    def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, kernels: Kernels) -> None:
+        self.head, self.kernels = head, kernels
         self.max_rows = max(1, MAX_LOGITS // vocab_size)
 
     def report(
@@ -60,5 +61,6 @@ class Reporter:
         logprobs = []
         for i in range(0, len(tokens), self.max_rows):
             rows = slice(i, i + self.max_rows)
-            logprobs += token_logprobs(self.head(hidden[rows]), tokens[rows], num_tops[rows])
+            logits = self.head(hidden[rows])
+            logprobs += token_logprobs(self.kernels, logits, tokens[rows], num_tops[rows])
         return logprobs

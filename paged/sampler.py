@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .kernels.backend import Kernels
 from .logits_edits import LogitsEdits
-from .logprobs import report
+from .logprobs import token_logprobs
 from .request import Request, TokenLogprobs
 from .sampling_params import SamplingParams
 from .schedule import NOT_FINITE, StepOutput
@@ -56,21 +56,27 @@ class Sampler:
         return self._sample(logits, batch, grammar_masks)
 
     def _sample(self, logits: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None) -> StepOutput:
-        logprobs = batch.raw_logprobs(logits)
-        highest = [batch.raw_highest(logits, logprobs)]
+        raw = batch.raw_rows(logits, changed=grammar_masks is not None)
+        all_report = raw is not None and len(raw) == len(logits)
+        # Where every row reports, a report that is not a number tells as much.
+        highest = None if all_report else self.kernels.greedy(logits)[1]
         errors: dict[int, str] = {}
         if grammar_masks is not None:
             grammar_masks.apply(logits)
         if batch.edits is not None:
             errors = batch.edits.apply(logits)
-        if batch.may_leave_none or grammar_masks is not None:
-            highest.append(logits.amax(-1))
-        tokens = batch.draw(logits)
-        errors.update(_not_finite(highest, errors))
-        listed: list[int | None] = tokens.tolist()
-        for row in errors:
-            listed[row] = None
-        return StepOutput(listed, batch.reports(logprobs, listed), errors)
+        may_leave_none = batch.may_leave_none or grammar_masks is not None
+        edited = self.kernels.greedy(logits)[1] if may_leave_none else None
+        drawn = batch.draw(logits).tolist()
+        reports = batch.reports(raw, drawn)
+        if highest is not None:
+            of_model = highest.tolist()
+        else:
+            # -inf is what the model says of this token; of its row, 0 says that it is finite.
+            of_model = [own if math.isnan(own := report.logprobs[0]) else 0.0 for report in reports.values()]
+        errors.update(_not_finite(of_model, of_model if edited is None else edited.tolist(), errors))
+        tokens = [None if row in errors else token for row, token in enumerate(drawn)]
+        return StepOutput(tokens, {row: reports[row] for row in reports if row not in errors}, errors)
 
 
 class _Batch:
@@ -87,31 +93,28 @@ class _Batch:
             sampler.history.keep([])
         self.may_leave_none = self.edits is not None and self.edits.may_leave_none
         self._asked = [row for row, request in enumerate(requests) if request.wants_logprobs]
-        self._logprobs: Tensor | None = None
+        self._raw: Tensor | None = None
         self._drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0.0]
         drawn = [requests[row] for row in self._drawn]
         self._rows = torch.tensor(self._drawn, device=self.device)
         self._seeds = torch.tensor([_signed(request.seed) for request in drawn], device=self.device)
         self._filters = _filters([r.params for r in drawn], vocab_size, self.device) if drawn else {}
 
-    def raw_logprobs(self, logits: Tensor) -> Tensor | None:
-        """Log-probabilities of the rows that report them, before any parameter changes the logits.
+    def raw_rows(self, logits: Tensor, *, changed: bool) -> Tensor | None:
+        """The rows that report log-probabilities as they are before a parameter, or the draw, changes them.
 
-        The memory is that of the step before: new memory of this size costs more than what is written there.
+        changed: whether anything else does. The memory of a copy is that of the step before: new memory of
+        this size costs more than what is written there.
         """
         if not self._asked:
             return None
-        rows = logits if len(self._asked) == len(self.requests) else logits[self._asked]
-        if self._logprobs is None:
-            self._logprobs = torch.empty_like(rows)
-        return torch.log_softmax(rows, -1, out=self._logprobs)
-
-    def raw_highest(self, logits: Tensor, logprobs: Tensor | None) -> Tensor:
-        """Something of each row that is finite where its highest logit is: f32[num_rows]."""
-        if logprobs is None or len(logprobs) < len(logits):
-            return logits.amax(-1)
-        # A row without a finite maximum is NaN all over once its sum is taken off: no need to read all of it.
-        return logprobs[:, 0].nan_to_num(nan=math.nan, neginf=0.0)
+        if len(self._asked) < len(self.requests):
+            return logits[self._asked]
+        if not (changed or self.edits or self._drawn):
+            return logits
+        if self._raw is None:
+            self._raw = torch.empty_like(logits)
+        return self._raw.copy_(logits)
 
     def draw(self, logits: Tensor) -> Tensor:
         """A token of each row: i64[num_rows]. The logits are destroyed."""
@@ -128,16 +131,13 @@ class _Batch:
         )
         return drawn if tokens is None else tokens.index_copy_(0, self._rows, drawn)
 
-    def reports(self, logprobs: Tensor | None, tokens: list[int | None]) -> dict[int, TokenLogprobs]:
-        """What the requests asked for, of the rows that have a token."""
-        if logprobs is None:
+    def reports(self, raw: Tensor | None, tokens: list[int]) -> dict[int, TokenLogprobs]:
+        """What the requests asked for; NaN of a row without a finite maximum."""
+        if raw is None:
             return {}
-        found = [(i, row, token) for i, row in enumerate(self._asked) if (token := tokens[row]) is not None]
-        if len(found) < len(self._asked):
-            logprobs = logprobs[[i for i, _, _ in found]]
-        rows = [row for _, row, _ in found]
-        num_tops = [self.requests[row].params.logprobs or 0 for row in rows]
-        return dict(zip(rows, report(logprobs, [token for _, _, token in found], num_tops), strict=True))
+        num_tops = [self.requests[row].params.logprobs or 0 for row in self._asked]
+        told = token_logprobs(self.kernels, raw, [tokens[row] for row in self._asked], num_tops)
+        return dict(zip(self._asked, told, strict=True))
 
 
 def _greedy(logits: Tensor, kernels: Kernels) -> StepOutput:
@@ -150,13 +150,9 @@ def _greedy(logits: Tensor, kernels: Kernels) -> StepOutput:
     return StepOutput([None if row in errors else token for row, token in enumerate(chosen)], errors=errors)
 
 
-def _not_finite(highest: list[Tensor], known: dict[int, str]) -> dict[int, str]:
-    """Errors of the rows without a finite maximum: the model's own, and after all edits."""
-    both = torch.stack(highest)
-    if math.isfinite(both.sum().item()):
-        return {}
-    raw, edited = both.tolist()[0], both.tolist()[-1]
-    errors = {row: NOT_FINITE for row, value in enumerate(raw) if not math.isfinite(value)}
+def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str]) -> dict[int, str]:
+    """Errors of the rows without a finite maximum: in the model's own logits, and after all edits."""
+    errors = {row: NOT_FINITE for row, value in enumerate(of_model) if not math.isfinite(value)}
     for row, value in enumerate(edited):
         if not math.isfinite(value) and row not in errors and row not in known:
             errors[row] = NONE_LEFT if value == -math.inf else OVERFLOW

@@ -19,6 +19,7 @@ OPERATIONS = (
     "apply_penalties",
     "sample_tokens",
     "greedy",
+    "token_logprobs",
 )
 
 

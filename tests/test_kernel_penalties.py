@@ -3,9 +3,18 @@ import torch
 from kernel_cases import DEVICE
 
 from paged.kernels import reference
+from paged.kernels.backend import load_kernels
 from paged.kernels.penalties import apply_penalties, apply_penalties_cost
 
 NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+@pytest.fixture(params=["triton", "numba", "reference"])
+def apply(request):
+    """apply_penalties of each."""
+    if request.param == "numba" and DEVICE != "cpu":
+        pytest.skip("numba kernels are for a CPU, tensors here are on a GPU")
+    return (reference if request.param == "reference" else load_kernels(request.param)).apply_penalties
 
 
 def history(num_slots, vocab_size, share):
@@ -23,7 +32,7 @@ def penalties(*rows):
 
 @pytest.mark.parametrize("share", [0.0005, 0.5], ids=["sparse", "dense"])
 @pytest.mark.parametrize("vocab_size", [1, 211, 4095, 8193])
-def test_matches_reference_bit_for_bit(vocab_size, share):
+def test_matches_reference_bit_for_bit(vocab_size, share, apply):
     """Some rows of a wider tensor, histories in other slots; what is not theirs keeps its bits."""
     wide = torch.randn(5, vocab_size + 3, device=DEVICE)
     counts, prompt = history(6, vocab_size, share)
@@ -31,11 +40,10 @@ def test_matches_reference_bit_for_bit(vocab_size, share):
     values = penalties((1.3, 0.7, -0.5), (0.5, -2.0, 2.0), (7.0, 0.0, 0.1))
     expected = wide.clone()
     reference.apply_penalties(expected[:, :vocab_size], rows, slots, counts, prompt, **values)
-    apply_penalties(wide[:, :vocab_size], rows, slots, counts, prompt, **values)
+    apply(wide[:, :vocab_size], rows, slots, counts, prompt, **values)
     assert torch.equal(wide, expected)
 
 
-@pytest.mark.parametrize("apply", [apply_penalties, reference.apply_penalties], ids=["triton", "reference"])
 def test_by_hand(apply):
     """Token 0 never seen, 1 in the prompt, 2 generated three times, 3 both, 4 never seen and masked."""
     logits = torch.tensor([[8.0, 8.0, 8.0, -8.0, -torch.inf]], device=DEVICE)
@@ -46,23 +54,23 @@ def test_by_hand(apply):
     assert logits.tolist() == [[8.0, 4.0, 4.0 - 1.5 - 0.25, -16.0 - 0.5 - 0.25, -torch.inf]]
 
 
-def test_masked_and_overflowing_logits_stay_what_they_are():
+def test_masked_and_overflowing_logits_stay_what_they_are(apply):
     """-inf is not drawn by any penalty, a NaN is not hidden; the largest float may become inf and be seen."""
     logits = torch.tensor([[-torch.inf, torch.nan, torch.inf]], device=DEVICE)
     counts = torch.ones(1, 3, dtype=torch.int32, device=DEVICE)
     first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    apply_penalties(logits, first, first, counts, counts > 0, **penalties((1.5, -2.0, -2.0)))
+    apply(logits, first, first, counts, counts > 0, **penalties((1.5, -2.0, -2.0)))
     assert logits[0, 0] == -torch.inf
     assert logits[0, 1].isnan()
     assert logits[0, 2] == torch.inf
 
 
-def test_no_rows():
+def test_no_rows(apply):
     logits = torch.randn(2, 5, device=DEVICE)
     before = logits.clone()
     counts, prompt = history(1, 5, 1.0)
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    apply_penalties(logits, none, none, counts, prompt, *[torch.zeros(0, device=DEVICE)] * 3)
+    apply(logits, none, none, counts, prompt, *[torch.zeros(0, device=DEVICE)] * 3)
     assert torch.equal(logits, before)
 
 

@@ -10,6 +10,7 @@ from kernel_cases import DEVICE
 
 from paged.kernels import gumbel, reference
 from paged.kernels import sample_tokens as sample_tokens_module
+from paged.kernels.backend import load_kernels
 from paged.kernels.filter_logits import filter_cost, filter_logits
 from paged.kernels.sample_tokens import gumbel as gumbel_kernel
 from paged.kernels.sample_tokens import sample_tokens, sample_tokens_cost
@@ -122,6 +123,24 @@ def test_filters_by_hand(implementation):
     got = implementation(logits, **parameters([params for _, params, _ in BY_HAND]))
     for row, (values, params, expected) in zip(got, BY_HAND, strict=True):
         assert row.nonzero().flatten().tolist() == expected, (values, params)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="for tensors on a CPU")
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_what_a_cpu_draws_is_kept(backend):
+    """By hand again, but where float32 makes all weights equal: each is drawn that is not too unlikely."""
+    n = 200
+    for values, params, expected in BY_HAND:
+        if params.get("temperature") == 1e30:
+            continue
+        logits = torch.tensor([values], dtype=torch.float32).repeat(n, 1)
+        probs = (logits[0] / params.get("temperature", 1.0)).softmax(-1)
+        zeros = torch.zeros(n, dtype=torch.int64)
+        drawn = load_kernels(backend).sample_tokens(
+            logits, torch.arange(n), zeros, **parameters([params] * n)
+        )
+        likely = {token for token in expected if probs[token] > 0.03}
+        assert likely <= {*drawn.tolist()} <= {*expected}, (values, params)
 
 
 @pytest.mark.parametrize(

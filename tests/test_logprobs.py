@@ -12,15 +12,23 @@ from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts,
 from torch import Tensor
 
 from paged import RequestError, RequestOutput, SamplingParams, reporter
+from paged.kernels.backend import Kernels, load_kernels
+from paged.kernels.reference import token_logprobs as by_sorting
 from paged.logprobs import token_logprobs
 from paged.request import PromptReport, Request
 from paged.schedule import AskedRows
 
 
-def test_report_by_hand():
+@pytest.fixture(params=["torch", "numba"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """By which log-probabilities are made."""
+    return load_kernels(request.param)
+
+
+def test_report_by_hand(kernels):
     # Probabilities 0.1, 0.2, 0.3, 0.4: the logits may be shifted by anything.
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().repeat(3, 1) + torch.tensor([[0.0], [5.0], [-7.0]])
-    one, two, every = token_logprobs(logits, [1, 3, 0], [0, 1, -1])
+    one, two, every = token_logprobs(kernels, logits, [1, 3, 0], [0, 1, -1])
     assert (one.token_ids, one.rank) == ([1], 3)
     assert (two.token_ids, two.rank) == ([3, 3], 1)
     assert (every.token_ids, every.rank) == ([0, 3, 2, 1, 0], 4)
@@ -28,19 +36,42 @@ def test_report_by_hand():
     assert one.logprobs == pytest.approx([every.logprobs[3]], abs=1e-6)
 
 
-def test_report_of_a_row_does_not_depend_on_the_rows_beside_it():
+def test_report_of_a_row_does_not_depend_on_the_rows_beside_it(kernels):
     logits = torch.randn(7, 1009)
     logits[:, ::3] = 0.5  # ties
-    together = token_logprobs(logits, [5] * 7, [3, 3, 0, -1, 3, 2000, 7])
+    together = token_logprobs(kernels, logits, [5] * 7, [3, 3, 0, -1, 3, 2000, 7])
     for row, num_top in enumerate([3, 3, 0, -1, 3, 2000, 7]):
-        assert token_logprobs(logits[row : row + 1], [5], [num_top]) == [together[row]]
+        assert token_logprobs(kernels, logits[row : row + 1], [5], [num_top]) == [together[row]]
 
 
-def test_report_of_a_row_that_is_not_finite_is_not_a_number():
+def test_report_of_a_row_that_is_not_finite_is_not_a_number(kernels):
     logits = torch.zeros(2, 5)
     logits[0, 1], logits[1, 1] = torch.nan, torch.inf
-    for report in token_logprobs(logits, [0, 1], [1, 1]):
+    for report in token_logprobs(kernels, logits, [0, 1], [1, 1]):
         assert not torch.tensor(report.logprobs[0]).isfinite()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 13, 211, 1009])
+@pytest.mark.parametrize("num_top", [0, 1, 6, 1009])
+def test_log_probabilities_of_kernels_are_those_of_log_softmax(kernels, vocab_size, num_top):
+    """Rows of a wider tensor, with ties and -inf; rows that are not finite are NaN and harm nobody."""
+    num_top = min(num_top, vocab_size)
+    wide = 3 * torch.randn(9, vocab_size + 3, generator=torch.Generator().manual_seed(vocab_size))
+    logits = wide[:, :vocab_size]
+    logits[0, 1:], logits[1] = -torch.inf, logits[1].bfloat16().float()
+    logits[2, vocab_size // 2], logits[3, -1], logits[4] = torch.nan, torch.inf, -torch.inf
+    tokens = torch.arange(9) % vocab_size
+    before = logits.clone()
+    values, ids, ranks = kernels.token_logprobs(logits, tokens, num_top)
+    expected, expected_ids, expected_ranks = by_sorting(before, tokens, num_top)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-5, equal_nan=True)
+    sound = [0, 1, 5, 6, 7, 8]
+    assert ranks[sound].equal(expected_ranks[sound])
+    assert ids[:, 0].equal(tokens)
+    assert ((ids >= 0) & (ids < vocab_size)).all()
+    # Which of equals is told, and of those that are -inf, is no one's business.
+    assert before.gather(1, ids)[sound].equal(before.gather(1, expected_ids)[sound])
+    assert all(len({*row[1:]}) == num_top for row in ids[sound].tolist())
 
 
 # --- prompt_logprobs
@@ -224,7 +255,7 @@ def test_rows_that_have_logits_at_once_are_bounded_however_long_the_prompt(monke
     token_ids = [i % vocab_size for i in range(num_rows + 1)]
     request = Request("a", None, token_ids, SamplingParams(), num_rows + 2, frozenset(), 0)
     asked = AskedRows(request, PromptReport(0, num_rows, 0), 0, num_rows, 0)
-    ((_, rows),) = reporter.Reporter(head, vocab_size).report([asked], hidden)
+    ((_, rows),) = reporter.Reporter(head, vocab_size, load_kernels("torch")).report([asked], hidden)
     assert sizes == [4] * 8 + [1]
     own = (hidden @ weight).log_softmax(-1)[range(num_rows), token_ids[1:]]
     torch.testing.assert_close(torch.tensor([row.logprobs[0] for row in rows]), own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from paged.kernels import reference
-from paged.kernels.backend import load_kernels
+from paged.kernels.backend import BackendName, load_kernels
 from paged.request import Request
 from paged.sampler import Sampler
 from paged.sampling_params import SamplingParams
@@ -60,8 +61,17 @@ def new_request(
     return request
 
 
+@pytest.fixture(params=["torch", "numba"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every sampler here."""
+    monkeypatch.setattr(sys.modules[__name__], "BACKEND", request.param)
+
+
+BACKEND: BackendName = "torch"
+
+
 def new_sampler(vocab_size: int = VOCAB_SIZE) -> Sampler:
-    return Sampler(load_kernels("torch"), vocab_size, torch.device("cpu"))
+    return Sampler(load_kernels(BACKEND), vocab_size, torch.device("cpu"))
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
@@ -191,6 +201,14 @@ def test_row_without_a_finite_maximum_has_no_token_and_harms_nobody(value, param
     assert set(step.logprobs) <= {0, 2}
 
 
+def test_token_that_the_model_excludes_may_be_brought_back_and_reported():
+    row = torch.tensor([[0.0, 1.0, -math.inf]])
+    bring_back = [lambda *_: torch.eye(3)[2] * 9.0]
+    step = sample(row, [new_request(temperature=0.0, logprobs=0, logits_processors=bring_back)])
+    assert (step.tokens, step.errors) == ([2], {})
+    assert step.logprobs[0].logprobs == [-math.inf]
+
+
 def test_row_of_which_no_token_is_left_says_so():
     requests = [
         new_request(temperature=0.0, allowed_token_ids=[2, 3], bad_words=[(2,), (3,)]),
@@ -297,16 +315,15 @@ def test_greedy_batch_touches_nothing_it_does_not_use(monkeypatch):
     assert sampler.sample(torch.eye(3, VOCAB_SIZE), [*requests]).tokens == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["torch", "numba"])
 @pytest.mark.parametrize("size", [1, 7, 8, 17, 4097])
-def test_greedy_is_the_first_of_the_highest(name, size):
+def test_greedy_is_the_first_of_the_highest(size):
     """Equals, among lanes and over them, -inf alone, NaN and +inf, rows of a wider tensor."""
     logits = torch.randint(-3, 3, (40, size)).float()
     logits[0], logits[1, size // 2], logits[2, -1], logits[3] = -torch.inf, torch.nan, torch.inf, -torch.inf
     logits[4, -1], logits[5, 0] = 7.0, torch.nan
     wide = torch.cat([logits, torch.full((40, 3), 9.0)], dim=1)[:, :size]
     for given in (logits, wide):
-        tokens, highest = load_kernels(name).greedy(given)
+        tokens, highest = load_kernels(BACKEND).greedy(given)
         expected_tokens, expected = reference.greedy(logits)
         torch.testing.assert_close(highest, expected, rtol=0, atol=0, equal_nan=True)
         numbers = ~expected.isnan()

@@ -1,8 +1,9 @@
-"""The torch backend's sampling: exact distributions, filters against Hugging Face's, rows that do not mix."""
+"""Sampling on a CPU: exact distributions, filters against Hugging Face's, rows that do not mix."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from paged.kernels import torch_sampling, torch_selection
-from paged.kernels.splitmix import mixed, splitmix64, uniforms
-from paged.kernels.torch_sampling import sample_tokens
+from paged.kernels import torch_selection
+from paged.kernels.backend import load_kernels
+from paged.kernels.splitmix import GOLDEN, mixed, nth, splitmix64, uniforms
 from paged.kernels.torch_selection import column_sums_between, kth_largest, smallest_bound, top_candidates
 
 VOCAB_SIZE = 29
@@ -61,13 +62,24 @@ def row_of(vocab_size: int = VOCAB_SIZE, seed: int = 5) -> Tensor:
     return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 1.3
 
 
-def draw(logits: Tensor, seeds: Tensor, positions: Tensor, **filters: Any) -> Tensor:
-    """A filter is one number for all rows, or a list of one for each."""
-    columns: dict[str, Tensor | None] = dict.fromkeys(("min_p", "top_n_sigma", "typical_p", "top_k", "top_p"))
-    for name, value in {"temperature": 1.0, **filters}.items():
-        column = torch.tensor(value, dtype=DTYPES.get(name, torch.float32))
-        columns[name] = column.expand(len(logits)).contiguous()
-    return sample_tokens(logits.clone(), seeds, positions, **columns)
+Draw = Callable[..., Tensor]
+
+
+@pytest.fixture(params=["torch", "numba"])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """draw(logits, seeds, positions, **filters); a filter is one number for all rows, or one for each."""
+    sample_tokens = load_kernels(request.param).sample_tokens
+
+    def drawn(logits: Tensor, seeds: Tensor, positions: Tensor, **filters: Any) -> Tensor:
+        columns: dict[str, Tensor | None] = dict.fromkeys(
+            ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
+        )
+        for name, value in {"temperature": 1.0, **filters}.items():
+            column = torch.tensor(value, dtype=DTYPES.get(name, torch.float32))
+            columns[name] = column.expand(len(logits)).contiguous()
+        return sample_tokens(logits.clone(), seeds, positions, **columns)
+
+    return drawn
 
 
 def hf_probabilities(row: Tensor, **filters: Any) -> NDArray[np.float64]:
@@ -84,7 +96,7 @@ def hf_probabilities(row: Tensor, **filters: Any) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("filters", CONFIGURATIONS, ids=str)
-def test_a_million_draws_are_distributed_as_the_warpers_say(filters):
+def test_a_million_draws_are_distributed_as_the_warpers_say(filters, draw):
     # These would take seconds; how they draw from what is left is what the others do.
     slow = "typical_p" in filters or filters.get("top_k") == 17
     n, part = 10**5 if slow else 10**6, 100_000
@@ -104,7 +116,7 @@ def test_a_million_draws_are_distributed_as_the_warpers_say(filters):
 
 @pytest.mark.parametrize("vocab_size", [211, 1009])
 @pytest.mark.parametrize("filters", CONFIGURATIONS[3:], ids=str)
-def test_what_is_drawn_is_what_the_warpers_keep(vocab_size, filters):
+def test_what_is_drawn_is_what_the_warpers_keep(vocab_size, filters, draw):
     row, n = row_of(vocab_size), 3000
     tokens = draw(row.expand(n, -1), torch.arange(n), torch.zeros(n, dtype=torch.int64), **filters)
     probabilities = hf_probabilities(row, **filters)
@@ -113,46 +125,84 @@ def test_what_is_drawn_is_what_the_warpers_keep(vocab_size, filters):
     assert set(likely) <= set(tokens.tolist())
 
 
-def numbers_by_id(monkeypatch: pytest.MonkeyPatch, numbers: dict[int, float]) -> None:
-    """Instead of random ones: those of some tokens, columns, or width + height in a column; else 1/2."""
+def positions_for(n: int, number: float) -> Tensor:  # i64[4096]
+    """Of seed 0, such that the n-th random number of their streams is this one; others are as they come."""
 
-    def uniforms_of(ids: torch.Tensor) -> torch.Tensor:
-        return ids.double().apply_(lambda i: numbers.get(int(i), 0.5))
+    def unmixed(x: int) -> int:  # what splitmix64 makes x of
+        for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+            for by in (shift, 2 * shift):
+                x ^= x >> by
+            x = x * pow(factor, -1, 2**64) % 2**64
+        return (x - GOLDEN) % 2**64
 
-    monkeypatch.setattr(torch_sampling, "nth", lambda seeds, ids: ids.expand(len(seeds), ids.shape[-1]))
-    monkeypatch.setattr(torch_sampling, "uniforms", uniforms_of)
+    first = splitmix64(torch.zeros(1, dtype=torch.int64)).item()
+    found = [(int(number * 2**52) << 12) + low for low in range(4096)]
+    positions = [unmixed((unmixed(bits) - n * GOLDEN) % 2**64) ^ first % 2**64 for bits in found]
+    return torch.tensor([p - 2**64 if p >= 2**63 else p for p in positions])
+
+
+def arrivals(positions: Tensor, n: int) -> Tensor:  # f64[4096]
+    """When the n-th runner of weight 1 arrives."""
+    zeros = torch.zeros_like(positions)
+    return -torch.log1p(-uniforms(nth(mixed(zeros, positions), torch.tensor(n))))
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.999999}, {"top_k": 20}], ids=str)
 @pytest.mark.parametrize("other", [1, 8], ids=["another-column", "the-same-column"])
-def test_tail_of_two_to_the_minus_30_has_its_share_of_the_random_numbers(other, filters, monkeypatch):
+def test_tail_of_two_to_the_minus_30_has_its_share_of_the_random_numbers(other, filters, draw):
     row = torch.full((1, VOCAB_SIZE), -math.inf)
     row[0, 0], row[0, other] = 0.0, -30 * math.log(2)
-    width, zero = -(-VOCAB_SIZE // torch_selection.HEIGHT), torch.zeros(1, dtype=torch.int64)
+    width = -(-VOCAB_SIZE // torch_selection.HEIGHT)
     height, column = divmod(other, width)
     assert (column == 0) == (other == 8)
-    # Against 1/2, which stands for log(2), the rarer token wins with a number below log(2) 2**-30. But top_p
-    # excludes it.
-    for share in (0.5, 0.68, 0.7, 2.0):
-        wins = share < math.log(2) and "top_p" not in filters
-        # By token among candidates, by column and then by the place there among all.
-        ids = [other] if filters == {"top_k": 3} else [column or width + height, width + height]
-        numbers_by_id(monkeypatch, dict.fromkeys(ids, share * 2.0**-30))
-        assert draw(row, zero, zero, **filters).item() == (other if wins else 0)
+    # By token among candidates, by column or then by the place there among all.
+    among_few, apart = filters == {"top_k": 3}, column > 0
+    own, rival = (other, 0) if among_few else (column, 0) if apart else (width + height, width)
+    positions = positions_for(own, 0.5 * 2.0**-30)
+    drawn = draw(row.expand(4096, -1), torch.zeros_like(positions), positions, **filters)
+    wins = arrivals(positions, own) * 2.0**30 < arrivals(positions, rival)
+    assert 2000 < int(wins.sum()) < 3000
+    # But top_p excludes it.
+    assert torch.equal(drawn, other * (wins & ("top_p" not in filters)))
 
 
-def test_top_p_of_1_keeps_the_lightest_tokens_whoever_else_uses_it(monkeypatch):
+def test_top_p_of_1_keeps_the_lightest_tokens_whoever_else_uses_it(draw, monkeypatch):
     # So light that the sum of float32 is the same without them.
-    row = torch.full((1, 64), -22.0).index_fill_(1, torch.tensor([0, 1]), 0.0)
+    row = torch.full((1, 64), -22.0).index_fill_(1, torch.tensor([0, 1]), 0.0).expand(4096, -1)
     monkeypatch.setattr(torch_selection, "HEIGHT", 32)
-    numbers_by_id(monkeypatch, {2 + 5: 1e-14})  # the sixth place of a column
-    zero = torch.zeros(1, dtype=torch.int64)
-    alone, among_others = (draw(row, zero, zero, **filters) for filters in ({}, {"top_p": [1.0]}))
-    assert alone == 10
+    positions = positions_for(2 + 5, 1e-14)  # the sixth place of a column
+    zeros = torch.zeros_like(positions)
+    alone, among_others = (draw(row, zeros, positions, **filters) for filters in ({}, {"top_p": 1.0}))
+    first_column = arrivals(positions, 0) < arrivals(positions, 1)
+    assert (alone[first_column] == 10).float().mean() > 0.999
     assert torch.equal(among_others, alone)
 
 
-def test_noise_in_the_last_bits_of_the_logits_changes_no_token():
+@pytest.mark.parametrize("vocab_size", [1, 13, 1009, 4096])
+@pytest.mark.parametrize("height", [4, 32])
+def test_kernels_draw_the_tokens_of_plain_torch(height, vocab_size, monkeypatch):
+    """Whatever the filters, rows of a wider tensor, -inf among them, and ties."""
+    monkeypatch.setattr(torch_selection, "HEIGHT", height)
+    n, rng = 15 * 8, torch.Generator().manual_seed(4)
+    wide = torch.randn(n, vocab_size + 3, generator=rng) * 3
+    wide[:, 1::3] = -math.inf
+    wide[n // 2 :] = wide[n // 2 :].bfloat16().float()
+    logits = wide[:, :vocab_size]
+    used = {"temperature": 1.0, "min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_p": 1.0}
+    columns = {name: [c.get(name, v) for c in CONFIGURATIONS] * 8 for name, v in used.items()}
+    columns["top_k"] = [min(c.get("top_k", vocab_size), vocab_size) for c in CONFIGURATIONS] * 8
+    filters = {k: torch.tensor(v, dtype=DTYPES.get(k, torch.float32)) for k, v in columns.items()}
+    seeds, positions = torch.arange(n) - 50, torch.arange(n) * 2**40
+    torchs, numbas = (
+        load_kernels(name).sample_tokens(
+            logits.clone() if name == "torch" else logits, seeds, positions, **filters
+        )
+        for name in ("torch", "numba")
+    )
+    assert torch.equal(numbas, torchs)
+
+
+def test_noise_in_the_last_bits_of_the_logits_changes_no_token(draw):
     """A cumulative sum over so many tokens would turn one in some thousands."""
     row, n = torch.randn(4096) * 2, 3000
     noisy = row + torch.randn(4096) * 1e-5
@@ -163,7 +213,7 @@ def test_noise_in_the_last_bits_of_the_logits_changes_no_token():
         assert int((tokens[0] != tokens[1]).sum()) == 0, filters
 
 
-def test_ties_stay_together():
+def test_ties_stay_together(draw):
     n = 600
     seeds, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
     row = torch.tensor([0.0, 3.0, 1.0, 3.0, 1.0, -1.0, 1.0, 0.0])
@@ -179,7 +229,7 @@ def test_ties_stay_together():
     assert len(set(draw(torch.zeros(n, 13), seeds, zeros, top_k=2).tolist())) == 13
 
 
-def test_deviation_is_that_of_the_logits_that_are_possible():
+def test_deviation_is_that_of_the_logits_that_are_possible(draw):
     row = row_of(1009)
     row[1], row[5::7] = -1e4, -math.inf
     row = torch.stack([row, row.where(row > -math.inf, 0.0), torch.full_like(row, 3.0), row + 1e6])
@@ -193,7 +243,7 @@ def test_deviation_is_that_of_the_logits_that_are_possible():
         assert len(set(drawn.tolist())) >= min(n // 4, int(kept.sum()) // 2)
 
 
-def test_tiny_and_huge_values_neither_overflow_nor_leave_the_vocabulary():
+def test_tiny_and_huge_values_neither_overflow_nor_leave_the_vocabulary(draw):
     n = 300
     seeds, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
     row = torch.tensor([1.0, 5.0, 4.9]).expand(n, -1)
@@ -205,8 +255,23 @@ def test_tiny_and_huge_values_neither_overflow_nor_leave_the_vocabulary():
     assert set(draw(torch.tensor([[-math.inf, 2.0, -math.inf]]).expand(n, -1), seeds, zeros).tolist()) == {1}
 
 
+@pytest.mark.parametrize("filters", CONFIGURATIONS, ids=str)
+def test_rows_that_are_not_finite_get_some_token_and_harm_nobody(filters, draw):
+    logits = row_of(31).expand(6, -1).clone()
+    logits[0], logits[1, 5], logits[2], logits[3, 30], logits[4] = (
+        math.nan,
+        math.nan,
+        -math.inf,
+        math.inf,
+        math.inf,
+    )
+    drawn = draw(logits, torch.arange(6), torch.arange(6), **filters)
+    assert ((drawn >= 0) & (drawn < 31)).all()
+    assert drawn[5:].equal(draw(logits[5:], torch.arange(5, 6), torch.arange(5, 6), **filters))
+
+
 @pytest.mark.parametrize("vocab_size", [13, 1, 1009])
-def test_rows_do_not_depend_on_their_neighbours(vocab_size):
+def test_rows_do_not_depend_on_their_neighbours(vocab_size, draw):
     n = 72
     chosen = [CONFIGURATIONS[i % len(CONFIGURATIONS)] for i in range(n)]
     unused = {"temperature": 1.0, "min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_p": 1.0}
@@ -260,14 +325,15 @@ def test_thresholds_are_those_of_a_sort(vocab_size):
     torch.testing.assert_close(between, (numbers * ((numbers > low) & (numbers < high))).sum(1))
 
 
-def test_penalties_are_those_of_their_definition():
+@pytest.mark.parametrize("name", ["torch", "numba"])
+def test_penalties_are_those_of_their_definition(name):
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.0, 5.0]] * 3)
     before = logits.clone()
     counts = torch.tensor([[0, 0, 0, 0, 0], [0, 3, 1, 0, 0], [0, 1, 0, 0, 0]], dtype=torch.int32)
     prompts = torch.tensor([[False] * 5, [True, False, True, False, False], [False] * 5])
     columns = [torch.tensor(values) for values in ([2.0, 1.0], [0.5, 0.0], [0.25, -1.0])]
     rows, slots = torch.tensor([2, 0]), torch.tensor([1, 2])
-    torch_sampling.apply_penalties(logits, rows, slots, counts, prompts, *columns)
+    load_kernels(name).apply_penalties(logits, rows, slots, counts, prompts, *columns)
     # Token 0 was in the prompt, 1 was generated three times, 2 both and once.
     assert logits[2].tolist() == [1.0, -2.0 * 2 - 3 * 0.5 - 0.25, 0.5 - 0.5 - 0.25, 0.0, 5.0]
     assert logits[0].tolist() == [2.0, -1.0, 1.0, 0.0, 5.0]
