@@ -117,7 +117,7 @@ class Graph:
     """
 
     def __init__(
-        self, recorder: Recorder, inputs: Sequence[Tensor], output: Tensor, num_threads: int
+        self, recorder: Recorder, inputs: Sequence[Tensor], outputs: Sequence[Tensor], num_threads: int
     ) -> None:
         self._tasks = [launch.task for launch in recorder.launches]
         self._table = _table(recorder.launches)
@@ -125,23 +125,24 @@ class Graph:
         self._counters = self._table[:, _COUNTERS]
         self._record = (self._table.ctypes.data, len(self._table), self._table.strides[0], _let_others())
         self._inputs = [np.flatnonzero(self._flat == tensor.data_ptr()) for tensor in inputs]
-        self._num_threads, self._output = num_threads, output
+        self._num_threads, self._outputs = num_threads, tuple(outputs)
         self._table[:, _column("scratch")] = 0
         scratch = _whole_lines(int(self._table[:, _column("scratch_size")].max()) * num_threads)
         self._lay_out(recorder.allocated, scratch)
 
     def _lay_out(self, allocated: Sequence[Tensor], start: int) -> None:
         """Find places from `start` on, which tensors share that are not needed at the same time."""
-        needed = []
+        needed, results = [], [output.data_ptr() for output in self._outputs]
         for tensor in allocated:
             first = tensor.data_ptr()
             where = np.flatnonzero((self._flat >= first) & (self._flat < first + tensor.nbytes))
             if len(where):
                 rows = where // self._table.shape[1]
-                last = len(self._table) if first == self._output.data_ptr() else int(rows[-1])
+                last = len(self._table) if first in results else int(rows[-1])
                 needed.append((int(rows[0]), last, first, _whole_lines(tensor.nbytes), where))
         taken: list[tuple[int, int, int]] = []  # start, end, and the last row that needs it
         inside, offsets, self.num_bytes = [], [], start
+        places: dict[int, int] = {}
         for begin, last, first, size, where in sorted(needed, key=lambda entry: entry[0]):
             taken = sorted(place for place in taken if place[2] >= begin)
             at = start
@@ -152,18 +153,19 @@ class Graph:
             taken.append((at, at + size, last))
             inside.append(where)
             offsets.append(self._flat[where] - first + at)
-            if first == self._output.data_ptr():
-                self._output_offset = at
+            places[first] = at
             self.num_bytes = max(self.num_bytes, at + size)
         self._inside, self._offsets = np.concatenate(inside), np.concatenate(offsets)
+        self._output_offsets = [places[first] for first in results]
 
     def use_memory(self, memory: Tensor) -> None:  # u8[at least num_bytes], from the start of a cache line
         """Work there from now on."""
         self._flat[self._inside] = memory.data_ptr() + self._offsets
         self._table[:, _column("scratch")] = memory.data_ptr()
-        shape, dtype, nbytes = self._output.shape, self._output.dtype, self._output.nbytes
-        part = memory[self._output_offset : self._output_offset + nbytes]
-        self._output = part.view(dtype).view(shape)
+        self._outputs = tuple(
+            memory[at : at + output.nbytes].view(output.dtype).view(output.shape)
+            for at, output in zip(self._output_offsets, self._outputs, strict=True)
+        )
 
     def launches_of(self, task: Task, **fields: int) -> NDArray[np.intp]:
         """Those of a task, with these values for its fields."""
@@ -182,11 +184,11 @@ class Graph:
         for where, tensor in zip(self._inputs, inputs, strict=True):
             self._flat[where] = tensor.data_ptr()
 
-    def replay(self) -> Tensor:
-        """Launch everything. Returns the output, which the next replay overwrites."""
+    def replay(self) -> tuple[Tensor, ...]:
+        """Launch everything. Returns the outputs, which the next replay overwrites."""
         self._counters.fill(0)
         GRAPH.run(self._num_threads, *self._record)
-        return self._output
+        return self._outputs
 
 
 def _table(launches: Sequence[Launch]) -> NDArray[np.int64]:

@@ -131,22 +131,30 @@ class ModelRunner:
                 return StepOutput()
             batch = self.batch_builder.build(schedule)
             with masks_of(schedule.sampled_requests) as masks:
-                logits, asked = self.compute(batch)
-                step = self.sampler.sample(logits, schedule.sampled_requests, masks)
+                logits, best, asked = self.compute(batch)
+                step = self.sampler.sample(logits, schedule.sampled_requests, masks, best)
             if masks is not None:
                 masks.check(step)
             if asked is not None:
                 step.reports = self.reporter.report(schedule.asked_rows(), asked)
             return step
 
-    def compute(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The model's part of a step: logits to sample from, and the hidden states that reports ask for."""
+    def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
+        """The model's part of a step: logits to sample from, the best of each row where that comes with
+        them, and the hidden states that reports ask for.
+        """
         if self.graphs is not None and batch.is_decode:
-            return self.graphs.run(self.model.next_logits, batch, self.kv_cache), None
+            logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
+            return logits, (tokens, highest), None
         hidden = self.model(batch, self.kv_cache)
         num_logits = batch.num_logits
         logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
-        return logits, hidden[num_logits:] if batch.num_rows > num_logits else None
+        return logits, None, hidden[num_logits:] if batch.num_rows > num_logits else None
+
+    def _next_logits(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+        """Of a batch that is sampled from behind every token, with the best of them: nearly for nothing."""
+        logits = self.model.logits(self.model(batch, kv_cache))
+        return logits, *self.model.kernels.greedy(logits)
 
     def _copy_blocks(self, schedule: Schedule) -> None:
         if schedule.swap_out:

@@ -40,8 +40,11 @@ class Sampler:
         logits: Tensor,
         requests: Sequence[Request],
         grammar_masks: GrammarMasks | None = None,
+        best: tuple[Tensor, Tensor] | None = None,
     ) -> StepOutput:
         """One token for each row of f32[len(requests), vocab_size], which is changed in place.
+
+        best: `kernels.greedy` of the logits, where that is known.
 
         A row without one has its error: the model overflowed, and a token would be made up, or what its own
         parameters ask for cannot be had.
@@ -51,15 +54,15 @@ class Sampler:
         batch = self._last
         if batch is None or batch.requests != requests:
             batch = self._last = _Batch(requests, self)
+        tokens, highest = best or self.kernels.greedy(logits)
         if batch.is_greedy and grammar_masks is None:
-            return _greedy(logits, self.kernels)
-        return self._sample(logits, batch, grammar_masks)
+            return _greedy(tokens.tolist(), highest.tolist())
+        return self._sample(logits, highest, batch, grammar_masks)
 
-    def _sample(self, logits: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None) -> StepOutput:
+    def _sample(
+        self, logits: Tensor, highest: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None
+    ) -> StepOutput:
         raw = batch.raw_rows(logits, changed=grammar_masks is not None)
-        all_report = raw is not None and len(raw) == len(logits)
-        # Where every row reports, a report that is not a number tells as much.
-        highest = None if all_report else self.kernels.greedy(logits)[1]
         errors: dict[int, str] = {}
         if grammar_masks is not None:
             grammar_masks.apply(logits)
@@ -69,11 +72,7 @@ class Sampler:
         edited = self.kernels.greedy(logits)[1] if may_leave_none else None
         drawn = batch.draw(logits).tolist()
         reports = batch.reports(raw, drawn)
-        if highest is not None:
-            of_model = highest.tolist()
-        else:
-            # -inf is what the model says of this token; of its row, 0 says that it is finite.
-            of_model = [own if math.isnan(own := report.logprobs[0]) else 0.0 for report in reports.values()]
+        of_model = highest.tolist()
         errors.update(_not_finite(of_model, of_model if edited is None else edited.tolist(), errors))
         tokens = [None if row in errors else token for row, token in enumerate(drawn)]
         return StepOutput(tokens, {row: reports[row] for row in reports if row not in errors}, errors)
@@ -140,14 +139,12 @@ class _Batch:
         return dict(zip(self._asked, told, strict=True))
 
 
-def _greedy(logits: Tensor, kernels: Kernels) -> StepOutput:
+def _greedy(tokens: list[int | None], highest: list[float]) -> StepOutput:
     """The most likely token of each row: on a CPU the first of equals."""
-    tokens, highest = kernels.greedy(logits)
-    chosen, values = tokens.tolist(), highest.tolist()
-    if math.isfinite(sum(values)):
-        return StepOutput(chosen)
-    errors = {row: NOT_FINITE for row, value in enumerate(values) if not math.isfinite(value)}
-    return StepOutput([None if row in errors else token for row, token in enumerate(chosen)], errors=errors)
+    if math.isfinite(sum(highest)):
+        return StepOutput(tokens)
+    errors = {row: NOT_FINITE for row, value in enumerate(highest) if not math.isfinite(value)}
+    return StepOutput([None if row in errors else token for row, token in enumerate(tokens)], errors=errors)
 
 
 def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str]) -> dict[int, str]:

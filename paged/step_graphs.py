@@ -14,7 +14,7 @@ from .kernels.numba_graph import LINE, Graph, Recorder
 from .kernels.numba_paged_attention import Plan, plan_units
 from .kv_cache import KVCache
 
-Compute = Callable[[Batch, KVCache], Tensor]
+Compute = Callable[[Batch, KVCache], tuple[Tensor, ...]]
 
 MOST_GRAPHS = 512  # some ten KiB each
 
@@ -32,7 +32,7 @@ class StepGraphs:
         self._seen: set[tuple[int, ...]] = set()
         self._last: _Last | None = None
 
-    def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> Tensor:
+    def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         """compute(batch, kv_cache), in memory that the next step overwrites."""
         last, num_threads = self._last, torch.get_num_threads()
         where = (num_threads, *(tensor.data_ptr() for tensor in kv_cache.tensors.values()))
@@ -55,9 +55,9 @@ class StepGraphs:
             self._seen.add(key)
             return compute(batch, kv_cache)
         with Recorder() as recorder:
-            logits = compute(batch, kv_cache)
-        self._keep(key, None if recorder.failure else _DecodeGraph(recorder, batch, logits))
-        return logits
+            outputs = compute(batch, kv_cache)
+        self._keep(key, None if recorder.failure else _DecodeGraph(recorder, batch, outputs))
+        return outputs
 
     def _keep(self, key: tuple[int, ...], graph: _DecodeGraph | None) -> None:
         """None where the model does what only torch can: it goes on doing it."""
@@ -85,8 +85,8 @@ class _Last(NamedTuple):
 class _DecodeGraph(Graph):
     """A step of so many sequences of any lengths."""
 
-    def __init__(self, recorder: Recorder, batch: Batch, logits: Tensor) -> None:
-        super().__init__(recorder, _inputs(batch), logits, torch.get_num_threads())
+    def __init__(self, recorder: Recorder, batch: Batch, outputs: tuple[Tensor, ...]) -> None:
+        super().__init__(recorder, _inputs(batch), outputs, torch.get_num_threads())
         tables = [table.data_ptr() for table in batch.block_tables]
         self._attends = [self.launches_of(ATTEND, block_tables=table) for table in tables]
         self._merges = self.launches_of(MERGE)

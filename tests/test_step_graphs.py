@@ -123,7 +123,7 @@ def test_numbers_that_are_needed_at_once_share_no_place():
             addresses = [tensor.data_ptr() for tensor in (out, *(tensors[i] for i in read))]
             recorder.launches.append(Launch(task, task._layout.pack(0, 0, 1, 0, 0, *addresses)))
         output = generator.randrange(12)
-        graph = Graph(recorder, [], tensors[output], num_threads=1)
+        graph = Graph(recorder, [], [tensors[output]], num_threads=1)
         memory = torch.zeros(graph.num_bytes, dtype=torch.uint8)
         graph.use_memory(memory)
         rows = (
@@ -134,5 +134,5 @@ def test_numbers_that_are_needed_at_once_share_no_place():
             for source, i in zip(sources, reads[number], strict=True):
                 assert (memory[source : source + tensors[i].nbytes] == i).all()
         saved += sum(tensor.nbytes for tensor in tensors) > graph.num_bytes
-        assert (graph._output.view(torch.uint8) == output).all()
+        assert (graph._outputs[0].view(torch.uint8) == output).all()
     assert saved > 90

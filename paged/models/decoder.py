@@ -86,10 +86,6 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(hidden)
         return logits.float()
 
-    def next_logits(self, batch: Batch, kv_cache: KVCache) -> Tensor:  # f32[num_tokens, vocab_size]
-        """Of a batch that is sampled from behind every token."""
-        return self.logits(self(batch, kv_cache))
-
     def load(self, device: torch.device, forms: Forms, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Give a model that was made on the meta device its weights.
 
