@@ -159,6 +159,13 @@ class BlockManager:
         if end <= seq.capacity:
             return True
         pool, wanted, index = self.pool, self.blocks_for(end), start // self.block_size
+        if self.windows == (None,) and len(seq.tables[0]) == index == wanted - 1:  # as decodes want it
+            blocks = pool.allocate(1)
+            if blocks is None:
+                return False
+            seq.tables[0].append(blocks[0])
+            seq.capacity = wanted * self.block_size
+            return True
         shared = []
         for group, table in enumerate(seq.tables):
             self._drop_invisible(seq, group, start)

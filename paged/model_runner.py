@@ -37,7 +37,7 @@ from .sampling_params import SamplingParams
 from .schedule import Schedule, StepOutput
 from .scheduler import Scheduler
 from .sizes import Sizes
-from .structured_outputs import masks_of
+from .structured_outputs import GrammarMasks
 from .threads import set_threads
 from .weights import check_weights, load_weights
 
@@ -64,6 +64,8 @@ class ModelRunner:
     ) -> None:
         self.config, self.model_config = config, model_config
         self.device = resolve_device(config.device)
+        on_gpu = self.device.type == "cuda"
+        self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
         self.num_threads: int | None = None  # of a GPU's host: as torch has them
         if self.device.type == "cpu" or config.num_threads is not None:
             self.num_threads = set_threads(self, config.num_threads)
@@ -125,14 +127,18 @@ class ModelRunner:
         """Run one step. Returns a token for each of schedule.sampled_requests."""
         # No parameter requires a gradient, so no graph is made: inference_mode would only cost its 40 µs.
         # Triton launches on the current GPU, which need not be ours.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with self._on_device:
             self._copy_blocks(schedule)
             if not schedule.requests:
                 return StepOutput()
             batch = self.batch_builder.build(schedule)
-            with masks_of(schedule.sampled_requests) as masks:
+            masks = GrammarMasks.start(schedule.sampled_requests)
+            try:
                 logits, best, asked = self.compute(batch)
                 step = self.sampler.sample(logits, schedule.sampled_requests, masks, best)
+            finally:
+                if masks is not None:  # in the end their worker has left the requests alone
+                    masks.wait()
             if masks is not None:
                 masks.check(step)
             if asked is not None:

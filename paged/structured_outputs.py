@@ -16,9 +16,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -343,17 +342,6 @@ class GrammarMasks:
             row &= ~ends
         elif state.matcher.is_accepting():
             row |= ends
-
-
-@contextmanager
-def masks_of(requests: Sequence[Request]) -> Iterator[GrammarMasks | None]:
-    """The masks of one step, if anybody needs them; in the end the worker has left the requests alone."""
-    masks = GrammarMasks.start(requests)
-    try:
-        yield masks
-    finally:
-        if masks is not None:
-            masks.wait()
 
 
 def _dead_end(request: Request) -> str:
