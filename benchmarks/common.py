@@ -57,15 +57,22 @@ class Workload:
         return sum(self.max_tokens)
 
 
-def nano_vllm_workload(num_requests: int, scale: float, vocab_size: int) -> Workload:
-    """The workload of nano-vllm's benchmark, seed included, with its lengths (100 to 1024) times `scale`."""
+def nano_vllm_workload(num_requests: int, scale: float, vocab_size: int, seed: int = 0) -> Workload:
+    """The workload of nano-vllm's benchmark, seed included, with its lengths (100 to 1024) times `scale`.
+
+    seed: of the ids; with others than its own no cache knows the prompts of before.
+    """
     rng = random.Random(0)
     low, high = max(1, int(100 * scale)), int(1024 * scale)
     prompts = [
         [rng.randint(0, min(10000, vocab_size - 1)) for _ in range(rng.randint(low, high))]
         for _ in range(num_requests)
     ]
-    return Workload(prompts, [rng.randint(low, high) for _ in range(num_requests)])
+    max_tokens = [rng.randint(low, high) for _ in range(num_requests)]
+    if seed:
+        other = random.Random(seed)
+        prompts = [[other.randint(0, min(10000, vocab_size - 1)) for _ in prompt] for prompt in prompts]
+    return Workload(prompts, max_tokens)
 
 
 def ragged_workload(

@@ -28,11 +28,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.common import Workload, checkpoint, print_json, print_table, ragged_workload
+from benchmarks.common import (
+    Workload,
+    checkpoint,
+    nano_vllm_workload,
+    print_json,
+    print_table,
+    ragged_workload,
+)
 from benchmarks.peers.fleet import PRECISIONS, Fleet, Way, ways_named
 from benchmarks.peers.limit import machine_limits, workload_cost
 from benchmarks.peers.process import ENVIRONMENTS
@@ -48,9 +56,9 @@ TOLERANCES = {"float32": 0.0, "bfloat16": 0.2, "int8": 0.4, "int4": 1.5}
 ROOM = 3
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prove, run the rounds, print the tables and the JSON line."""
-    args = parse_args()
+    args = parse_args(argv)
     limits = machine_limits()
     for name in ("float32", "bfloat16"):
         limit = limits[name]
@@ -79,7 +87,7 @@ def main() -> None:
     sys.exit(not rows)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -98,7 +106,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture; pip install 'paged[plots]'")
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--workload", choices=["ragged", "nano-vllm"], default="ragged", help="whose lengths")
+    args = parser.parse_args(argv)
+    if args.workload == "nano-vllm" and args.common_prefix:
+        parser.error("--common-prefix goes with --workload ragged")
     try:
         ways_named(args.ways)
     except ValueError as error:
@@ -118,6 +129,8 @@ def run_batch(
     model = read_model(directory)
 
     def workload(round_: int) -> Workload:
+        if args.workload == "nano-vllm":
+            return nano_vllm_workload(batch, args.scale, model.vocab_size, seed=round_)
         return ragged_workload(
             batch, model.vocab_size, scale=args.scale, common_prefix=args.common_prefix, seed=round_
         )

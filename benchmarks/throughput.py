@@ -1,0 +1,21 @@
+"""How fast is the engine on nano-vllm's workload, beside transformers?
+
+    python -m benchmarks.throughput
+    python -m benchmarks.throughput --shapes tinyllama-1.1b --batches 16 --scale 0.1
+
+`benchmarks.peers` with other requests and fewer ways, whose options these are: prompts and outputs of 100 to
+1024 tokens times the scale, all requests at once, the same tokens out, against the padded static batches of
+generate() and the continuous batching of generate_batch().
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.peers.__main__ import main
+
+WAYS = ["paged-float32", "generate-float32", "generate_batch-float32"]
+CHOICES = ["--workload", "nano-vllm", "--shapes", "demo", "--batches", "16", "64", "--scale", "0.125"]
+
+if __name__ == "__main__":
+    main([*CHOICES, "--ways", *WAYS, *sys.argv[1:]])
