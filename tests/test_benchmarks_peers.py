@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import strategies
-from benchmarks.common import ragged_workload
+from benchmarks.common import nano_vllm_workload, ragged_workload
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.fleet import Fleet, Way, ways_named
 from benchmarks.peers.limit import workload_cost
@@ -38,6 +38,10 @@ def test_the_workload_is_seeded_ragged_and_within_bounds():
     other = ragged_workload(300, 50, seed=1)
     assert [len(prompt) for prompt in other.prompts] == lengths
     assert not any(a[:16] == b[:16] for a, b in zip(work.prompts, other.prompts, strict=True))
+    nano, other = (nano_vllm_workload(20, 1.0, 50, seed) for seed in (0, 1))
+    assert [*map(len, nano.prompts)] == [*map(len, other.prompts)]
+    assert nano.max_tokens == other.max_tokens
+    assert not any(a[:16] == b[:16] for a, b in zip(nano.prompts, other.prompts, strict=True))
     behind = ragged_workload(300, 50, scale=0.5, common_prefix=20).prompts
     assert len({tuple(prompt[:20]) for prompt in behind}) == 1
     assert max(map(len, behind)) <= 20 + 256
@@ -78,13 +82,14 @@ def test_batches_are_of_similar_lengths():
 
 def test_a_missing_peer_is_reported_and_the_others_are_measured(tmp_path):
     """Ours proves itself against transformers on the way: it would not be in the rows otherwise."""
-    args = ["--shapes", "demo", "--batches", "2", "--scale", "small", "--rounds", "1"]
+    args = ["--batches", "2", "--scale", "0.05", "--rounds", "1"]
     printed, result = run(
-        "benchmarks.peers", *args, "--ways", "paged-float32", "vllm-float32", "--environments", str(tmp_path)
+        "benchmarks.throughput", *args, "--ways", "paged-float32", "vllm-float32", "--environments", str(tmp_path)
     )
     assert f'left out vllm-float32: no environment {tmp_path / "vllm"}: make peers PEERS="vllm"' in printed
     assert "paged-float32: 100% of the tokens are the best, 0.0000 away" in printed
     (row,) = result["rows"]
+    assert (result["workload"], result["shapes"]) == ("nano-vllm", ["demo"])
     assert row["way"] == "paged-float32"
     assert 0 < row["of limit"] < 1
     assert row["TTFT s"] <= row["worst"]
