@@ -84,7 +84,13 @@ def test_a_missing_peer_is_reported_and_the_others_are_measured(tmp_path):
     """Ours proves itself against transformers on the way: it would not be in the rows otherwise."""
     args = ["--batches", "2", "--scale", "0.05", "--rounds", "1"]
     printed, result = run(
-        "benchmarks.throughput", *args, "--ways", "paged-float32", "vllm-float32", "--environments", str(tmp_path)
+        "benchmarks.throughput",
+        *args,
+        "--ways",
+        "paged-float32",
+        "vllm-float32",
+        "--environments",
+        str(tmp_path),
     )
     assert f'left out vllm-float32: no environment {tmp_path / "vllm"}: make peers PEERS="vllm"' in printed
     assert "paged-float32: 100% of the tokens are the best, 0.0000 away" in printed
