@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .numba_threads import SOURCES, Launch, Task, note_launches
-from .numba_vectors import call, count, get_long, pause, seen
+from .numba_vectors import call, claim, get_long, pause, seen
 
 _KERNEL, _ENTERED, _LEFT, _RECORD = 0, 8, 16, 24  # bytes, of a row of the table
 _COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # with the record's own two
@@ -38,9 +38,9 @@ def _compile(sources: int):  # numba's cache of compiled code goes by this too
         args = carray(record, 1, _GRAPH_RECORD)[0]
         for number in range(args.num_rows):
             row = args.table + number * args.row_bytes
-            count(row + _ENTERED)
+            claim(row + _ENTERED)
             call(get_long(row + _KERNEL), row + _RECORD)
-            count(row + _LEFT)
+            claim(row + _LEFT)
             # No unit is left. Those who have one entered before; whoever enters from now on gets none.
             looks = 0
             while True:

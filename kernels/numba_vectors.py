@@ -391,14 +391,10 @@ def address_of(builder: Any, pointer: Any) -> Any:
 
 @_operation(types.int64, types.int64)
 def claim(builder: Any, address: Any) -> Any:
-    """The int64 there, which is then one more: every thread gets another."""
-    one = ir.Constant(_I64, 1)
-    return builder.atomic_rmw("add", _at(builder, _I64, address), one, "monotonic")
+    """The int64 there, which is then one more: every thread gets another.
 
-
-@_operation(types.int64, types.int64)
-def count(builder: Any, address: Any) -> Any:
-    """As `claim`, and whoever sees the new number by `seen` sees all that was written before it."""
+    Whoever sees the new number, by this or by `seen`, sees all that was written before it.
+    """
     return builder.atomic_rmw("add", _at(builder, _I64, address), ir.Constant(_I64, 1), "acq_rel")
 
 
@@ -501,7 +497,8 @@ def _product(kind: int) -> Any:
     of the depth, whatever the tile: the bits of a row do not depend on how many rows are beside it.
     """
     size = LANES * _ITEM_SIZES[kind]
-    tile_4x2, tile_4x1 = _register_tile(4, 2, kind), _register_tile(4, 1, kind)
+    tile_6x2, tile_4x2 = _register_tile(6, 2, kind), _register_tile(4, 2, kind)
+    tile_4x1 = _register_tile(4, 1, kind)
     tile_2x4, tile_2x1 = _register_tile(2, 4, kind), _register_tile(2, 1, kind)
     tile_1x8, tile_1x2 = _register_tile(1, 8, kind), _register_tile(1, 2, kind)
     tile_1x1 = _register_tile(1, 1, kind)
@@ -511,7 +508,14 @@ def _product(kind: int) -> Any:
         row = 0
         while row < rows:
             at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
-            if rows - row >= 4:
+            # As many chains at a time as hide how long one multiply-add takes, in 16 registers. Rows that are
+            # whole pages apart share few sets of the first cache: six of them and B would not fit.
+            if rows - row >= 6 and vectors % 2 == 0 and a_stride % 4096:
+                while left:
+                    tile_6x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * size, left - 2
+                row += 6
+            elif rows - row >= 4:
                 while left >= 2:
                     tile_4x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * size, left - 2

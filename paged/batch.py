@@ -38,16 +38,12 @@ class Batch:
     # What attention works out from the lengths, once for all layers.
     plans: dict[Any, Any] = field(default_factory=dict)
     age: int = 0  # how often every sequence got one more token in place
+    is_decode: bool = False  # a token is sampled behind every new one, once and in order, and nothing else
 
     @property
     def num_tokens(self) -> int:
         """Rows of every activation."""
         return self.token_ids.shape[0]
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether a token is sampled behind every new one, in order."""
-        return self.num_logits == self.num_tokens
 
     @property
     def num_rows(self) -> int:
@@ -104,6 +100,8 @@ class BatchBuilder:
         num_logits, extremes = len(schedule.sampled), (max(num_new_tokens), min(num_new_tokens))
         sizes = (len(requests), len(token_ids), len(rows), num_logits, *extremes, *widths)
         batch, self._last = self._batch(longs, ints, *sizes), None
+        # Counts alone would not do: samples of one prompt share its last row.
+        batch.is_decode = num_logits == len(token_ids) and rows == [*range(num_logits)]
         if schedule.is_decode and self.device.type == "cpu":
             num = len(requests)
             growing = (np.frombuffer(longs, np.int64)[2 * num :], np.frombuffer(ints, np.int32)[:num])

@@ -16,7 +16,10 @@ from .kv_cache import KVCache
 
 Compute = Callable[[Batch, KVCache], tuple[Tensor, ...]]
 
-MOST_GRAPHS = 512  # some ten KiB each
+MOST_GRAPHS = 256  # some ten KiB each, a hundred of a model of 32 layers
+# Of a step that is recorded: of a larger one the kernels take longer than what is between them, and all that
+# is recorded is in memory at once.
+MOST_SEQUENCES = 64
 
 
 class StepGraphs:
@@ -34,6 +37,8 @@ class StepGraphs:
 
     def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         """compute(batch, kv_cache), in memory that the next step overwrites."""
+        if batch.num_tokens > MOST_SEQUENCES:
+            return compute(batch, kv_cache)
         last, num_threads = self._last, torch.get_num_threads()
         where = (num_threads, *(tensor.data_ptr() for tensor in kv_cache.tensors.values()))
         if last is not None and batch is last.batch and where == last.where and batch.age < last.end:
@@ -52,6 +57,8 @@ class StepGraphs:
         if key in self._graphs:
             return compute(batch, kv_cache)
         if key not in self._seen:  # what comes once is not worth it, nor may all be made that is made once
+            if len(self._seen) == 8 * MOST_GRAPHS:
+                self._seen.clear()
             self._seen.add(key)
             return compute(batch, kv_cache)
         with Recorder() as recorder:

@@ -284,6 +284,29 @@ def test_full_queue_refuses_and_generate_waits_its_turn():
     assert set(finish(engine)) == {"a", "b"}
 
 
+@pytest.mark.parametrize("params", [{}, {"prompt_logprobs": 1}], ids=str)
+def test_as_many_samples_as_the_prompt_has_tokens(params):
+    """A step with as many samples as tokens is no decode, though the counts are the same."""
+    (prompt,) = ragged_prompts([4])
+    engine = new_engine(checkpoint("llama"), enable_prefix_caching=False)
+    likeliest = SamplingParams(n=4, temperature=1e-9, max_tokens=3, **params)
+    (output,) = engine.generate([prompt], likeliest, use_tqdm=False)
+    assert samples_of(output) == [reference("llama").greedy(prompt, 3)[0]] * 4
+    assert (output.prompt_logprobs is None) == (not params)
+
+
+def test_samples_beside_a_prompt_that_is_only_read():
+    first, second = ragged_prompts([1, 1])
+    engine = new_engine(checkpoint("llama"), enable_prefix_caching=False)
+    alone = engine.encode([second], use_tqdm=False)[0]
+    engine.add_request("a", first, SamplingParams(n=2, temperature=1e-9, max_tokens=2))
+    beside = engine.encode([second], use_tqdm=False)[0]
+    assert beside.outputs.embedding == alone.outputs.embedding
+    while engine.has_unfinished_requests():
+        finished = engine.step()
+    assert samples_of(finished[-1]) == [reference("llama").greedy(first, 2)[0]] * 2
+
+
 # --- failure
 
 
