@@ -34,6 +34,7 @@ from .numba_vectors import (
     get_int,
     get_long,
     greater,
+    load,
     load_up_to,
     multiply,
     set_float,
@@ -117,14 +118,20 @@ def _token_logprobs(args, row, scratch):
 def _mass(x, size, top):
     """What tokens weigh together, the likeliest 1."""
     mass, zero, dead, tops, log2e = 0.0, splat(np.float32(0.0)), splat(DEAD), splat(top), splat(_LOG2E)
-    spoilt = zero
-    for start in range(0, size, 64 * LANES):
-        some = zero
-        for i in range(start, min(start + 64 * LANES, size), LANES):
-            log = multiply(subtract(load_up_to(x + 4 * i, size - i, MINUS_INFINITY), tops), log2e)
+    spoilt, whole = zero, size // (2 * LANES) * (2 * LANES)
+    for start in range(0, whole, 64 * LANES):
+        some, others = zero, zero
+        for i in range(start, min(start + 64 * LANES, whole), 2 * LANES):  # two chains at a time
+            log = multiply(subtract(load(x + 4 * i), tops), log2e)
+            other = multiply(subtract(load(x + 4 * i + VECTOR_BYTES), tops), log2e)
             some = add(some, exp2_of_negative(greater(log, dead)))
-            spoilt = where_nan(log, spoilt)
-        mass += np.float64(total(some))
+            others = add(others, exp2_of_negative(greater(other, dead)))
+            spoilt = where_nan(add(log, other), spoilt)
+        mass += np.float64(total(add(some, others)))
+    for i in range(whole, size, LANES):
+        log = multiply(subtract(load_up_to(x + 4 * i, size - i, MINUS_INFINITY), tops), log2e)
+        mass += np.float64(total(exp2_of_negative(greater(log, dead))))
+        spoilt = where_nan(log, spoilt)
     return mass + np.float64(total(spoilt))
 
 
