@@ -106,12 +106,13 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         return (rows * panels.scales[indices, None]).to(dtype)
     check_dtype("indices", indices, (torch.int64,))
     _check_range(indices, panels.out_features)
+    indices = indices.contiguous()  # by a name: what only its address is taken of would be gone
     out = torch.empty(len(indices), size, dtype=dtype)
     TAKE_PANEL_ROWS.run(
         len(indices),
         weight.data_ptr(),
         panels.scales.data_ptr(),
-        indices.contiguous().data_ptr(),
+        indices.data_ptr(),
         out.data_ptr(),
         size,
         WEIGHT_KINDS[weight.dtype],

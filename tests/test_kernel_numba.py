@@ -9,7 +9,7 @@ import torch
 from kernel_cases import DEVICE, assert_exact_enough, ragged_case, take_sequences
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
-from paged.kernels import numba_ops, numba_threads, reference, torch_ops
+from paged.kernels import numba_linear, numba_lookup, numba_ops, numba_threads, reference, torch_ops
 from paged.kernels.numba_attention import SPLIT
 from paged.kernels.numba_paged_attention import paged_attention, plan_units
 
@@ -165,3 +165,17 @@ def test_nan_reaches_its_own_row_alone():
     out = paged_attention(**case)
     assert out[0].isnan().all()
     assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_tables(size, dtype, monkeypatch):
+    """Of any number of bytes; numbers that lie apart too. In debug mode a row that is not there is named."""
+    table, numbers = torch.randn(50, size).to(dtype), torch.randint(50, (2, 40))
+    for indices in (numbers[0], numbers[0, ::3], numbers.T[:, 1], numbers[0, :0]):
+        assert torch.equal(numba_lookup.take_rows(table, indices), reference.take_rows(table, indices))
+        panels = numba_linear.pack(table)
+        assert torch.equal(numba_lookup.take_panel_rows(panels, indices, dtype), table[indices])
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"indices must be from 0 to 49, got \[50\]"):
+        numba_lookup.take_rows(table, torch.tensor([50]))
