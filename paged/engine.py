@@ -26,13 +26,14 @@ from .engine_core import EngineCore
 from .errors import RequestError, UsageError
 from .generation import Rows, as_list, as_they_come, in_order, named, run_reports
 from .model_runner import ModelRunner
+from .models.hf_config import read_config, read_eos_token_ids
 from .request import Prompt, RequestOutput
 from .request_factory import RequestFactory
 from .sampling_params import SamplingParams
 from .scoring import ScoreOutput, score_output, score_reports
 from .stats import EngineStats
 from .tokenizer import Tokenizer
-from .weights import read_config, read_eos_token_ids, resolve
+from .weights import resolve
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from .detokenizer import TokenBytes
 from .errors import CheckpointError, RequestError
+from .models.hf_config import read_json
 
 # A text that may be too long is tokenised from its beginning, at first so many characters, then more.
 FIRST_CHARACTERS, CHARACTERS_PER_TOKEN, GROWTH = 4096, 8, 4
@@ -21,12 +22,13 @@ class Tokenizer:
     """The checkpoint's tokenizer, from transformers."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedConfig
 
         # Its thread pool deadlocks in forked children and gains nothing on single prompts.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+            config = _config_for(directory, PreTrainedConfig)
+            self.hf: Any = AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{directory}: the tokenizer cannot be loaded ({error}); "
@@ -112,6 +114,24 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
+
+
+def _config_for(directory: Path, new_config: Any) -> Any:
+    """All that AutoTokenizer asks of a model's config, or None, for it to find out itself.
+
+    It would import the config's class, and with that torch's compiler: 150 MB and two seconds. The class
+    itself matters only where no file names that of the tokenizer.
+    """
+    names = [directory / name for name in ("tokenizer_config.json", "config.json")]
+    if not all(file.exists() for file in names):
+        return None
+    for_tokenizer, for_model = map(read_json, names)
+    tokenizer_class = for_model.get("tokenizer_class")
+    if not (for_tokenizer.get("tokenizer_class") or tokenizer_class) or "auto_map" in for_tokenizer:
+        return None
+    config = new_config(tokenizer_class=tokenizer_class, name_or_path=str(directory))
+    config.model_type = for_model.get("model_type")
+    return config
 
 
 def _is_local(backend: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints: where they are, whether they are sound, and how they become parameters. Safetensors only."""
+"""Weights: where checkpoints are, whether they are sound, how they become parameters. Safetensors only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from .errors import CheckpointError, UnsupportedModelError
-from .models.config import ModelConfig, require_supported
+from .errors import CheckpointError
+from .models.hf_config import read_json
 
 DEMO = Path(__file__).parent / "demo"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -45,37 +45,6 @@ def resolve(model: str) -> Path:
         raise CheckpointError(
             f"{model!r} is neither a directory nor a model that could be fetched from the hub: {reason}"
         ) from error
-
-
-def read_config(directory: Path) -> ModelConfig:
-    """Read and check config.json."""
-    file = directory / "config.json"
-    raw = _read_json(file)
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        require_supported(raw)
-        # Fills in what the file leaves to the defaults of its architecture.
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False).to_dict()
-        return ModelConfig.from_hf(config)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{file}: {error}") from None
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, OSError, StrictDataclassError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
-
-
-def read_eos_token_ids(directory: Path) -> frozenset[int]:
-    """EOS ids of generation_config.json, else of config.json; there may be several."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        eos = _read_json(file).get("eos_token_id") if file.exists() else None
-        if eos is not None:
-            ids = eos if isinstance(eos, list) else [eos]
-            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-                raise CheckpointError(f"{file}: eos_token_id must be an int or a list of ints, got {eos!r}")
-            return frozenset(ids)
-    return frozenset()
 
 
 Sources = Mapping[str, tuple[Path, list[int]]]  # file and shape of each tensor
@@ -115,7 +84,7 @@ def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
     """File and shape of every tensor in the checkpoint."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index}: has no weight_map")
         files = [directory / name for name in sorted(set(map(str, weight_map.values())))]
@@ -205,15 +174,3 @@ def _check_names(destinations: Mapping[str, Tensor], sources: Sources, directory
 def _some(names: list[str]) -> str:
     listed = ", ".join(names[:3])
     return f"{listed} is" if len(names) == 1 else f"{listed}{' …' if len(names) > 3 else ''} are"
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise CheckpointError(f"{file} does not exist; a model directory has config.json and *.safetensors")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object")
-    return value

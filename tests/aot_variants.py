@@ -13,8 +13,9 @@ import torch
 
 from paged import EngineConfig, SamplingParams, model_runner
 from paged.kernels.backend import listening, load_kernels
+from paged.models.hf_config import read_config
 from paged.request import Request
-from paged.weights import read_config, resolve
+from paged.weights import resolve
 from tests.absent_gpu import TARGETS, always, compiling
 from tests.kernel_launches import launch_attention, launch_others, launch_rotary_store_kv, launch_sampling
 

@@ -26,7 +26,7 @@ from checkpoints import (
 from torch import Tensor
 
 from paged import LLMEngine, RequestOutput, SamplingParams
-from paged.models.config import SUPPORTED_ARCHITECTURES
+from paged.models.hf_config import ARCHITECTURES
 from paged.request import Request
 from paged.sampler import Sampler
 from paged.weights import DEMO
@@ -83,7 +83,7 @@ def lengths_for(name: str, count: int) -> list[int]:
 
 def test_every_supported_architecture_is_tested():
     assert {CONFIGS[name]().__class__.__name__.replace("Config", "ForCausalLM") for name in CONFIGS} == set(
-        SUPPORTED_ARCHITECTURES
+        ARCHITECTURES
     )
 
 

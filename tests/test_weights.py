@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from paged import CheckpointError, LLMEngine, SamplingParams, UnsupportedModelError
 from paged.layers import Embedding
 from paged.linear import Linear
-from paged.weights import read_config, read_eos_token_ids, read_header, resolve
+from paged.models.hf_config import read_config, read_eos_token_ids
+from paged.weights import read_header, resolve
 
 PROMPTS = ragged_prompts([5, 30])
 

@@ -131,5 +131,6 @@ def _allocate(part: nn.Module, device: torch.device) -> None:
     """Memory for the parameters of a part that is on the meta device."""
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            memory = torch.empty_like(parameter, device=device)
+            # Not empty_like: on a meta tensor it would import sympy.
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
