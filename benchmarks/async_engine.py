@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import AsyncLLMEngine, LLMEngine, RequestOutputKind, SamplingParams
+from paged.async_engine import STREAM_INTERVAL_S
 
 Tokens = list[list[int]]
 
@@ -28,10 +29,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--num-streams", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--stream-interval", type=float, default=STREAM_INTERVAL_S, help="in seconds")
     args = parser.parse_args()
-    engine = AsyncLLMEngine(str(checkpoint(args.model)), max_num_seqs=args.num_streams, num_blocks=4096)
+    engine = AsyncLLMEngine(
+        str(checkpoint(args.model)),
+        stream_interval_s=args.stream_interval,
+        max_num_seqs=args.num_streams,
+        num_blocks=4096,
+    )
     prompts = [[1 + i] * (8 + i % 8) for i in range(args.num_streams)]
     params = SamplingParams(
         temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA

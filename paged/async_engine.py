@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from .engine import LLMEngine
 from .engine_thread import EngineThread, Mailbox
-from .errors import EngineDeadError, UsageError
+from .errors import ConfigError, EngineDeadError, UsageError
 from .generation import Row
 from .request import Prompt, RequestOutput
 from .sampling_params import SamplingParams
+from .validation import check_number
 
 T = TypeVar("T")
 
 # Characters or tokens that are checked and encoded at once; more would hold up the caller's event loop.
 MOST_AT_ONCE = 1024
+STREAM_INTERVAL_S = 0.1  # looks like continuous writing
 
 
 class AsyncLLMEngine:
@@ -32,35 +34,42 @@ class AsyncLLMEngine:
     threads. A reader that is slow holds up nobody, and is shown less often: a cumulative output takes the
     place of one that was not read, and the next delta holds all that came since the last.
 
+    stream_interval_s: how many seconds tokens may be kept back, so that one output shows several. They are
+        where steps are so short and readers so many that showing each token by itself would take more than a
+        hundredth of the time; 0 does that. Never kept back are the first token, the end, and what comes
+        before a step with prompts to compute.
+
     A step that raises ends the engine: all callers, then and later, get EngineDeadError from what it raised.
     `LLMEngine` would compute everybody again; here nobody is there to see that it fails every time.
 
     Raises what `LLMEngine` does.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, *, stream_interval_s: float = STREAM_INTERVAL_S, **options: Any) -> None:
         # On a thread that then ends: OpenMP keeps workers for every thread that lives and once used them, and
         # with more workers than cores they sleep between any two operations. A step takes twice as long then.
+        _check_interval(stream_interval_s)
         with ThreadPoolExecutor(1) as maker:
             engine = maker.submit(LLMEngine, model, **options).result()
-        self._start(engine)
+        self._start(engine, stream_interval_s)
 
     @classmethod
-    def from_engine(cls, engine: LLMEngine) -> Self:
+    def from_engine(cls, engine: LLMEngine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> Self:
         """One that takes over an engine, which nobody else may use until `shutdown`.
 
         On a CPU its steps may take twice as long as those of one that was made here: see __init__.
 
         Raises UsageError if that has unfinished requests.
         """
+        _check_interval(stream_interval_s)
         if engine.has_unfinished_requests():
             raise UsageError("the engine has unfinished requests; finish or abort them first")
         self = cls.__new__(cls)
-        self._start(engine)
+        self._start(engine, stream_interval_s)
         return self
 
-    def _start(self, engine: LLMEngine) -> None:
-        self._thread = EngineThread(engine)
+    def _start(self, engine: LLMEngine, stream_interval_s: float) -> None:
+        self._thread = EngineThread(engine, stream_interval_s)
         # Also when nobody refers to it any more, and before the interpreter goes down.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
@@ -74,7 +83,7 @@ class AsyncLLMEngine:
         tenant: str = "",
         timeout_s: float | None = None,
     ) -> RequestStream:
-        """The outputs of a prompt as they come: after each step what output_kind says, the last one finished.
+        """The outputs of a prompt as they come: each is what output_kind says, and the last one finished.
 
         The request begins when the first output is asked for. It is aborted, and its blocks are free within
         a step, if the task that reads is cancelled, or the iterator is closed or dropped. The arguments are
@@ -137,6 +146,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._owner = engine  # which must not be collected while somebody reads
         self._thread, self._row = engine._thread, row
         self._mailbox: Mailbox | None = None
+        self._adding: Future[None] | None = None
         self._is_over = False
 
     async def __anext__(self) -> RequestOutput:
@@ -169,14 +179,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
         # From here on there may be a request to abort.
         kind = row.sampling_params.output_kind
         self._mailbox = Mailbox(asyncio.get_running_loop(), kind, thread.news)
-        await asyncio.wrap_future(thread.add(self.request_id, prompt, row, self._mailbox))
+        self._adding = thread.add(self.request_id, prompt, row, self._mailbox)
         return self._mailbox
 
     def _abort(self) -> None:
         if not self._is_over:
             self._is_over = True
-            if self._mailbox is not None:
+            if self._mailbox is not None and not (self._adding and self._adding.cancel()):
                 self._thread.abort(self.request_id, self._mailbox)
+
+
+def _check_interval(seconds: float) -> None:
+    check_number(ConfigError, "stream_interval_s", seconds, 0.0)
 
 
 def _is_short(row: Row) -> bool:

@@ -61,6 +61,13 @@ class Detokenizer:
         self._after_special = True
         return text
 
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """`append` of several tokens."""
+        if self._special.isdisjoint(token_ids):
+            self._after_special = False
+            return self._text.extend(token_ids)
+        return "".join(map(self.append, token_ids))
+
     def finish(self) -> str:
         """The rest: replacement characters for bytes that never became a character."""
         return self._text.finish()
@@ -81,6 +88,8 @@ class _Text(Protocol):
     """Text of tokens, none of which is left out."""
 
     def append(self, token_id: int) -> str: ...
+
+    def extend(self, token_ids: Sequence[int]) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -158,6 +167,11 @@ class _Bytes:
             return self._take(self._table.first(token_id))
         return self._take(self._table[token_id])
 
+    def extend(self, token_ids: Sequence[int]) -> str:
+        if self._is_first:
+            return "".join(map(self.append, token_ids))
+        return self._take(b"".join(map(self._table.__getitem__, token_ids)))
+
     def finish(self) -> str:
         return self._take(b"", final=True)
 
@@ -193,6 +207,9 @@ class _Window:
         self._num_context = len(self._ids)
         self._context_text = self._decode(self._ids)
         return self.finish()
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.append, token_ids))
 
     def finish(self) -> str:
         text, self._unsettled = self._unsettled, ""

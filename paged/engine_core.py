@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from .outputs import OutputProcessor
 from .request import Outbox, Prompt, Request, RequestGroup, RequestStatus
 from .request_factory import Prepared, RequestFactory
 from .sampling_params import SamplingParams
+from .schedule import Schedule
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
 
@@ -127,12 +128,17 @@ class EngineCore:
 
     # Steps
 
-    def advance(self) -> list[Request]:
-        """Run one step, whose outputs are then to be published. Returns who got a token, or an error."""
+    def advance(self, before: Callable[[Schedule], None] | None = None) -> list[Request]:
+        """Run one step, whose outputs are then to be published. Returns who got a token, or an error.
+
+        before: called with what will be computed.
+        """
         scheduler, advanced = self.scheduler, list[Request]()
         try:
             ended = scheduler.expire()
             schedule = scheduler.schedule()
+            if before is not None:
+                before(schedule)
             if not schedule.is_empty:
                 step = self.runner.execute(schedule)
                 num_finished = scheduler.counters.num_finished

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,13 +17,16 @@ from typing import Any, TypeVar
 from .engine import LLMEngine
 from .errors import EngineDeadError
 from .generation import Row
-from .request import Outbox, RequestOutput
+from .request import Outbox, Request, RequestOutput
 from .request_factory import Prepared
 from .sampling_params import RequestOutputKind
+from .schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SHOW_SHARE = 0.01
 
 
 class Mailbox(Outbox):
@@ -38,7 +43,7 @@ class Mailbox(Outbox):
         self.loop = loop
         self._news = news  # where the thread finds whom to wake
         self._waiter: asyncio.Future[None] | None = None
-        self._failed: EngineDeadError | None = None
+        self._failed: BaseException | None = None
 
     def wants(self, kind: RequestOutputKind) -> bool:
         """Not if that would be one more delta to keep: the next one will hold it."""
@@ -51,19 +56,28 @@ class Mailbox(Outbox):
         if self._waiter is not None:
             self._news.append(self)
 
-    def fail(self, error: EngineDeadError) -> None:
+    def fail(self, error: BaseException) -> None:
         """There will be no more."""
         self._failed = error
-        self._news.append(self)
+        with suppress(RuntimeError):  # the loop is closed, and the reader with it
+            self.loop.call_soon_threadsafe(self.wake)
+
+    def follow(self, call: Future[None]) -> None:
+        """Fail if what was to fill it did."""
+        error = None if call.cancelled() else call.exception()
+        if error is not None:
+            self.fail(error)
 
     async def get(self) -> RequestOutput:
-        """The next output. Raises EngineDeadError if there will be none."""
+        """The next output. Raises why there will be none."""
         while not self._outputs:
             waiter = self._waiter = self.loop.create_future()
             try:
                 if not self._outputs:
-                    if self._failed is not None:
+                    if isinstance(self._failed, EngineDeadError):
                         raise _again(self._failed)
+                    if self._failed is not None:
+                        raise self._failed
                     await waiter
             finally:
                 self._waiter = None
@@ -76,10 +90,18 @@ class Mailbox(Outbox):
 
 
 class EngineThread:
-    """The thread that owns an engine, and what others hand it."""
+    """The thread that owns an engine, and what others hand it.
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
+    stream_interval_s: how long the outputs of unfinished requests are kept back at most, to show several
+        tokens at once. They are where steps are short and readers many, so that making outputs takes no more
+        than SHOW_SHARE of the time.
+    """
+
+    def __init__(self, engine: LLMEngine, stream_interval_s: float) -> None:
+        self.engine, self._stream_interval_s = engine, stream_interval_s
+        self._unshown: dict[Request, None] = {}  # those with tokens that are kept back
+        self._has_prompts = False  # the last step
+        self._show_next = -math.inf  # when everybody's are to be shown
         self.news: list[Mailbox] = []  # who got something in this step and waits for it
         self.dead: EngineDeadError | None = None
         self._is_stopping = False
@@ -108,9 +130,11 @@ class EngineThread:
         return self.engine.core.factory.prepare(row.prompt, row.sampling_params)
 
     def add(self, request_id: str, prompt: Prepared, row: Row, mailbox: Mailbox) -> Future[None]:
-        """Queue a request of this row, whose prompt is prepared."""
+        """Queue a request of this row, whose prompt is prepared. Its mailbox fails if that is refused."""
         _, *terms = row
-        return self.submit(lambda engine: engine.core.queue(request_id, prompt, *terms, outbox=mailbox))
+        call = self.submit(lambda engine: engine.core.queue(request_id, prompt, *terms, outbox=mailbox))
+        call.add_done_callback(mailbox.follow)
+        return call
 
     def abort(self, request_id: str, mailbox: Mailbox) -> None:
         """End the request of this mailbox, which nobody reads any more."""
@@ -151,6 +175,8 @@ class EngineThread:
     def _make_calls(self) -> None:
         """Make the calls there are; without anything else to do wait for one."""
         is_idle = not self.engine.has_unfinished_requests()
+        if is_idle:
+            self._unshown.clear()
         while True:
             try:
                 future, function = self._calls.get(block=is_idle)
@@ -169,8 +195,30 @@ class EngineThread:
 
     def _step(self) -> None:
         core = self.engine.core
-        core.publish(core.groups_of(core.advance()))
+        self._unshown |= dict.fromkeys(core.advance(self._note_kind))
+        if self._has_prompts or time.monotonic() >= self._show_next:
+            self._show()
+        else:
+            core.publish(())
+            self._notify()
+
+    def _note_kind(self, schedule: Schedule) -> None:
+        """Keep nothing back during a step that computes prompts, which may take long, nor after it."""
+        self._has_prompts = not schedule.is_decode
+        if self._has_prompts and self._unshown:
+            self._show()
+
+    def _show(self) -> None:
+        """Publish what was kept back."""
+        started = time.monotonic()
+        # Of who is finished the last output comes anyway, and who was aborted has none.
+        self.engine.core.publish(
+            self.engine.core.groups_of([r for r in self._unshown if r.finish_reason is None])
+        )
+        self._unshown.clear()
         self._notify()
+        now = time.monotonic()
+        self._show_next = now + min((now - started) / SHOW_SHARE, self._stream_interval_s)
 
     def _notify(self) -> None:
         """Wake who waits for what there is now, all readers of a loop at once."""

@@ -275,7 +275,10 @@ class RequestGroup:
     @property
     def finished(self) -> bool:
         """Whether all samples are."""
-        return all(sample.finish_reason is not None for sample in self.samples)
+        for sample in self.samples:  # noqa: SIM110 - all() takes three times as long
+            if sample.finish_reason is None:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .detokenizer import Detokenizer
 from .request import Request
-from .stop_strings import Match
+from .stop_strings import Match, StopStrings
 from .tokenizer import Tokenizer
 
 
@@ -62,12 +62,13 @@ class Transcript:
         request = self.request
         # The token that ended the request is part of its text only if that is asked for.
         ends = request.ended_by_token and not self._is_complete
-        end = request.num_tokens - ends
-        for place in range(request.num_prompt_tokens + self.num_tokens, end):
-            if self._is_complete:
-                break
-            self.num_tokens += 1
-            self._take(self._detokenizer.append(request.token_ids[place]))
+        start, end = request.num_prompt_tokens + self.num_tokens, request.num_tokens - ends
+        if self._stops is None:
+            if start < end and not self._is_complete:
+                self.num_tokens += end - start
+                self._append(self._detokenizer.extend(request.token_ids[start:end]))
+        else:
+            self._read_until_stop(request.token_ids[start:end], self._stops)
         if request.finish_reason is not None and not self._is_complete:
             self._complete(ends)
         return self._found
@@ -79,17 +80,19 @@ class Transcript:
         self._append(self._detokenizer.finish())
         self._is_complete = True
 
-    def _take(self, text: str) -> None:
-        """Append to the text, and look for stop strings."""
-        self._append(text)
-        if self._stops is None:
-            return
-        if self.num_tokens <= self.request.params.min_tokens:
-            self._state = self._stops.skip(self._state, text)
-            return
-        self._state, match = self._stops.read(self._state, text)
-        if match is not None:
-            self._cut(len(self._text) - len(text), match)
+    def _read_until_stop(self, token_ids: list[int], stops: StopStrings) -> None:
+        for token_id in token_ids:
+            if self._is_complete:
+                break
+            self.num_tokens += 1
+            text = self._detokenizer.append(token_id)
+            self._append(text)
+            if self.num_tokens <= self.request.params.min_tokens:
+                self._state = stops.skip(self._state, text)
+                continue
+            self._state, match = stops.read(self._state, text)
+            if match is not None:
+                self._cut(len(self._text) - len(text), match)
 
     def _cut(self, start: int, match: Match) -> None:
         """End the text at a match in what begins at `start`."""

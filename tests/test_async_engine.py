@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
 from paged import (
     AsyncLLMEngine,
+    ConfigError,
     EngineDeadError,
     LLMEngine,
     QueueFullError,
@@ -27,6 +30,7 @@ from paged import (
     StructuredOutputsParams,
     UsageError,
 )
+from paged.schedule import Schedule, StepOutput
 from paged.stop_strings import stop_strings
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -101,7 +105,7 @@ def test_64_streams_get_what_each_gets_alone_and_sync(sync, kind):
     together = expected(sync, prompts, params)
 
     async def main() -> list[list[RequestOutput]]:
-        async with AsyncLLMEngine.from_engine(sync) as engine:
+        async with AsyncLLMEngine.from_engine(sync, stream_interval_s=0.0) as engine:
             streams = [read(engine.generate(p, s)) for p, s in zip(prompts, params, strict=True)]
             return await asyncio.gather(*streams)
 
@@ -110,6 +114,43 @@ def test_64_streams_get_what_each_gets_alone_and_sync(sync, kind):
     assert said(outputs[7], kind) == expected(sync, prompts[7], params[7])[0]
     assert [o[0].prompt_token_ids for o in outputs] == prompts
     assert max(map(len, outputs)) > 2 or kind is FINAL_ONLY
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA], ids=str)
+def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monkeypatch):
+    monkeypatch.setattr("paged.engine_thread.SHOW_SHARE", 1e-12)  # else it may show them at any time
+    params = replace(LONG, output_kind=kind)
+    is_joined, is_shown = threading.Event(), threading.Event()
+    execute = sync.runner.execute
+
+    def held(schedule: Schedule) -> StepOutput:
+        if is_joined.is_set() and not schedule.is_decode:
+            assert is_shown.wait(30)
+        return execute(schedule)
+
+    async def main() -> list[list[RequestOutput]]:
+        async with AsyncLLMEngine.from_engine(sync, stream_interval_s=1e6) as engine:
+            alone = await read(engine.generate(PROMPTS[0], params))
+            monkeypatch.setattr(sync.runner, "execute", held)
+            stream = engine.generate(PROMPTS[1], params)
+            seen = [await anext(stream)]
+            async with asyncio.TaskGroup() as others:
+                others.create_task(read(engine.generate(PROMPTS[2], GREEDY)))
+                is_joined.set()
+                seen.append(await anext(stream))
+                is_shown.set()
+            return [alone, [*seen, *(await read(stream))]]
+
+    alone, joined = run(main())
+    assert [said(outputs, kind) for outputs in (alone, joined)] == expected(sync, PROMPTS[:2], params)
+    assert [len(o.outputs[0].token_ids) for o in alone] == [1, LONG.max_tokens - (kind is DELTA)]
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("nan"), True, "1"])
+def test_wrong_interval_is_refused(sync, wrong):
+    for make in (partial(AsyncLLMEngine, "demo"), partial(AsyncLLMEngine.from_engine, sync)):
+        with pytest.raises(ConfigError, match="stream_interval_s"):
+            make(stream_interval_s=wrong)
 
 
 def test_text_grows():
