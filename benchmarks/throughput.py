@@ -15,7 +15,7 @@ import sys
 from benchmarks.peers.__main__ import main
 
 WAYS = ["paged-float32", "generate-float32", "generate_batch-float32"]
-CHOICES = ["--workload", "nano-vllm", "--shapes", "demo", "--batches", "16", "64", "--scale", "0.125"]
+CHOICES = ["--workload", "nano-vllm", "--shapes", "demo", "--batches", "16", "--scale", "0.5"]
 
 if __name__ == "__main__":
     main([*CHOICES, "--ways", *WAYS, *sys.argv[1:]])
