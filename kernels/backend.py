@@ -87,7 +87,9 @@ def _numba_kernels() -> Kernels:
             "`pip install 'paged[cpu]'`, or use attention_backend='torch', which is slower"
         )
     notice = threading.Timer(
-        2.0, logger.warning, ["compiling the kernels for this CPU, which takes a while, once"]
+        2.0,
+        logger.warning,
+        ["loading the kernels for this CPU; the first time compiles them, for a while"],
     )
     notice.daemon = True
     notice.start()

@@ -106,7 +106,7 @@ class AsyncLLMEngine:
 
         Nobody is served meanwhile. Raises what the function does, and EngineDeadError.
         """
-        return await asyncio.wrap_future(self._thread.submit(function))
+        return await asyncio.wrap_future(self._thread.call(function))
 
     def shutdown(self) -> None:
         """Abort all requests, whose readers get EngineDeadError, and end the thread. Waits for its step."""

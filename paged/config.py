@@ -68,6 +68,7 @@ class EngineConfig:
         the process's affinity and its container's limit.
     deterministic: the bits of a request do not depend on what it is batched with. On a CPU with numba, else
         an error; there it is so without it too, but in bfloat16 where the CPU multiplies that natively.
+    enforce_eager: compute every step anew; else the decodes on a CPU with numba are recorded and repeated.
     seed: from which requests without a seed of their own derive one.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
 
@@ -100,6 +101,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "triton", "numba", "torch"] = "auto"
     num_threads: int | None = None
     deterministic: bool = False
+    enforce_eager: bool = False
     seed: int = 0
     skip_tokenizer_init: bool = False
 
@@ -116,7 +118,7 @@ class EngineConfig:
             raise ConfigError(f"tokenizer must be a directory or a hub id, got {shown(self.tokenizer)}")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {shown(self.device)}")
-        for name in ("deterministic", "enable_prefix_caching", "skip_tokenizer_init"):
+        for name in ("deterministic", "enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
             check_bool(ConfigError, name, getattr(self, name))
         _check_choice("dtype", self.dtype, DTYPES)
         if self.quantization is not None:

@@ -74,6 +74,7 @@ class LLMEngine:
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
+            scheduling_policy=config.scheduling_policy,
             seed=config.seed,
         )
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)

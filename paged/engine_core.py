@@ -122,9 +122,13 @@ class EngineCore:
             group.outbox.put(self.outputs.output(group))
         self._forget(group)
 
+    def has_work(self) -> bool:
+        """Whether there is anything left to compute or to publish."""
+        return bool(self._finished) or self.scheduler.has_unfinished()
+
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do or to deliver."""
-        return bool(self.outbox or self._finished or self.scheduler.has_unfinished())
+        return bool(self.outbox) or self.has_work()
 
     # Steps
 

@@ -125,6 +125,15 @@ class EngineThread:
             self._refuse_calls()
         return future
 
+    def call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
+        """Have a function of a caller's own called between two steps. Nothing is kept back meanwhile."""
+
+        def called(engine: LLMEngine) -> T:
+            self._show()
+            return function(engine)
+
+        return self.submit(called)
+
     def prepare(self, row: Row) -> Prepared:
         """Do all that takes long and needs nothing of the engine's state."""
         return self.engine.core.factory.prepare(row.prompt, row.sampling_params)
@@ -161,7 +170,7 @@ class EngineThread:
         try:
             while not self._is_stopping:
                 self._make_calls()
-                if not self._is_stopping and self.engine.has_unfinished_requests():
+                if not self._is_stopping and self.engine.core.has_work():
                     self._step()
         except BaseException as error:
             logger.exception("the engine has stopped")
@@ -174,7 +183,7 @@ class EngineThread:
 
     def _make_calls(self) -> None:
         """Make the calls there are; without anything else to do wait for one."""
-        is_idle = not self.engine.has_unfinished_requests()
+        is_idle = not self.engine.core.has_work()
         if is_idle:
             self._unshown.clear()
         while True:
@@ -211,10 +220,9 @@ class EngineThread:
     def _show(self) -> None:
         """Publish what was kept back."""
         started = time.monotonic()
-        # Of who is finished the last output comes anyway, and who was aborted has none.
-        self.engine.core.publish(
-            self.engine.core.groups_of([r for r in self._unshown if r.finish_reason is None])
-        )
+        core = self.engine.core
+        # Another one may have the id of who was aborted.
+        core.publish(core.groups_of([r for r in self._unshown if r.finish_reason != "abort"]))
         self._unshown.clear()
         self._notify()
         now = time.monotonic()

@@ -97,7 +97,8 @@ class ModelRunner:
             self.model.load(self.device, forms, lambda tensors: bar.update(load_weights(tensors, sources)))
         self.model.rotary.tabulate(self.sizes.max_model_len)
         self.graphs: StepGraphs | None = None
-        if kernels.name == "numba" and not in_debug_mode():  # what is repeated is not checked
+        is_eager = config.enforce_eager or in_debug_mode()  # what is repeated is not checked
+        if kernels.name == "numba" and not is_eager:
             from .step_graphs import StepGraphs
 
             self.graphs = StepGraphs(model_config.num_heads, model_config.num_kv_heads)

@@ -58,11 +58,13 @@ class RequestFactory:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         max_num_seqs: int,
+        scheduling_policy: str,
         seed: int,
     ) -> None:
         self.model_config, self.block_manager, self.tokenizer = model_config, block_manager, tokenizer
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         self.max_num_seqs, self.seed = max_num_seqs, seed
+        self.scheduling_policy = scheduling_policy
         # Breakers are looked for in the whole vocabulary, and most requests have the same.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
         self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
@@ -76,6 +78,11 @@ class RequestFactory:
         """
         prepared = prompt if isinstance(prompt, Prepared) else self.prepare(prompt, params)
         _check_tenant(tenant)
+        if params.priority and self.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority {params.priority} needs scheduling_policy='priority'; this engine has "
+                f"{self.scheduling_policy!r}"
+            )
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
         samples = [
             self._new_request(request_id, prepared, params, tenant, now, index, _sample_seed(seed, index))

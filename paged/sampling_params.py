@@ -13,7 +13,9 @@ from .validation import check_bool, check_int, check_number, shown
 
 MAX_LOGPROBS = 1024  # candidates reported for a token; -1 reports the whole vocabulary
 MAX_SEED = 2**63 - 1
-MAX_STOP_CHARACTERS = 2**18  # of all stop strings together: what is read beside them takes memory and time
+# Of all stop strings together, and of all bad words: what is read beside them takes memory and time.
+MAX_STOP_CHARACTERS = 2**18
+MAX_BAD_WORDS = 10_000
 # Called with the tokens generated so far and f32[vocab_size]; returns the row to go on with.
 LogitsProcessor = Callable[[list[int], Any], Any]
 
@@ -178,6 +180,9 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
+            if getattr(self, name) is None:  # by which others mean the same
+                object.__setattr__(self, name, ())
         self._check_choice()
         self._check_penalties()
         self._check_lengths()
@@ -193,7 +198,7 @@ class SamplingParams:
                 f"{self.num_samples} times; raise temperature, or leave {name} out"
             )
         if self.stop and not self.detokenize:
-            raise RequestError(f"stop {self.stop!r} needs text, which detokenize=False leaves out")
+            raise RequestError(f"stop {shown(self.stop)} needs text, which detokenize=False leaves out")
 
     @property
     def num_samples(self) -> int:
@@ -273,13 +278,17 @@ class SamplingParams:
     def _freeze_strings(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _strings("stop", stop))
-        if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
-            raise RequestError(
-                f"stop has {len(self.stop)} strings of {length} characters together; {MAX_STOP_CHARACTERS} "
-                "is the most"
-            )
         for name in ("bad_words", "dry_sequence_breakers"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        for name in ("stop", "bad_words"):
+            strings = getattr(self, name)
+            if (length := sum(map(len, strings))) > MAX_STOP_CHARACTERS:
+                raise RequestError(
+                    f"{name} has {len(strings)} strings of {length} characters together; "
+                    f"{MAX_STOP_CHARACTERS} is the most"
+                )
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words has {len(self.bad_words)} strings; {MAX_BAD_WORDS} is the most")
 
     def _freeze_tokens(self) -> None:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))

@@ -29,7 +29,7 @@ class Tokenizer:
         try:
             config = _config_for(directory, PreTrainedConfig)
             self.hf: Any = AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # of any kind: the library looks at nothing before it uses it
             raise CheckpointError(
                 f"{directory}: the tokenizer cannot be loaded ({error}); "
                 "skip_tokenizer_init=True does without one"
@@ -127,7 +127,8 @@ def _config_for(directory: Path, new_config: Any) -> Any:
         return None
     for_tokenizer, for_model = map(read_json, names)
     tokenizer_class = for_model.get("tokenizer_class")
-    if not (for_tokenizer.get("tokenizer_class") or tokenizer_class) or "auto_map" in for_tokenizer:
+    is_named = for_tokenizer.get("tokenizer_class") or tokenizer_class
+    if not is_named or "auto_map" in for_tokenizer or "model_name" in for_model:
         return None
     config = new_config(tokenizer_class=tokenizer_class, name_or_path=str(directory))
     config.model_type = for_model.get("model_type")

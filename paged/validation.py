@@ -11,28 +11,31 @@ from .errors import PagedError
 
 # Where nothing else bounds an int: what fits a tensor. Beyond it lie ints that nobody can even print.
 MAX_INT = 2**63 - 1
+MAX_SHOWN = 300  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """repr(value), which Python refuses for ints of thousands of digits, alone or inside of something."""
+    """repr(value), cut short; also of ints of thousands of digits, for which Python refuses it."""
     try:
-        return repr(value)
+        text = repr(value)
     except ValueError:
         if isinstance(value, int):
             kind = "a negative int" if value < 0 else "an int"
             return f"{kind} of about {math.log10(abs(value)):,.0f} digits"
         return f"a {type(value).__name__} with an int that is too long to print"
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
 
 
 def check_int(error: type[PagedError], name: str, value: object, minimum: int, maximum: int = MAX_INT) -> int:
     """`value` if it is an int in [minimum, maximum], else `error`. A bool is not an int here."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise error(f"{name} must be an int, got {shown(value)}")
-    if not minimum <= value <= maximum:
-        at_least = maximum == MAX_INT and value < minimum
-        wanted = f"at least {minimum}" if at_least else f"from {minimum} to {maximum}"
-        raise error(f"{name} must be {wanted}, got {shown(value)}")
-    return value
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, int) and is_int and minimum <= value <= maximum:
+        return value
+    at_least = maximum == MAX_INT and not (isinstance(value, int) and value > maximum)
+    wanted = f"at least {minimum}" if at_least else f"from {minimum} to {maximum}"
+    raise error(f"{name} must be {wanted if is_int else f'an int, {wanted}'}, got {shown(value)}")
 
 
 def check_number(
@@ -45,14 +48,14 @@ def check_number(
     above: bool = False,
 ) -> float:
     """`value` if it is a finite number from minimum (if `above`: above it) to maximum, else `error`."""
+    limits = [f"{'above' if above else 'at least'} {minimum:g}"] if minimum > -math.inf else []
+    limits += [f"at most {maximum:g}"] if maximum < math.inf else []
+    wanted = " and ".join(limits)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise error(f"{name} must be a number, got {shown(value)}")
+        raise error(f"{name} must be {', '.join(['a number', *limits])}, got {shown(value)}")
     if not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be too large for a float
-        raise error(f"{name} must be finite, got {shown(value)}")
+        raise error(f"{name} must be {', '.join(['finite', *limits])}, got {shown(value)}")
     if value < minimum or value > maximum or (above and value == minimum):
-        wanted = f"{'above' if above else 'at least'} {minimum:g}"
-        if maximum < math.inf:
-            wanted += f" and at most {maximum:g}"
         raise error(f"{name} must be {wanted}, got {shown(value)}")
     return float(value)
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import CheckpointError
 from .models.hf_config import read_json
+from .validation import shown
 
 DEMO = Path(__file__).parent / "demo"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -48,6 +49,7 @@ def resolve(model: str) -> Path:
 
 
 Sources = Mapping[str, tuple[Path, list[int]]]  # file and shape of each tensor
+Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
 
 
 def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> int:
@@ -58,8 +60,12 @@ def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> int:
     for name, destination in destinations.items():
         # Opened for each tensor: the pages of a mapping stay in memory until it is closed, and would double
         # what loading takes.
-        with safe_open(sources[name][0], framework="pt") as tensors:
-            destination.copy_(tensors.get_tensor(name))
+        file = sources[name][0]
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                destination.copy_(tensors.get_tensor(name))
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
     return len(destinations)
 
 
@@ -94,7 +100,7 @@ def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
     for file in files:
         if file.parent != directory:
             raise CheckpointError(f"{index}: {file.name} lies outside the checkpoint")
-        if not file.exists():
+        if not file.is_file():
             raise _missing_file(file)
         for name, shape in read_header(file).items():
             if name in found:
@@ -126,9 +132,9 @@ def read_header(file: Path) -> dict[str, list[int]]:
             raise CheckpointError(f"{file}: is truncated or no safetensors file ({size} bytes)")
         try:
             header = json.loads(stream.read(length), object_pairs_hook=_unique_keys)
-            header.pop("__metadata__", None)
+            _check_metadata(header.pop("__metadata__", {}))
             entries = {name: _read_entry(entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{file}: has a damaged header: {error}") from error
     for name, (dtype, shape, start, end) in entries.items():
         if 8 + length + end > size:
@@ -141,13 +147,37 @@ def read_header(file: Path) -> dict[str, list[int]]:
             raise CheckpointError(
                 f"{file}: {name} has {end - start} bytes, which is not what {dtype}{shape} takes"
             )
+    _check_spans(file, entries, size - 8 - length)
     return {name: shape for name, (_, shape, _, _) in entries.items()}
 
 
-def _read_entry(entry: dict[str, Any]) -> tuple[str, list[int], int, int]:
+def _read_entry(entry: dict[str, Any]) -> Entry:
     """dtype, shape, start and end of one tensor in a header."""
-    start, end = map(int, entry["data_offsets"])
-    return str(entry["dtype"]), [int(n) for n in entry["shape"]], start, end
+    start, end = entry["data_offsets"]
+    dtype, numbers = entry["dtype"], [start, end, *entry["shape"]]
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"an entry is {shown(entry)}")
+    return dtype, numbers[2:], start, end
+
+
+def _check_metadata(metadata: object) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"__metadata__ must be an object of strings, got {shown(metadata)}")
+
+
+def _check_spans(file: Path, entries: Mapping[str, Entry], num_bytes: int) -> None:
+    """Tensors lie one behind the other, from the first byte behind the header to the last of the file."""
+    reached = 0
+    for name, (_, _, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if start != reached:
+            raise CheckpointError(
+                f"{file}: {name} begins at byte {start} of the data, but the one before ends at {reached}"
+            )
+        reached = end
+    if reached != num_bytes:
+        raise CheckpointError(f"{file}: has {num_bytes} bytes of data, of which tensors take {reached}")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

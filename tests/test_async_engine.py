@@ -134,6 +134,8 @@ def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monk
             monkeypatch.setattr(sync.runner, "execute", held)
             stream = engine.generate(PROMPTS[1], params)
             seen = [await anext(stream)]
+            while sync.scheduler.running[0].num_output_tokens < 3:
+                await asyncio.sleep(0)  # else there is nothing to show yet
             async with asyncio.TaskGroup() as others:
                 others.create_task(read(engine.generate(PROMPTS[2], GREEDY)))
                 is_joined.set()
@@ -144,6 +146,44 @@ def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monk
     alone, joined = run(main())
     assert [said(outputs, kind) for outputs in (alone, joined)] == expected(sync, PROMPTS[:2], params)
     assert [len(o.outputs[0].token_ids) for o in alone] == [1, LONG.max_tokens - (kind is DELTA)]
+
+
+def test_tokens_kept_back_are_shown_before_a_call(sync, monkeypatch):
+    monkeypatch.setattr("paged.engine_thread.SHOW_SHARE", 1e-12)
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine(sync, stream_interval_s=1e6) as engine:
+            stream = engine.generate(PROMPTS[0], LONG)
+            await anext(stream)
+            while sync.scheduler.running[0].num_output_tokens < 2:
+                await asyncio.sleep(0)
+            is_shown = threading.Event()
+            call = asyncio.create_task(engine.call(lambda _: is_shown.wait(30)))
+            await anext(stream)
+            is_shown.set()
+            assert await call
+            await stream.aclose()
+
+    run(main())
+
+
+def test_engine_rests_though_nobody_takes_what_a_fork_says(engine, sync):
+    async def main() -> None:
+        stream = engine.generate(PROMPTS[0], GREEDY)
+        await anext(stream)
+        await engine.call(lambda e: e.fork(stream.request_id))
+        await read(stream)
+        while sync.core.has_work():
+            await asyncio.sleep(0.01)
+        await engine.call(lambda _: None)
+        schedule, calls = sync.scheduler.schedule, list[None]()
+        sync.scheduler.schedule = lambda: (calls.append(None), schedule())[1]
+        await asyncio.sleep(0.1)
+        del sync.scheduler.schedule
+        assert not calls
+        assert [o.finished for o in await engine.call(lambda e: e.core.outbox.take())][-1]
+
+    run(main())
 
 
 @pytest.mark.parametrize("wrong", [-0.1, float("nan"), True, "1"])

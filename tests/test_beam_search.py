@@ -204,10 +204,13 @@ def test_text_is_of_prompt_and_continuation():
     ("params", "message"),
     [
         ({"beam_width": 0}, "beam_width must be at least 1, got 0"),
-        ({"beam_width": True}, "beam_width must be an int, got True"),
+        ({"beam_width": True}, "beam_width must be an int, at least 1, got True"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"temperature": 0.5}, "temperature must be 0 in beam search, got 0.5"),
-        ({"length_penalty": float("nan")}, "length_penalty must be finite, got nan"),
+        (
+            {"length_penalty": float("nan")},
+            "length_penalty must be finite, at least -50, at",
+        ),
         ({"early_stopping": "always"}, "early_stopping must be True, False or 'never', got 'always'"),
         ({"ignore_eos": None}, "ignore_eos must be True or False, got None"),
         ({"beam_width": 9}, "beam_width 9 cannot run at once; max_num_seqs is 8"),

@@ -246,7 +246,7 @@ def test_file_of_objects_in_order(run, loaded, tmp_path):
 
 def test_lines_carry_terms_and_several_samples(run, loaded, tmp_path):
     lines = [
-        {"prompt": "a", "n": 2, "seed": 3, "priority": 1, "tenant": "x", "timeout_s": 60},
+        {"prompt": "a", "n": 2, "seed": 3, "priority": 0, "tenant": "x", "timeout_s": 60},
         {"prompt": "a", "cache_salt": "s"},
     ]
     file = write(tmp_path / "p.jsonl", *lines)

@@ -246,7 +246,14 @@ def test_generate_takes_terms_for_all_prompts_or_for_each():
 
 @pytest.mark.parametrize(
     "terms",
-    [{"priority": "high"}, {"priority": float("nan")}, {"tenant": 3}, {"timeout_s": 0}, {"timeout_s": -1.0}],
+    [
+        {"priority": "high"},
+        {"priority": float("nan")},
+        {"priority": 1},  # which nobody would look at
+        {"tenant": 3},
+        {"timeout_s": 0},
+        {"timeout_s": -1.0},
+    ],
     ids=str,
 )
 def test_wrong_terms_are_refused(terms):
@@ -447,13 +454,18 @@ def test_any_combination_gives_the_tokens_of_an_undisturbed_run(seed):
         **rng.choice(({"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_space": 0.003})),
         watermark=0.0,
     )
+    priorities = (0, 1, 2) if engine.config.scheduling_policy == "priority" else (0,)
     waiting, forks, aborted = list(range(9)), {}, set()
     finished: dict[str, RequestOutput] = {}
     while waiting or engine.has_unfinished_requests():
         if waiting and rng.random() < 0.5:
             i = waiting.pop()
             engine.add_request(
-                str(i), prompts[i], params[i], priority=rng.randint(0, 2), tenant=rng.choice("ab")
+                str(i),
+                prompts[i],
+                params[i],
+                priority=rng.choice(priorities),
+                tenant=rng.choice("ab"),
             )
         live = sorted(engine.core.groups)
         if live and rng.random() < 0.08:

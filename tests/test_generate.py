@@ -60,9 +60,9 @@ def test_many_prompts_are_taken_a_window_ahead(engine, monkeypatch):
     # The first of every 100 lasts long, and holds those behind it back.
     source = Source([i % 200] for i in range(2_000))
     params = (SamplingParams(temperature=0.0, max_tokens=1 if i % 100 else 30) for i in range(2_000))
-    priority = (float(-i) for i in range(2_000))
+    timeouts = (1e6 + i for i in range(2_000))
     most = 0
-    for i, output in enumerate(engine.generate_iter(source, params, priority=priority)):
+    for i, output in enumerate(engine.generate_iter(source, params, timeout_s=timeouts)):
         assert output.finished
         assert output.outputs[0].token_ids == [i % 200] * (1 if i % 100 else 30)
         assert source.num_taken - i <= SMALL

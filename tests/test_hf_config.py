@@ -12,7 +12,7 @@ from checkpoints import CONFIGS, edit_json
 from transformers import AutoConfig, AutoTokenizer
 
 from paged.errors import CheckpointError, UnsupportedModelError
-from paged.models.hf_config import ARCHITECTURES, from_hf
+from paged.models.hf_config import ARCHITECTURES, from_hf, read_config
 from paged.tokenizer import Tokenizer
 from paged.weights import DEMO
 
@@ -28,6 +28,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "old-names": {"torch_dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": None, "head_dim": 32},
+    "null-in-rope": {"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": None}},
     "old-linear": {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "both-names": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 3.0},
@@ -87,7 +88,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "flag-is-null": ({"attention_bias": None}, "attention_bias must be True or False, got None"),
     "eps": ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0, got 0"),
-    "eps-is-text": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number, got '1e-6'"),
+    "eps-is-text": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number, above 0, got '1e-6'"),
     "rope-is-a-list": ({"rope_scaling": [1]}, r"rope_parameters must be an object, got \[1\]"),
     "rope-needs-a-factor": ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
     "rope-needs-all": (
@@ -134,6 +135,21 @@ def test_tokenizer_is_the_one_of_transformers(model_type, kind, tmp_path):
     text = "def f(x):\n    return ' naïve 日本語'"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours.special_tokens_map == theirs.special_tokens_map
+
+
+@pytest.mark.parametrize("kind", [5, ["LlamaTokenizer"], True])
+def test_tokenizer_class_that_is_none_is_refused(kind, tmp_path):
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=kind)
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded"):
+        Tokenizer(tmp_path)
+
+
+def test_config_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Is a directory"):
+        read_config(tmp_path)
 
 
 def test_engine_does_without_the_compiler_of_torch():

@@ -17,8 +17,8 @@ BAD_VALUES = {
     "seed": [True, 1.0, "1", 2**63, -(2**63) - 1],
     "max_tokens": [0, -1, True, 1.0, math.inf, "5"],
     "min_tokens": [-1, True, 1.0, None],
-    "stop": ["", ["a", ""], [1], 3, None, True, {"a"}],
-    "stop_token_ids": [[-1], [True], ["a"], "12", 3, None, [1.0], {1}],
+    "stop": ["", ["a", ""], [1], 3, True, {"a"}],
+    "stop_token_ids": [[-1], [True], ["a"], "12", 3, [1.0], {1}],
     "ignore_eos": [1, 0, None, "yes"],
 }
 
@@ -43,6 +43,25 @@ def test_unknown_keyword_is_refused_with_the_one_meant():
         SamplingParams(temprature=1.0)
     with pytest.raises(TypeError):
         SamplingParams(1.0)
+
+
+def test_none_is_none_of_them():
+    names = ("stop", "stop_token_ids", "bad_words", "logits_processors")
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("bad_words", "message"),
+    [
+        (["x" * 10**7], "bad_words has 1 strings of 10000000 characters together; 262144 is the most"),
+        (["x"] * 10_001, "bad_words has 10001 strings; 10000 is the most"),
+        ("x" * 10**7, r"bad_words must be .*, got 'x{299}… \(10,000,002 characters\)$"),
+    ],
+    ids=["long", "many", "text"],
+)
+def test_bad_words_have_limits_and_messages_too(bad_words, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(bad_words=bad_words)
 
 
 def test_params_are_frozen_and_their_lists_copied():

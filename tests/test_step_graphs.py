@@ -136,3 +136,18 @@ def test_numbers_that_are_needed_at_once_share_no_place():
         saved += sum(tensor.nbytes for tensor in tensors) > graph.num_bytes
         assert (graph._outputs[0].view(torch.uint8) == output).all()
     assert saved > 90
+
+
+def test_eager_engine_records_nothing_and_says_the_same():
+    prompts, params = ragged_prompts([3, 9]), SamplingParams(temperature=0.0, max_tokens=8)
+    eager, recorded = (
+        new_engine(checkpoint("llama"), attention_backend="numba", enforce_eager=is_eager)
+        for is_eager in (True, False)
+    )
+    assert eager.runner.graphs is None
+    assert recorded.runner.graphs is not None
+    tokens = [
+        [o.outputs[0].token_ids for o in engine.generate(prompts, params, use_tqdm=False)]
+        for engine in (eager, recorded)
+    ]
+    assert tokens[0] == tokens[1]

@@ -128,6 +128,50 @@ def test_every_parameter_is_loaded(monkeypatch):
         assert all(p.isfinite().all() for p in parameters), "torch.empty gives NaN in tests"
 
 
+def edit_header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = directory / "model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def set_entry(**values: Any) -> Callable[[Path], None]:
+    return lambda d: edit_header(d, lambda header: header["model.norm.weight"].update(values))
+
+
+def set_metadata(metadata: Any) -> Callable[[Path], None]:
+    return lambda d: edit_header(d, lambda header: header.update(__metadata__=metadata))
+
+
+def move_tensors(by: int) -> Callable[[Path], None]:
+    """All but the first for less than nothing, all for more."""
+
+    def move(header: dict[str, Any]) -> None:
+        for name, entry in header.items():
+            if name != "__metadata__" and entry["data_offsets"][0] + by >= 0:
+                entry["data_offsets"] = [offset + by for offset in entry["data_offsets"]]
+
+    def damage(directory: Path) -> None:
+        edit_header(directory, move)
+        if by > 0:
+            append_bytes(directory)
+
+    return damage
+
+
+def append_bytes(directory: Path) -> None:
+    with (directory / "model.safetensors").open("ab") as file:
+        file.write(bytes(8))
+
+
+def weights_directory(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").mkdir()
+
+
 # What is done to a sound checkpoint, and what the error must then name.
 def truncate(directory: Path) -> None:
     file = directory / "model.safetensors"
@@ -250,6 +294,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         set_config(rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
         ("rope_theta", "-1.0"),
     ),
+    "bytes-behind-the-last-tensor": (append_bytes, ("model.safetensors", "tensors take")),
+    "gap-between-tensors": (move_tensors(8), ("begins at byte 8",)),
+    "overlapping-tensors": (move_tensors(-8), ("begins at byte",)),
+    "shape-of-text": (set_entry(shape=["48"]), ("damaged header", "['48']")),
+    "offsets-of-text": (set_entry(data_offsets=["0", "192"]), ("damaged header", "'192'")),
+    "metadata-of-numbers": (set_metadata({"format": 1}), ("damaged header", "__metadata__")),
+    "weights-are-a-directory": (weights_directory, ("model.safetensors does not exist",)),
     "eos-is-text": (
         lambda d: edit_json(d / "generation_config.json", eos_token_id="2"),
         ("generation_config.json", "eos_token_id"),

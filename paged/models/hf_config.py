@@ -48,6 +48,8 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} does not exist; a model directory has config.json and *.safetensors")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -143,7 +145,7 @@ def _rope(hf: Config) -> RopeConfig:
     if nested := [key for key, value in own.items() if isinstance(value, dict)]:
         raise UnsupportedModelError(f"rope_parameters for each type of layer ({nested[0]}) are not supported")
     outer = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
-    rope = {"rope_theta": 10000.0, **outer, **own}
+    rope = {"rope_theta": 10000.0, **outer, **{k: v for k, v in own.items() if v is not None}}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in list(ROPE_TYPES):  # it may be anything, and not hashable
         raise UnsupportedModelError(
