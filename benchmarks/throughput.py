@@ -18,4 +18,4 @@ WAYS = ["paged-float32", "generate-float32", "generate_batch-float32"]
 CHOICES = ["--workload", "nano-vllm", "--shapes", "demo", "--batches", "16", "--scale", "0.5"]
 
 if __name__ == "__main__":
-    main([*CHOICES, "--ways", *WAYS, *sys.argv[1:]])
+    main([*CHOICES, "--ways", *WAYS, *sys.argv[1:]], name="throughput", description=__doc__)

@@ -258,7 +258,7 @@ class RequestFactory:
                 )
             if not prompt:
                 return prompt, []
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, name=name)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             return None, [*prompt]
         raise RequestError(

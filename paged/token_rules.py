@@ -51,8 +51,22 @@ class TokenRules:
                     "pass dry_sequence_breakers=() to use DRY without them"
                 )
             return cls()
-        spelled = dict.fromkeys(ids for word in bad_words for ids in _spellings(word, encode))
-        return cls(tuple(spelled), _breakers(breakers, encode, token_texts) if breakers else {})
+        spell = _naming("bad_words", encode)
+        spelled = dict.fromkeys(ids for word in bad_words for ids in _spellings(word, spell))
+        spell = _naming("dry_sequence_breakers", encode)
+        return cls(tuple(spelled), _breakers(breakers, spell, token_texts) if breakers else {})
+
+
+def _naming(name: str, encode: Encode) -> Encode:
+    """`encode`, whose errors say what the text is of."""
+
+    def named(text: str) -> list[int]:
+        try:
+            return encode(text)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}") from error
+
+    return named
 
 
 def _spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:

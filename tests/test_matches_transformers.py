@@ -87,21 +87,23 @@ def test_every_supported_architecture_is_tested():
     )
 
 
+@pytest.mark.parametrize("backend", ["numba", "torch"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_ragged_batch_matches_transformers(name, monkeypatch):
+def test_ragged_batch_matches_transformers(name, backend, monkeypatch):
     prompts = ragged_prompts(lengths_for(name, 10))
-    assert_matches(new_engine(checkpoint(name)), reference(name), prompts, 12, monkeypatch)
+    engine = new_engine(checkpoint(name), attention_backend=backend)
+    assert_matches(engine, reference(name), prompts, 12, monkeypatch)
 
 
 @pytest.mark.parametrize("count", [1, 64])
 def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
     rng = random.Random(count)
-    prompts = ragged_prompts([rng.randint(1, 100) for _ in range(count)], seed=count)
+    prompts = ragged_prompts([400, *(rng.randint(1, 100) for _ in range(count - 1))], seed=count)
     assert_matches(new_engine(checkpoint("qwen2-mixed")), reference("qwen2-mixed"), prompts, 6, monkeypatch)
 
 
-# Between them: biases, norms of queries and keys, tied embeddings, layers with and without a window.
-@pytest.mark.parametrize("name", ["qwen2-mixed", "qwen3"])
+# Every architecture; between them biases, norms, tied embeddings, stretched rope, layers with a window.
+@pytest.mark.parametrize("name", ["llama-llama3", "mistral", "qwen2-mixed", "qwen3"])
 def test_triton_kernels_match_transformers(name, monkeypatch):
     # On a CPU the kernels run in Triton's interpreter, a thousand times slower: few and short.
     engine = new_engine(checkpoint(name), device="auto", attention_backend="triton", num_blocks=24)
@@ -126,6 +128,28 @@ def test_demo_model_matches_transformers_on_ragged_batches(monkeypatch):
     engine = new_engine("demo")
     prompts = ragged_prompts([1, 2, 15, 16, 17, 64, 200, 400])
     assert_matches(engine, Reference(DEMO), prompts, 8, monkeypatch)
+
+
+def test_stop_strings_and_ids_end_where_those_of_transformers_do():
+    engine = new_engine("demo", skip_tokenizer_init=False)
+    text, model, tokenizer = "class Path:\n    def __init__(self", Reference(DEMO).model, engine.tokenizer.hf
+    ids = torch.tensor([engine.tokenizer.encode(text)])
+    (free,) = tokens_of(engine.generate(text, greedy(48), use_tqdm=False))
+    middle = engine.tokenizer.decode(free[20:24])
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"stop": [middle[1:]]}, {"stop_strings": [middle[1:]], "tokenizer": tokenizer}),
+        (
+            {"stop": ["never seen", middle[-2:]]},
+            {"stop_strings": ["never seen", middle[-2:]], "tokenizer": tokenizer},
+        ),
+        ({"stop_token_ids": free[9:11]}, {"eos_token_id": free[9:11]}),
+    ]
+    for ours, theirs in cases:
+        params = SamplingParams(temperature=0.0, max_tokens=48, **ours)
+        (tokens,) = tokens_of(engine.generate(text, params, use_tqdm=False))
+        expected = model.generate(ids, max_new_tokens=48, do_sample=False, **theirs)[0, ids.shape[1] :]
+        assert tokens == expected.tolist()
+        assert len(tokens) < 48
 
 
 def test_demo_model_has_learned():

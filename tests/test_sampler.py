@@ -14,6 +14,7 @@ from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
@@ -153,6 +154,7 @@ def test_edits_equal_those_of_hugging_face(vocab_size):
             {"logit_bias": {2: 1.5, 11: -3.0}},
         ),
         (NoBadWordsLogitsProcessor([[*w] for w in words], eos_token_id=None), {"bad_words": words}),
+        (PrefixConstrainedLogitsProcessor(lambda *_: [3, 7, 9], 1), {"allowed_token_ids": [9, 3, 7]}),
         (MinNewTokensLengthLogitsProcessor(4, 4, [6, 8]), {"min_tokens": 4, "stop_ids": [6, 8]}),
         (MinNewTokensLengthLogitsProcessor(4, 3, [6, 8]), {"min_tokens": 3, "stop_ids": [6, 8]}),
     ]

@@ -71,6 +71,46 @@ def test_parameters_compose_with_samples_of_one_prompt_and_preemption():
     assert engine.scheduler.counters.num_recomputed > 0
 
 
+# Those that are about text, or about which samples are returned.
+TEXT_PARAMS: list[dict[str, Any]] = [
+    {"bad_words": ["self", "return", " "]},
+    {"stop": ["self.", ")\n"], "min_tokens": 4},
+    {"stop": ["e", "\n"], "include_stop_str_in_output": True, "min_tokens": 6},
+    {"best_of": 3},
+    {"ignore_eos": True, "skip_special_tokens": False, "logit_bias": {0: 4.0}},
+    {"ignore_eos": True, "skip_special_tokens": False, "spaces_between_special_tokens": False},
+    {"cache_salt": "mine", "timeout_s": 600.0},
+    {"detokenize": False, "logprobs": 1},
+]
+
+
+def test_parameters_of_text_compose_with_samples_and_preemption():
+    params = [SamplingParams(n=2, seed=5, max_tokens=40, **changes) for changes in TEXT_PARAMS]
+    texts = [
+        "class A:\n    def f(self",
+        "x = [",
+        "import",
+        "def add(a, b):\n    ",
+        "if",
+        "for i in",
+        "#",
+        "a",
+    ]
+    seen, preemptions = [], []
+    for num_blocks in (512, 40):
+        engine = new_engine("demo", skip_tokenizer_init=False, num_blocks=num_blocks, block_size=8)
+        outputs = engine.generate(texts, params, use_tqdm=False)
+        seen.append([[(c.token_ids, c.text, c.stop_reason) for c in o.outputs] for o in outputs])
+        preemptions.append(engine.scheduler.counters.num_recomputed)
+        assert_all_free(engine)
+    assert seen[0] == seen[1]
+    assert preemptions[0] == 0 < preemptions[1]
+    stopped = [reason for _, _, reason in [*seen[0][1], *seen[0][2]]]
+    assert set(stopped) <= {"self.", ")\n", "e", "\n", None}
+    assert any(stopped)
+    assert all("self" not in text for _, text, _ in seen[0][0])
+
+
 def test_order_and_neighbours_do_not_matter():
     prompts, params = ragged_prompts([9, 17, 5, 30, 12, 20, 7, 3]), params_of()
     engine = new_engine(checkpoint("llama"), max_num_seqs=3, max_num_batched_tokens=16)

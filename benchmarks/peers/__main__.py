@@ -56,13 +56,18 @@ TOLERANCES = {"float32": 0.0, "bfloat16": 0.2, "int8": 0.4, "int4": 1.5}
 ROOM = 3
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prove, run the rounds, print the tables and the JSON line."""
-    args = parse_args(argv)
+def main(
+    argv: Sequence[str] | None = None, *, name: str = "peers", description: str | None = __doc__
+) -> None:
+    """Prove, run the rounds, print the tables and the JSON line.
+
+    name, description: of the command whose line it is.
+    """
+    args = parse_args(argv, name, description)
     limits = machine_limits()
-    for name in ("float32", "bfloat16"):
-        limit = limits[name]
-        print(f"{name}: {limit.bytes_per_s / 1e9:.1f} GB/s, {limit.flops / 1e9:,.0f} GFLOP/s", flush=True)
+    for dtype in ("float32", "bfloat16"):
+        limit = limits[dtype]
+        print(f"{dtype}: {limit.bytes_per_s / 1e9:.1f} GB/s, {limit.flops / 1e9:,.0f} GFLOP/s", flush=True)
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     for shape in args.shapes:
@@ -81,16 +86,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     print()
     for way, reason in left_out.items():
         print(f"left out {way}: {reason}")
-    told = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    measured = {name: vars(limit) for name, limit in limits.items()}
-    print_json({"benchmark": "peers", **told, "limits": measured, "left_out": left_out, "rows": rows})
+    told = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    measured = {dtype: vars(limit) for dtype, limit in limits.items()}
+    print_json({"benchmark": name, **told, "limits": measured, "left_out": left_out, "rows": rows})
     sys.exit(not rows)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(
+    argv: Sequence[str] | None = None, name: str = "peers", description: str | None = __doc__
+) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--shapes", nargs="+", default=["tinyllama-1.1b", "llama-15m"], choices=[*BATCHES])
     parser.add_argument("--batches", type=int, nargs="+", help="1 4 16 64, and 256 of the small models")
