@@ -169,7 +169,7 @@ def test_tokens_kept_back_are_shown_before_a_call(sync, monkeypatch):
 
 def test_engine_rests_though_nobody_takes_what_a_fork_says(engine, sync):
     async def main() -> None:
-        stream = engine.generate(PROMPTS[0], GREEDY)
+        stream = engine.generate(PROMPTS[0], LONG)
         await anext(stream)
         await engine.call(lambda e: e.fork(stream.request_id))
         await read(stream)

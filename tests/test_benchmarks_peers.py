@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoints import checkpoint, new_engine, ragged_prompts
 
 from benchmarks import strategies
 from benchmarks.common import nano_vllm_workload, ragged_workload
@@ -14,6 +15,8 @@ from benchmarks.peers.fleet import Fleet, Way, ways_named
 from benchmarks.peers.limit import workload_cost
 from benchmarks.peers.report import summarise
 from benchmarks.peers.worker import Server, in_batches
+from paged import SamplingParams
+from paged.schedule import Schedule, StepOutput
 from paged.simulate.model import read_model
 
 ROOT = Path(__file__).parent.parent
@@ -167,3 +170,23 @@ def test_strategies_give_the_same_tokens(monkeypatch, capsys):
     run = {"tokens": [[1]]}
     with pytest.raises(AssertionError, match="two processes gives other tokens than continuous"):
         strategies.same_tokens({"two processes": {"tokens": [[2]]}, "continuous": run})
+
+
+def test_waste_that_is_printed_is_what_the_engine_wastes(monkeypatch):
+    engine = new_engine(checkpoint("llama"), enable_prefix_caching=False)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 9, 40, 16)]
+    prompts = ragged_prompts([5, 30, 16, 33])
+    for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), prompt, wanted)
+    taken: dict[str, int] = {}
+    execute = engine.runner.execute
+
+    def executed(schedule: Schedule) -> StepOutput:
+        taken.update({request.request_id: request.blocks.capacity for request in schedule.requests})
+        return execute(schedule)
+
+    monkeypatch.setattr(engine.runner, "execute", executed)
+    while engine.has_unfinished_requests():
+        engine.step()
+    stored = [len(prompt) + p.max_tokens - 1 for prompt, p in zip(prompts, params, strict=True)]
+    assert peers.kv_waste(stored, engine.config.block_size) == sum(taken.values()) / sum(stored) - 1

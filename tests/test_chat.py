@@ -62,7 +62,7 @@ def test_a_conversation_is_generated_from_its_rendered_text(engine):
 
 def test_several_conversations_each_with_its_parameters(engine):
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (2, 3)]
-    outputs = engine.chat([HELLO, TALK], params, use_tqdm=False, priority=[1, 2], tenant="a", timeout_s=60)
+    outputs = engine.chat([HELLO, TALK], params, use_tqdm=False, priority=[0, 0.0], tenant="a", timeout_s=60)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 3]
     assert outputs[1].prompt == BOS + "# user\ndef f(x):\n# assistant\nreturn\n# user\nwhy?\n# assistant\n"
     alone = engine.chat(TALK, params[1], use_tqdm=False)[0]
