@@ -275,7 +275,7 @@ class RequestGroup:
     @property
     def finished(self) -> bool:
         """Whether all samples are."""
-        for sample in self.samples:  # noqa: SIM110 - all() takes three times as long
+        for sample in self.samples:  # noqa: SIM110 - for every output: all() is slower
             if sample.finish_reason is None:
                 return False
         return True

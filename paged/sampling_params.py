@@ -126,7 +126,7 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     spaces_between_special_tokens: put spaces between special tokens that follow each other in the text.
     output_kind: what the outputs of an unfinished request hold: everything so far, what is new, or nothing.
-    priority: for scheduling_policy "priority"; the lowest number goes first.
+    priority: for scheduling_policy "priority", any other refuses it; the lowest number goes first.
     timeout_s: seconds after which the request is aborted; None waits for ever.
     cache_salt: only requests of the same salt share cached blocks.
     logits_processors: functions called for every token of this request alone, with the tokens generated so

@@ -119,8 +119,8 @@ class Tokenizer:
 def _config_for(directory: Path, new_config: Any) -> Any:
     """All that AutoTokenizer asks of a model's config, or None, for it to find out itself.
 
-    It would import the config's class, and with that torch's compiler: 150 MB and two seconds. The class
-    itself matters only where no file names that of the tokenizer.
+    It would import the config's class, and with that torch's compiler, which is large and slow to load. The
+    class itself matters only where no file names that of the tokenizer.
     """
     names = [directory / name for name in ("tokenizer_config.json", "config.json")]
     if not all(file.exists() for file in names):

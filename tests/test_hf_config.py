@@ -153,7 +153,7 @@ def test_config_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_engine_does_without_the_compiler_of_torch():
-    """It takes 150 MB and two seconds, and nobody sees who imported it."""
+    """It is large and slow to load, and nobody sees who imported it."""
     code = """
 import sys
 from paged import LLMEngine

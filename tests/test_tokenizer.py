@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -297,3 +298,21 @@ def test_directory_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"(?s)tokenizer cannot be loaded.*skip_tokenizer_init") as info:
         Tokenizer(tmp_path)
     assert str(tmp_path) in str(info.value)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "metaspace"])
+def test_several_tokens_at_once_say_what_each_says(kind, skip, way, request):
+    tokenizer = way(request.getfixturevalue(kind))
+    rng = random.Random(skip)
+    for prompt in ([], tokenizer.encode("a")):
+        # Characters of several tokens, and a special token in a fifth of the places.
+        ids = [i for text in TEXTS for i in tokenizer.encode_bare(text)]
+        special = [*tokenizer.special_token_ids]
+        ids = [rng.choice(special) if rng.random() < 0.2 else i for i in ids]
+        one, several = (Detokenizer(tokenizer, prompt, skip_special_tokens=skip) for _ in range(2))
+        while ids:
+            size = rng.randint(1, 7)
+            chunk, ids = ids[:size], ids[size:]
+            assert several.extend(chunk) == "".join(map(one.append, chunk))
+        assert several.finish() == one.finish()

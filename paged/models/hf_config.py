@@ -1,7 +1,7 @@
 """The JSON files of a Hugging Face checkpoint: config.json checked, completed and reduced to a ModelConfig.
 
-transformers' own classes would do the first two, but importing them takes 150 MB and two seconds. What they
-fill in is written down here, and tests hold it against them.
+transformers' own classes would do the first two, but importing them imports torch's compiler, which is large
+and slow to load. What they fill in is written down here, and tests hold it against them.
 """
 
 from __future__ import annotations
