@@ -94,10 +94,11 @@ class _Text(Protocol):
     def finish(self) -> str: ...
 
 
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """The bytes that each token of a tokenizer stands for, looked up when they are first asked for."""
 
     def __init__(self, backend: Any, steps: list[dict[str, Any]]) -> None:
+        super().__init__()
         self._backend = backend
         kinds = {step["type"] for step in steps}
         self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
@@ -109,7 +110,6 @@ class TokenBytes:
             for step in steps
             if step["type"] == "Metaspace" and step["prepend_scheme"] != "never"
         )
-        self._known: dict[int, bytes] = {}
 
     @classmethod
     def of(cls, backend: Any) -> TokenBytes | None:
@@ -123,10 +123,8 @@ class TokenBytes:
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         return cls(backend, steps) if _is_understood(steps) else None
 
-    def __getitem__(self, token_id: int) -> bytes:
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._look_up(token_id, first=False)
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._look_up(token_id, first=False)
         return found
 
     def first(self, token_id: int) -> bytes:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import RequestError
+from .prompt_parser import ParsedPrompt
 from .request import PromptReport, Request, RequestMetrics
-from .request_factory import ParsedPrompt
 from .validation import check_bool
 
 Pooling = Literal["last", "mean"]

@@ -170,7 +170,9 @@ class LLMEngine:
         Raises RequestError, before anything runs, if one of these is wrong or there is no prompt.
         """
         check_pooling(pooling, normalize)
-        parsed = [named(f"prompts[{i}]", self.core.factory.parse, p) for i, p in enumerate(as_list(prompts))]
+        parsed = [
+            named(f"prompts[{i}]", self.core.factory.prompts.parse, p) for i, p in enumerate(as_list(prompts))
+        ]
         requests = run_reports(
             self.core, "prompts", embedding_reports(parsed, pooling), priority, tenant, use_tqdm=use_tqdm
         )
@@ -192,7 +194,7 @@ class LLMEngine:
 
         Raises RequestError, before anything runs, if one of these is wrong or empty.
         """
-        wanted = score_reports(*self.core.factory.parse_continued(prompt, continuations))
+        wanted = score_reports(*self.core.factory.prompts.parse_continued(prompt, continuations))
         requests = run_reports(self.core, "continuations", wanted, priority, tenant, use_tqdm=use_tqdm)
         return [score_output(request) for request in requests]
 
@@ -360,7 +362,7 @@ class LLMEngine:
         Raises RequestError if there are none, or the file cannot be written.
         """
         self._require_prefix_cache()
-        parsed = None if prompt is None else self.core.factory.parse(prompt)
+        parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
         return prefix_store.save(path, self.block_manager, self.runner.kv_cache, self.fingerprint, parsed)
 
     def load_prefix(self, path: str | Path) -> int:

@@ -230,6 +230,8 @@ class EngineThread:
 
     def _notify(self) -> None:
         """Wake who waits for what there is now, all readers of a loop at once."""
+        if not self.news:
+            return
         by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = defaultdict(list)
         for mailbox in self.news:
             by_loop[mailbox.loop].append(mailbox)

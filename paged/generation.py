@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from .engine_core import EngineCore
 from .errors import PagedError, RequestError
+from .prompt_parser import ParsedPrompt
 from .request import Outbox, Prompt, PromptReport, Request, RequestGroup, RequestOutput
-from .request_factory import ParsedPrompt
 from .sampling_params import SamplingParams
 
 T = TypeVar("T")

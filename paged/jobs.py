@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from .errors import RequestError, reject_unknown
 from .request import CompletionOutput, Logprob, RequestOutput
 from .sampling_params import SamplingParams, StructuredOutputsParams
 from .validation import shown
-
-T = TypeVar("T")
 
 JSON_LINES = (".jsonl", ".ndjson")
 LOWEST_LOGPROB = -9999.0  # where a token cannot come; OpenAI's API and vLLM's have it so
@@ -78,8 +76,6 @@ def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(f"{name} cannot be given here: {reason}")
     reject_unknown("SamplingParams", given, SAMPLING_FIELDS)
     result = dict(given)
-    if isinstance(biases := result.get("logit_bias"), dict):
-        result["logit_bias"] = biases_of((token_id_of(key), bias) for key, bias in biases.items())
     if (structured := result.get("structured_outputs")) is not None:
         if not isinstance(structured, dict):
             raise RequestError(
@@ -104,23 +100,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise RequestError(f"{twice!r} is given twice in one object; give it once")
     return value
-
-
-def token_id_of(text: str) -> int:
-    """A token id of a logit_bias, from its text. Raises RequestError."""
-    if not (text.isascii() and text.isdigit()):
-        raise RequestError(f"a token id in logit_bias must be an int, got {text!r}")
-    return _int(text)
-
-
-def biases_of(pairs: Iterable[tuple[int, T]]) -> dict[int, T]:
-    """A logit_bias of token ids and numbers. Raises RequestError if there are two for one token."""
-    biases = dict[int, T]()
-    for token_id, bias in pairs:
-        if token_id in biases:
-            raise RequestError(f"logit_bias has token {token_id} twice, with {biases[token_id]} and {bias}")
-        biases[token_id] = bias
-    return biases
 
 
 def _int(digits: str) -> int:

@@ -45,10 +45,8 @@ class LogitsEdits:
     @property
     def may_leave_none(self) -> bool:
         """Whether a row may have no finite maximum afterwards that had one before."""
-        penalties = () if self._penalties is None else self._penalties[1].tolist()
-        usual = all(1e-6 < penalty < 1e6 for penalty in penalties)
         bans = self._allowed is not None or self._banned or self._words or self._early
-        return bool(bans or self._dry or self._processed or not usual)
+        return bool(bans or self._dry or self._processed)
 
     def apply(self, logits: Tensor) -> dict[int, str]:
         """Edit f32[num_rows, vocab_size] in place. Returns which rows failed, and why."""

@@ -7,14 +7,14 @@ import hashlib
 from .engine_core import EngineCore
 from .errors import RequestError, UsageError
 from .generation import Rows, in_order
+from .prompt_parser import ParsedPrompt
 from .request import Prompt
-from .request_factory import ParsedPrompt
 from .sampling_params import SamplingParams
 
 
 def pin(core: EngineCore, prompt: Prompt) -> int:
     """Compute a prompt where needed, and pin its full blocks; see `LLMEngine.pin_prefix`."""
-    manager, parsed = core.scheduler.block_manager, core.factory.parse(prompt)
+    manager, parsed = core.scheduler.block_manager, core.factory.prompts.parse(prompt)
     name, size = _name(parsed), manager.block_size
     num_full = len(parsed.token_ids) // size * size
     if not num_full:
@@ -37,7 +37,7 @@ def pin(core: EngineCore, prompt: Prompt) -> int:
 
 def unpin(core: EngineCore, prompt: Prompt) -> None:
     """Let go of a pinned prompt. Raises UsageError if it is not pinned."""
-    manager, name = core.scheduler.block_manager, _name(core.factory.parse(prompt))
+    manager, name = core.scheduler.block_manager, _name(core.factory.prompts.parse(prompt))
     if name not in manager.pins:
         raise UsageError(f"this prompt is not pinned; {len(manager.pins)} others are")
     manager.unpin(name)

@@ -20,7 +20,7 @@ from .errors import CheckpointError, RequestError
 from .kv_cache import KVCache
 from .models.config import ModelConfig
 from .prefix_chain import first_digest, key_of, sha256_block
-from .request_factory import ParsedPrompt
+from .prompt_parser import ParsedPrompt
 
 FORMAT = "paged-prefix-1"
 Entry = tuple[bytes, int, int, bytes]  # of a block: tokens, place of its predecessor, group, namespace

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from .block_manager import BlockManager
-from .errors import RequestError, reject_unknown
+from .contradictions import check_possible
+from .errors import RequestError
 from .models.config import ModelConfig
+from .prompt_parser import ParsedPrompt, PromptParser
 from .request import Grammar, Prompt, PromptReport, Request, RequestGroup, RequestMetrics
 from .sampling_params import SamplingParams
 from .stop_strings import StopStrings, stop_strings
 from .structured_outputs import Grammars
 from .token_rules import TokenRules
 from .tokenizer import Tokenizer
-from .validation import check_bool, shown
+from .validation import shown
 
 MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedPrompt:
-    """A prompt as checked token ids.
-
-    namespace: what else its KV follows from; prompts of different namespaces share no blocks.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    namespace: bytes
 
 
 class Prepared(NamedTuple):
@@ -67,6 +54,7 @@ class RequestFactory:
         self.scheduling_policy = scheduling_policy
         # Breakers are looked for in the whole vocabulary, and most requests have the same.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
+        self.prompts = PromptParser(model_config, tokenizer, max_model_len)
         self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
 
     def new_group(
@@ -100,10 +88,12 @@ class RequestFactory:
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
         """Do, on any thread, all of `new_group` that may take long. Raises RequestError like that."""
         self._check_params(params)
-        parsed = self.parse(prompt, params.cache_salt)
+        parsed = self.prompts.parse(prompt, params.cache_salt)
         wanted = params.structured_outputs
         grammar = None if wanted is None else self.grammars.start(wanted)
-        return Prepared(parsed, self._token_rules(params), _stops(params), grammar)
+        rules = self._token_rules(params)
+        check_possible(params, self._stop_ids(params), rules, grammar)
+        return Prepared(parsed, rules, _stops(params), grammar)
 
     def new_fork(
         self, request_id: str, parent: Request, params: SamplingParams | None, now: float
@@ -124,13 +114,14 @@ class RequestFactory:
             )
         salt = params.cache_salt
         if salt not in (None, parent.params.cache_salt) and (
-            self._namespace(salt, parent.num_prompt_tokens) != parent.namespace
+            self.prompts.namespace(salt, parent.num_prompt_tokens) != parent.namespace
         ):
             raise RequestError(
                 f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}"
             )
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
         rules = parent.rules if params is parent.params else self._token_rules(params)
+        check_possible(params, self._stop_ids(params), rules, None)
         prepared = Prepared(parsed, rules, _stops(params))
         child = self._new_request(request_id, prepared, params, parent.tenant, now, 0, seed)
         if params is parent.params or params.timeout_s is None:
@@ -179,32 +170,6 @@ class RequestFactory:
         request.report, request.generates = report, False
         return RequestGroup(request_id, [request])
 
-    def parse_continued(self, prompt: Prompt, continuations: Any) -> tuple[ParsedPrompt, list[ParsedPrompt]]:
-        """A prompt, and it with each of the continuations behind it, which are text or token ids.
-
-        A text is made tokens by itself, without special tokens: so the prompt is the same for all of them.
-        """
-        parsed = self.parse(prompt)
-        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
-            raise RequestError(
-                f"continuations must be a list of texts or token ids, got {shown(continuations)}"
-            )
-        if not continuations:
-            raise RequestError("continuations must have at least one entry, got []")
-        wholes = []
-        for i, continuation in enumerate(continuations):
-            name = f"continuations[{i}]"
-            self._check_far_too_long(name, continuation)
-            _, token_ids = self._encode(continuation, name, add_special_tokens=False)
-            if not token_ids:
-                raise RequestError(f"{name} is empty; it must have at least one token")
-            self._check_vocabulary(name, token_ids)
-            whole = [*parsed.token_ids, *map(int, token_ids)]
-            self._check_length(f"{name}: the prompt", len(whole))
-            wholes.append(ParsedPrompt(None, whole, self._namespace(salt, len(whole))))
-        return parsed, wholes
-
     def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
         wanted = child.params.structured_outputs
         if wanted is None:
@@ -219,60 +184,6 @@ class RequestFactory:
             )
         return grammar
 
-    def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
-        """Check a prompt in any of its forms; a salt of its own goes before the one given."""
-        add_special_tokens = True
-        if isinstance(prompt, Mapping):
-            reject_unknown("a prompt dict", map(str, prompt), PROMPT_FIELDS)
-            fields = dict(prompt)
-            if "prompt" in fields:
-                add_special_tokens = fields.pop("add_special_tokens", True)
-                check_bool(RequestError, "add_special_tokens", add_special_tokens)
-            salt = fields.pop("cache_salt", salt)
-            if salt is not None and (not isinstance(salt, str) or not salt):
-                raise RequestError(f"cache_salt must be a non-empty string, got {shown(salt)}")
-            if len(fields) != 1:
-                raise RequestError(
-                    f"a prompt dict has either prompt or prompt_token_ids, got {sorted(fields)}"
-                )
-            ((key, prompt),) = fields.items()
-            if isinstance(prompt, str) != (key == "prompt"):
-                wanted = "text" if key == "prompt" else "a list of token ids"
-                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
-        self._check_far_too_long("the prompt", prompt)
-        text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
-        if not token_ids:
-            raise RequestError("the prompt is empty; it must have at least one token")
-        self._check_length("the prompt", len(token_ids))
-        self._check_vocabulary("prompt_token_ids", token_ids)
-        token_ids = [int(token_id) for token_id in token_ids]
-        return ParsedPrompt(text, token_ids, self._namespace(salt, len(token_ids)))
-
-    def _encode(
-        self, prompt: Any, name: str = "a prompt", *, add_special_tokens: bool = True
-    ) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    f"{name} that is text needs the tokenizer, which skip_tokenizer_init=True left out"
-                )
-            if not prompt:
-                return prompt, []
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, name=name)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-            return None, [*prompt]
-        raise RequestError(
-            f"{name} is text or a list of token ids, a prompt may be a dict, got {shown(prompt)}"
-        )
-
-    def _namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
-        rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
-        # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
-        stretched = num_prompt_tokens if rope.type == "dynamic" and num_prompt_tokens > trained else None
-        if salt is None and stretched is None:
-            return b""
-        return repr((salt, stretched)).encode("utf-8", "surrogatepass")
-
     def _new_request(
         self,
         request_id: str,
@@ -284,14 +195,13 @@ class RequestFactory:
         seed: int,
     ) -> Request:
         prompt = prepared.prompt
-        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         return Request(
             request_id,
             prompt.text,
             prompt.token_ids,
             params,
             max_total_tokens=self._max_total_tokens(len(prompt.token_ids), params),
-            stop_ids=eos.union(params.stop_token_ids),
+            stop_ids=self._stop_ids(params),
             seed=seed,
             index=index,
             rules=prepared.rules,
@@ -302,6 +212,10 @@ class RequestFactory:
             deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
             metrics=RequestMetrics(now),
         )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        return eos.union(params.stop_token_ids)
 
     def _prompt_report(self, num_prompt_tokens: int, num_top: int) -> PromptReport:
         vocab_size, num_rows = self.model_config.vocab_size, num_prompt_tokens - 1
@@ -322,9 +236,9 @@ class RequestFactory:
             raise RequestError(
                 f"{params.num_samples} samples cannot run at once; max_num_seqs is {self.max_num_seqs}"
             )
-        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
-        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_vocabulary("logit_bias", [*(params.logit_bias or ())])
+        self.prompts.check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self.prompts.check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self.prompts.check_vocabulary("logit_bias", [*(params.logit_bias or ())])
 
     def _token_rules(self, params: SamplingParams) -> TokenRules:
         breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
@@ -336,33 +250,8 @@ class RequestFactory:
             return TokenRules.of(bad_words, breakers, None, list)
         rules = TokenRules.of(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
         for token_ids in rules.bad_words:
-            self._check_vocabulary("a token of bad_words", token_ids)
+            self.prompts.check_vocabulary("a token of bad_words", token_ids)
         return rules
-
-    def _check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
-        vocab_size = self.model_config.vocab_size
-        for i, token_id in enumerate(token_ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise RequestError(f"{name}[{i}] must be an int, got {shown(token_id)}")
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}"
-                )
-
-    def _check_far_too_long(self, name: str, prompt: Any) -> None:
-        """Refuse megabytes of text, or a range of more than memory holds, before all of it is looked at."""
-        if isinstance(prompt, str):
-            if self.tokenizer is not None:
-                least = self.tokenizer.least_tokens(prompt, self.max_model_len)
-                self._check_length(name, least, at_least="at least ")
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-            self._check_length(name, len(prompt))
-
-    def _check_length(self, name: str, num_tokens: int, at_least: str = "") -> None:
-        if num_tokens > self.max_model_len:
-            raise RequestError(
-                f"{name} has {at_least}{num_tokens} tokens, more than max_model_len {self.max_model_len}"
-            )
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Prompt and output together at most; one that could never fit is refused now, not left waiting."""
@@ -380,6 +269,11 @@ class RequestFactory:
             raise RequestError(
                 f"{num_prompt_tokens} prompt tokens and {most - num_prompt_tokens} new ones can never fit "
                 f"the KV cache of {capacity} tokens; raise num_blocks, lower max_tokens or unpin a prefix"
+            )
+        if params.min_tokens > most - num_prompt_tokens:
+            raise RequestError(
+                f"min_tokens {params.min_tokens} is more than the {most - num_prompt_tokens} that there is "
+                f"room for behind a prompt of {num_prompt_tokens}"
             )
         return most
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Number
 from typing import Any, Self
 
 from .errors import RequestError, reject_unknown
-from .validation import check_bool, check_int, check_number, shown
+from .validation import check_bool, check_int, check_number, plain, shown
 
 MAX_LOGPROBS = 1024  # candidates reported for a token; -1 reports the whole vocabulary
 MAX_SEED = 2**63 - 1
 # Of all stop strings together, and of all bad words: what is read beside them takes memory and time.
 MAX_STOP_CHARACTERS = 2**18
 MAX_BAD_WORDS = 10_000
+# Beyond these, what is left of ordinary logits in float32 is 0 or inf.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 # Called with the tokens generated so far and f32[vocab_size]; returns the row to go on with.
 LogitsProcessor = Callable[[list[int], Any], Any]
 
@@ -32,6 +35,7 @@ class RequestOutputKind(enum.Enum):
 class StructuredOutputsParams:
     """The language that an output must belong to; exactly one of these.
 
+    json_object: True asks for any JSON object: json={"type": "object"}, which it then is.
     json: a JSON schema, as text or a dict; {} is any JSON value. Keywords that would have to be ignored are
         refused. Between its parts there is nothing, a space, or a new line and its indentation.
     regex: a regular expression for the whole output, of Rust's kind: nothing looks around or back.
@@ -50,17 +54,24 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    json_object: bool | None = None
 
     def __new__(cls, **kwargs: Any) -> Self:
         reject_unknown("StructuredOutputsParams", kwargs, {field.name for field in fields(cls)})
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        if self.json_object is not None and not check_bool(RequestError, "json_object", self.json_object):
+            object.__setattr__(self, "json_object", None)
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) != 1:
             raise RequestError(
-                f"structured_outputs takes exactly one of json, regex, choice and grammar, got {given}"
+                "structured_outputs takes exactly one of json, regex, choice, grammar and json_object, "
+                f"got {given}"
             )
+        if self.json_object:
+            object.__setattr__(self, "json_object", None)
+            object.__setattr__(self, "json", {"type": "object"})
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise RequestError(f"{name} must be a string, got {shown(getattr(self, name))}")
@@ -101,7 +112,7 @@ class SamplingParams:
     presence_penalty: taken off the logit of every token generated before; from -2 to 2.
     frequency_penalty: taken off once for every time it was generated; from -2 to 2.
     repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative
-        ones multiplied (Keskar et al., 2019); 1 changes nothing.
+        ones multiplied (Keskar et al., 2019); from 1e-6 to 1e6, 1 changes nothing.
     dry_multiplier: DRY takes dry_multiplier * dry_base ** (n - dry_allowed_length) off a token that would
         make a repetition n + 1 tokens long of n that came before; 0 takes nothing.
     dry_base: see dry_multiplier; at least 1.
@@ -180,6 +191,9 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), Number):
+                object.__setattr__(self, field.name, plain(value))
         for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
             if getattr(self, name) is None:  # by which others mean the same
                 object.__setattr__(self, name, ())
@@ -238,7 +252,13 @@ class SamplingParams:
     def _check_penalties(self) -> None:
         check_number(RequestError, "presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number(RequestError, "frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number(RequestError, "repetition_penalty", self.repetition_penalty, 0.0, above=True)
+        check_number(
+            RequestError,
+            "repetition_penalty",
+            self.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        )
         check_number(RequestError, "dry_multiplier", self.dry_multiplier, 0.0)
         check_number(RequestError, "dry_base", self.dry_base, 1.0)
         check_int(RequestError, "dry_allowed_length", self.dry_allowed_length, 1)
@@ -298,7 +318,11 @@ class SamplingParams:
                 raise RequestError("allowed_token_ids must name at least one token, got []")
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError(
+                    f"logit_bias must be a dict of token ids and numbers, got {shown(self.logit_bias)}"
+                )
+            object.__setattr__(self, "logit_bias", biases_of(self.logit_bias.items()))
         processors = self.logits_processors
         if not isinstance(processors, Sequence) or not all(map(callable, processors)):
             raise RequestError(f"logits_processors must be a list of functions, got {shown(processors)}")
@@ -318,18 +342,25 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise RequestError(f"{name} must be a list of ints, got {shown(value)}")
-    return tuple(check_int(RequestError, name, token_id, 0) for token_id in value)
+    # Each once: others may give the same a million times.
+    return tuple(dict.fromkeys(check_int(RequestError, name, plain(token_id), 0) for token_id in value))
 
 
-def _biases(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must be a dict of token ids and numbers, got {shown(value)}")
-    return {
-        check_int(RequestError, "a token id in logit_bias", token_id, 0): check_number(
-            RequestError, f"logit_bias[{token_id}]", bias, -100.0, 100.0
-        )
-        for token_id, bias in value.items()
-    }
+def biases_of(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
+    """A logit_bias of token ids, which may be text, and numbers. Raises RequestError naming what is wrong."""
+    biases = dict[int, float]()
+    for key, bias in pairs:
+        number = int(key) if _is_number(key) else plain(key)
+        token_id = check_int(RequestError, "a token id in logit_bias", number, 0)
+        if token_id in biases:
+            raise RequestError(f"logit_bias has token {token_id} twice, with {biases[token_id]} and {bias}")
+        biases[token_id] = check_number(RequestError, f"logit_bias[{token_id}]", plain(bias), -100.0, 100.0)
+    return biases
+
+
+def _is_number(key: Any) -> bool:
+    """Whether it is the text of an int that fits: keys in JSON are text."""
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
 
 
 def _schema_text(schema: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .prompt_parser import ParsedPrompt
 from .request import PromptReport, Request
-from .request_factory import ParsedPrompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,6 +240,15 @@ class GrammarState:
         tokens = self.missing(request)
         return not tokens or bool(self.matcher.consume_tokens(tokens))
 
+    def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that may come next, where these are what ends an output."""
+        vocabulary = self.vocabulary
+        row = vocabulary.allowed(self.matcher) & ~_bits(vocabulary.ends, vocabulary.num_words)
+        if self.matcher.is_accepting():
+            row |= _bits(stop_ids, vocabulary.num_words)
+        flags = np.unpackbits(row.view(np.uint8), bitorder="little")
+        return frozenset(np.flatnonzero(flags).tolist())
+
     def is_complete(self, request: Request) -> bool:
         """Whether the output is, and nothing can follow it."""
         if not self.follow(request) or not self.matcher.is_accepting():

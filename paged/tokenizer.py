@@ -64,6 +64,7 @@ class Tokenizer:
                 add_special_tokens=add_special_tokens,
                 return_attention_mask=False,
                 return_token_type_ids=False,
+                verbose=False,  # who is too long for the model is told so by an error
             )
             return list(encoded["input_ids"])
         except (UnicodeEncodeError, TypeError) as error:

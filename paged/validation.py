@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import MISSING, fields
+from numbers import Integral, Real
 from typing import Any
 
 from .errors import PagedError
@@ -26,6 +27,15 @@ def shown(value: object) -> str:
     if len(text) <= MAX_SHOWN:
         return text
     return f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
+
+
+def plain(value: Any) -> Any:
+    """A number of another library, such as numpy's, as Python's own; anything else as it is."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def check_int(error: type[PagedError], name: str, value: object, minimum: int, maximum: int = MAX_INT) -> int:

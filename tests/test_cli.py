@@ -332,9 +332,12 @@ def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
             '{"prompt": "x", "logits_processors": []}',
             "logits_processors cannot be given here",
         ),
-        ('{"prompt": "x", "logit_bias": {"a": 1}}', "a token id in logit_bias must be an int, got 'a'"),
+        (
+            '{"prompt": "x", "logit_bias": {"a": 1}}',
+            "a token id in logit_bias must be an int, at least 0, got 'a'",
+        ),
         ('{"prompt": "x", "logit_bias": [1]}', "logit_bias must be a dict"),
-        ('{"prompt": "x", "logit_bias": {"7": 1, "07": 2}}', "logit_bias has token 7 twice, with 1 and 2"),
+        ('{"prompt": "x", "logit_bias": {"7": 1, "07": 2}}', "logit_bias has token 7 twice, with 1.0 and 2"),
         (
             '{"prompt": "x", "structured_outputs": "a"}',
             "structured_outputs must be an object",

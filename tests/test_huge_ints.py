@@ -76,17 +76,19 @@ def test_bodies_refuse_it_by_name(url, name):
 def test_lines_of_files_refuse_it_and_the_others_are_read(tmp_path):
     wrong = [f'{{"prompt": "x", "{name}": {DIGITS}}}' for name in ("max_tokens", "prompt")]
     wrong.append(f'{{"prompt": "x", "logit_bias": {{"{DIGITS}": 1}}}}')
-    told = "1000000000000000... has 5,001 characters; no int here may be that long"
+    long = "1000000000000000... has 5,001 characters; no int here may be that long"
+    key = "a token id in logit_bias must be an int, at least 0, got '10000000000"
     lines = [f'{{"custom_id": "{i}", "url": "{COMPLETIONS}", "body": {b}}}' for i, b in enumerate(wrong)]
     lines.append(f'{{"custom_id": "good", "url": "{COMPLETIONS}", "body": {{"prompt": "x"}}}}')
     *refused, good = read_lines(write(tmp_path / "in.jsonl", *lines), IdentitySet())
-    assert [str(line.call) for line in refused] == [f"line {n}: {told}" for n in (1, 2, 3)]
+    for n, line, told in zip((1, 2, 3), refused, (long, long, key), strict=True):
+        assert str(line.call).startswith(f"line {n}: {told}")
     assert not isinstance(good.call, RequestError)
-    for line in wrong:
+    for line, told in zip(wrong, (long, long, key), strict=True):
         file = write(tmp_path / "prompts.jsonl", line)
         with pytest.raises(RequestError) as raised:
             read_jobs(file, {})
-        assert str(raised.value) == f"{file}:1: {told}"
+        assert str(raised.value).startswith(f"{file}:1: {told}")
 
 
 @pytest.fixture(scope="module")

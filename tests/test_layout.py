@@ -41,7 +41,7 @@ LAYERS = [
     ["logprobs", "structured_outputs", "token_history"],
     ["logits_edits"],
     ["devices", "threads", "reporter", "sampler", "step_graphs", "model_runner"],
-    ["request_factory", "transcript", "outputs"],
+    ["prompt_parser", "contradictions", "request_factory", "transcript", "outputs"],
     ["embedding", "scoring", "beam_search", "engine_core"],
     ["prefix_store", "generation", "pinning"],
     ["engine"],

@@ -418,7 +418,11 @@ def test_every_sampling_parameter_has_its_name_in_a_body():
         (COMPLETIONS, {"suffix": "x"}, "unknown argument 'suffix'"),
         (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo with logprobs"),
         (COMPLETIONS, {"echo": True, "prompt": [1]}, "echo needs prompts that are text"),
-        (COMPLETIONS, {"logit_bias": {"x": 1}}, "a token id in logit_bias must be an int, got 'x'"),
+        (
+            COMPLETIONS,
+            {"logit_bias": {"x": 1}},
+            "a token id in logit_bias must be an int, at least 0, got 'x'",
+        ),
     ],
     ids=str,
 )

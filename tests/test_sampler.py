@@ -215,7 +215,7 @@ def test_row_of_which_no_token_is_left_says_so():
     requests = [
         new_request(temperature=0.0, allowed_token_ids=[2, 3], bad_words=[(2,), (3,)]),
         new_request(allowed_token_ids=[2], min_tokens=1, stop_ids=[2], logprobs=1),
-        new_request(repetition_penalty=1e-300),
+        new_request(logits_processors=[lambda _, row: row * math.nan]),
         new_request(),
     ]
     step = sample(torch.ones(4, VOCAB_SIZE), requests)

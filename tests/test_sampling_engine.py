@@ -158,7 +158,7 @@ def test_error_of_a_request_ends_that_request_with_its_message():
         SamplingParams(
             temperature=0.0, max_tokens=5, logits_processors=[lambda ids, row: row[: 3 - len(ids)]]
         ),
-        SamplingParams(allowed_token_ids=[4], stop_token_ids=[4], min_tokens=2, max_tokens=5),
+        SamplingParams(logits_processors=[lambda _, row: row.fill_(-torch.inf)], max_tokens=5),
     ]
     plain = SamplingParams(temperature=0.0, max_tokens=5)
     first, second, third = engine.generate([[1, 2, 3]] * 3, [*bad, plain], use_tqdm=False)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
-from paged import RequestError, SamplingParams, UnknownArgumentError
+from paged import RequestError, SamplingParams, StructuredOutputsParams, UnknownArgumentError
 
 BAD_VALUES = {
     "temperature": [math.nan, math.inf, -math.inf, -0.1, True, "1", None, 10**400],
     "top_p": [math.nan, math.inf, 0.0, -0.5, 1.5, True, "0.5", None],
     "min_p": [math.nan, -0.1, 1.1, True, None],
+    "repetition_penalty": [0.0, -1.0, 1e-7, 1e7, math.nan, True],
     "top_k": [-2, 1.5, True, "3", None, math.nan],
     "seed": [True, 1.0, "1", 2**63, -(2**63) - 1],
     "max_tokens": [0, -1, True, 1.0, math.inf, "5"],
@@ -36,6 +38,40 @@ def test_bad_value_is_refused_by_name(name, value):
 def test_min_tokens_above_max_tokens_is_refused():
     with pytest.raises(RequestError, match="min_tokens 5 is more than max_tokens 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_numbers_of_other_libraries_are_pythons_own():
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        seed=np.int64(7),
+        max_tokens=np.uint8(9),
+        stop_token_ids=[np.int32(3), 3, 4, 3],
+        logit_bias={np.int64(5): np.float64(1.0)},
+    )
+    assert params == SamplingParams(
+        temperature=0.5, seed=7, max_tokens=9, stop_token_ids=[3, 4], logit_bias={5: 1.0}
+    )
+    given = (params.temperature, params.seed, params.max_tokens, *params.stop_token_ids, *params.logit_bias)
+    assert {type(value) for value in given} == {int, float}
+
+
+def test_keys_of_logit_bias_may_be_text_as_in_json():
+    assert SamplingParams(logit_bias={"50256": -100}) == SamplingParams(logit_bias={50256: -100})
+    for wrong in ("x", "-1", "1.5", "", "\u0663", "9" * 20):
+        with pytest.raises(RequestError, match="a token id in logit_bias must be an int, at least 0"):
+            SamplingParams(logit_bias={wrong: 1.0})
+    with pytest.raises(RequestError, match=r"logit_bias has token 7 twice, with 1.0 and 2"):
+        SamplingParams(logit_bias={7: 1, "07": 2})
+
+
+def test_json_object_is_the_schema_of_an_object():
+    assert StructuredOutputsParams(json_object=True) == StructuredOutputsParams(json={"type": "object"})
+    with pytest.raises(RequestError, match=r"exactly one of .*, got \['json', 'json_object'\]"):
+        StructuredOutputsParams(json={}, json_object=True)
+    with pytest.raises(RequestError, match="exactly one of"):
+        StructuredOutputsParams(json_object=False)
+    with pytest.raises(RequestError, match="json_object must be True or False, got 1"):
+        StructuredOutputsParams(json_object=1)
 
 
 def test_unknown_keyword_is_refused_with_the_one_meant():

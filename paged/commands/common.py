@@ -13,9 +13,8 @@ import typer
 
 from ..config import EngineConfig
 from ..errors import PagedError
-from ..jobs import biases_of, token_id_of
 from ..options import option
-from ..sampling_params import SamplingParams, StructuredOutputsParams
+from ..sampling_params import SamplingParams, StructuredOutputsParams, biases_of
 from ..simulate.workload import read_shares
 
 if TYPE_CHECKING:
@@ -109,12 +108,14 @@ def template_text(value: str | None) -> str | None:
     )
 
 
-def _bias(text: str) -> tuple[int, float]:
+def _bias(text: str) -> tuple[str, float]:
     token_id, _, bias = text.partition("=")
     try:
-        return token_id_of(token_id), float(bias)
+        if token_id.isascii() and token_id.isdigit():
+            return token_id, float(bias)
     except ValueError:
-        raise CliError(f"--logit-bias must be ID=BIAS such as 42=-100; got {text!r}") from None
+        pass
+    raise CliError(f"--logit-bias must be ID=BIAS such as 42=-100; got {text!r}")
 
 
 def _text(value: str | None, is_file: Callable[[str], bool]) -> str | None:

@@ -1,0 +1,52 @@
+"""Parameters that leave a request nothing to generate, found when it is made and not during a step."""
+
+from __future__ import annotations
+
+from .errors import RequestError
+from .sampling_params import SamplingParams, StructuredOutputsParams
+from .structured_outputs import GrammarState
+from .token_rules import TokenRules
+
+
+def check_possible(
+    params: SamplingParams, stop_ids: frozenset[int], rules: TokenRules, grammar: GrammarState | None
+) -> None:
+    """Refuse what no output can fulfil: its first token must be possible, and so must its least length.
+
+    stop_ids: of EOS and stop_token_ids, those that end the request; banned before min_tokens.
+
+    Raises RequestError naming the parameters that contradict each other.
+    """
+    if params.structured_outputs is not None:
+        _check_least_length(params.structured_outputs, params.min_tokens)
+    banned = {word[0]: "bad_words" for word in rules.bad_words if len(word) == 1}
+    if params.min_tokens:
+        banned |= dict.fromkeys(stop_ids, f"min_tokens {params.min_tokens}")
+    allowed = params.allowed_token_ids
+    if allowed is not None and all(token in banned for token in allowed):
+        raise _impossible("allowed_token_ids", {banned[token] for token in allowed})
+    if grammar is None or not (banned or allowed):
+        return
+    possible = grammar.possible(stop_ids)
+    left = possible if allowed is None else possible.intersection(allowed)
+    if not left:
+        raise _impossible("structured_outputs", {"allowed_token_ids"})
+    if all(token in banned for token in left):
+        names = {banned[token] for token in left}
+        raise _impossible("structured_outputs", names if allowed is None else {*names, "allowed_token_ids"})
+
+
+def _check_least_length(wanted: StructuredOutputsParams, min_tokens: int) -> None:
+    """A choice has as many tokens as bytes, at most."""
+    if wanted.choice is None:
+        return
+    longest = max(len(text.encode()) for text in wanted.choice)
+    if min_tokens > longest:
+        raise RequestError(
+            f"min_tokens {min_tokens} is more than any choice of structured_outputs has; the longest is of "
+            f"{longest} bytes"
+        )
+
+
+def _impossible(name: str, others: set[str]) -> RequestError:
+    return RequestError(f"{name} leaves no token that {' and '.join(sorted(others))} would let be the first")

@@ -1,0 +1,100 @@
+"""Parameters that no output can fulfil are refused when the request is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paged import LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLMEngine:
+    return LLMEngine("demo", num_blocks=64, max_model_len=64)
+
+
+def choice(*strings: str) -> dict[str, Any]:
+    return {"structured_outputs": StructuredOutputsParams(choice=strings)}
+
+
+def ids(engine: LLMEngine, text: str) -> list[int]:
+    return engine.tokenizer.encode_bare(text)
+
+
+def refused(engine: LLMEngine, message: str, **params: Any) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.add_request("a", PROMPT, SamplingParams(**params))
+    assert not engine.has_unfinished_requests()
+
+
+def test_allowed_tokens_that_are_all_banned(engine):
+    (eos,) = engine.core.factory.eos_token_ids
+    least = "allowed_token_ids leaves no token that min_tokens 2 would let be the first"
+    refused(engine, least, allowed_token_ids=[eos], min_tokens=2)
+    refused(engine, least, allowed_token_ids=[5, eos], stop_token_ids=[5], min_tokens=2, ignore_eos=False)
+    (token,) = ids(engine, "return")
+    words = [token]
+    message = "allowed_token_ids leaves no token that bad_words would let be the first"
+    refused(engine, message, allowed_token_ids=words, bad_words=["return"])
+    both = "that bad_words and min_tokens 1 would let"
+    refused(engine, both, allowed_token_ids=[*words, eos], bad_words=["return"], min_tokens=1)
+    # One more than what is banned is enough, and so is no ban.
+    for possible in (
+        {"allowed_token_ids": [*words, 7], "bad_words": ["return"]},
+        {"allowed_token_ids": [eos]},
+        {"allowed_token_ids": [eos, 7], "min_tokens": 2},
+        {"allowed_token_ids": [eos], "min_tokens": 2, "ignore_eos": True},
+    ):
+        (output,) = engine.generate([PROMPT], SamplingParams(max_tokens=2, **possible), use_tqdm=False)
+        assert output.outputs[0].finish_reason in ("stop", "length")
+
+
+def test_languages_of_which_nothing_is_left(engine):
+    (eos,) = engine.core.factory.eos_token_ids
+    (yes,) = ids(engine, "x")
+    refused(
+        engine,
+        "structured_outputs leaves no token that allowed_token_ids would let be the first",
+        allowed_token_ids=[yes],
+        **choice("a", "b"),
+    )
+    refused(
+        engine,
+        "structured_outputs leaves no token that allowed_token_ids and bad_words would let be the first",
+        allowed_token_ids=[yes, eos],
+        bad_words=["x"],
+        **choice("x"),
+    )
+    refused(
+        engine, "min_tokens 4 is more than any choice .* is of 3 bytes", min_tokens=4, **choice("a", "abc")
+    )
+    empty = {"structured_outputs": StructuredOutputsParams(regex="(x)?")}
+    # Nothing, which ends at once, would be left; but not before min_tokens.
+    params = SamplingParams(bad_words=["x"], **empty)
+    (output,) = engine.generate([PROMPT], params, use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("", "stop")
+    refused(engine, "that bad_words and min_tokens 1 would let", bad_words=["x"], min_tokens=1, **empty)
+    # What is left is generated.
+    params = SamplingParams(allowed_token_ids=[yes, eos], min_tokens=1, **choice("x", "y"))
+    assert engine.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text == "x"
+
+
+def test_min_tokens_beyond_the_context(engine):
+    room = 64 - len(engine.tokenizer.encode(PROMPT))
+    message = f"min_tokens {room + 1} is more than the {room} that there is room for behind a prompt of"
+    refused(engine, message, min_tokens=room + 1)
+    params = SamplingParams(min_tokens=room, temperature=0.0)
+    (output,) = engine.generate([PROMPT], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == room
+
+
+def test_forks_too(engine):
+    (eos,) = engine.core.factory.eos_token_ids
+    engine.add_request("parent", PROMPT, SamplingParams(max_tokens=4))
+    engine.step()
+    with pytest.raises(RequestError, match="allowed_token_ids leaves no token that min_tokens 3"):
+        engine.fork("parent", "child", SamplingParams(allowed_token_ids=[eos], min_tokens=3))
+    engine.abort_request("parent")
