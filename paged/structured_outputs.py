@@ -1,9 +1,9 @@
 """Structured outputs: grammars over tokens, and which tokens they allow next, found while the device runs.
 
 The grammars are llguidance's. It refuses the keywords of a JSON schema that it does not do, where xgrammar,
-the other library looked at, lets some of them pass and the output with them; it compiles a schema without
-going through the vocabulary; it is small, has no dependencies, reads Lark and GBNF, and bounds by itself what
-a grammar may cost. As a "date" it lets 29 February through in any year. What it takes of a step:
+the other library looked at, lets some of them pass and the output with them (`python -m
+benchmarks.grammar_libraries`); it is small, has no dependencies, reads Lark and GBNF, and bounds by itself
+what a grammar may cost. As a "date" it lets 29 February through in any year. What it takes of a step:
 `python -m benchmarks.structured_outputs`.
 
 How an output ends: where the grammar is complete, the request's stop tokens (EOS, stop_token_ids) become

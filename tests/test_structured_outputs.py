@@ -23,7 +23,7 @@ from paged import LLMEngine, RequestError, RequestOutput, SamplingParams, Struct
 from paged import structured_outputs as module
 from paged.structured_outputs import GrammarMasks, Grammars
 from tests.checkpoints import SHAPE, assert_all_free, edit_json, new_engine, random_model
-from tests.schema_cases import SCHEMAS, closed
+from benchmarks.schemas import SCHEMAS, closed
 
 DEMO = Path(paged.__file__).parent / "demo"
 PROMPT = "def area(width, height):\n"
