@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 import paged
+from benchmarks.schemas import SCHEMAS, closed
 from paged import LLMEngine, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from paged import structured_outputs as module
 from paged.structured_outputs import GrammarMasks, Grammars
 from tests.checkpoints import SHAPE, assert_all_free, edit_json, new_engine, random_model
-from benchmarks.schemas import SCHEMAS, closed
 
 DEMO = Path(paged.__file__).parent / "demo"
 PROMPT = "def area(width, height):\n"
