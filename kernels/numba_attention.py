@@ -18,6 +18,7 @@ from numba import carray, cfunc
 from .numba_decode import add_values, reads_in_place, score_keys
 from .numba_rows import copy_row, copy_rows
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_tiles import multiply_add
 from .numba_vectors import (
     FLOAT32,
     LANES,
@@ -36,7 +37,6 @@ from .numba_vectors import (
     item_size,
     load,
     multiply,
-    multiply_add,
     set_float,
     set_long,
     splat,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .checks import check_dtype, check_shape
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_tiles import MOST_TILE_ROWS, multiply_panel, multiply_panel_bfloat, multiply_panel_int8
 from .numba_vectors import (
     BFLOAT16,
     FLOAT16,
@@ -33,17 +34,15 @@ from .numba_vectors import (
     load_high,
     load_low,
     multiply,
-    multiply_add,
-    multiply_add_bfloat,
-    multiply_add_int8,
     set_byte,
     splat,
     store,
     store_as,
+    will_write,
 )
 
 PANEL = 2 * LANES  # outputs
-DEPTH = 256  # inputs that a panel is gone through at a time: 16 to 32 KiB of it
+DEPTH = 320  # inputs that a panel is gone through at a time, at most: 20 to 40 KiB of it
 ROWS = 64  # of a unit
 GROUP = 32  # inputs that share a scale and a zero in int4
 INT4 = 5  # after the kinds that can be loaded as they are
@@ -174,31 +173,45 @@ def _finish(args, sums, row, panel):
 
 
 @function
-def _linear(args, unit, scratch):
+def _linear(args, unit, next_unit, scratch):
     panel, first = unit % args.num_panels, unit // args.num_panels * ROWS
     rows = min(ROWS, args.num_rows - first)
-    x = args.x + first * args.x_stride
+    _start(args, rows, first, panel, scratch)
     stride = LANES if args.weight_kind == INT4 else PANEL * item_size(args.weight_kind)
-    weight = args.panels + panel * args.in_features * stride
-    tile = scratch + ROWS * _WIDTH
-    for i in range(rows):
-        for v in range(0, _WIDTH, VECTOR_BYTES):
-            store(scratch + i * _WIDTH + v, splat(np.float32(0.0)))
-    for start in range(0, args.in_features, DEPTH):
-        depth = min(DEPTH, args.in_features - start)
-        a, b = x + 4 * start, weight + start * stride
+    panel_bytes = args.in_features * stride
+    weight, tile = args.panels + panel * panel_bytes, scratch + ROWS * _WIDTH
+    pace = -(-stride // -(-rows // MOST_TILE_ROWS))
+    # In equal parts, of whole groups.
+    step = -(-args.in_features // (-(-args.in_features // DEPTH) * GROUP)) * GROUP
+    for start in range(0, args.in_features, step):
+        depth = min(step, args.in_features - start)
+        a, b, x_stride = args.x + first * args.x_stride + 4 * start, weight + start * stride, args.x_stride
+        # While this part is in the first cache, the one that is read next comes from memory.
+        ahead = b + depth * stride
+        if start + depth == args.in_features:
+            ahead = args.panels + next_unit % args.num_panels * panel_bytes
         if args.weight_kind == FLOAT32:
-            multiply_add(scratch, _WIDTH, a, args.x_stride, b, stride, rows, 2, depth)
+            multiply_panel(scratch, _WIDTH, a, x_stride, b, stride, rows, depth, ahead, pace)
         elif args.weight_kind == BFLOAT16:
-            multiply_add_bfloat(scratch, _WIDTH, a, args.x_stride, b, stride, rows, 2, depth)
+            multiply_panel_bfloat(scratch, _WIDTH, a, x_stride, b, stride, rows, depth, ahead, pace)
         elif args.weight_kind == INT8:
-            multiply_add_int8(scratch, _WIDTH, a, args.x_stride, b, stride, rows, 2, depth)
+            multiply_panel_int8(scratch, _WIDTH, a, x_stride, b, stride, rows, depth, ahead, pace)
         else:
             factors = args.scales + panel * (args.in_features // GROUP) * 2 * 2 * PANEL
             _unpack_int4(tile, weight, factors, start, depth)
-            multiply_add(scratch, _WIDTH, a, args.x_stride, tile, _WIDTH, rows, 2, depth)
+            multiply_panel(scratch, _WIDTH, a, x_stride, tile, _WIDTH, rows, depth, ahead, pace)
     for i in range(rows):
         _finish(args, scratch + i * _WIDTH, first + i, panel)
+
+
+@function
+def _start(args, rows, first, panel, sums):
+    """Sums of nothing, and their places in the output on the way to the cache."""
+    size = item_size(args.out_kind)
+    for i in range(rows):
+        will_write(args.out + ((first + i) * args.out_features + panel * PANEL) * size)
+        for v in range(0, _WIDTH, VECTOR_BYTES):
+            store(sums + i * _WIDTH + v, splat(np.float32(0.0)))
 
 
 def _compile(sources: int):  # numba's cache of compiled code goes by this too
@@ -209,8 +222,9 @@ def _compile(sources: int):  # numba's cache of compiled code goes by this too
         scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
         unit = claim(counters + NEXT_UNIT)
         while unit < args.num_units:
-            _linear(args, unit, scratch)
-            unit = claim(counters + NEXT_UNIT)
+            next_unit = claim(counters + NEXT_UNIT)
+            _linear(args, unit, next_unit, scratch)
+            unit = next_unit
 
     return linear_kernel
 

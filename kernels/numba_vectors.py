@@ -1,4 +1,4 @@
-"""SIMD for numba: vectors of float32, what loads and stores them, and the register tile of every product.
+"""SIMD for numba: vectors of float32, and what loads, changes and stores them.
 
 numba leaves it to LLVM to find vectors in scalar loops. What a kernel gains from that changes with its
 shape, and with it the order of a sum, so these kernels say what is a vector. Addresses are plain int64.
@@ -404,6 +404,18 @@ def seen(builder: Any, address: Any) -> Any:
     return builder.load_atomic(_at(builder, _I64, address), "acquire", 8)
 
 
+def _prefetch(builder: Any, address: Any, *, write: bool = False) -> None:
+    """Have a cache line on its way, to be read or written; nothing happens where there is no memory."""
+    how = [ir.Constant(_I32, n) for n in (int(write), 3, 1)]  # into the first cache, as data
+    _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), _at(builder, ir.IntType(8), address), *how)
+
+
+@_operation(types.void, types.int64)
+def will_write(builder: Any, address: Any) -> None:
+    """Have the cache line there on its way to be written."""
+    _prefetch(builder, address, write=True)
+
+
 @_operation(types.void, types.int64, types.int64)
 def call(builder: Any, function_address: Any, argument: Any) -> Any:
     """A C function of an address, by its own."""
@@ -455,93 +467,3 @@ def store_as(kind, address, x):
         store_int8(address, x)
     else:
         store_float8(address, x)
-
-
-def _register_tile(rows: int, vectors: int, kind: int) -> Any:
-    """C += A B for so many rows of C and vectors of them: float32, but for B."""
-    places = [(r, v) for r in range(rows) for v in range(vectors)]
-
-    @_operation(types.void, *[types.int64] * 7)
-    def register_tile(
-        builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, depth: Any
-    ) -> None:
-        def at(address: Any, stride: Any, row: Any, offset: int = 0) -> Any:
-            place = builder.add(address, builder.mul(stride, row))
-            return builder.add(place, ir.Constant(_I64, offset))
-
-        where = {(r, v): at(c, c_stride, ir.Constant(_I64, r), v * VECTOR_BYTES) for r, v in places}
-        # LLVM keeps these in registers.
-        sums = {p: cgutils.alloca_once_value(builder, _load(builder, FLOAT32, where[p])) for p in places}
-        with cgutils.for_range(builder, depth) as loop:
-            size = LANES * _ITEM_SIZES[kind]
-            row = [_load(builder, kind, at(b, b_stride, loop.index, v * size)) for v in range(vectors)]
-            column = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, 4)))
-            for r in range(rows):
-                scalar = builder.load(_at(builder, _F32, at(column, a_stride, ir.Constant(_I64, r))), align=4)
-                same = _splat(builder, scalar)
-                for v in range(vectors):
-                    now = builder.load(sums[r, v])
-                    builder.store(
-                        _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, same, row[v], now), sums[r, v]
-                    )
-        for p in places:
-            _store(builder, FLOAT32, where[p], builder.load(sums[p]))
-
-    return register_tile
-
-
-def _product(kind: int) -> Any:
-    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES] of `kind`.
-
-    Addresses, and strides of rows in bytes. Each number of C is one chain of fused multiply-adds in the order
-    of the depth, whatever the tile: the bits of a row do not depend on how many rows are beside it.
-    """
-    size = LANES * _ITEM_SIZES[kind]
-    tile_6x2, tile_4x2 = _register_tile(6, 2, kind), _register_tile(4, 2, kind)
-    tile_4x1 = _register_tile(4, 1, kind)
-    tile_2x4, tile_2x1 = _register_tile(2, 4, kind), _register_tile(2, 1, kind)
-    tile_1x8, tile_1x2 = _register_tile(1, 8, kind), _register_tile(1, 2, kind)
-    tile_1x1 = _register_tile(1, 1, kind)
-
-    @function
-    def multiply_add(c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
-        row = 0
-        while row < rows:
-            at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
-            # As many chains at a time as hide how long one multiply-add takes, in 16 registers. Rows that are
-            # whole pages apart share few sets of the first cache: six of them and B would not fit.
-            if rows - row >= 6 and vectors % 2 == 0 and a_stride % 4096:
-                while left:
-                    tile_6x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * size, left - 2
-                row += 6
-            elif rows - row >= 4:
-                while left >= 2:
-                    tile_4x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * size, left - 2
-                if left:
-                    tile_4x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                row += 4
-            elif rows - row >= 2:
-                while left >= 4:
-                    tile_2x4(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * size, left - 4
-                while left:
-                    tile_2x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + VECTOR_BYTES, at_b + size, left - 1
-                row += 2
-            else:
-                while left >= 8:
-                    tile_1x8(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 8 * VECTOR_BYTES, at_b + 8 * size, left - 8
-                while left >= 2:
-                    tile_1x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * size, left - 2
-                if left:
-                    tile_1x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                row += 1
-
-    return multiply_add
-
-
-multiply_add, multiply_add_bfloat, multiply_add_int8 = map(_product, (FLOAT32, BFLOAT16, INT8))
