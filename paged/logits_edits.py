@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .dry import dry_penalties
+from .dry import DryHistory
 from .kernels.backend import Kernels
 from .request import Request
 from .sampling_params import SamplingParams
@@ -24,9 +24,14 @@ class LogitsEdits:
     """
 
     def __init__(
-        self, requests: Sequence[Request], kernels: Kernels, history: TokenHistory, vocab_size: int
+        self,
+        requests: Sequence[Request],
+        kernels: Kernels,
+        history: TokenHistory,
+        dry: DryHistory,
+        vocab_size: int,
     ) -> None:
-        self.kernels, self.history, self.vocab_size = kernels, history, vocab_size
+        self.kernels, self.history, self.dry, self.vocab_size = kernels, history, dry, vocab_size
         self.device = history.slots.device
         rows = [*enumerate(requests)]
         self._allowed = self._allowed_tokens([(r, q) for r, q in rows if q.params.allowed_token_ids])
@@ -39,14 +44,16 @@ class LogitsEdits:
         penalized = [(r, q) for r, q in rows if q.params.penalizes]
         history.keep([request for _, request in penalized])
         self._penalties = self._penalty_columns(penalized)
-        self._dry: Rows = [(r, q) for r, q in rows if q.params.dry_multiplier]
+        repeating = [(r, q) for r, q in rows if q.params.dry_multiplier and q.params.dry_penalty_last_n]
+        dry.keep([request for _, request in repeating])
+        self._dry_rows = self._longs(self._place(row, 0) for row, _ in repeating) if repeating else None
         self._processed: Rows = [(r, q) for r, q in rows if q.params.logits_processors]
 
     @property
     def may_leave_none(self) -> bool:
         """Whether a row may have no finite maximum afterwards that had one before."""
         bans = self._allowed is not None or self._banned or self._words or self._early
-        return bool(bans or self._dry or self._processed)
+        return bool(bans or self._dry_rows is not None or self._processed)
 
     def apply(self, logits: Tensor) -> dict[int, str]:
         """Edit f32[num_rows, vocab_size] in place. Returns which rows failed, and why."""
@@ -67,8 +74,9 @@ class LogitsEdits:
             self.kernels.apply_penalties(
                 logits, rows, history.slots, history.output_counts, history.prompt_mask, *columns
             )
-        if self._dry:
-            self._apply_dry(flat)
+        if self._dry_rows is not None:
+            self.dry.update()
+            self.dry.apply(flat, self._dry_rows)
         return {row: message for row, q in self._processed if (message := _process(logits, row, q))}
 
     def _allowed_tokens(self, rows: Rows) -> tuple[Tensor, Tensor] | None:
@@ -113,16 +121,6 @@ class LogitsEdits:
             return []
         self._early = [(row, q) for row, q in self._early if q.num_output_tokens < q.params.min_tokens]
         return [self._place(row, token) for row, q in self._early for token in q.stop_ids]
-
-    def _apply_dry(self, flat: Tensor) -> None:
-        costs = {
-            self._place(row, token): -cost
-            for row, q in self._dry
-            for token, cost in dry_penalties(q.token_ids, q.params, q.rules.breakers).items()
-        }
-        if costs:
-            values = torch.tensor([*costs.values()], dtype=torch.float32, device=self.device)
-            flat.index_add_(0, self._longs(costs), values)
 
     def _place(self, row: int, token: int) -> int:
         return row * self.vocab_size + token

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .dry import DryHistory
 from .kernels.backend import Kernels
 from .logits_edits import LogitsEdits
 from .logprobs import token_logprobs
@@ -32,7 +33,7 @@ class Sampler:
 
     def __init__(self, kernels: Kernels, vocab_size: int, device: torch.device) -> None:
         self.kernels, self.vocab_size, self.device = kernels, vocab_size, device
-        self.history = TokenHistory(vocab_size, device)
+        self.history, self.dry = TokenHistory(vocab_size, device), DryHistory(device)
         self._last: _Batch | None = None
 
     def sample(
@@ -53,6 +54,8 @@ class Sampler:
             return StepOutput()
         batch = self._last
         if batch is None or batch.requests != requests:
+            # The histories leave its requests, even if the new batch fails half-way.
+            self._last = None
             batch = self._last = _Batch(requests, self)
         tokens, highest = best or self.kernels.greedy(logits)
         if batch.is_greedy and grammar_masks is None:
@@ -87,9 +90,10 @@ class _Batch:
         self.is_greedy = all(request.is_greedy for request in requests)
         self.edits: LogitsEdits | None = None
         if any(request.params.edits_logits for request in requests):
-            self.edits = LogitsEdits(requests, sampler.kernels, sampler.history, vocab_size)
+            self.edits = LogitsEdits(requests, sampler.kernels, sampler.history, sampler.dry, vocab_size)
         else:
             sampler.history.keep([])
+            sampler.dry.keep([])
         self.may_leave_none = self.edits is not None and self.edits.may_leave_none
         self._asked = [row for row, request in enumerate(requests) if request.wants_logprobs]
         self._raw: Tensor | None = None

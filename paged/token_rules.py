@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -13,8 +13,8 @@ MAX_BREAKERS = 64
 MAX_BREAKER_LENGTH = 40
 
 Encode = Callable[[str], list[int]]  # without special tokens
-# By the first token, what follows it: () where the token is a breaker by itself.
-Breakers = Mapping[int, Sequence[tuple[int, ...]]]
+# By what follows its first token, which ones that may be: under () those that are breakers by themselves.
+Breakers = Mapping[tuple[int, ...], Set[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +88,19 @@ def _breakers(strings: Sequence[str], encode: Encode, token_texts: Callable[[], 
             f"dry_sequence_breakers must be at most {MAX_BREAKERS} strings of at most "
             f"{MAX_BREAKER_LENGTH} characters, got {len(strings)}, the longest of {max(map(len, strings))}"
         )
-    found: dict[int, dict[tuple[int, ...], None]] = {}
+    found: dict[tuple[int, ...], set[int]] = {}
     texts = token_texts()
     holding, ending = _indices(strings, texts)
     for string in strings:
         for head, *tail in _whole(string, encode):
-            found.setdefault(head, {})[tuple(tail)] = None
+            found.setdefault(tuple(tail), set()).add(head)
         for token in min((holding[character] for character in string), key=len):
             if string in texts[token]:
-                found.setdefault(token, {})[()] = None
+                found.setdefault((), set()).add(token)
         for n in range(1, len(string)):
-            beginning = [token for token in ending[string[:n]] if string not in texts[token]]
-            rest = tuple(encode(string[n:])) if beginning else ()
-            for token in beginning:
-                found.setdefault(token, {})[rest] = None
-    return {head: tuple(tails) for head, tails in found.items()}
+            if beginning := [token for token in ending[string[:n]] if string not in texts[token]]:
+                found.setdefault(tuple(encode(string[n:])), set()).update(beginning)
+    return found
 
 
 def _indices(strings: Sequence[str], texts: list[str]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:

@@ -292,21 +292,43 @@ def test_tokens_do_not_depend_on_neighbours_or_order_or_what_was_sampled_before(
         step = sampler.sample(logits[rows], [shuffled[row] for row in rows])
         assert step.tokens == [together.tokens[row] for row in rows]
         sampler.history.check()
+        sampler.dry.check()
 
 
 def test_histories_follow_requests_that_come_and_go():
     sampler = new_sampler()
-    requests = [new_request([i], [], seed=i, presence_penalty=0.5) for i in range(6)]
+    requests = [new_request([i], [], seed=i, presence_penalty=0.5, dry_multiplier=1.0) for i in range(6)]
     plain = new_request(temperature=0.0)
     generator = torch.Generator().manual_seed(0)
     for rows in ([0, 1], [0, 1], [1, 2, 3], [3, 0], [], [0, 4, 5, 1, 2, 3], [2], [2]):
         batch = [plain, *(requests[row] for row in rows)]
         step = sampler.sample(torch.randn(len(batch), VOCAB_SIZE, generator=generator), batch)
         sampler.history.check()
+        sampler.dry.check()
         assert len(sampler.history.slots) == len(rows)
         for request, token in zip(batch, step.tokens, strict=True):
             request.token_ids.append(token)
     assert sampler.history.num_slots == 8  # as many as were needed at once, doubled
+
+
+def test_batch_that_failed_half_way_leaves_nothing_behind(monkeypatch):
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    params = {"repetition_penalty": 1.5, "dry_multiplier": 1.0, "dry_allowed_length": 1}
+    requests = [new_request([1, 2, 1, i], [2, 1], seed=i, **params) for i in range(4)]
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    sampler = new_sampler()
+    expected = sampler.sample(logits[:2].clone(), requests[:2]).tokens
+    with monkeypatch.context() as patch:
+        patch.setattr("paged.sampler._filters", fail)
+        with pytest.raises(MemoryError):
+            sampler.sample(logits.clone(), requests[1:])
+    # The same as before: not what was known of them then.
+    assert sampler.sample(logits[:2].clone(), requests[:2]).tokens == expected
+    sampler.history.check()
+    sampler.dry.check()
+    assert len(sampler.history.slots) == 2
 
 
 def test_greedy_batch_touches_nothing_it_does_not_use(monkeypatch):

@@ -33,6 +33,11 @@ def params_of(**changes: Any) -> list[SamplingParams]:
     return [SamplingParams(**{**common, **params, **changes}) for params in PARAMS]
 
 
+def check_histories(engine: LLMEngine) -> None:
+    engine.runner.sampler.history.check()
+    engine.runner.sampler.dry.check()
+
+
 def run(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
     """What came out, with the sampler's histories looked at after every step."""
     for i, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
@@ -40,7 +45,7 @@ def run(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams
     outputs = {}
     while engine.has_unfinished_requests():
         outputs.update((output.request_id, output) for output in engine.step())
-        engine.runner.sampler.history.check()
+        check_histories(engine)
     assert_all_free(engine)
     return [
         [(c.token_ids, c.finish_reason, c.logprobs and [*map(dict.keys, c.logprobs)]) for c in o.outputs]
@@ -117,9 +122,17 @@ def test_order_and_neighbours_do_not_matter():
     assert run(engine, prompts[::-1], params[::-1]) == roomy(1)[::-1]
 
 
-def test_fork_counts_the_tokens_of_its_parent():
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"frequency_penalty": 0.7, "presence_penalty": 0.5},
+        {"dry_multiplier": 3.0, "dry_allowed_length": 1, "dry_sequence_breakers": ()},
+    ],
+    ids=["penalties", "DRY"],
+)
+def test_fork_counts_the_tokens_of_its_parent(params):
     engine = new_engine(checkpoint("llama"))
-    penalised = SamplingParams(temperature=0.0, frequency_penalty=0.7, presence_penalty=0.5, max_tokens=24)
+    penalised = SamplingParams(temperature=0.0, max_tokens=24, **params)
     prompt = ragged_prompts([9])[0]
     expected = run(new_engine(checkpoint("llama")), [prompt], [penalised])[0][0][0]
     engine.add_request("a", prompt, penalised)
@@ -131,14 +144,16 @@ def test_fork_counts_the_tokens_of_its_parent():
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
-        engine.runner.sampler.history.check()
+        check_histories(engine)
     assert outputs[-1].outputs[0].token_ids == expected
 
 
 def test_no_memory_is_left_of_requests_that_ended():
     engine = new_engine(checkpoint("llama"))
-    history = engine.runner.sampler.history
-    penalised = SamplingParams(frequency_penalty=0.5, max_tokens=3)
+    history, dry = engine.runner.sampler.history, engine.runner.sampler.dry
+    penalised = SamplingParams(
+        frequency_penalty=0.5, max_tokens=3, dry_multiplier=1.0, dry_sequence_breakers=()
+    )
     for round_ in range(6):
         for i in range(5):
             engine.add_request(str(i), [1 + i, 2], penalised)
@@ -147,9 +162,11 @@ def test_no_memory_is_left_of_requests_that_ended():
         while engine.has_unfinished_requests():
             engine.step()
         assert history.num_slots == 5 if round_ == 0 else history.num_slots <= 8
+        assert dry.capacity <= 64
     engine.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
     assert not len(history.slots)
-    history.check()
+    assert not dry.capacity
+    check_histories(engine)
 
 
 def test_error_of_a_request_ends_that_request_with_its_message():
