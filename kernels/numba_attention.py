@@ -98,7 +98,7 @@ def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_h
     width: int = padded.py_func(value_dim)
     score_rows = max(MAX_ROWS, group, max_rows)
     tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + score_rows + 2 * 2 + 2)
-    return 4 * (tiles + max_rows * (head_dim + 2 * width + 4))
+    return 4 * (tiles + 2 * LANES + max_rows * (head_dim + 2 * width + 4))
 
 
 @function
@@ -113,6 +113,16 @@ def _fill_addresses(args, seq, tile, skip, count, to):
             value = args.value_cache + number * args.value_block_stride
         set_long(to + 8 * place, key + offset * args.key_token_stride)
         set_long(to + 8 * (TILE + place), value + offset * args.value_token_stride)
+
+
+@function
+def _fill_next(args, seq, first, end, to):
+    """Where K of the tokens from `first` on is, or of the last one before `end`: what is fetched ahead."""
+    for place in range(LANES):
+        token = min(first + place, end - 1)
+        number = get_int(args.block_tables + seq * args.table_stride + 4 * (token // args.block_size))
+        key = args.key_cache + number * args.key_block_stride
+        set_long(to + 8 * place, key + token % args.block_size * args.key_token_stride)
 
 
 @function
@@ -298,7 +308,7 @@ def _attend(args, unit, scratch):
     keys = tile_values + TILE * value_stride  # transposed
     scores = keys + args.head_dim * _TILE_BYTES
     addresses = scores + max(MAX_ROWS, num_rows) * _TILE_BYTES
-    queries = addresses + 2 * 8 * TILE
+    queries = addresses + 8 * (2 * TILE + LANES)
     sums = queries + num_rows * 4 * args.head_dim  # of the split at hand
     totals = sums + num_rows * 4 * width
     states = totals + num_rows * 4 * width  # each row's highest score and sum of weights, twice
@@ -323,12 +333,15 @@ def _attend(args, unit, scratch):
         for tile in range(max(split * SPLIT, low // TILE * TILE), min((split + 1) * SPLIT, high), TILE):
             skip, count = max(0, low - tile), min(TILE, high - tile)
             _fill_addresses(args, seq, tile, skip, count, addresses)
+            if in_place:
+                _fill_next(args, seq, tile + TILE, high, addresses + 16 * TILE)
             hidden = tile + TILE > seen_by_all or args.window > 0
             if in_place:
                 score_keys(
                     args.cache_kind, scores, _TILE_BYTES, queries, 4 * args.head_dim, addresses,
                     first_head * args.key_head_stride, args.key_head_stride, skip, count,
                     end_head - first_head, rows, args.head_dim,
+                    addresses + 8 * TILE, first_head * args.value_head_stride, args.value_head_stride,
                 )  # fmt: skip
                 for i in range(num_rows):
                     if args.key_scales and i % rows == 0:
@@ -342,6 +355,7 @@ def _attend(args, unit, scratch):
                     args.cache_kind, sums, 4 * width, scores, _TILE_BYTES, addresses + 8 * TILE,
                     first_head * args.value_head_stride, args.value_head_stride, skip, count,
                     end_head - first_head, rows, num_vectors,
+                    addresses + 16 * TILE, first_head * args.key_head_stride, args.key_head_stride,
                 )  # fmt: skip
                 continue
             copy_rows(

@@ -2,8 +2,8 @@
 
 A decode reads every number of K and V once for one query token. To bring them into scratch memory first, as
 attention does where many rows share them, takes as long as to read them. Here a block of keys is transposed
-in registers. Every sum is the same chain as there: of a score in the order of the columns, of an output in
-the order of the keys.
+in registers, while the next one is fetched: it may lie where no prefetcher looks for it. Every sum is the
+same chain as there: of a score in the order of the columns, of an output in the order of the keys.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ from .numba_vectors import (
     _call,
     _load,
     _operation,
+    _prefetch,
     _same,
     _splat,
     _store,
@@ -35,7 +36,8 @@ from .numba_vectors import (
     set_long,
 )
 
-MOST_ROWS = 4  # of a KV head: for more, scratch memory pays
+LINE = 64  # bytes of a cache line
+MOST_ROWS = 8  # of a KV head: for more, scratch memory pays
 _BLOCK = 8  # keys whose V is added for all heads before the next: some pages of memory
 
 
@@ -48,9 +50,15 @@ def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def _key_tile(rows: int, kind: int) -> Any:
-    """Scores of so many rows with LANES keys, whose addresses lie one behind the other."""
+    """Scores of so many rows with LANES keys, whose addresses lie one behind the other.
 
-    @_operation(types.void, *[types.int64] * 7)
+    What is read next, the same columns at LANES other addresses, is fetched meanwhile: a few lines with each
+    step, all of them once.
+    """
+    step_bytes = LANES * _ITEM_SIZES[kind]
+    num_fetched = max(1, LANES * step_bytes // LINE)  # lines of each step
+
+    @_operation(types.void, *[types.int64] * 9)
     def key_tile(
         builder: Any,
         scores: Any,
@@ -60,12 +68,18 @@ def _key_tile(rows: int, kind: int) -> Any:
         keys: Any,
         offset: Any,
         depth: Any,
+        ahead: Any,
+        ahead_offset: Any,
     ) -> None:
         longs = [builder.load(_at(builder, _I64, keys, _long(8 * lane))) for lane in range(LANES)]
         places = [builder.add(address, offset) for address in longs]
         sums = [cgutils.alloca_once_value(builder, _same(0.0)) for _ in range(rows)]
         with cgutils.for_range(builder, builder.udiv(depth, _long(LANES))) as loop:
-            step = builder.mul(loop.index, _long(LANES * _ITEM_SIZES[kind]))
+            step = builder.mul(loop.index, _long(step_bytes))
+            first = builder.mul(builder.urem(loop.index, _long(LANES // num_fetched)), _long(8 * num_fetched))
+            for lane in range(num_fetched):
+                other = builder.load(_at(builder, _I64, ahead, first, _long(8 * lane)))
+                _prefetch(builder, builder.add(builder.add(other, ahead_offset), step))
             columns = _transpose(builder, [_load(builder, kind, builder.add(p, step)) for p in places])
             query = builder.add(queries, builder.mul(loop.index, _long(VECTOR_BYTES)))
             for lane, column in enumerate(columns):
@@ -81,12 +95,24 @@ def _key_tile(rows: int, kind: int) -> Any:
 
 
 def _value_tile(rows: int, vectors: int, kind: int) -> Any:
-    """Adds so many vectors of V to the sums of so many rows, each key's by the row's weight for it."""
+    """Adds so many vectors of V to the sums of so many rows, each key's by the row's weight for it.
+
+    For each key, as much is fetched `ahead`.
+    """
     where = [(r, v) for r in range(rows) for v in range(vectors)]
 
-    @_operation(types.void, *[types.int64] * 7)
+    @_operation(types.void, *[types.int64] * 9)
     def value_tile(
-        builder: Any, out: Any, stride: Any, weights: Any, w_stride: Any, values: Any, offset: Any, count: Any
+        builder: Any,
+        out: Any,
+        stride: Any,
+        weights: Any,
+        w_stride: Any,
+        values: Any,
+        offset: Any,
+        count: Any,
+        ahead: Any,
+        ahead_offset: Any,
     ) -> None:
         def place(r: int, v: int) -> Any:
             return builder.add(builder.add(out, builder.mul(stride, _long(r))), _long(v * VECTOR_BYTES))
@@ -96,6 +122,9 @@ def _value_tile(rows: int, vectors: int, kind: int) -> Any:
             key = builder.mul(loop.index, _long(8))
             value = builder.add(builder.load(_at(builder, _I64, values, key)), offset)
             size = LANES * _ITEM_SIZES[kind]
+            other = builder.add(builder.load(_at(builder, _I64, ahead, key)), ahead_offset)
+            for byte in range(0, vectors * size, LINE):
+                _prefetch(builder, builder.add(other, _long(byte)))
             parts = [_load(builder, kind, builder.add(value, _long(v * size))) for v in range(vectors)]
             for r in range(rows):
                 at = builder.add(weights, builder.mul(w_stride, _long(r)))
@@ -118,46 +147,77 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
     size = LANES * _ITEM_SIZES[kind]
 
     @function
-    def score(scores, stride, queries, q_stride, keys, offset, depth, rows):
+    def score(scores, stride, queries, q_stride, keys, offset, depth, rows, ahead, ahead_offset):
         row = 0
         while rows - row >= 4:
-            key_4(scores + row * stride, stride, queries + row * q_stride, q_stride, keys, offset, depth)
+            key_4(
+                scores + row * stride,
+                stride,
+                queries + row * q_stride,
+                q_stride,
+                keys,
+                offset,
+                depth,
+                ahead,
+                ahead_offset,
+            )
             row += 4
         if rows - row >= 2:
-            key_2(scores + row * stride, stride, queries + row * q_stride, q_stride, keys, offset, depth)
+            key_2(
+                scores + row * stride,
+                stride,
+                queries + row * q_stride,
+                q_stride,
+                keys,
+                offset,
+                depth,
+                ahead,
+                ahead_offset,
+            )
             row += 2
         if row < rows:
-            key_1(scores + row * stride, stride, queries + row * q_stride, q_stride, keys, offset, depth)
+            key_1(
+                scores + row * stride,
+                stride,
+                queries + row * q_stride,
+                q_stride,
+                keys,
+                offset,
+                depth,
+                ahead,
+                ahead_offset,
+            )
 
     @function
-    def add(sums, stride, weights, w_stride, values, offset, count, rows, vectors):
+    def add(sums, stride, weights, w_stride, values, offset, count, rows, vectors, ahead, ahead_offset):
         row = 0
         while row < rows:
             to, own, at, left = sums + row * stride, weights + row * w_stride, offset, vectors
+            moved = ahead_offset - offset
             if rows - row >= 4:
                 while left >= 2:
-                    value_4x2(to, stride, own, w_stride, values, at, count)
+                    value_4x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                     to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
                 if left:
-                    value_4x1(to, stride, own, w_stride, values, at, count)
+                    value_4x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                 row += 4
             elif rows - row >= 2:
                 while left >= 4:
-                    value_2x4(to, stride, own, w_stride, values, at, count)
+                    value_2x4(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                     to, at, left = to + 4 * VECTOR_BYTES, at + 4 * size, left - 4
                 while left:
-                    value_2x1(to, stride, own, w_stride, values, at, count)
+                    value_2x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                     to, at, left = to + VECTOR_BYTES, at + size, left - 1
                 row += 2
             else:
                 while left >= 8:
-                    value_1x8(to, stride, own, w_stride, values, at, count)
+                    value_1x8(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                     to, at, left = to + 8 * VECTOR_BYTES, at + 8 * size, left - 8
                 while left >= 6:
-                    value_1x6(to, stride, own, w_stride, values, at, count)
+                    value_1x6(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                     to, at, left = to + 6 * VECTOR_BYTES, at + 6 * size, left - 6
                 while left:
-                    value_1x1(to, stride, own, w_stride, values, at, count)
+                    value_1x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                     to, at, left = to + VECTOR_BYTES, at + size, left - 1
                 row += 1
 
@@ -178,11 +238,13 @@ def reads_in_place(kind, rows, head_dim, value_dim):
 
 @function
 def score_keys(
-    kind, scores, stride, queries, q_stride, keys, offset, head_stride, skip, count, heads, rows, depth
-):
+    kind, scores, stride, queries, q_stride, keys, offset, head_stride, skip, count, heads, rows, depth,
+    values, value_offset, value_stride,
+):  # fmt: skip
     """Scores of every head's rows with its keys from `skip` to `count`, and of some places around them.
 
     keys: where the addresses of the tile's keys are, of which those places get a neighbour's.
+    values: those of their V, which is read next and fetched behind the last of K.
     """
     first, end = skip // LANES * LANES, (count + LANES - 1) // LANES * LANES
     for place in range(first, skip):
@@ -193,27 +255,37 @@ def score_keys(
         for head in range(heads):
             out, query = scores + head * rows * stride + 4 * block, queries + head * rows * q_stride
             where, at = keys + 8 * block, offset + head * head_stride
+            ahead, ahead_at = where + 8 * LANES, at
+            if block + LANES >= end:
+                ahead, ahead_at = values + 8 * skip, value_offset + head * value_stride
             if kind == FLOAT32:
-                _score_float(out, stride, query, q_stride, where, at, depth, rows)
+                _score_float(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
             elif kind == BFLOAT16:
-                _score_bfloat(out, stride, query, q_stride, where, at, depth, rows)
+                _score_bfloat(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
             else:
-                _score_int8(out, stride, query, q_stride, where, at, depth, rows)
+                _score_int8(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
 
 
 @function
 def add_values(
-    kind, sums, stride, weights, w_stride, values, offset, head_stride, skip, count, heads, rows, vectors
-):
-    """To the sums of every head's rows, V of the tile's keys from `skip` to `count` by its weights."""
+    kind, sums, stride, weights, w_stride, values, offset, head_stride, skip, count, heads, rows, vectors,
+    keys, key_offset, key_stride,
+):  # fmt: skip
+    """To the sums of every head's rows, V of the tile's keys from `skip` to `count` by its weights.
+
+    keys: addresses of LANES keys, which are read next and fetched behind the last of V.
+    """
     for block in range(skip, count, _BLOCK):
         size = min(_BLOCK, count - block)
         for head in range(heads):
             out, weight = sums + head * rows * stride, weights + head * rows * w_stride + 4 * block
             where, at = values + 8 * block, offset + head * head_stride
+            ahead, ahead_at = where + 8 * _BLOCK, at
+            if block + _BLOCK >= count:
+                ahead, ahead_at = keys, key_offset + head * key_stride
             if kind == FLOAT32:
-                _add_float(out, stride, weight, w_stride, where, at, size, rows, vectors)
+                _add_float(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
             elif kind == BFLOAT16:
-                _add_bfloat(out, stride, weight, w_stride, where, at, size, rows, vectors)
+                _add_bfloat(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
             else:
-                _add_int8(out, stride, weight, w_stride, where, at, size, rows, vectors)
+                _add_int8(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
