@@ -78,7 +78,7 @@ def lowest_kept(
     min_p = tl.load(min_p_ptr + row, mask=(flags & 1) != 0, other=0.0)
     lowest_z = tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1.1754943508222875e-38)), -1000.0)
     sigmas = tl.load(sigmas_ptr + row, mask=(flags & 2) != 0, other=0.0)
-    low = tl.full([], _INFINITE_KEY, tl.int64)
+    low = tl.full([], _INFINITE_KEY, tl.int32)
     if sigmas > 0:
         offs = tl.arange(0, BLOCKS)
         mask = offs < NUM_BLOCKS
@@ -91,7 +91,7 @@ def lowest_kept(
         away = mean - tl.sum(count * mean, axis=0) / total
         variance = tl.sum(squares + count * away * away, axis=0) / total
         lowest = top.to(tl.float64) - sigmas.to(tl.float64) * tl.sqrt(variance)
-        low = ordered(tl.maximum(lowest, -FLOAT_MAX).to(tl.float32)).to(tl.int64) - 1
+        low = ordered(tl.maximum(lowest, -FLOAT_MAX).to(tl.float32)) - 1
     return lowest_z, low
 
 
@@ -123,11 +123,11 @@ def coarse_low(sums_ptr, pivots, low, typical, top_k, top_p, PIVOTS: tl.constexp
     if typical >= 1.0:
         if top_k < SIZE:
             enough = tl.load(sums_ptr + offs) >= top_k
-            low = tl.maximum(low, tl.max(tl.where(enough, pivots.to(tl.int64), low), axis=0))
+            low = tl.maximum(low, tl.max(tl.where(enough, pivots, low), axis=0))
         elif top_p < 1.0:
             target = tl.maximum(share_of(top_p, tl.load(sums_ptr + 2 * PIVOTS)), 1)
             enough = tl.load(sums_ptr + PIVOTS + offs) >= target
-            low = tl.maximum(low, tl.max(tl.where(enough, pivots.to(tl.int64), low), axis=0))
+            low = tl.maximum(low, tl.max(tl.where(enough, pivots, low), axis=0))
     return low
 
 

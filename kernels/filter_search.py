@@ -24,9 +24,9 @@ from .filter_row import (
 def _weights_above(
     list_ptr,
     length,
-    pivots,  # i64[PIVOTS]
-    low,
-    high,
+    pivots,  # i32[PIVOTS]
+    low,  # i32
+    high,  # i32
     top,
     temperature,
     inverse,
@@ -48,10 +48,10 @@ def _weights_above(
         z = scaled(x, top, temperature, inverse)
         distance = tl.abs(z - center)
         mask = mask & ((distance <= reach) | (x == top))
-        key = ordered(tl.where(distance == 0.0, 0.0, -distance) if BY_DISTANCE else x).to(tl.int64)
-        weight = mass_of(z) if BY_MASS else tl.full([BLOCK], 1, tl.int64)
-        weight = tl.where(mask, weight, 0)
-        above += tl.sum(tl.where(key[:, None] > pivots[None, :], weight[:, None], 0), axis=0)
+        key = ordered(tl.where(distance == 0.0, 0.0, -distance) if BY_DISTANCE else x)
+        weight = tl.where(mask, mass_of(z) if BY_MASS else 1, 0)
+        weight = tl.where(key[:, None] > pivots[None, :], weight[:, None], 0)
+        above += tl.sum(weight, axis=0)
         inside = mask & (key > low) & (key <= high)
         least = tl.minimum(least, tl.min(tl.where(inside, key, high), axis=0))
         most = tl.maximum(most, tl.max(tl.where(inside, key, low), axis=0))
@@ -63,8 +63,8 @@ def _search(
     list_ptr,
     length,
     target,  # i64
-    low,  # i64: nothing at or below it is kept
-    high,  # i64: the highest key there is
+    low,  # i32: nothing at or below it is kept
+    high,  # i32: the highest key there is
     top,
     temperature,
     inverse,
@@ -78,13 +78,12 @@ def _search(
     """The key above which tokens are kept: those with less than `target` strictly above them."""
     step = tl.arange(0, PIVOTS)
     part = tl.maximum(step - 2, 0).to(tl.float32) / (PIVOTS - 2)
-    while high - low > 1:
+    while high > low + 1:
         # Three quarter the integers, so that every pass at least halves them; the others divide the floats,
         # among which logits are spread more evenly.
-        quarters = low + (high - low) * (step + 1).to(tl.int64) // 4
-        first = tl.maximum(unordered(low.to(tl.int32)), -FLOAT_MAX)
-        last = unordered(high.to(tl.int32))
-        evenly = ordered(first * (1.0 - part) + last * part).to(tl.int64)
+        quarters = low + ((high.to(tl.int64) - low) * (step + 1) // 4).to(tl.int32)
+        first = tl.maximum(unordered(low), -FLOAT_MAX)
+        evenly = ordered(first * (1.0 - part) + unordered(high) * part)
         pivots = tl.where(step < 3, quarters, evenly)
         pivots = tl.minimum(tl.maximum(pivots, low), high - 1)
         above, least, most = _weights_above(
@@ -128,7 +127,7 @@ def search_kernel(
     sums_ptr += row * (2 * PIVOTS + 2)
     list_ptr += row * SIZE
     length = tl.load(sums_ptr + 2 * PIVOTS + 1).to(tl.int32)
-    high = ordered(top).to(tl.int64)
+    high = ordered(top)
     center = tl.full([], 0.0, tl.float32)
     reach = tl.full([], 1000.0, tl.float32)
     if typical < 1.0:
@@ -144,11 +143,11 @@ def search_kernel(
         # Surprise is log(sum) - z, so its distance to the entropy, its mean, is that of z to its own mean.
         center = -(drop.to(tl.float64) / tl.maximum(total, 1).to(tl.float64)).to(tl.float32)
         near = _search(
-            list_ptr, length, tl.maximum(share_of(typical, total), 1), ordered(-reach).to(tl.int64),
-            tl.full([], 0, tl.int64), top, temperature, inverse, center, reach,
+            list_ptr, length, tl.maximum(share_of(typical, total), 1), ordered(-reach),
+            tl.full([], 0, tl.int32), top, temperature, inverse, center, reach,
             True, True, BLOCK, PIVOTS,
         )  # fmt: skip
-        reach = -unordered((near + 1).to(tl.int32))
+        reach = -unordered(near + 1)
     elif top_k < SIZE or top_p < 1.0:
         pivots = coarse_pivots(maxima_ptr, top, row, NUM_BLOCKS, BLOCKS, PIVOTS)
         low = coarse_low(sums_ptr, pivots, low, typical, top_k, top_p, PIVOTS, SIZE)
@@ -161,7 +160,7 @@ def search_kernel(
         total = tl.load(sums_ptr + 2 * PIVOTS)
         if top_k < SIZE or typical < 1.0:
             kept, _, _ = _weights_above(
-                list_ptr, length, low + tl.zeros([PIVOTS], tl.int64), low, high, top, temperature, inverse,
+                list_ptr, length, low + tl.zeros([PIVOTS], tl.int32), low, high, top, temperature, inverse,
                 center, reach, False, True, BLOCK, PIVOTS,
             )  # fmt: skip
             total = tl.max(kept, axis=0)
@@ -173,7 +172,7 @@ def search_kernel(
     tl.store(limits_ptr, top)
     tl.store(limits_ptr + 1, temperature)
     tl.store(limits_ptr + 2, inverse)
-    tl.store(limits_ptr + 3, unordered((tl.minimum(low, high - 1) + 1).to(tl.int32)))
+    tl.store(limits_ptr + 3, unordered(tl.minimum(low, high - 1) + 1))
     tl.store(limits_ptr + 4, lowest_z)
     tl.store(limits_ptr + 5, center)
     tl.store(limits_ptr + 6, reach)
