@@ -25,6 +25,18 @@ def _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def _query_range(cu_seqlens_q_ptr, seq, AGAIN: tl.constexpr):
+    """The first of a sequence's new tokens among those of all sequences, and how many they are.
+
+    AGAIN: behind the loops over keys, to find the rows' places a second time. As volatile it is not taken for
+    the same as before, whose rows would have to stay in registers all the while. Done where that spares a
+    spill or lets more programs run at once: prefill of half precision up to a width of 128, float32 decode.
+    """
+    query_start = tl.load(cu_seqlens_q_ptr + seq, volatile=AGAIN)
+    return query_start, tl.load(cu_seqlens_q_ptr + seq + 1, volatile=AGAIN) - query_start
+
+
+@triton.jit
 def _load_tile(ptr, offs, mask_t, offs_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """[TILE, BLOCK_D] of a cache; zero where it may not be read."""
     offs = offs[:, None] + offs_d[None, :]
@@ -35,6 +47,14 @@ def _load_tile(ptr, offs, mask_t, offs_d, DIM: tl.constexpr, BLOCK_D: tl.constex
     if DIM == BLOCK_D:
         return tl.load(ptr + offs)
     return tl.load(ptr + offs, mask=(offs_d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_row(ptr, offs, mask_t, MASKED: tl.constexpr):
+    """[TILE] of a block table or of scales; zero where it may not be read."""
+    if MASKED:
+        return tl.load(ptr + offs, mask=mask_t, other=0)
+    return tl.load(ptr + offs)
 
 
 @triton.jit
@@ -92,7 +112,7 @@ def _attend(
         if BLOCK_SIZE % TILE == 0:  # one block holds the whole tile
             block = tl.load(table_ptr + tile // BLOCK_SIZE).to(tl.int64)
         else:
-            block = tl.load(table_ptr + offs_t // BLOCK_SIZE, mask=mask_t, other=0).to(tl.int64)
+            block = _load_row(table_ptr, offs_t // BLOCK_SIZE, mask_t, MASKED).to(tl.int64)
         slot = offs_t % BLOCK_SIZE
         offs_key = block * stride_key_block + slot * stride_key_slot
         key = _load_tile(key_ptr, offs_key, mask_t, offs_d, min(HEAD_DIM, BLOCK_D), BLOCK_D, MASKED)
@@ -111,7 +131,7 @@ def _attend(
             value = _load_tile(value_ptr, offs_value, mask_t, offs_v, VALUE_DIM, BLOCK_V, MASKED)
         if QUANTIZED:
             offs_scale = block * stride_scale_block + slot
-            scores = scores * tl.load(key_scale_ptr + offs_scale, mask=mask_t, other=0.0)[None, :]
+            scores = scores * _load_row(key_scale_ptr, offs_scale, mask_t, MASKED)[None, :]
         if SOFTCAP:  # softcap tanh(x / softcap), by exp: it needs no library
             capped = 2.0 / (1.0 + tl.exp2(scores * (score_scale / softcap * 2.885390081777927)))  # 2 log2(e)
             scores = softcap - softcap * capped
@@ -138,7 +158,7 @@ def _attend(
         row_sum = row_sum * rescale + tl.sum(weights, axis=1)
         acc = acc * rescale[:, None]
         if QUANTIZED:
-            weights = weights * tl.load(value_scale_ptr + offs_scale, mask=mask_t, other=0.0)[None, :]
+            weights = weights * _load_row(value_scale_ptr, offs_scale, mask_t, MASKED)[None, :]
         acc = tl.dot(weights.to(DOT_DTYPE), value.to(DOT_DTYPE), acc, input_precision="ieee")
         row_max = new_max
     return acc, row_max, row_sum
@@ -313,9 +333,8 @@ def prefill_kernel(
     # Later blocks see more keys: they go first, so that the short ones fill the end of the launch.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q)
-    first_token = (q_block - tl.load(cu_seqlens_q_ptr + seq) // BLOCK_Q - seq) * BLOCK_Q
-    query_start = tl.load(cu_seqlens_q_ptr + seq)
-    query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - query_start
+    query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, False)
+    first_token = (q_block - query_start // BLOCK_Q - seq) * BLOCK_Q
     if query_len <= DECODE_Q or first_token >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
@@ -345,10 +364,16 @@ def prefill_kernel(
         BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
         WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE,
     )  # fmt: skip
+    if tl.float32 != DOT_DTYPE and BLOCK_V <= 128:
+        query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, True)
+        offs_q = (q_block - query_start // BLOCK_Q - seq) * BLOCK_Q + row // BLOCK_G
+        mask_row = (row < BLOCK_Q * BLOCK_G) & (offs_q < query_len) & (member < GROUP)
+        token = (query_start + offs_q).to(tl.int64)
     offs_v = tl.arange(0, BLOCK_V)
     mask_out = mask_row[:, None] & (offs_v < VALUE_DIM)[None, :]
     offs_out = ((token * NUM_HEADS + head) * VALUE_DIM)[:, None] + offs_v[None, :]
-    out = acc / tl.where(mask_row, row_sum, 1.0)[:, None]
+    # What is no row may have seen nothing.
+    out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
@@ -449,7 +474,6 @@ def decode_kernel(
             mask_row = mask_row & (seq < num_seqs)
             token = seq.to(tl.int64)
             query_pos = tl.load(seq_lens_ptr + seq, mask=mask_row, other=1) - 1
-            item = tl.load(first_item_ptr + seq, mask=mask_row, other=0) + split
             start = split * min_split
             end = start + min_split
             # All of them see all of it.
@@ -462,15 +486,13 @@ def decode_kernel(
             first_seq = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS))
             split = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS) + 1)
             offs_q = row // BLOCK_G
-            query_start = tl.load(cu_seqlens_q_ptr + first_seq)
-            query_len = tl.load(cu_seqlens_q_ptr + first_seq + 1) - query_start
+            query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, False)
             last_pos = tl.load(seq_lens_ptr + first_seq) - 1
             mask_row = mask_row & (offs_q < query_len)
             token = (query_start + offs_q).to(tl.int64)
             context_len = last_pos + 1 - query_len
             first_pos = context_len
             query_pos = context_len + offs_q
-            item = tl.load(first_item_ptr + first_seq) + split
             key_low = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
             start = first_key_tile(first_pos, WINDOW, TILE)
             num_keys = last_pos + 1 - start
@@ -488,6 +510,14 @@ def decode_kernel(
             BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
             WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE,
         )  # fmt: skip
+        if SHARED:
+            item = tl.load(first_item_ptr + seq, mask=mask_row, other=0) + split
+        else:
+            item = tl.load(first_item_ptr + first_seq) + split
+            if tl.float32 == DOT_DTYPE:
+                query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, True)
+                mask_row = (row < BLOCK_Q * BLOCK_G) & (member < GROUP) & (offs_q < query_len)
+                token = (query_start + offs_q).to(tl.int64)
         # No row, or all of them, leave as a partial result.
         mask_partial = mask_row & (row < tl.where(own_splits > 1, BLOCK_M, 0))
         place = (item.to(tl.int64) * partial_q + offs_q) * NUM_HEADS + head
@@ -500,5 +530,5 @@ def decode_kernel(
             mask_row = mask_row & ~mask_partial
             mask_out = mask_row[:, None] & mask_v
             offs_out = ((token * NUM_HEADS + head) * VALUE_DIM)[:, None] + offs_v[None, :]
-            out = acc / tl.where(mask_row, row_sum, 1.0)[:, None]
+            out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
             tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
