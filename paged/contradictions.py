@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 from .errors import RequestError
+from .request import Grammar
 from .sampling_params import SamplingParams, StructuredOutputsParams
-from .structured_outputs import GrammarState
 from .token_rules import TokenRules
 
 
 def check_possible(
-    params: SamplingParams, stop_ids: frozenset[int], rules: TokenRules, grammar: GrammarState | None
+    params: SamplingParams,
+    stop_ids: frozenset[int],
+    rules: TokenRules,
+    grammar: Grammar | None,
+    *,
+    vocab_size: int,
+    num_tokens: int = 0,
 ) -> None:
-    """Refuse what no output can fulfil: its first token must be possible, and so must its least length.
+    """Refuse what no output can fulfil: its next token must be possible, and so must its least length.
 
     stop_ids: of EOS and stop_token_ids, those that end the request; banned before min_tokens.
+    grammar: where it is behind the tokens that there are.
+    num_tokens: how many a fork has from its parent.
 
     Raises RequestError naming the parameters that contradict each other.
     """
     if params.structured_outputs is not None:
         _check_least_length(params.structured_outputs, params.min_tokens)
+    place = "next" if num_tokens else "first"
     banned = {word[0]: "bad_words" for word in rules.bad_words if len(word) == 1}
-    if params.min_tokens:
+    if num_tokens < params.min_tokens:
         banned |= dict.fromkeys(stop_ids, f"min_tokens {params.min_tokens}")
     allowed = params.allowed_token_ids
     if allowed is not None and all(token in banned for token in allowed):
-        raise _impossible("allowed_token_ids", {banned[token] for token in allowed})
-    if grammar is None or not (banned or allowed):
+        raise _impossible("allowed_token_ids", {banned[token] for token in allowed}, place)
+    if len(banned) == vocab_size:
+        raise _impossible("the vocabulary", {*banned.values()}, place)
+    if grammar is None or (stop_ids and not (banned or allowed)):
         return
     possible = grammar.possible(stop_ids)
+    if not possible:
+        raise RequestError(
+            "structured_outputs allows nothing but the end of the output, and neither EOS nor stop_token_ids "
+            f"would let that be the {place} token"
+        )
     left = possible if allowed is None else possible.intersection(allowed)
     if not left:
-        raise _impossible("structured_outputs", {"allowed_token_ids"})
+        raise _impossible("structured_outputs", {"allowed_token_ids"}, place)
     if all(token in banned for token in left):
         names = {banned[token] for token in left}
-        raise _impossible("structured_outputs", names if allowed is None else {*names, "allowed_token_ids"})
+        names |= set() if allowed is None else {"allowed_token_ids"}
+        raise _impossible("structured_outputs", names, place)
 
 
 def _check_least_length(wanted: StructuredOutputsParams, min_tokens: int) -> None:
@@ -48,5 +65,7 @@ def _check_least_length(wanted: StructuredOutputsParams, min_tokens: int) -> Non
         )
 
 
-def _impossible(name: str, others: set[str]) -> RequestError:
-    return RequestError(f"{name} leaves no token that {' and '.join(sorted(others))} would let be the first")
+def _impossible(name: str, others: set[str], place: str) -> RequestError:
+    return RequestError(
+        f"{name} leaves no token that {' and '.join(sorted(others))} would let be the {place}"
+    )

@@ -35,6 +35,12 @@ class Grammar(Protocol):
     def copy(self) -> Self:
         """One of its own at the same place."""
 
+    def follow(self, request: Request) -> bool:
+        """Take all of the output. Returns whether the language has it."""
+
+    def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that may come next, where these are what ends an output."""
+
     def is_complete(self, request: Request) -> bool:
         """Whether the output is, and nothing can follow it."""
 

@@ -91,8 +91,8 @@ class RequestFactory:
         parsed = self.prompts.parse(prompt, params.cache_salt)
         wanted = params.structured_outputs
         grammar = None if wanted is None else self.grammars.start(wanted)
-        rules = self._token_rules(params)
-        check_possible(params, self._stop_ids(params), rules, grammar)
+        rules, vocab_size = self._token_rules(params), self.model_config.vocab_size
+        check_possible(params, self._stop_ids(params), rules, grammar, vocab_size=vocab_size)
         return Prepared(parsed, rules, _stops(params), grammar)
 
     def new_fork(
@@ -121,7 +121,6 @@ class RequestFactory:
             )
         parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
         rules = parent.rules if params is parent.params else self._token_rules(params)
-        check_possible(params, self._stop_ids(params), rules, None)
         prepared = Prepared(parsed, rules, _stops(params))
         child = self._new_request(request_id, prepared, params, parent.tenant, now, 0, seed)
         if params is parent.params or params.timeout_s is None:
@@ -147,7 +146,9 @@ class RequestFactory:
                     f"{parent.params.prompt_logprobs}, got {params.prompt_logprobs}"
                 )
             child.report = parent.report.fork()
-        child.grammar = self._grammar_of_fork(child, parent)
+        grammar = child.grammar = self._grammar_of_fork(child, parent)
+        vocab_size, num_tokens = self.model_config.vocab_size, parent.num_output_tokens
+        check_possible(params, child.stop_ids, rules, grammar, vocab_size=vocab_size, num_tokens=num_tokens)
         return RequestGroup(request_id, [child])
 
     def new_report(
@@ -174,9 +175,11 @@ class RequestFactory:
         wanted = child.params.structured_outputs
         if wanted is None:
             return None
+        grammar: Grammar
         if parent.grammar is not None and wanted == parent.params.structured_outputs:
-            return parent.grammar.copy()
-        grammar = self.grammars.start(wanted)
+            grammar = parent.grammar.copy()
+        else:
+            grammar = self.grammars.start(wanted)
         if not grammar.follow(child):
             raise RequestError(
                 f"structured_outputs {wanted.kind} does not allow the {parent.num_output_tokens} tokens that "

@@ -91,10 +91,46 @@ def test_min_tokens_beyond_the_context(engine):
     assert len(output.outputs[0].token_ids) == room
 
 
-def test_forks_too(engine):
+def test_nothing_but_the_end_which_nothing_ends(engine):
+    nothing_but = "structured_outputs allows nothing but the end of the output, and neither EOS nor"
+    empty = {"structured_outputs": StructuredOutputsParams(regex="")}
+    refused(engine, nothing_but, ignore_eos=True, **empty)
+    (output,) = engine.generate([PROMPT], SamplingParams(**empty), use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("", "stop")
+
+
+def test_all_of_the_vocabulary(engine):
+    stops = [*range(engine.model_config.vocab_size)]
+    message = "the vocabulary leaves no token that min_tokens 1 would let be the first"
+    refused(engine, message, stop_token_ids=stops, min_tokens=1)
+    params = SamplingParams(stop_token_ids=stops[:-1], min_tokens=1, max_tokens=1)
+    assert engine.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids == stops[-1:]
+
+
+def test_forks_are_judged_where_they_are(engine):
     (eos,) = engine.core.factory.eos_token_ids
-    engine.add_request("parent", PROMPT, SamplingParams(max_tokens=4))
+    (a,) = ids(engine, "a")
+    grammar = StructuredOutputsParams(regex="(ab)*")
+    begun = SamplingParams(max_tokens=4, allowed_token_ids=[a], structured_outputs=grammar)
+    engine.add_request("parent", PROMPT, begun)
     engine.step()
-    with pytest.raises(RequestError, match="allowed_token_ids leaves no token that min_tokens 3"):
-        engine.fork("parent", "child", SamplingParams(allowed_token_ids=[eos], min_tokens=3))
+    for message, params in (
+        (
+            "allowed_token_ids leaves no token that min_tokens 3 would let be the next",
+            SamplingParams(allowed_token_ids=[eos], min_tokens=3),
+        ),
+        ("structured_outputs leaves no token that allowed_token_ids would let be the next", begun),
+        ("structured_outputs leaves no token that allowed_token_ids would let be the next", None),
+        (
+            "structured_outputs leaves no token that bad_words would let be the next",
+            SamplingParams(bad_words=["b"], structured_outputs=grammar),
+        ),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.fork("parent", "child", params)
+    # What its parent has generated counts.
+    engine.fork("parent", "child", SamplingParams(allowed_token_ids=[eos], min_tokens=1))
     engine.abort_request("parent")
+    (output,) = [output for _ in range(2) for output in engine.step() if output.finished]
+    assert output.outputs[0].token_ids == [a, eos]
+    assert not engine.has_unfinished_requests()
