@@ -19,7 +19,7 @@ from .request_factory import RequestFactory
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
-from .validation import check_bool, check_int, check_number, shown
+from .validation import check_bool, check_int, check_number, plain, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,8 @@ class BeamSearchParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         check_int(RequestError, "beam_width", self.beam_width, 1)
         check_int(RequestError, "max_tokens", self.max_tokens, 1)
         check_bool(RequestError, "ignore_eos", self.ignore_eos)

@@ -6,6 +6,7 @@ import copy
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, assert_all_free, checkpoint, new_engine, ragged_prompts, reference
@@ -241,3 +242,14 @@ def test_searches_for_nothing_are_refused():
 def test_length_penalty_has_a_range(penalty):
     with pytest.raises(RequestError, match="length_penalty must be at least -50 and at most 50"):
         BeamSearchParams(beam_width=2, max_tokens=5, length_penalty=penalty)
+
+
+def test_numbers_of_other_libraries_are_pythons_own():
+    params = BeamSearchParams(
+        beam_width=np.int64(2),
+        max_tokens=np.uint8(3),
+        temperature=np.float32(0),
+        length_penalty=np.float16(2),
+    )
+    assert params == BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=2.0)
+    assert [type(value) for value in (params.beam_width, params.length_penalty)] == [int, float]
