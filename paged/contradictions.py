@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .errors import RequestError
 from .request import Grammar
-from .sampling_params import SamplingParams, StructuredOutputsParams
+from .sampling_params import SamplingParams
 from .token_rules import TokenRules
 
 
@@ -25,8 +27,8 @@ def check_possible(
 
     Raises RequestError naming the parameters that contradict each other.
     """
-    if params.structured_outputs is not None:
-        _check_least_length(params.structured_outputs, params.min_tokens)
+    if params.structured_outputs is not None and params.structured_outputs.choice is not None:
+        _check_choice(params.structured_outputs.choice, params, stop_ids)
     place = "next" if num_tokens else "first"
     banned = {word[0]: "bad_words" for word in rules.bad_words if len(word) == 1}
     if num_tokens < params.min_tokens:
@@ -53,15 +55,20 @@ def check_possible(
         raise _impossible("structured_outputs", names, place)
 
 
-def _check_least_length(wanted: StructuredOutputsParams, min_tokens: int) -> None:
-    """A choice has as many tokens as bytes, at most."""
-    if wanted.choice is None:
-        return
-    longest = max(len(text.encode()) for text in wanted.choice)
-    if min_tokens > longest:
+def _check_choice(choice: Sequence[str], params: SamplingParams, stop_ids: frozenset[int]) -> None:
+    """A choice has as many tokens as bytes, at most, and then one that ends it."""
+    longest = max(len(text.encode()) for text in choice)
+    if params.min_tokens > longest:
         raise RequestError(
-            f"min_tokens {min_tokens} is more than any choice of structured_outputs has; the longest is of "
-            f"{longest} bytes"
+            f"min_tokens {params.min_tokens} is more than any choice of structured_outputs has; the longest "
+            f"is of {longest} bytes"
+        )
+    may_be_cut = bool(params.stop) or (params.max_tokens is not None and params.max_tokens <= longest)
+    allowed = params.allowed_token_ids
+    if allowed is not None and stop_ids and stop_ids.isdisjoint(allowed) and not may_be_cut:
+        raise RequestError(
+            "allowed_token_ids has neither EOS nor any of stop_token_ids, and so no choice of "
+            "structured_outputs could end; allow one of these, or give ignore_eos=True"
         )
 
 

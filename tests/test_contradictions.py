@@ -58,7 +58,7 @@ def test_languages_of_which_nothing_is_left(engine):
     refused(
         engine,
         "structured_outputs leaves no token that allowed_token_ids would let be the first",
-        allowed_token_ids=[yes],
+        allowed_token_ids=[yes, eos],
         **choice("a", "b"),
     )
     refused(
@@ -89,6 +89,27 @@ def test_min_tokens_beyond_the_context(engine):
     params = SamplingParams(min_tokens=room, temperature=0.0)
     (output,) = engine.generate([PROMPT], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == room
+
+
+def test_choices_that_could_never_end(engine):
+    (eos,) = engine.core.factory.eos_token_ids
+    (a,) = ids(engine, "a")
+    wanted = {"allowed_token_ids": [a], **choice("a", "aa")}
+    message = "allowed_token_ids has neither EOS nor any of stop_token_ids, and so no choice"
+    refused(engine, message, **wanted)
+    refused(engine, message, max_tokens=3, **wanted)
+    refused(engine, message, stop_token_ids=[7], **wanted)
+    for possible in (
+        {"max_tokens": 2},
+        {"ignore_eos": True},
+        {"ignore_eos": True, "stop_token_ids": [a]},
+        {"stop": ["a"]},
+        {"allowed_token_ids": [a, eos]},
+        {"allowed_token_ids": [a, 7], "stop_token_ids": [7]},
+    ):
+        params = SamplingParams(**{"seed": 1, **wanted, **possible})
+        (output,) = engine.generate([PROMPT], params, use_tqdm=False)
+        assert output.outputs[0].finish_reason in ("stop", "length")
 
 
 def test_nothing_but_the_end_which_nothing_ends(engine):
