@@ -236,8 +236,10 @@ class RequestFactory:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer, which skip_tokenizer_init=True left out")
         if params.num_samples > self.max_num_seqs:
+            name = "n" if params.best_of is None else "best_of"
             raise RequestError(
-                f"{params.num_samples} samples cannot run at once; max_num_seqs is {self.max_num_seqs}"
+                f"{name} {params.num_samples} is more samples than can run at once; max_num_seqs is "
+                f"{self.max_num_seqs}"
             )
         self.prompts.check_vocabulary("stop_token_ids", params.stop_token_ids)
         self.prompts.check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())

@@ -17,6 +17,7 @@ MAX_SEED = 2**63 - 1
 # Of all stop strings together, and of all bad words: what is read beside them takes memory and time.
 MAX_STOP_CHARACTERS = 2**18
 MAX_BAD_WORDS = 10_000
+MAX_TOKEN_IDS = 2**20  # in one list; a range() may have more than memory holds
 # Beyond these, what is left of ordinary logits in float32 is 0 or inf.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 # Called with the tokens generated so far and f32[vocab_size]; returns the row to go on with.
@@ -342,6 +343,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise RequestError(f"{name} must be a list of ints, got {shown(value)}")
+    if len(value) > MAX_TOKEN_IDS:
+        raise RequestError(f"{name} has {len(value)} token ids; {MAX_TOKEN_IDS} is the most")
     # Each once: others may give the same a million times.
     return tuple(dict.fromkeys(check_int(RequestError, name, plain(token_id), 0) for token_id in value))
 

@@ -147,8 +147,10 @@ def test_fork_has_a_timeout_of_its_own_or_that_of_its_parent(monkeypatch):
 
 def test_more_samples_than_can_run_are_refused():
     engine = new_engine(checkpoint("llama"), max_num_seqs=3)
-    with pytest.raises(RequestError, match="4 samples cannot run at once; max_num_seqs is 3"):
-        engine.add_request("a", [1], sampled(n=4))
+    for name in ("n", "best_of"):
+        message = f"{name} 4 is more samples than can run at once; max_num_seqs is 3"
+        with pytest.raises(RequestError, match=message):
+            engine.add_request("a", [1], sampled(**{name: 4}))
     assert not engine.has_unfinished_requests()
 
 

@@ -55,6 +55,13 @@ def test_numbers_of_other_libraries_are_pythons_own():
     assert {type(value) for value in given} == {int, float}
 
 
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_more_token_ids_than_memory_holds_are_refused_before_they_are_looked_at(name):
+    with pytest.raises(RequestError, match=f"{name} has {10**15} token ids; 1048576 is the most"):
+        SamplingParams(**{name: range(10**15)})
+    assert len(getattr(SamplingParams(**{name: [7] * 2**20}), name)) == 1
+
+
 def test_keys_of_logit_bias_may_be_text_as_in_json():
     assert SamplingParams(logit_bias={"50256": -100}) == SamplingParams(logit_bias={50256: -100})
     for wrong in ("x", "-1", "1.5", "", "\u0663", "9" * 20):
