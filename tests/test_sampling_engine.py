@@ -86,6 +86,8 @@ TEXT_PARAMS: list[dict[str, Any]] = [
     {"ignore_eos": True, "skip_special_tokens": False, "spaces_between_special_tokens": False},
     {"cache_salt": "mine", "timeout_s": 600.0},
     {"detokenize": False, "logprobs": 1},
+    {"dry_multiplier": 2.0, "dry_base": 3.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["os"]},
+    {"dry_multiplier": 2.0, "dry_penalty_last_n": 24},
 ]
 
 
@@ -100,6 +102,8 @@ def test_parameters_of_text_compose_with_samples_and_preemption():
         "for i in",
         "#",
         "a",
+        "import os\nimport sys\nimport os\nimport",
+        "x = [1, 1, 1, 1, 1, 1, 1, 1,",
     ]
     seen, preemptions = [], []
     for num_blocks in (512, 40):
