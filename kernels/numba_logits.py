@@ -47,7 +47,7 @@ from .numba_vectors import (
 
 PENALTIES = Task(
     (
-        "logits", "rows", "slots", "counts", "prompts", "repetition", "frequency", "presence",
+        "logits", "rows", "slots", "counts", "seen", "repetition", "frequency", "presence",
         "num_rows", "size", "stride",
     )
 )  # fmt: skip
@@ -60,24 +60,24 @@ _LOG2E = np.float32(1.4426950408889634)
 
 @function
 def _apply_penalties(args, i):
-    """Those of the i-th history, of which most is blank."""
+    """Those of the i-th history, of which most is blank: only where it is not are counts read."""
     size, slot = args.size, get_long(args.slots + 8 * i)
     x = args.logits + get_long(args.rows + 8 * i) * args.stride
-    counts, prompts = args.counts + slot * 4 * size, args.prompts + slot * size
+    counts, seen = args.counts + slot * 4 * size, args.seen + slot * size
     whole = size // VECTOR_BYTES * VECTOR_BYTES
     for start in range(0, whole, VECTOR_BYTES):
-        if any_set(counts + 4 * start, prompts + start):
+        if any_set(seen + start):
             for token in range(start, start + VECTOR_BYTES):
-                _penalise(args, i, x + 4 * token, get_int(counts + 4 * token), get_byte(prompts + token))
+                if get_byte(seen + token):
+                    _penalise(args, i, x + 4 * token, get_int(counts + 4 * token))
     for token in range(whole, size):
-        _penalise(args, i, x + 4 * token, get_int(counts + 4 * token), get_byte(prompts + token))
+        if get_byte(seen + token):
+            _penalise(args, i, x + 4 * token, get_int(counts + 4 * token))
 
 
 @function
-def _penalise(args, i, at, count, prompt):
+def _penalise(args, i, at, count):
     """Repetition first: positive logits are divided, others multiplied (Keskar et al., 2019)."""
-    if count == 0 and prompt == 0:
-        return
     logit, repetition = get_float(at), get_float(args.repetition + 4 * i)
     logit = logit / repetition if logit > np.float32(0.0) else logit * repetition
     if count > 0:
@@ -169,7 +169,7 @@ def apply_penalties(
     rows: Tensor,  # i64[n], which rows of it
     slots: Tensor,  # i64[n], where the history of each is
     output_counts: Tensor,  # i32[num_slots, vocab_size], how often each token was generated
-    prompt_mask: Tensor,  # bool[num_slots, vocab_size], the tokens of the prompt
+    seen: Tensor,  # bool[num_slots, vocab_size], the tokens of prompt and output
     repetition_penalty: Tensor,  # f32[n]
     frequency_penalty: Tensor,  # f32[n]
     presence_penalty: Tensor,  # f32[n]
@@ -182,13 +182,13 @@ def apply_penalties(
         and logits.stride(1) == 1
         and all(is_plain(x, torch.int64, num) for x in (rows, slots))
         and is_plain(output_counts, torch.int32, output_counts.shape[0] * size)
-        and is_plain(prompt_mask, torch.bool, prompt_mask.shape[0] * size)
+        and is_plain(seen, torch.bool, seen.shape[0] * size)
         and all(is_plain(x, torch.float32, num) for x in columns)
     )
     if not regular:
-        torch_sampling.apply_penalties(logits, rows, slots, output_counts, prompt_mask, *columns)
+        torch_sampling.apply_penalties(logits, rows, slots, output_counts, seen, *columns)
         return
-    histories = (logits, rows, slots, output_counts, prompt_mask, *columns)
+    histories = (logits, rows, slots, output_counts, seen, *columns)
     PENALTIES.run(num, *(x.data_ptr() for x in histories), num, size, logits.stride(0) * 4)
 
 

@@ -372,13 +372,10 @@ get_int, set_int = _scalar(types.int32, _I32)
 get_long, set_long = _scalar(types.int64, _I64)
 
 
-@_operation(types.int64, types.int64, types.int64)
-def any_set(builder: Any, ints: Any, flags: Any) -> Any:
-    """Not 0 where of VECTOR_BYTES int32 or as many bytes one is not 0."""
+@_operation(types.int64, types.int64)
+def any_set(builder: Any, flags: Any) -> Any:
+    """Not 0 where of VECTOR_BYTES bytes one is not 0."""
     found = builder.load(_at(builder, _INTS, flags), align=1)
-    for i in range(4):
-        offset = ir.Constant(_I64, i * VECTOR_BYTES)
-        found = builder.or_(found, builder.load(_at(builder, _INTS, ints, offset), align=4))
     lanes = builder.icmp_unsigned("!=", found, _same(0, _INTS))
     return builder.zext(builder.bitcast(lanes, ir.IntType(LANES)), _I64)
 

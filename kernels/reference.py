@@ -213,7 +213,7 @@ def apply_penalties(
     rows: Tensor,  # i64[n], which rows of it
     slots: Tensor,  # i64[n], where the history of each is
     output_counts: Tensor,  # i32[num_slots, vocab_size], how often each token was generated
-    prompt_mask: Tensor,  # bool[num_slots, vocab_size], the tokens of the prompt
+    seen: Tensor,  # bool[num_slots, vocab_size], the tokens of prompt and output
     repetition_penalty: Tensor,  # f32[n]
     frequency_penalty: Tensor,  # f32[n]
     presence_penalty: Tensor,  # f32[n]
@@ -224,7 +224,7 @@ def apply_penalties(
     for i, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
         x, count = logits[row], output_counts[slot]
         repeated = torch.where(x > 0, x / repetition_penalty[i], x * repetition_penalty[i])
-        x = torch.where((count > 0) | prompt_mask[slot], repeated, x)
+        x = torch.where(seen[slot], repeated, x)
         penalised = x - count.to(x.dtype) * frequency_penalty[i] - presence_penalty[i]
         logits[row] = torch.where(count > 0, penalised, x)
 

@@ -38,7 +38,7 @@ def apply_penalties(
     rows: Tensor,  # i64[n], which rows of it
     slots: Tensor,  # i64[n], where the history of each is
     output_counts: Tensor,  # i32[num_slots, vocab_size], how often each token was generated
-    prompt_mask: Tensor,  # bool[num_slots, vocab_size], the tokens of the prompt
+    seen: Tensor,  # bool[num_slots, vocab_size], the tokens of prompt and output
     repetition_penalty: Tensor,  # f32[n]
     frequency_penalty: Tensor,  # f32[n]
     presence_penalty: Tensor,  # f32[n]
@@ -49,29 +49,19 @@ def apply_penalties(
     """
     num, vocab_size = rows.shape[0], logits.shape[1]
     if torch.equal(slots, torch.arange(num, device=slots.device)):  # no copy of what is large
-        counts, prompts = output_counts[:num], prompt_mask[:num]
+        counts, seen = output_counts[:num], seen[:num]
     else:
-        counts, prompts = output_counts[slots], prompt_mask[slots]
-    # What was seen are a few tokens of many.
-    seen = places_where(_is_seen(counts, prompts))
-    row = seen // vocab_size
-    places = rows[row] * vocab_size + seen % vocab_size
-    found, count = logits.view(-1)[places], counts.reshape(-1)[seen].float()
+        counts, seen = output_counts[slots], seen[slots]
+    # They are a few tokens of many.
+    found_at = places_where(seen)
+    row = found_at // vocab_size
+    places = rows[row] * vocab_size + found_at % vocab_size
+    found, count = logits.view(-1)[places], counts.reshape(-1)[found_at].float()
     penalty = repetition_penalty[row]
     found = torch.where(found > 0, found / penalty, found * penalty)
     found -= frequency_penalty[row] * count
     found -= presence_penalty[row] * (count > 0)
     logits.view(-1)[places] = found
-
-
-def _is_seen(counts: Tensor, prompts: Tensor) -> Tensor:
-    """Where either is not zero: bool, like both."""
-    if counts.device.type != "cpu":
-        return (counts != 0) | prompts
-    # numpy compares several times as fast as torch.
-    seen = counts.numpy() != 0
-    seen |= prompts.numpy()
-    return torch.from_numpy(seen)
 
 
 def sample_tokens(

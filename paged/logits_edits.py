@@ -72,7 +72,7 @@ class LogitsEdits:
             history = self.history
             history.update()
             self.kernels.apply_penalties(
-                logits, rows, history.slots, history.output_counts, history.prompt_mask, *columns
+                logits, rows, history.slots, history.output_counts, history.seen, *columns
             )
         if self._dry_rows is not None:
             self.dry.update()

@@ -1,4 +1,4 @@
-"""TokenHistory: which tokens were in a request's prompt and how often it generated each, on the device."""
+"""TokenHistory: which tokens a request has had and how often it generated each, on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenHistory:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.prompt_mask = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in prompt or output
         self.slots = torch.zeros(0, dtype=torch.int64, device=device)  # of the requests kept, in their order
         self._slots: dict[Request, int] = {}
         self._known: dict[Request, int] = {}  # how many of its tokens are counted
@@ -60,22 +60,23 @@ class TokenHistory:
             index = torch.tensor(places, device=self.slots.device)
             ones = torch.ones_like(index, dtype=torch.int32)
             self.output_counts.view(-1).index_add_(0, index, ones)
+            self.seen.view(-1).index_fill_(0, index, True)
 
     def _grow(self, num_slots: int) -> None:
         missing = num_slots - self.num_slots
         if missing > 0:
             # Doubled, so that what is there is not copied for every new request.
             missing = max(missing, self.num_slots, MIN_SLOTS)
-            self.output_counts, self.prompt_mask = (
+            self.output_counts, self.seen = (
                 torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
-                for rows in (self.output_counts, self.prompt_mask)
+                for rows in (self.output_counts, self.seen)
             )
 
     def _fill(self, slot: int, request: Request) -> None:
         start = request.num_prompt_tokens
         tokens = torch.tensor(request.token_ids, device=self.slots.device)
-        self.prompt_mask[slot] = False
-        self.prompt_mask[slot, tokens[:start]] = True
+        self.seen[slot] = False
+        self.seen[slot, tokens] = True
         self.output_counts[slot] = tokens[start:].bincount(minlength=self.output_counts.shape[1])
         self._known[request] = len(request.token_ids)
 
@@ -85,7 +86,7 @@ class TokenHistory:
         assert self.slots.tolist() == [*self._slots.values()], "the slots are not in the requests' order"
         for request, slot in self._slots.items():
             known = request.token_ids[: self._known[request]]
-            prompt, output = known[: request.num_prompt_tokens], known[request.num_prompt_tokens :]
-            assert self.prompt_mask[slot].nonzero()[:, 0].tolist() == sorted(set(prompt))
+            output = known[request.num_prompt_tokens :]
+            assert self.seen[slot].nonzero()[:, 0].tolist() == sorted(set(known))
             assert self.output_counts[slot].sum() == len(output)
             assert all(self.output_counts[slot, token] == output.count(token) for token in output)

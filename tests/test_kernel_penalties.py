@@ -18,10 +18,11 @@ def apply(request):
 
 
 def history(num_slots, vocab_size, share):
-    """Counts and a prompt, of which this share of the vocabulary is part."""
+    """Counts and what was seen: as many tokens of the prompt again."""
     counts = torch.randint(1, 5, (num_slots, vocab_size), dtype=torch.int32)
     counts[torch.rand(num_slots, vocab_size) >= share] = 0
-    return counts.to(DEVICE), (torch.rand(num_slots, vocab_size) < share).to(DEVICE)
+    seen = (counts > 0) | (torch.rand(num_slots, vocab_size) < share)
+    return counts.to(DEVICE), seen.to(DEVICE)
 
 
 def penalties(*rows):
@@ -35,12 +36,12 @@ def penalties(*rows):
 def test_matches_reference_bit_for_bit(vocab_size, share, apply):
     """Some rows of a wider tensor, histories in other slots; what is not theirs keeps its bits."""
     wide = torch.randn(5, vocab_size + 3, device=DEVICE)
-    counts, prompt = history(6, vocab_size, share)
+    counts, seen = history(6, vocab_size, share)
     rows, slots = torch.tensor([3, 0, 4], device=DEVICE), torch.tensor([1, 5, 0], device=DEVICE)
     values = penalties((1.3, 0.7, -0.5), (0.5, -2.0, 2.0), (7.0, 0.0, 0.1))
     expected = wide.clone()
-    reference.apply_penalties(expected[:, :vocab_size], rows, slots, counts, prompt, **values)
-    apply(wide[:, :vocab_size], rows, slots, counts, prompt, **values)
+    reference.apply_penalties(expected[:, :vocab_size], rows, slots, counts, seen, **values)
+    apply(wide[:, :vocab_size], rows, slots, counts, seen, **values)
     assert torch.equal(wide, expected)
 
 
@@ -48,9 +49,9 @@ def test_by_hand(apply):
     """Token 0 never seen, 1 in the prompt, 2 generated three times, 3 both, 4 never seen and masked."""
     logits = torch.tensor([[8.0, 8.0, 8.0, -8.0, -torch.inf]], device=DEVICE)
     counts = torch.tensor([[0, 0, 3, 1, 0]], dtype=torch.int32, device=DEVICE)
-    prompt = torch.tensor([[False, True, False, True, False]], device=DEVICE)
+    seen = torch.tensor([[False, True, True, True, False]], device=DEVICE)
     first = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    apply(logits, first, first, counts, prompt, **penalties((2.0, 0.5, 0.25)))
+    apply(logits, first, first, counts, seen, **penalties((2.0, 0.5, 0.25)))
     assert logits.tolist() == [[8.0, 4.0, 4.0 - 1.5 - 0.25, -16.0 - 0.5 - 0.25, -torch.inf]]
 
 
@@ -68,24 +69,24 @@ def test_masked_and_overflowing_logits_stay_what_they_are(apply):
 def test_no_rows(apply):
     logits = torch.randn(2, 5, device=DEVICE)
     before = logits.clone()
-    counts, prompt = history(1, 5, 1.0)
+    counts, seen = history(1, 5, 1.0)
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    apply(logits, none, none, counts, prompt, *[torch.zeros(0, device=DEVICE)] * 3)
+    apply(logits, none, none, counts, seen, *[torch.zeros(0, device=DEVICE)] * 3)
     assert torch.equal(logits, before)
 
 
 def test_wrong_inputs_are_named():
-    logits, (counts, prompt) = torch.randn(2, 5), history(1, 5, 1.0)
+    logits, (counts, seen) = torch.randn(2, 5), history(1, 5, 1.0)
     row = torch.zeros(1, dtype=torch.int64)
     values = penalties((1.0, 0.0, 0.0))
     with pytest.raises(ValueError, match=r"output_counts must have shape \[any, 5\], got \[1, 4\]"):
-        apply_penalties(logits, row, row, counts[:, :4], prompt, **values)
-    with pytest.raises(ValueError, match=r"prompt_mask must be torch.bool, got torch.int32"):
+        apply_penalties(logits, row, row, counts[:, :4], seen, **values)
+    with pytest.raises(ValueError, match=r"seen must be torch.bool, got torch.int32"):
         apply_penalties(logits, row, row, counts, counts, **values)
     with pytest.raises(ValueError, match=r"presence_penalty must have shape \[1\], got \[2\]"):
-        apply_penalties(logits, row, row, counts, prompt, **values | {"presence_penalty": torch.zeros(2)})
+        apply_penalties(logits, row, row, counts, seen, **values | {"presence_penalty": torch.zeros(2)})
     with pytest.raises(ValueError, match="slots must be on cpu, got meta"):
-        apply_penalties(logits, row, row.to("meta"), counts, prompt, **values)
+        apply_penalties(logits, row, row.to("meta"), counts, seen, **values)
 
 
 def test_cost():

@@ -331,10 +331,10 @@ def test_penalties_are_those_of_their_definition(name):
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.0, 5.0]] * 3)
     before = logits.clone()
     counts = torch.tensor([[0, 0, 0, 0, 0], [0, 3, 1, 0, 0], [0, 1, 0, 0, 0]], dtype=torch.int32)
-    prompts = torch.tensor([[False] * 5, [True, False, True, False, False], [False] * 5])
+    seen = torch.tensor([[False] * 5, [True, True, True, False, False], [False, True, False, False, False]])
     columns = [torch.tensor(values) for values in ([2.0, 1.0], [0.5, 0.0], [0.25, -1.0])]
     rows, slots = torch.tensor([2, 0]), torch.tensor([1, 2])
-    load_kernels(name).apply_penalties(logits, rows, slots, counts, prompts, *columns)
+    load_kernels(name).apply_penalties(logits, rows, slots, counts, seen, *columns)
     # Token 0 was in the prompt, 1 was generated three times, 2 both and once.
     assert logits[2].tolist() == [1.0, -2.0 * 2 - 3 * 0.5 - 0.25, 0.5 - 0.5 - 0.25, 0.0, 5.0]
     assert logits[0].tolist() == [2.0, -1.0, 1.0, 0.0, 5.0]
