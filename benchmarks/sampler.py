@@ -2,8 +2,8 @@
 
     python -m benchmarks.sampler
 
-Each parameter, and all of them, in the steps of a running engine: microseconds, and the share of the rest of
-the same step. Beside it what Hugging Face's logits processors and a multinomial take on the same logits, and
+Each parameter, and all of them, in the steps of a running engine: microseconds, and the share of the step's
+time. Beside it what Hugging Face's logits processors and a multinomial take on the same logits, and
 FlashInfer's sampling where it is installed.
 """
 
@@ -82,7 +82,7 @@ def main() -> None:
         params = {"ignore_eos": True, "max_tokens": args.steps + 8, "dry_sequence_breakers": ()}
         timed = TimedSampler(engine, clock)
         others = run_steps(engine, SamplingParams(**{**params, **CONFIGURATIONS[name]}), args, timed)
-        shares = [spent / other for spent, other in zip(timed.times, others, strict=True)]
+        shares = [spent / (spent + other) for spent, other in zip(timed.times, others, strict=True)]
         check(timed, CONFIGURATIONS[name])
         peers = {"transformers us": hf_sampling(timed, CONFIGURATIONS[name])}
         if flashinfer is not None and torch.cuda.is_available():
@@ -90,7 +90,7 @@ def main() -> None:
         row = {
             "parameters": name,
             "us": statistics.median(timed.times) * 1e6,
-            "of the rest of the step": statistics.median(shares),
+            "of the step": statistics.median(shares),
         }
         rows.append(row | {n: 1e6 * median_of(clock, args.peers_rounds, run) for n, run in peers.items()})
     print_table(rows)
