@@ -10,7 +10,7 @@ from torch import Tensor
 from .dry import DryHistory
 from .kernels.backend import Kernels
 from .request import Request
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, num_arguments
 from .token_history import TokenHistory
 
 Rows = list[tuple[int, Request]]
@@ -48,6 +48,9 @@ class LogitsEdits:
         dry.keep([request for _, request in repeating])
         self._dry_rows = self._longs(self._place(row, 0) for row, _ in repeating) if repeating else None
         self._processed: Rows = [(r, q) for r, q in rows if q.params.logits_processors]
+        self._num_arguments = {
+            row: [*map(num_arguments, q.params.logits_processors)] for row, q in self._processed
+        }
 
     @property
     def may_leave_none(self) -> bool:
@@ -77,7 +80,8 @@ class LogitsEdits:
         if self._dry_rows is not None:
             self.dry.update()
             self.dry.apply(flat, self._dry_rows)
-        return {row: message for row, q in self._processed if (message := _process(logits, row, q))}
+        numbers = self._num_arguments
+        return {r: message for r, q in self._processed if (message := _process(logits, r, q, numbers[r]))}
 
     def _allowed_tokens(self, rows: Rows) -> tuple[Tensor, Tensor] | None:
         if not rows:
@@ -142,13 +146,14 @@ def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[i
     return found
 
 
-def _process(logits: Tensor, row: int, request: Request) -> str | None:
+def _process(logits: Tensor, row: int, request: Request, num_arguments: Sequence[int]) -> str | None:
     """Let a request's own functions change its row. Returns what went wrong."""
     for i, processor in enumerate(request.params.logits_processors):
         name = f"logits_processors[{i}]"
         try:
             # Copies: it may keep them, or change them and fail.
-            changed = processor(request.output_token_ids, logits[row].clone())
+            given = ([*request.prompt_token_ids], request.output_token_ids, logits[row].clone())
+            changed = processor(*given[-num_arguments[i] :])
         except Exception as error:  # whatever a user's function raises is the error of its request
             return f"{name} raised {type(error).__name__}: {error}"
         if not isinstance(changed, Tensor) or changed.shape != logits[row].shape:

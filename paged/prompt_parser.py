@@ -54,6 +54,7 @@ class PromptParser:
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
+        prompt = _listed(prompt)
         self._check_far_too_long("the prompt", prompt)
         text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
@@ -140,3 +141,9 @@ class PromptParser:
             raise RequestError(
                 f"{name} has {at_least}{num_tokens} tokens, more than max_model_len {self.max_model_len}"
             )
+
+
+def _listed(prompt: Any) -> Any:
+    """Token ids as numpy and torch have them, as a list; anything else as it is."""
+    is_array = not isinstance(prompt, str | bytes | bytearray | memoryview | Sequence | Mapping)
+    return prompt.tolist() if is_array and hasattr(prompt, "tolist") else prompt

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Number
 from typing import Any, Self
@@ -20,8 +22,9 @@ MAX_BAD_WORDS = 10_000
 MAX_TOKEN_IDS = 2**20  # in one list; a range() may have more than memory holds
 # Beyond these, what is left of ordinary logits in float32 is 0 or inf.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
-# Called with the tokens generated so far and f32[vocab_size]; returns the row to go on with.
-LogitsProcessor = Callable[[list[int], Any], Any]
+# Called with the tokens generated so far and f32[vocab_size], or, if it takes three arguments, with the
+# prompt's tokens before them; returns the row to go on with.
+LogitsProcessor = Callable[..., Any]
 
 
 class RequestOutputKind(enum.Enum):
@@ -142,7 +145,8 @@ class SamplingParams:
     timeout_s: seconds after which the request is aborted; None waits for ever.
     cache_salt: only requests of the same salt share cached blocks.
     logits_processors: functions called for every token of this request alone, with the tokens generated so
-        far and the logits, f32[vocab_size]; each returns logits. They hold up everybody's step: slow.
+        far and the logits, f32[vocab_size], or with three arguments, of which the first are the prompt's
+        tokens; each returns logits. They hold up everybody's step: slow.
     structured_outputs: the language that the output must belong to; see StructuredOutputsParams.
 
     Raises RequestError naming the value and what is allowed.
@@ -327,7 +331,26 @@ class SamplingParams:
         processors = self.logits_processors
         if not isinstance(processors, Sequence) or not all(map(callable, processors)):
             raise RequestError(f"logits_processors must be a list of functions, got {shown(processors)}")
+        for i, processor in enumerate(processors):
+            if not num_arguments(processor):
+                raise RequestError(
+                    f"logits_processors[{i}] must take two arguments, the tokens generated so far and the "
+                    f"logits, or three, the prompt's tokens before them; got {shown(processor)}"
+                )
         object.__setattr__(self, "logits_processors", tuple(processors))
+
+
+def num_arguments(processor: LogitsProcessor) -> int:
+    """How many a logits processor is called with: 2 or 3, 0 if it takes neither."""
+    try:
+        signature = inspect.signature(processor)
+    except (TypeError, ValueError):  # of compiled code, which does not always tell
+        return 2
+    for number in (2, 3):
+        with suppress(TypeError):
+            signature.bind(*[None] * number)
+            return number
+    return 0
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

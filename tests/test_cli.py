@@ -83,7 +83,7 @@ def test_every_option_of_the_api_is_a_flag(run):
     help_text = run("generate", "--help")[1]
     names = {field.name for owner in (SamplingParams, EngineConfig) for field in fields(owner)}
     assert set(common.NO_FLAGS) < names
-    flags = names - set(common.NO_FLAGS) | {"json_schema", "regex", "choice", "grammar"}
+    flags = names - set(common.NO_FLAGS) | {"json_schema", "json_object", "regex", "choice", "grammar"}
     for name in flags:
         assert f"\n  --{name.replace('_', '-')} " in help_text
     # What is none is refused, not taken for something else.
@@ -160,6 +160,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     seen.clear()
     flags = [
         (["--json-schema", "{}"], {"json": "{}"}),
+        (["--json-object"], {"json_object": True}),
         (["--json-schema", schema], {"json": schema.read_text()}),
         (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
         (["--grammar", 'root ::= "b"'], {"grammar": 'root ::= "b"'}),

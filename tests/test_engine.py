@@ -110,6 +110,18 @@ def test_prompt_forms_are_the_same_prompt(demo):
     assert [output.prompt for output in together] == [text, None, None, text, None]
 
 
+def test_token_ids_may_be_arrays(tiny):
+    expected = generate(tiny, [[1, 2, 3], [4, 5, 6]])
+    rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    for forms in (rows, rows.numpy(), [{"prompt_token_ids": row} for row in rows]):
+        for output, same in zip(generate(tiny, forms), expected, strict=True):
+            assert output.prompt_token_ids == same.prompt_token_ids
+            assert output.outputs[0].token_ids == same.outputs[0].token_ids
+    for wrong in (torch.tensor(3), rows[None], rows / 2):
+        with pytest.raises(PagedError):
+            generate(tiny, [wrong])
+
+
 def test_no_prompts_give_no_outputs(tiny):
     assert generate(tiny, []) == []
     assert tiny.step() == []

@@ -226,6 +226,19 @@ def test_row_of_which_no_token_is_left_says_so():
     assert not step.logprobs
 
 
+def test_logits_processor_of_three_arguments_sees_the_prompt_too():
+    def seeing(prompt, ids, row):
+        seen.append((prompt, ids))
+        prompt.append(99)  # a copy
+        return row
+
+    seen: list[Any] = []
+    requests = [new_request([1, 4], [2, 3], temperature=0.0, logits_processors=[seeing, lambda _, row: -row])]
+    assert sample(torch.tensor([[0.0, 5.0, -1.0, 2.0, 3.0]]), requests).tokens == [2]
+    assert seen == [([1, 4, 99], [2, 3])]
+    assert requests[0].prompt_token_ids == [1, 4]
+
+
 def test_logits_processors_see_the_output_and_their_row_and_hurt_themselves_alone():
     def shout(ids, row):
         seen.append((ids, row.tolist()))

@@ -71,6 +71,14 @@ def test_keys_of_logit_bias_may_be_text_as_in_json():
         SamplingParams(logit_bias={7: 1, "07": 2})
 
 
+def test_logits_processors_take_two_arguments_or_three():
+    for possible in (lambda _ids, row: row, lambda *_: 0, lambda _prompt, _ids, row: row, max):
+        SamplingParams(logits_processors=[possible])
+    for wrong in (lambda row: row, lambda _a, _b, _c, row: row, lambda *, row: row):
+        with pytest.raises(RequestError, match=r"logits_processors\[1\] must take two arguments"):
+            SamplingParams(logits_processors=[max, wrong])
+
+
 def test_json_object_is_the_schema_of_an_object():
     assert StructuredOutputsParams(json_object=True) == StructuredOutputsParams(json={"type": "object"})
     with pytest.raises(RequestError, match=r"exactly one of .*, got \['json', 'json_object'\]"):

@@ -45,13 +45,15 @@ def chat(
     chat_template: common.ChatTemplate = None,
     chat_template_kwargs: Annotated[str | None, typer.Option(help=TEMPLATE_KWARGS_HELP)] = None,
     json_schema: common.JsonSchema = None,
+    json_object: common.JsonObject = False,
     regex: common.Regex = None,
     choice: common.Choice = None,
     grammar: common.Grammar = None,
     **options: Any,
 ) -> int:
     """Talk with a model. /help lists the commands of the conversation."""
-    structured = {"json_schema": json_schema, "regex": regex, "choice": choice, "grammar": grammar}
+    structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
+    structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     engine_options = common.engine_options(model, options)
     params = SamplingParams(**common.sampling_options(options | structured))
     _check_one_text(params)

@@ -24,7 +24,7 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 
 # The fields of the API that are no flags of these commands, and why.
 NO_FLAGS = {
-    "structured_outputs": "its own fields are: --json-schema, --regex, --choice, --grammar",
+    "structured_outputs": "its own fields are: --json-schema, --json-object, --regex, --choice, --grammar",
     "logits_processors": "they are Python functions",
     "output_kind": "a command shows text as it comes, and results when they are whole",
     "skip_tokenizer_init": "a command's prompts are text",
@@ -38,6 +38,7 @@ JsonSchema = Annotated[
     str | None,
     typer.Option(help="Make the output JSON that fits this schema: a file, or the schema itself."),
 ]
+JsonObject = Annotated[bool, typer.Option("--json-object", help="Make the output a JSON object.")]
 Regex = Annotated[str | None, option(StructuredOutputsParams, "regex")]
 Choice = Annotated[
     list[str] | None,
@@ -91,6 +92,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
         result["logit_bias"] = biases_of(map(_bias, result["logit_bias"]))
     structured = {
         "json": _text(options["json_schema"], is_file=lambda text: not text.lstrip().startswith("{")),
+        "json_object": options["json_object"] or None,
         "regex": options["regex"],
         "choice": options["choice"] or None,
         "grammar": _text(options["grammar"], is_file=_names_a_file),

@@ -40,13 +40,15 @@ def generate(
     live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
     model: common.Model = "demo",
     json_schema: common.JsonSchema = None,
+    json_object: common.JsonObject = False,
     regex: common.Regex = None,
     choice: common.Choice = None,
     grammar: common.Grammar = None,
     **options: Any,
 ) -> int:
     """Complete a prompt, streaming the text, or all prompts of a file."""
-    structured = {"json_schema": json_schema, "regex": regex, "choice": choice, "grammar": grammar}
+    structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
+    structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     engine_options = common.engine_options(model, options)
     sampling = common.sampling_options(options | structured)
     params = SamplingParams(**sampling)
