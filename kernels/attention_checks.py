@@ -60,8 +60,9 @@ def check_attention(
     check_between("value_dim", value_cache.shape[3], MIN_HEAD_DIM, MAX_HEAD_DIM)
     check_between("the GQA group", num_heads // num_kv_heads, 1, MAX_GROUP)
     check_scales(key_cache, options.key_scales, options.value_scales, query.dtype)
+    check_positive("block_size", block_size)
+    check_shape("seq_lens", seq_lens, (None,), torch.int32)
     num_seqs = seq_lens.shape[0]
-    check_shape("seq_lens", seq_lens, (num_seqs,), torch.int32)
     check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
     check_shape("block_tables", block_tables, (num_seqs, None), torch.int32)
     per_head = {"sinks": options.sinks, "alibi_slopes": options.alibi_slopes}
@@ -84,12 +85,12 @@ def check_attention(
         if tensor is not None:
             check_last_dim_contiguous(name, tensor)
             check_device(name, tensor, query.device)
-    _check_options(options, num_tokens, num_seqs)
+    _check_options(options, num_tokens, num_seqs, block_tables.shape[1] * block_size)
     if in_debug_mode():
         check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)
 
 
-def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int) -> None:
+def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, max_keys: int) -> None:
     check_positive("scale", options.scale)
     check_positive("max_seqlen_q", options.max_seqlen_q)
     if options.min_seqlen_q:
@@ -105,7 +106,8 @@ def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int) ->
         if not options.causal:
             raise ValueError("tree_mask needs causal=True: it says which of the new tokens see each other")
     if options.shared_prefix_len:
-        check_between("shared_prefix_len", options.shared_prefix_len, 0, 2**31 - 1)
+        # The tables are read so far without a look at a length, and behind it is one token at least.
+        check_between("shared_prefix_len", options.shared_prefix_len, 0, max(0, max_keys - 1))
         if options.max_seqlen_q != 1 or num_tokens != num_seqs:
             raise ValueError(
                 f"shared_prefix_len needs one new token of every sequence, got {num_tokens} of {num_seqs} "

@@ -81,6 +81,21 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
         raise ValueError(f"{name} must be a multiple of {of_name}, got {value} and {of}")
 
 
+def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
+    """Raise ValueError unless all of `tensor`, which is read on the host, are places among `size`."""
+    if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
+        low, high = int(tensor.min()), int(tensor.max())
+        raise ValueError(f"{name} must be between 0 and {size - 1}, {of_name}, got {low} to {high}")
+
+
+def check_once(name: str, tensor: Tensor) -> None:
+    """Raise ValueError where two of `tensor`, which is read on the host, are the same."""
+    values, counts = tensor.unique(return_counts=True)
+    twice = values[counts > 1].tolist()
+    if twice:
+        raise ValueError(f"{name} must not name a place twice, got {twice} more than once")
+
+
 def in_debug_mode() -> bool:
-    """Whether PAGED_DEBUG=1 is set: launchers then read lengths and tables on the host and check them."""
+    """Whether PAGED_DEBUG=1 is set: launchers then read lengths, tables, slots on the host and check them."""
     return os.environ.get("PAGED_DEBUG", "0") == "1"

@@ -5,7 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_dtype, check_shape
+from .checks import (
+    KERNEL_DTYPES,
+    QUANTIZED_DTYPES,
+    check_dtype,
+    check_indices,
+    check_once,
+    check_shape,
+    in_debug_mode,
+)
 
 _CHUNK = 2048
 # Copied as integers, whose bits nothing rounds and nothing takes for a NaN.
@@ -40,8 +48,8 @@ def copy_blocks(
 
     What copy-on-write in PagedAttention (Kwon et al. 2023) comes down to. Copies bits, NaN payloads included.
     No block may be both a source and a target, nor a target twice. Raises ValueError for a shape, dtype or
-    stride that does not fit; pairs are not read on the host, so a block outside the cache is the caller's
-    fault and not seen.
+    stride that does not fit; pairs are read on the host, and a block outside the cache or that must not be
+    a target is seen, only in debug mode, see `checks`.
     """
     check_dtype("cache", cache, (*KERNEL_DTYPES, *QUANTIZED_DTYPES))
     check_shape("cache", cache, (None, None, None, None, None))
@@ -50,6 +58,12 @@ def copy_blocks(
         raise ValueError(f"cache must be contiguous within a block, got strides {cache.stride()}")
     if not pairs.is_contiguous():
         raise ValueError(f"pairs must be contiguous, got strides {pairs.stride()}")
+    if in_debug_mode():
+        check_indices("pairs", pairs, "the cache's blocks", cache.shape[1])
+        check_once("the targets of pairs", pairs[:, 1])
+        both = sorted(set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist()))
+        if both:
+            raise ValueError(f"pairs must not have a block as source and as target, got {both}")
     num_pairs, num_planes, size = len(pairs), len(cache), cache.shape[2:].numel()
     if num_pairs == 0:
         return

@@ -97,7 +97,7 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = value_cache.shape[2:]
     out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device)
-    if num_tokens == 0:
+    if num_tokens == 0 or len(seq_lens) == 0:
         return out
     configs = _Configs(head_dim, num_heads // num_kv_heads, query.dtype, current_target(), value_dim)
     check_target(key_cache.dtype, configs.target)

@@ -10,10 +10,13 @@ from .checks import (
     QUANTIZED_DTYPES,
     check_device,
     check_dtype,
+    check_indices,
     check_last_dim_contiguous,
     check_multiple,
+    check_once,
     check_scales,
     check_shape,
+    in_debug_mode,
 )
 
 # Pairs (x1, x2) of one program, whatever the model: two warps move them 16 bytes a thread, on AMD too. A tile
@@ -176,8 +179,8 @@ def rotary_store_kv(
     largest of the dtype (int8: rounded to the nearest, halves up). Any other has qkv's dtype, or float16 or
     bfloat16 where that is float32.
 
-    Raises ValueError for a shape, dtype, stride or device that does not fit; slots are not read on the host,
-    so one outside the cache is the caller's fault and not seen.
+    Raises ValueError for a shape, dtype, stride or device that does not fit; slots are read on the host, and
+    one outside the cache or named twice is seen, only in debug mode, see `checks`.
     """
     check_shape("qkv", qkv, (None, None, None))
     check_dtype("qkv", qkv)
@@ -212,6 +215,9 @@ def rotary_store_kv(
         raise ValueError(
             f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
         )
+    if in_debug_mode():
+        check_indices("slot_mapping", slot_mapping, "the cache's slots", len(key_cache) * block_size)
+        check_once("slot_mapping", slot_mapping)
     block_half = triton.next_power_of_2(half)
     block_heads = max(1, _TILE // block_half)
     _rotary_store_kv_kernel[(num_tokens, triton.cdiv(num_all_heads, block_heads))](

@@ -66,3 +66,21 @@ def test_wrong_inputs_are_named():
         copy_blocks(cache.transpose(2, 4), pairs)
     with pytest.raises(ValueError, match=r"cache must be one of .*, got torch.float64"):
         copy_blocks(cache.double(), pairs)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([[0, 3]], "pairs must be between 0 and 2, the cache's blocks, got 0 to 3"),
+        ([[-1, 0]], "pairs must be between 0 and 2, the cache's blocks, got -1 to 0"),
+        ([[0, 1], [2, 1]], r"the targets of pairs must not name a place twice, got \[1\] more than once"),
+        ([[0, 1], [1, 2]], r"pairs must not have a block as source and as target, got \[1\]"),
+    ],
+    ids=str,
+)
+def test_debug_mode_checks_pairs(monkeypatch, pairs, message):
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    copy_blocks, cache = load_kernels("triton").copy_blocks, torch.randn(2, 3, 4, 1, 8, device=DEVICE)
+    copy_blocks(cache, torch.tensor([[0, 1], [0, 2]], device=DEVICE))
+    with pytest.raises(ValueError, match=message):
+        copy_blocks(cache, torch.tensor(pairs, device=DEVICE))

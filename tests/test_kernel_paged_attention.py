@@ -161,6 +161,12 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
     [
         ({"scale": 0.0}, "scale must be greater than 0, got 0.0"),
         ({"max_seqlen_q": 0}, "max_seqlen_q must be greater than 0, got 0"),
+        ({"shared_prefix_len": 33}, "shared_prefix_len must be between 0 and 31, got 33"),
+        ({"seq_lens": torch.tensor(3).int()}, r"seq_lens must have shape \[any\], got \[\]"),
+        (
+            {name: torch.zeros(4, 0, 2, 32) for name in ("key_cache", "value_cache")},
+            "block_size must be greater",
+        ),
         ({"sliding_window": 0}, "sliding_window must be greater than 0, got 0"),
         ({"seq_lens": torch.tensor([3])}, "seq_lens must be torch.int32, got torch.int64"),
         ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, r"block_tables must have shape \[1, any\]"),
@@ -172,6 +178,47 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
 def test_wrong_inputs_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         load_kernels("triton").paged_attention(**{**ragged_case([3], [1]), **change})
+
+
+def test_tokens_of_no_sequence_read_nothing(monkeypatch):
+    """Their rows are undefined, and cu_seqlens_q has no second entry to look at."""
+    for kernel in ("prefill_kernel", "decode_kernel"):
+        monkeypatch.setattr(triton_attention, kernel, None)
+    case = ragged_case([3], [3])
+    for name in ("seq_lens", "block_tables"):
+        case[name] = case[name][:0]
+    assert triton_attention.paged_attention(**case | {"cu_seqlens_q": cu_seqlens([])}).shape == (3, 4, 32)
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_skewed_batch_costs_at_most_a_fifth_more_than_its_bytes(where):
+    """1 sequence of 64k beside 63 of 500: bytes with partial results, and those of the busiest SM."""
+    seq_lens = [500] * 63
+    seq_lens.insert(0 if where == "first" else 63, 65536)
+    config, num_kv_heads, group, dim, num_sms = (
+        choose_config(128, 8, torch.bfloat16, "decode", "sm_90"),
+        4,
+        8,
+        128,
+        132,
+    )
+    sizes = {"max_keys": 65536, "decode_q": 1, "window": 0, "tile": config.TILE, "split": split_size("sm_90")}
+    plan = plan_decodes(
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), cu_seqlens([1] * 64), **sizes
+    )
+    num_work = int(plan.first_item[-1])
+    own, _ = paged_attention_cost([1] * 64, seq_lens, num_kv_heads * group, num_kv_heads, dim, 2)
+    moved, on_sm = 0, [0] * num_sms
+    step = 65536 // MAX_SPLITS
+    for item, (seq, split) in enumerate(plan.work[:num_work].tolist()):
+        keys = min(seq_lens[seq] - split * step, step)
+        read = -(-keys // config.TILE) * config.TILE * 2 * dim * 2 + group * dim * 2
+        written = group * (2 * (dim + 2) * 4 if seq_lens[seq] > step else dim * 2)  # partials are read again
+        for head in range(num_kv_heads):
+            moved += read + written
+            on_sm[(item * num_kv_heads + head) % num_sms] += read + written
+    assert moved <= 1.2 * own
+    assert max(on_sm) <= 1.2 * own / num_sms
 
 
 def test_config_depends_on_the_model_alone():

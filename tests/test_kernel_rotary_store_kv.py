@@ -271,3 +271,21 @@ def test_what_is_not_finite_shows_in_a_quantised_cache(name, wrong):
     quantised = {"key_cache": caches[0], "value_cache": caches[1]}
     load_kernels(name).rotary_store_kv(**{**case, **quantised}, key_scales=scales[0], value_scales=scales[1])
     assert int(scales.isnan().sum()) == 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([32, 0], "slot_mapping must be between 0 and 31, the cache's slots, got 0 to 32"),
+        ([3, -1], "slot_mapping must be between 0 and 31, the cache's slots, got -1 to 3"),
+        ([3, 3], r"slot_mapping must not name a place twice, got \[3\] more than once"),
+    ],
+    ids=str,
+)
+def test_debug_mode_checks_slots(monkeypatch, slots, message):
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    case = make_case((2, 4, 2, 16, 8), torch.float32, norm=False)
+    rotary_store_kv = load_kernels("triton").rotary_store_kv
+    rotary_store_kv(**{**case, "slot_mapping": torch.tensor([31, 0], device=DEVICE)})
+    with pytest.raises(ValueError, match=message):
+        rotary_store_kv(**{**case, "slot_mapping": torch.tensor(slots, device=DEVICE)})
