@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 # Characters or tokens that are checked and encoded at once; more would hold up the caller's event loop.
 MOST_AT_ONCE = 1024
-STREAM_INTERVAL_S = 0.15  # looks nearly like continuous writing
+STREAM_INTERVAL_S = 0.2  # one still reads along
 
 
 class AsyncLLMEngine:
