@@ -149,44 +149,17 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
     @function
     def score(scores, stride, queries, q_stride, keys, offset, depth, rows, ahead, ahead_offset):
         row = 0
-        while rows - row >= 4:
-            key_4(
-                scores + row * stride,
-                stride,
-                queries + row * q_stride,
-                q_stride,
-                keys,
-                offset,
-                depth,
-                ahead,
-                ahead_offset,
-            )
-            row += 4
-        if rows - row >= 2:
-            key_2(
-                scores + row * stride,
-                stride,
-                queries + row * q_stride,
-                q_stride,
-                keys,
-                offset,
-                depth,
-                ahead,
-                ahead_offset,
-            )
-            row += 2
-        if row < rows:
-            key_1(
-                scores + row * stride,
-                stride,
-                queries + row * q_stride,
-                q_stride,
-                keys,
-                offset,
-                depth,
-                ahead,
-                ahead_offset,
-            )
+        while row < rows:
+            to, own, left = scores + row * stride, queries + row * q_stride, rows - row
+            if left >= 4:
+                key_4(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
+                row += 4
+            elif left >= 2:
+                key_2(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
+                row += 2
+            else:
+                key_1(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
+                row += 1
 
     @function
     def add(sums, stride, weights, w_stride, values, offset, count, rows, vectors, ahead, ahead_offset):

@@ -35,7 +35,7 @@ def _register_tile(rows: int, vectors: int, kind: int, *, fetches: bool = False)
     """C += A B for so many rows of C and vectors of them: float32, but for B.
 
     fetches: it also has memory from `ahead` on on its way to the caches, `pace` bytes with each step of the
-    depth. Spread like this it costs nothing; many lines at once would keep those waiting that A is read from.
+    depth: many lines at once would keep those waiting that A is read from.
     """
     places = [(r, v) for r in range(rows) for v in range(vectors)]
 

@@ -146,14 +146,14 @@ def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[i
     return found
 
 
-def _process(logits: Tensor, row: int, request: Request, num_arguments: Sequence[int]) -> str | None:
-    """Let a request's own functions change its row. Returns what went wrong."""
+def _process(logits: Tensor, row: int, request: Request, numbers: Sequence[int]) -> str | None:
+    """Let a request's own functions, of so many arguments each, change its row. Returns what went wrong."""
     for i, processor in enumerate(request.params.logits_processors):
         name = f"logits_processors[{i}]"
         try:
             # Copies: it may keep them, or change them and fail.
             given = ([*request.prompt_token_ids], request.output_token_ids, logits[row].clone())
-            changed = processor(*given[-num_arguments[i] :])
+            changed = processor(*given[-numbers[i] :])
         except Exception as error:  # whatever a user's function raises is the error of its request
             return f"{name} raised {type(error).__name__}: {error}"
         if not isinstance(changed, Tensor) or changed.shape != logits[row].shape:

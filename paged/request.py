@@ -299,7 +299,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)  # frozen, they take three times as long to make
+@dataclass(slots=True)  # not frozen: one is made for every output, and that takes longer
 class CompletionOutput:
     """What was generated for a prompt; with output_kind DELTA, since the last output.
 

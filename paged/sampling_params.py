@@ -197,7 +197,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if isinstance(value := getattr(self, field.name), Number):
+            value = getattr(self, field.name)
+            if isinstance(value, Number) and not isinstance(value, int | float):
                 object.__setattr__(self, field.name, plain(value))
         for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
             if getattr(self, name) is None:  # by which others mean the same
