@@ -35,7 +35,7 @@ from paged.stop_strings import stop_strings
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-LONG = SamplingParams(temperature=0.0, max_tokens=400)  # there is time for something else meanwhile
+LONG = SamplingParams(temperature=0.0, max_tokens=400)
 PROMPTS = ragged_prompts([5, 40, 1, 17])
 
 
@@ -80,7 +80,7 @@ def expected(engine: LLMEngine, prompts: Any, params: Any) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def patched_execute(engine: LLMEngine, before: Callable[[], None]) -> Iterator[None]:
+def patched_execute(engine: LLMEngine, before: Callable[[], object]) -> Iterator[None]:
     """Call something on the engine's thread before every forward."""
     execute = engine.runner.execute
 
@@ -93,6 +93,17 @@ def patched_execute(engine: LLMEngine, before: Callable[[], None]) -> Iterator[N
         yield
     finally:
         engine.runner.execute = execute  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def unhurried(engine: LLMEngine) -> Iterator[None]:
+    """Steps of a tenth of a second meanwhile: no request ends before something else is done with it."""
+    is_over = threading.Event()
+    with patched_execute(engine, lambda: is_over.wait(0.1)):
+        try:
+            yield
+        finally:
+            is_over.set()
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind, ids=str)
@@ -124,7 +135,8 @@ def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monk
     execute = sync.runner.execute
 
     def held(schedule: Schedule) -> StepOutput:
-        if is_joined.is_set() and not schedule.is_decode:
+        # Slow steps until somebody joins: none ends before.
+        if is_joined.wait(0.1) and not schedule.is_decode:
             assert is_shown.wait(30)
         return execute(schedule)
 
@@ -164,14 +176,16 @@ def test_tokens_kept_back_are_shown_before_a_call(sync, monkeypatch):
             assert await call
             await stream.aclose()
 
-    run(main())
+    with unhurried(sync):
+        run(main())
 
 
 def test_engine_rests_though_nobody_takes_what_a_fork_says(engine, sync):
     async def main() -> None:
         stream = engine.generate(PROMPTS[0], LONG)
-        await anext(stream)
-        await engine.call(lambda e: e.fork(stream.request_id))
+        with unhurried(sync):
+            await anext(stream)
+            await engine.call(lambda e: e.fork(stream.request_id))
         await read(stream)
         while sync.core.has_work():
             await asyncio.sleep(0.01)
@@ -226,21 +240,22 @@ def test_who_leaves_frees_his_blocks_within_a_step_and_harms_nobody(engine, sync
                 break
 
     async def main() -> None:
-        # One that goes on: without it nothing would say that the engine still runs.
-        neighbour = asyncio.create_task(read(engine.generate(PROMPTS[1], LONG, "stays")))
-        arrived = asyncio.Event()
-        task = asyncio.create_task(leave(engine.generate(PROMPTS[0], LONG, "leaves"), arrived))
-        await arrived.wait()
-        if end == "cancel":
-            task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled() == (end == "cancel")
-        # What is called next comes after the abort, between the same two steps.
-        assert await engine.call(lambda e: [*e.core.groups]) == ["stays"]
-        used, held = await engine.call(
-            lambda e: (e.block_manager.pool.num_used, e.scheduler.running[0].blocks.num_blocks)
-        )
-        assert used == held
+        with unhurried(sync):
+            # One that goes on: without it nothing would say that the engine still runs.
+            neighbour = asyncio.create_task(read(engine.generate(PROMPTS[1], LONG, "stays")))
+            arrived = asyncio.Event()
+            task = asyncio.create_task(leave(engine.generate(PROMPTS[0], LONG, "leaves"), arrived))
+            await arrived.wait()
+            if end == "cancel":
+                task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() == (end == "cancel")
+            # What is called next comes after the abort, between the same two steps.
+            assert await engine.call(lambda e: [*e.core.groups]) == ["stays"]
+            used, held = await engine.call(
+                lambda e: (e.block_manager.pool.num_used, e.scheduler.running[0].blocks.num_blocks)
+            )
+            assert used == held
         neighbours.append(said(await neighbour))
 
     (alone,), neighbours = expected(sync, PROMPTS[1], LONG), list[list[int]]()
@@ -345,7 +360,8 @@ def test_shutdown_ends_readers_and_gives_the_engine_back(engine, sync):
             await anext(engine.generate(PROMPTS[0]))
         assert (engine.is_running, engine.errored) == (False, False)
 
-    run(main())
+    with unhurried(sync):
+        run(main())
     engine.shutdown()
     assert len(sync.generate(PROMPTS, GREEDY, use_tqdm=False)) == 4
 
@@ -355,10 +371,11 @@ def test_bad_requests_are_their_callers_alone(engine, sync):
 
     async def main() -> None:
         good = engine.generate(PROMPTS[1], LONG, "good")
-        seen = [await anext(good)]
-        for options, named in (({"request_id": "good"}, "in use"), ({"timeout_s": -1}, "timeout_s")):
-            with pytest.raises(RequestError, match=named):
-                await anext(engine.generate(PROMPTS[0], GREEDY, **options))
+        with unhurried(sync):
+            seen = [await anext(good)]
+            for options, named in (({"request_id": "good"}, "in use"), ({"timeout_s": -1}, "timeout_s")):
+                with pytest.raises(RequestError, match=named):
+                    await anext(engine.generate(PROMPTS[0], GREEDY, **options))
         for prompt, params, named in (
             ([], GREEDY, "empty"),
             ([-1], GREEDY, "-1"),
@@ -388,10 +405,11 @@ def test_queue_that_is_full_refuses_that_caller():
             await streams[0].aclose()
             await waiting
 
-    run(main())
+    with unhurried(sync):
+        run(main())
 
 
-def test_abort_by_id_is_an_output(engine):
+def test_abort_by_id_is_an_output(engine, sync):
     async def main() -> None:
         stream = engine.generate(PROMPTS[0], LONG, "a")
         await anext(stream)
@@ -400,7 +418,8 @@ def test_abort_by_id_is_an_output(engine):
         last = (await read(stream))[-1]
         assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
 
-    run(main())
+    with unhurried(sync):
+        run(main())
 
 
 def test_several_threads_with_loops_of_their_own(engine, sync):
