@@ -145,20 +145,23 @@ def run_batch(
         )
 
     first = workload(0)
-    lengths = [len(p) + n for p, n in zip(first.prompts, first.max_tokens, strict=True)]
+    small = ragged_workload(min(4, batch), model.vocab_size, scale=min(1 / 8, args.scale), seed=-1)
+    lengths, small_lengths = (
+        [len(p) + n for p, n in zip(load.prompts, load.max_tokens, strict=True)] for load in (first, small)
+    )
     options = {
         "model": directory,
         "threads": args.threads,
         "num_requests": batch,
-        "num_tokens": sum(lengths),
-        "longest": max(lengths),
+        "num_tokens": max(sum(lengths), sum(small_lengths)),
+        "longest": max(lengths + small_lengths),
         "block_size": args.block_size,
     }
     room = ROOM * sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
     runs: dict[Way, list[Run]] = {}
     with Fleet(ways_named(args.ways), options, room, args.environments) as fleet:
         fleet.prepare()
-        prove(fleet, model.vocab_size)
+        prove(fleet, small)
         for round_ in range(args.rounds):
             now = workload(round_)
             # Whoever runs behind a neighbour that heats the machine must not always be the same.
@@ -186,9 +189,8 @@ def kv_waste(lengths: list[int], block_size: int) -> float:
     return sum(-(-n // block_size) * block_size for n in lengths) / sum(lengths) - 1
 
 
-def prove(fleet: Fleet, vocab_size: int) -> None:
+def prove(fleet: Fleet, small: Workload) -> None:
     """Load every way, warm it up on a small run, and leave out whose tokens are not those of the model."""
-    small = ragged_workload(min(4, fleet.options["num_requests"]), vocab_size, scale=1 / 8, seed=-1)
     tokens = {}
     for way in [*fleet.ways]:
         run = fleet.call(way, "run", prompts=small.prompts, max_tokens=small.max_tokens)
