@@ -5,9 +5,10 @@ from itertools import combinations
 
 import pytest
 import torch
+from error_bounds import assert_exact_enough
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, assert_exact_enough, quantized, ragged_case, take_sequences, tree_of
+from kernel_cases import DEVICE, quantized, ragged_case, take_sequences, tree_of
 
 from paged.kernels import paged_attention as triton_attention
 from paged.kernels import reference
@@ -35,7 +36,7 @@ def with_options(chosen, seq_lens, query_lens, generator, **shape):
     if "shared" in chosen:
         seq_lens, query_lens = [65 + seq_len for seq_len in seq_lens], [1] * len(seq_lens)
     if "mla" in chosen:
-        shape |= {"head_dim": 48, "value_dim": 32}
+        shape |= {"head_dim": 48, "value_dim": 32, "value_in_key": True}
     case = ragged_case(seq_lens, query_lens, sliding_window=19 if "window" in chosen else None, **shape)
     if "shared" in chosen:
         num_shared = 64 // case["key_cache"].shape[1]
@@ -71,25 +72,20 @@ def batches(draw):
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 @settings(max_examples=5, deadline=None, derandomize=True)
-@given(batch=batches(), seed=st.integers(0, 2**16), heads=st.sampled_from([(2, 1), (7, 1), (3, 3), (4, 2)]))
-def test_pairs_of_options_match_float64(pair, batch, seed, heads):
+@given(
+    batch=batches(),
+    seed=st.integers(0, 2**16),
+    heads=st.sampled_from([(2, 1), (7, 1), (3, 3), (4, 2)]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_pairs_of_options_match_float64(pair, batch, seed, heads, dtype):
     if "fp8" in pair and not in_interpreter() and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no e4m3")
     torch.manual_seed(seed)
     block_size = [8, 16, 32][seed % 3]
-    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size}
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size, "dtype": dtype}
     case = with_options(pair, *batch, random.Random(seed), **sizes)
     assert_exact_enough(triton_attention.paged_attention(**case), case, reference.paged_attention)
-
-
-def test_tolerance_is_sharp():
-    """An output or a scale that is off by a thousandth is not within what rounding can do."""
-    case = ragged_case([70, 40], [1, 9])
-    got = triton_attention.paged_attention(**case)
-    rescaled = triton_attention.paged_attention(**{**case, "scale": 1.001 * case["scale"]})
-    for wrong in (1.001 * got, rescaled):
-        with pytest.raises(AssertionError, match="allowed"):
-            assert_exact_enough(wrong, case, reference.paged_attention)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +124,12 @@ def test_several_tokens_at_once_have_the_bits_of_one_at_a_time():
         torch.testing.assert_close(got[0], together[token], rtol=0, atol=0)
 
 
-def test_torch_backend_takes_every_option():
-    case = with_options(("softcap", "sinks"), [70, 20], [1, 5], random.Random(0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chosen", [("softcap", "sinks"), ("int8", "window")], ids="+".join)
+def test_torch_backend_takes_every_option(chosen, dtype):
+    case = with_options(chosen, [70, 20], [1, 5], random.Random(0), dtype=dtype)
     got = load_kernels("torch").paged_attention(**case)
-    assert_exact_enough(got, case, reference.paged_attention)
+    assert_exact_enough(got, case, reference.paged_attention, "torch")
 
 
 @pytest.mark.parametrize(

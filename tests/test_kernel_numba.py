@@ -6,7 +6,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DEVICE, assert_exact_enough, ragged_case, take_sequences
+from error_bounds import assert_exact_enough
+from kernel_cases import DEVICE, ragged_case, take_sequences
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
 from paged.kernels import numba_linear, numba_lookup, numba_ops, numba_threads, reference, torch_ops
@@ -27,7 +28,7 @@ def test_options_alone_and_in_pairs(chosen):
     query_lens = [generator.randint(0, min(n, 40)) for n in seq_lens]
     shape = {"num_heads": 6, "num_kv_heads": 2, "block_size": generator.choice([8, 16, 128])}
     case = with_options(chosen, seq_lens, query_lens, generator, **shape)
-    assert_exact_enough(paged_attention(**case), case, reference.paged_attention)
+    assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
 
 
 def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode():
@@ -36,7 +37,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode():
         seq_len = 2 * SPLIT + 70
         case = ragged_case([seq_len, 5, 300], [90, 1, 300], num_heads=6, sliding_window=window)
         together = paged_attention(**case)
-        torch.testing.assert_close(together, reference.paged_attention(**case), rtol=2e-5, atol=2e-6)
+        assert_exact_enough(together, case, reference.paged_attention, "numba")
         for first, end in ((0, 1), (0, 33), (33, 90), (89, 90)):
             alone = {
                 **take_sequences(case, [0]),
@@ -119,7 +120,7 @@ def test_a_group_of_more_heads_than_a_unit_has_rows(query_lens):
     """A unit has at least one token, with all the heads that share its K and V."""
     seq_lens = [20 if query_len else 0 for query_len in query_lens]
     case = ragged_case(seq_lens, query_lens, num_heads=128, num_kv_heads=1, head_dim=16)
-    assert_exact_enough(paged_attention(**case), case, reference.paged_attention)
+    assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
 
 
 def test_a_plan_is_for_tables_of_one_width():

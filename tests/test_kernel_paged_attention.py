@@ -2,7 +2,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from kernel_cases import DEVICE, IMPLEMENTATIONS, TOLERANCES, cu_seqlens, ragged_case, take_sequences
+from error_bounds import SAME_IN_FLOAT64, assert_exact_enough
+from kernel_cases import DEVICE, IMPLEMENTATIONS, cu_seqlens, ragged_case, take_sequences
 
 from paged.kernels import paged_attention as triton_attention
 from paged.kernels import reference
@@ -32,15 +33,40 @@ CASES = [
     pytest.param(*CHUNKS, {"sliding_window": 7, "block_size": 32}, id="chunks-window7"),
     pytest.param([90, 70], [40, 70], {"sliding_window": 33}, id="chunks-window33"),
 ]
+# Keys and values of different widths, and wide ones: (head_dim, value_dim, whether values lie in the keys).
+WIDTHS = [
+    (48, 32, False),
+    (32, 80, False),
+    (192, 128, False),
+    (320, 320, False),
+    (576, 512, True),
+    (576, 512, False),
+    (576, 576, False),
+]
+CASES += [
+    pytest.param(
+        [19, 70, 5],
+        [1, 2, 5],
+        {
+            "num_heads": 3,
+            "num_kv_heads": 1,
+            "head_dim": head_dim,
+            "value_dim": value_dim,
+            "value_in_key": value_in_key,
+        },
+        id=f"dim{head_dim}-{value_dim}{'-in-key' * value_in_key}",
+    )
+    for head_dim, value_dim, value_in_key in WIDTHS
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize(("seq_lens", "query_lens", "shape"), CASES)
-def test_matches_reference(name, dtype, seq_lens, query_lens, shape):
+def test_matches_float64(name, dtype, seq_lens, query_lens, shape):
     case = ragged_case(seq_lens, query_lens, dtype=dtype, **shape)
     got = load_kernels(name).paged_attention(**case)
     assert got.is_contiguous()
-    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[dtype])
+    assert_exact_enough(got, case, reference.paged_attention, name)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -61,7 +87,7 @@ def test_reference_is_dense_attention(window):
         *(x.transpose(0, 1) for x in (case["query"], key, value)), attn_mask=mask[17:]
     )
     got = reference.paged_attention(**case)
-    torch.testing.assert_close(got, expected.transpose(0, 1), **TOLERANCES[torch.float64])
+    torch.testing.assert_close(got, expected.transpose(0, 1), **SAME_IN_FLOAT64)
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -103,7 +129,7 @@ def test_splits_are_capped(monkeypatch):
         [16 * (MAX_SPLITS + 3), 16 * 20 + 1], [1, 1], num_heads=2, num_kv_heads=1, block_size=64
     )
     got = triton_attention.paged_attention(**case)
-    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float32])
+    assert_exact_enough(got, case, reference.paged_attention)
 
 
 @pytest.mark.parametrize("window", [0, 40])
@@ -133,7 +159,7 @@ def test_layers_of_a_batch_share_a_plan(monkeypatch):
     for sliding_window in (None, 9, None, 9):  # the layers of a model that mixes them
         case = ragged_case(*MIXED, sliding_window=sliding_window)
         got = triton_attention.paged_attention(**case, plans=plans)
-        torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float32])
+        assert_exact_enough(got, case, reference.paged_attention)
     assert [kw["window"] for kw in planned] == [0, 9]
 
 
@@ -141,7 +167,7 @@ def test_batch_without_decodes_looks_for_none(monkeypatch):
     monkeypatch.setattr(triton_attention, "plan_decodes", None)
     case = ragged_case([70, 17, 9], [2, 17, 0])
     got = triton_attention.paged_attention(**case, min_seqlen_q=2)
-    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float32])
+    assert_exact_enough(got, case, reference.paged_attention)
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
@@ -153,7 +179,7 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
         [600, 200, 129], [1, 70, 129], num_heads=4, num_kv_heads=1, block_size=block_size, dtype=torch.float16
     )
     got = triton_attention.paged_attention(**case)
-    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float16])
+    assert_exact_enough(got, case, reference.paged_attention)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from kernel_cases import DEVICE, IMPLEMENTATIONS, TOLERANCES
+from error_bounds import assert_rotated, in_float64
+from kernel_cases import DEVICE, IMPLEMENTATIONS
 
 from paged.kernels import reference
 from paged.kernels.backend import in_interpreter, load_kernels
@@ -34,15 +35,15 @@ def make_case(shape, dtype, *, norm, exact_sums=False):
     return case
 
 
-def run(operation, case):
+def run(operation, case, convert=dict):
     """Everything that the operation may have written, of the tensors that `case` looks into."""
     bases = {name: x._base for name, x in case.items() if isinstance(x, torch.Tensor) and x._base is not None}
-    copies = {id(base): base.clone() for base in bases.values()}
+    copies = convert({id(base): base.clone() for base in bases.values()})
     views = {
         name: copies[id(base)].as_strided(case[name].shape, case[name].stride(), case[name].storage_offset())
         for name, base in bases.items()
     }
-    query = operation(**{**case, **views})
+    query = operation(**{**convert(case), **views})
     num_heads, num_kv_heads = query.shape[1], case["key_cache"].shape[2]
     wide, caches = copies[id(bases["qkv"])], copies[id(bases["key_cache"])]
     assert query.data_ptr() == wide.data_ptr(), "the query is rotated in place"
@@ -53,21 +54,22 @@ def run(operation, case):
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-def test_matches_reference(name, dtype, shape, norm):
+def test_matches_float64(name, dtype, shape, norm):
     """Slots nobody named, values in qkv, and what surrounds its view keep every bit."""
     case = make_case(shape, dtype, norm=norm)
-    got = run(load_kernels(name).rotary_store_kv, case)
-    expected = run(reference.rotary_store_kv, case)
-    for got_one, expected_one in zip(got, expected, strict=True):
-        torch.testing.assert_close(got_one, expected_one, **TOLERANCES[dtype])
-    _, num_heads, num_kv_heads, head_dim, _ = shape
-    untouched = [(got[1][:, num_heads + num_kv_heads :], expected[1][:, num_heads + num_kv_heads :])]
-    untouched += [
-        (got[1][..., head_dim:], expected[1][..., head_dim:]),
-        (got[2][:, :, 1], expected[2][:, :, 1]),
-    ]
-    for got_one, expected_one in untouched:
-        torch.testing.assert_close(got_one, expected_one, rtol=0, atol=0)
+    query, wide, caches = run(load_kernels(name).rotary_store_kv, case)
+    exact_query, exact_wide, exact_caches = run(reference.rotary_store_kv, case, in_float64)
+    assert_rotated(query, exact_query, norm=norm)
+    _, num_heads, num_kv_heads, head_dim, block_size = shape
+    place = case["slot_mapping"] // block_size, case["slot_mapping"] % block_size
+    assert_rotated(caches[:, :, 0][place], exact_caches[:, :, 0][place], norm=norm)
+    caches[:, :, 0][place] = exact_caches[:, :, 0][place] = 0
+    for got, expected in (
+        (wide[:, num_heads + num_kv_heads :], exact_wide[:, num_heads + num_kv_heads :]),
+        (wide[..., head_dim:], exact_wide[..., head_dim:]),
+        (caches, exact_caches),
+    ):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU contracts products and sums, here two roundings are one")
