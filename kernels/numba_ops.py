@@ -46,14 +46,19 @@ from .numba_vectors import (
 UNIT_NUMBERS = 16384  # of a unit of rows: work for a few microseconds
 
 RMS_NORM = Task(
-    ("x", "weight", "residual", "out", "kind", "num_rows", "size", "x_stride", "rows_per_unit"), ("eps",)
-)
+    (
+        "x", "weight", "residual", "out", "kind", "unit_offset", "num_rows", "size", "x_stride",
+        "rows_per_unit",
+    ),
+    ("eps",),
+)  # fmt: skip
 SILU_AND_MUL = Task(("x", "out", "kind", "num_rows", "size", "x_stride", "rows_per_unit"))
 ROTARY_STORE_KV = Task(
     (
         "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm", "key_norm",
         "key_scales", "value_scales",
-        "kind", "cache_kind", "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size",
+        "kind", "cache_kind", "unit_offset",
+        "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size",
         "qkv_token_stride", "qkv_head_stride",
         "key_block_stride", "key_token_stride", "key_head_stride",
         "value_block_stride", "value_token_stride", "value_head_stride", "rows_per_unit",
@@ -66,8 +71,11 @@ _ROTARY_RECORD, _GREEDY_RECORD = ROTARY_STORE_KV.record, GREEDY.record
 
 
 @function
-def _normalise(kind, x, weight, out, size, eps):
-    """weight * x / sqrt(mean(x²) + eps); the quotient is rounded to the kind, then multiplied by weight."""
+def _normalise(kind, x, weight, unit_offset, out, size, eps):
+    """weight * x / sqrt(mean(x²) + eps); the quotient is rounded to the kind, then multiplied by weight.
+
+    unit_offset: it is multiplied by 1 + weight, and only then rounded.
+    """
     squares = splat(np.float32(0.0))
     step = LANES * item_size(kind)
     for i in range(size // LANES):
@@ -75,10 +83,16 @@ def _normalise(kind, x, weight, out, size, eps):
         squares = fma(number, number, squares)
     mean = total(squares) / np.float32(size) + np.float32(eps)
     scale = splat(np.float32(1.0) / np.sqrt(mean))
+    one = splat(np.float32(1.0))
     for i in range(size // LANES):
-        at = out + i * step
-        store_as(kind, at, multiply(load_as(kind, x + i * step), scale))
-        store_as(kind, at, multiply(load_as(kind, at), load_as(kind, weight + i * step)))
+        at, own = out + i * step, load_as(kind, weight + i * step)
+        number = multiply(load_as(kind, x + i * step), scale)
+        if unit_offset:
+            own = add(one, own)
+        else:
+            store_as(kind, at, number)
+            number = load_as(kind, at)
+        store_as(kind, at, multiply(number, own))
 
 
 @function
@@ -92,7 +106,7 @@ def _rms_norm(args, row):
             at = residual + i * step
             store_as(args.kind, at, add(load_as(args.kind, at), load_as(args.kind, x + i * step)))
         x = residual
-    _normalise(args.kind, x, args.weight, out, size, args.eps)
+    _normalise(args.kind, x, args.weight, args.unit_offset, out, size, args.eps)
 
 
 @function
@@ -147,7 +161,7 @@ def _rotary_store_kv(args, row):
         head = token + i * args.qkv_head_stride
         if args.query_norm:
             weight = args.query_norm if i < args.num_heads else args.key_norm
-            _normalise(args.kind, head, weight, head, dim, args.eps)
+            _normalise(args.kind, head, weight, args.unit_offset, head, dim, args.eps)
         _rotate(args.kind, head, cos, sin, half)
     slot = get_long(args.slot_mapping + 8 * row)
     block, place = slot // args.block_size, slot % args.block_size
@@ -266,6 +280,8 @@ def rms_norm(
     weight: Tensor,  # [size]
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
+    *,
+    unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
     """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`."""
     size = weight.shape[0]
@@ -279,7 +295,7 @@ def rms_norm(
         and (residual is None or is_plain(residual, dtype, x.numel()))
     )
     if size % LANES or not regular:
-        return torch_ops.rms_norm(x, weight, eps, residual)
+        return torch_ops.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_units, per_unit = _units(rows.shape[0], size)
     RMS_NORM.run(
@@ -289,6 +305,7 @@ def rms_norm(
         0 if residual is None else residual.data_ptr(),
         out.data_ptr(),
         KINDS[x.dtype],
+        unit_offset,
         rows.shape[0],
         size,
         rows.stride(0) * x.itemsize,
@@ -329,6 +346,7 @@ def rotary_store_kv(
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
@@ -363,6 +381,7 @@ def rotary_store_kv(
             query_norm_weight=query_norm_weight,
             key_norm_weight=key_norm_weight,
             eps=eps,
+            unit_offset=unit_offset,
             key_scales=key_scales,
             value_scales=value_scales,
         )
@@ -377,6 +396,7 @@ def rotary_store_kv(
         *(
             KINDS[qkv.dtype],
             KINDS[key_cache.dtype],
+            unit_offset,
             num_tokens,
             num_heads,
             num_kv_heads,

@@ -26,16 +26,21 @@ def rms_norm(
     weight: Tensor,  # [size]
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
+    *,
+    unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
     """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given (Zhang & Sennrich 2019).
 
-    The normalised value is rounded to x's dtype before the weight multiplies it, as HF's LlamaRMSNorm does.
+    The normalised value is rounded to x's dtype before the weight multiplies it, as HF's LlamaRMSNorm does;
+    with unit_offset 1 + weight does, and only the product is rounded, as HF's Gemma3RMSNorm does it.
     """
     if residual is not None:
         residual.copy_(_upcast(residual) + _upcast(x))
         x = residual
     x32 = _upcast(x)
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1 + _upcast(weight))).to(x.dtype).contiguous()
     return (normed.to(x.dtype) * weight).contiguous()
 
 
@@ -105,6 +110,7 @@ def rotary_store_kv(
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
@@ -117,8 +123,8 @@ def rotary_store_kv(
         [qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads], dim=1
     )
     if query_norm_weight is not None and key_norm_weight is not None:
-        query.copy_(rms_norm(query, query_norm_weight, eps))
-        key.copy_(rms_norm(key, key_norm_weight, eps))
+        query.copy_(rms_norm(query, query_norm_weight, eps, unit_offset=unit_offset))
+        key.copy_(rms_norm(key, key_norm_weight, eps, unit_offset=unit_offset))
     rotary(query, key, cos, sin)
     store_kv(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
     return query

@@ -10,6 +10,15 @@ from .checks import check_device, check_dtype, check_last_dim_contiguous, check_
 _TILE = 2048  # values one program normalises, where the row is not longer
 
 
+@triton.jit
+def weighted(x, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+    """Normalised x times its weight, not yet rounded: `dtype` is what x is rounded to before."""
+    weight = weight.to(tl.float32)
+    if UNIT_OFFSET:
+        return x * (1.0 + weight)
+    return x.to(dtype).to(tl.float32) * weight
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
@@ -20,6 +29,7 @@ def _rms_norm_kernel(
     eps,
     stride_x: tl.constexpr,
     stride_residual: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -39,7 +49,7 @@ def _rms_norm_kernel(
         x = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
     dtype = out_ptr.dtype.element_ty
-    normed = (x * inverse[:, None]).to(dtype).to(tl.float32) * weight.to(tl.float32)[None, :]
+    normed = weighted(x * inverse[:, None], weight[None, :], dtype, UNIT_OFFSET)
     tl.store(out_ptr + row * SIZE + offs[None, :], normed.to(dtype), mask=mask)
 
 
@@ -48,12 +58,15 @@ def rms_norm(
     weight: Tensor,  # [size]
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
+    *,
+    unit_offset: bool = False,
 ) -> Tensor:  # [num_rows, size], contiguous
     """Return weight * x / sqrt(mean(x²) + eps), after residual += x where one is given.
 
     Zhang & Sennrich 2019, in float32. The sum is rounded to the residual's dtype before it is normalised, and
-    the normalised value to x's dtype before the weight multiplies it, as HF's LlamaRMSNorm does. Raises
-    ValueError for a shape, dtype or stride that does not fit.
+    the normalised value to x's dtype before the weight multiplies it, as HF's LlamaRMSNorm does. unit_offset:
+    1 + weight multiplies it, and only the product is rounded, as HF's Gemma3RMSNorm does. Raises ValueError
+    for a shape, dtype, stride or value that does not fit.
     """
     check_shape("x", x, (None, None))
     check_dtype("x", x)
@@ -78,6 +91,7 @@ def rms_norm(
         eps=eps,
         stride_x=x.stride(0),
         stride_residual=None if residual is None else residual.stride(0),
+        UNIT_OFFSET=unit_offset,
         SIZE=size,
         BLOCK_ROWS=block_rows,
         BLOCK_SIZE=block_size,

@@ -18,6 +18,7 @@ from .checks import (
     check_shape,
     in_debug_mode,
 )
+from .rms_norm import weighted
 
 # Pairs (x1, x2) of one program, whatever the model: two warps move them 16 bytes a thread, on AMD too. A tile
 # smaller than that would give pairs two owners, and the query of one could be read after the other wrote it.
@@ -37,19 +38,20 @@ def _normalise(
     mask_d,
     dtype: tl.constexpr,
     HALF: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
-    """RMS norm of every head, rounded to `dtype` before the weight multiplies it and again after."""
+    """RMS norm of every head, rounded to `dtype` as `rms_norm` does."""
     # [BLOCK_HEADS, BLOCK_HALF]
     mask_query, mask_key = is_query[:, None] & mask_d, is_key[:, None] & mask_d
     query_weight1 = tl.load(query_weight_ptr + offs_d, mask=mask_query, other=0.0)
     query_weight2 = tl.load(query_weight_ptr + HALF + offs_d, mask=mask_query, other=0.0)
     weight1 = tl.load(key_weight_ptr + offs_d, mask=mask_key, other=0.0)
     weight2 = tl.load(key_weight_ptr + HALF + offs_d, mask=mask_key, other=0.0)
-    weight1 = tl.where(is_query[:, None], query_weight1, weight1).to(tl.float32)
-    weight2 = tl.where(is_query[:, None], query_weight2, weight2).to(tl.float32)
+    weight1 = tl.where(is_query[:, None], query_weight1, weight1)
+    weight2 = tl.where(is_query[:, None], query_weight2, weight2)
     inverse = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
-    x1 = (x1 * inverse).to(dtype).to(tl.float32) * weight1
-    x2 = (x2 * inverse).to(dtype).to(tl.float32) * weight2
+    x1 = weighted(x1 * inverse, weight1, dtype, UNIT_OFFSET)
+    x2 = weighted(x2 * inverse, weight2, dtype, UNIT_OFFSET)
     return x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
 
 
@@ -107,6 +109,7 @@ def _rotary_store_kv_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     LARGEST: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
 ):
     """One program: BLOCK_HEADS of one token's heads, be they query, key or value."""
     token = tl.program_id(0).to(tl.int64)
@@ -133,8 +136,9 @@ def _rotary_store_kv_kernel(
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     if query_weight_ptr is not None:
         x1, x2 = _normalise(
-            x1, x2, is_query, is_key, query_weight_ptr, key_weight_ptr, eps, offs_d, mask_d, dtype, HALF
-        )
+            x1, x2, is_query, is_key, query_weight_ptr, key_weight_ptr, eps, offs_d, mask_d, dtype, HALF,
+            UNIT_OFFSET,
+        )  # fmt: skip
     x1, x2 = (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
 
     # All stores stand last: a store waits for what it stores, and everything behind it waits too.
@@ -163,6 +167,7 @@ def rotary_store_kv(
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], written in place
     value_scales: Tensor | None = None,  # like key_scales, of an fp8 or int8 cache
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
@@ -171,7 +176,7 @@ def rotary_store_kv(
     RMS norm of every head with its weight where given (Henry et al. 2020, as Qwen3 has it), then rotary
     embedding in neox order (Su et al. 2021), then cache[slot // block_size, slot % block_size] = new token
     (Kwon et al. 2023). float32 between load and store, rounded to qkv's dtype where HF rounds: before and
-    after the norm's weight, and after the rotation.
+    after the norm's weight, and after the rotation. unit_offset: the norm is Gemma 3's, see `rms_norm`.
 
     The query is rotated in place and returned as a view of qkv, which has just been read and is still in
     the L2 cache; the key heads of qkv are scratch, undefined afterwards. Two tokens must not share a slot.
@@ -246,6 +251,7 @@ def rotary_store_kv(
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         LARGEST=QUANTIZED_DTYPES.get(key_cache.dtype, 1.0),
+        UNIT_OFFSET=unit_offset,
         num_warps=2,
     )
     return qkv[:, :num_heads]

@@ -15,13 +15,19 @@ def rms_norm(
     weight: Tensor,  # [size]
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
+    *,
+    unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
     """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`."""
     if residual is not None:
         x = residual.add_(x)
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
-    return ((x32 * scale).to(x.dtype) * weight).contiguous()
+    return _weighted(x32 * scale, weight, x.dtype, unit_offset).contiguous()
+
+
+def _weighted(x32: Tensor, weight: Tensor, dtype: torch.dtype, unit_offset: bool) -> Tensor:
+    return (x32 * (1 + weight.float())).to(dtype) if unit_offset else x32.to(dtype) * weight
 
 
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
@@ -41,6 +47,7 @@ def rotary_store_kv(
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
@@ -55,10 +62,9 @@ def rotary_store_kv(
     if query_norm_weight is not None and key_norm_weight is not None:
         x32 = heads.float()
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
-        normed = (x32 * scale).to(qkv.dtype)
-        normed[:, :num_heads].mul_(query_norm_weight)
-        normed[:, num_heads:].mul_(key_norm_weight)
-        x1, x2 = normed.float().chunk(2, dim=-1)
+        weights = (query_norm_weight, num_heads), (key_norm_weight, num_kv_heads)
+        weight = torch.cat([weight.expand(n, -1) for weight, n in weights])
+        x1, x2 = _weighted(x32 * scale, weight, qkv.dtype, unit_offset).float().chunk(2, dim=-1)
     else:
         x1, x2 = half1.float(), half2.float()
     cos, sin = cos[:, None], sin[:, None]

@@ -12,6 +12,9 @@ from paged.kernels.rotary_store_kv import rotary_store_kv_cost
 SHAPES = [(3, 4, 2, 16, 8), (1, 7, 1, 80, 16), (5, 13, 5, 128, 8), (2, 3, 4, 256, 16), (2, 29, 3, 96, 1)]
 
 
+NORMS = [None, "norm", "unit_offset"]
+
+
 def make_case(shape, dtype, *, norm, exact_sums=False):
     """Arguments of rotary_store_kv: qkv is a view into a wider tensor, K and V of a slot lie side by side."""
     num_tokens, num_heads, num_kv_heads, head_dim, block_size = shape
@@ -32,6 +35,7 @@ def make_case(shape, dtype, *, norm, exact_sums=False):
     if norm:
         case["query_norm_weight"] = torch.randn(head_dim, device=DEVICE).to(dtype)
         case["key_norm_weight"] = torch.randn(head_dim, device=DEVICE).to(dtype)
+        case["unit_offset"] = norm == "unit_offset"
     return case
 
 
@@ -53,16 +57,17 @@ def run(operation, case, convert=dict):
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_matches_float64(name, dtype, shape, norm):
     """Slots nobody named, values in qkv, and what surrounds its view keep every bit."""
     case = make_case(shape, dtype, norm=norm)
     query, wide, caches = run(load_kernels(name).rotary_store_kv, case)
     exact_query, exact_wide, exact_caches = run(reference.rotary_store_kv, case, in_float64)
-    assert_rotated(query, exact_query, norm=norm)
+    norms = {"norm": norm is not None, "unit_offset": norm == "unit_offset"}
+    assert_rotated(query, exact_query, **norms)
     _, num_heads, num_kv_heads, head_dim, block_size = shape
     place = case["slot_mapping"] // block_size, case["slot_mapping"] % block_size
-    assert_rotated(caches[:, :, 0][place], exact_caches[:, :, 0][place], norm=norm)
+    assert_rotated(caches[:, :, 0][place], exact_caches[:, :, 0][place], **norms)
     caches[:, :, 0][place] = exact_caches[:, :, 0][place] = 0
     for got, expected in (
         (wide[:, num_heads + num_kv_heads :], exact_wide[:, num_heads + num_kv_heads :]),
@@ -75,7 +80,7 @@ def test_matches_float64(name, dtype, shape, norm):
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU contracts products and sums, here two roundings are one")
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_rounds_where_the_unfused_operations_round(name, dtype, shape, norm):
     """Bit for bit, where the sum in the norm does not depend on its order."""
     case = make_case(shape, dtype, norm=norm, exact_sums=True)
@@ -123,6 +128,20 @@ def test_reference_rounds_as_qwen3_does(dtype):
     norm.weight.data = torch.randn(32).to(dtype)
     x = torch.randn(50, 4, 32).to(dtype)
     torch.testing.assert_close(reference.rms_norm(x, norm.weight, 1e-5), norm(x), rtol=0, atol=0)
+
+
+def test_reference_normalises_heads_as_gemma_3_does():
+    modeling_gemma3 = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    case = make_case((3, 4, 2, 32, 8), torch.bfloat16, norm="unit_offset")
+    heads, expected = case["qkv"][:, :6], []
+    for which, own in zip(("query", "key"), heads.split([4, 2], dim=1), strict=True):
+        norm = modeling_gemma3.Gemma3RMSNorm(32, eps=1e-5)
+        norm.weight.data = case[f"{which}_norm_weight"].cpu()
+        expected.append(norm(own.cpu()).detach().to(DEVICE))
+    reference.rotary(*expected, case["cos"], case["sin"])
+    query = reference.rotary_store_kv(**case)
+    torch.testing.assert_close(query, expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(heads[:, 4:], expected[1], rtol=0, atol=0)
 
 
 def test_float64_reference_by_hand():
