@@ -7,8 +7,10 @@ from torch import Tensor
 
 from .attention_config import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from .checks import (
+    check_between,
     check_device,
     check_dtype,
+    check_flag,
     check_last_dim_contiguous,
     check_multiple,
     check_positive,
@@ -18,6 +20,7 @@ from .checks import (
 )
 
 MAX_TREE = 64  # candidates: bits of an int64
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ def check_attention(
     num_seqs = seq_lens.shape[0]
     check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
     check_shape("block_tables", block_tables, (num_seqs, None), torch.int32)
+    if num_tokens and num_seqs:  # the first entry is read, whatever the lengths
+        check_positive("block_tables.shape[1]", block_tables.shape[1])
     per_head = {"sinks": options.sinks, "alibi_slopes": options.alibi_slopes}
     for name, values in per_head.items():
         if values is not None:
@@ -92,11 +97,14 @@ def check_attention(
 
 def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, max_keys: int) -> None:
     check_positive("scale", options.scale)
-    check_positive("max_seqlen_q", options.max_seqlen_q)
-    if options.min_seqlen_q:
-        check_between("min_seqlen_q", options.min_seqlen_q, 0, options.max_seqlen_q)
+    check_flag("causal", options.causal)
+    check_between("max_seqlen_q", options.max_seqlen_q, 1, _MAX_INT32)
+    check_between("min_seqlen_q", options.min_seqlen_q, 0, options.max_seqlen_q)
+    check_between("max_decode_q", options.max_decode_q, 1, _MAX_INT32)
+    # The tables are read so far without a look at a length, and behind it is one token at least.
+    check_between("shared_prefix_len", options.shared_prefix_len, 0, max(0, max_keys - 1))
     if options.sliding_window is not None:
-        check_positive("sliding_window", options.sliding_window)
+        check_between("sliding_window", options.sliding_window, 1, _MAX_INT32)
         if not options.causal:
             raise ValueError(f"sliding_window {options.sliding_window} needs causal=True")
     if options.softcap is not None:
@@ -106,8 +114,6 @@ def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, ma
         if not options.causal:
             raise ValueError("tree_mask needs causal=True: it says which of the new tokens see each other")
     if options.shared_prefix_len:
-        # The tables are read so far without a look at a length, and behind it is one token at least.
-        check_between("shared_prefix_len", options.shared_prefix_len, 0, max(0, max_keys - 1))
         if options.max_seqlen_q != 1 or num_tokens != num_seqs:
             raise ValueError(
                 f"shared_prefix_len needs one new token of every sequence, got {num_tokens} of {num_seqs} "
@@ -118,12 +124,6 @@ def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, ma
                 f"shared_prefix_len and sliding_window {options.sliding_window} exclude each other: "
                 "a window does not see a long prefix"
             )
-
-
-def check_between(name: str, value: int, low: int, high: int) -> None:
-    """Raise ValueError unless low <= value <= high."""
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
 
 
 def check_contents(

@@ -42,6 +42,8 @@ def check_shape(
     name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype | None = None
 ) -> None:
     """Raise ValueError unless `tensor` has this shape (None: any size) and, where given, this dtype."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dim() != len(shape) or any(
         want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
     ):
@@ -69,10 +71,40 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
+def check_apart(name: str, tensor: Tensor) -> None:
+    """Raise ValueError where elements of `tensor`, which is written, share a place, as in `expand`."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name} is written, and must not be expanded, got strides {tensor.stride()}")
+
+
 def check_positive(name: str, value: float) -> None:
-    """Raise ValueError unless `value` is greater than zero."""
+    """Raise ValueError unless `value` is a number greater than zero, in float32 too."""
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
     if not value > 0:
         raise ValueError(f"{name} must be greater than 0, got {value}")
+    if not 2.0**-126 <= value <= 2.0**126:
+        raise ValueError(f"{name} must be between 2**-126 and 2**126, got {value}")
+
+
+def check_eps(eps: float) -> None:
+    """Raise ValueError unless `eps` can be added to a mean of squares under a root."""
+    if not isinstance(eps, (int, float)) or not 0 <= eps <= 1:
+        raise ValueError(f"eps must be a number between 0 and 1, got {eps!r}")
+
+
+def check_between(name: str, value: int, low: int, high: int) -> None:
+    """Raise ValueError unless `value` is an int and low <= value <= high."""
+    if type(value) is not int:
+        raise ValueError(f"{name} must be an int, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise ValueError unless `value` is True or False: anything else would be compiled for."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_multiple(name: str, value: int, of_name: str, of: int) -> None:

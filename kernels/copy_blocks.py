@@ -8,6 +8,8 @@ from torch import Tensor
 from .checks import (
     KERNEL_DTYPES,
     QUANTIZED_DTYPES,
+    check_apart,
+    check_device,
     check_dtype,
     check_indices,
     check_once,
@@ -56,6 +58,8 @@ def copy_blocks(
     check_shape("pairs", pairs, (None, 2), torch.int64)
     if not cache[:1, :1].is_contiguous():
         raise ValueError(f"cache must be contiguous within a block, got strides {cache.stride()}")
+    check_apart("cache", cache)
+    check_device("pairs", pairs, cache.device)
     if not pairs.is_contiguous():
         raise ValueError(f"pairs must be contiguous, got strides {pairs.stride()}")
     if in_debug_mode():

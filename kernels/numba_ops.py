@@ -10,7 +10,7 @@ from numba import carray, cfunc
 from torch import Tensor
 
 from . import torch_ops
-from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES
+from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
 from .numba_paged_attention import KINDS
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task, is_plain
 from .numba_vectors import (
@@ -264,7 +264,7 @@ for _task, _kernel in zip((RMS_NORM, SILU_AND_MUL, ROTARY_STORE_KV, GREEDY), _co
 
 def _units(num_rows: int, size: int) -> tuple[int, int]:
     """How many units of how many rows."""
-    rows = max(1, UNIT_NUMBERS // size)
+    rows = max(1, UNIT_NUMBERS // max(1, size))
     return -(-num_rows // rows), rows
 
 
@@ -272,7 +272,13 @@ def _has_its_scales(cache: Tensor, scales: Tensor | None) -> bool:
     """Whether a plain cache has none, and a quantised one a number for each token and head."""
     if scales is None:
         return cache.dtype in KERNEL_DTYPES
-    return cache.dtype in QUANTIZED_DTYPES and is_plain(scales, torch.float32, cache.shape[:3].numel())
+    num_blocks, block_size, num_kv_heads, _ = cache.shape
+    shape = num_blocks, num_kv_heads, block_size
+    return (
+        cache.dtype in QUANTIZED_DTYPES
+        and scales.shape == shape
+        and is_plain(scales, torch.float32, scales.numel())
+    )
 
 
 def rms_norm(
@@ -287,12 +293,14 @@ def rms_norm(
     size = weight.shape[0]
     dtype = x.dtype
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    check_eps(eps)
     regular = (
         dtype in KERNEL_DTYPES
+        and x.is_cpu
         and rows.shape[1] == size
         and rows.stride(1) == 1
         and is_plain(weight, dtype, size)
-        and (residual is None or is_plain(residual, dtype, x.numel()))
+        and (residual is None or (residual.shape == x.shape and is_plain(residual, dtype, x.numel())))
     )
     if size % LANES or not regular:
         return torch_ops.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
@@ -318,7 +326,8 @@ def rms_norm(
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
     num_rows, size = x.shape[0], x.shape[1] // 2
-    if size % LANES or x.shape[1] % 2 or x.stride(1) != 1 or x.dtype not in KERNEL_DTYPES:
+    regular = x.is_cpu and x.shape[1] % 2 == 0 and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
+    if size % LANES or not regular:
         return torch_ops.silu_and_mul(x)
     out = x.new_empty(num_rows, size)
     num_units, per_unit = _units(num_rows, 2 * size)
@@ -355,8 +364,13 @@ def rotary_store_kv(
     block_size, num_kv_heads = key_cache.shape[1:3]
     num_heads = num_rows - 2 * num_kv_heads
     dtype, angles = qkv.dtype, num_tokens * (head_dim // 2)
+    check_eps(eps)
     regular = (
         dtype in KERNEL_DTYPES
+        and block_size > 0
+        and qkv.is_cpu
+        and key_cache.is_cpu
+        and value_cache.is_cpu
         and key_cache.dtype == value_cache.dtype
         and _has_its_scales(key_cache, key_scales)
         and _has_its_scales(value_cache, value_scales)

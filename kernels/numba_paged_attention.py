@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention_checks import AttentionOptions, check_attention
+from .checks import check_device
 from .numba_attention import ATTEND, MAX_ROWS, MERGE, SPLIT, padded, scratch_size
 from .numba_vectors import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 
@@ -85,6 +86,7 @@ def paged_attention(
             max_decode_q=max_decode_q,
             min_seqlen_q=min_seqlen_q,
         )
+        check_device("query", query, torch.device("cpu"))
         check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
         num_threads = torch.get_num_threads()
         plan = plan_units(seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, num_threads)

@@ -75,8 +75,8 @@ def note_launches(launches: list[Launch] | None) -> None:
 
 
 def is_plain(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
-    """Whether so many numbers of this dtype lie one behind the other."""
-    return x.dtype == dtype and x.numel() == size and x.is_contiguous()
+    """Whether so many numbers of this dtype lie one behind the other, where a CPU reads them."""
+    return x.dtype == dtype and x.numel() == size and x.is_contiguous() and x.is_cpu
 
 
 _local = threading.local()

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_checks import AttentionOptions, check_attention, check_between
+from .attention_checks import AttentionOptions, check_attention
 from .attention_config import AttentionConfig, Use, choose_config, split_size
 from .attention_kernel import decode_kernel, prefill_kernel
 from .backend import check_target, current_target, in_interpreter, num_sms
+from .checks import check_between
 from .split_kv import MAX_SPLITS, merge_splits, plan_decodes
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

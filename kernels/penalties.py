@@ -5,7 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import check_device, check_last_dim_contiguous, check_shape
+from .checks import (
+    check_apart,
+    check_device,
+    check_indices,
+    check_last_dim_contiguous,
+    check_once,
+    check_shape,
+    in_debug_mode,
+)
 
 _CHUNK = 4096  # tokens of one program
 
@@ -71,11 +79,13 @@ def apply_penalties(
     (Keskar et al. 2019); then a generated token loses frequency_penalty for each time, and presence_penalty
     once. Other rows, and tokens never seen, keep their bits. Rounded after every operation, as the reference
     does it: the bits are the same on every device. No row may be named twice. Raises ValueError for a shape,
-    dtype or stride that does not fit; rows and slots are not read on the host.
+    dtype or stride that does not fit; rows and slots are read on the host, and one that is not there or is
+    named twice is seen, only in debug mode, see `checks`.
     """
     check_shape("logits", logits, (None, None), torch.float32)
     check_shape("rows", rows, (None,), torch.int64)
     check_last_dim_contiguous("logits", logits)
+    check_apart("logits", logits)
     num_items, size = len(rows), logits.shape[1]
     check_shape("slots", slots, (num_items,), torch.int64)
     check_shape("output_counts", output_counts, (None, size), torch.int32)
@@ -94,6 +104,10 @@ def apply_penalties(
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     if num_items == 0:
         return
+    if in_debug_mode():
+        check_indices("rows", rows, "those of logits", len(logits))
+        check_once("rows", rows)
+        check_indices("slots", slots, "those of output_counts", len(output_counts))
     _penalties_kernel[(num_items, triton.cdiv(size, _CHUNK))](
         logits_ptr=logits,
         rows_ptr=rows,

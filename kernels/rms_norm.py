@@ -5,7 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import check_device, check_dtype, check_last_dim_contiguous, check_shape
+from .checks import (
+    check_apart,
+    check_device,
+    check_dtype,
+    check_eps,
+    check_flag,
+    check_last_dim_contiguous,
+    check_positive,
+    check_shape,
+)
 
 _TILE = 2048  # values one program normalises, where the row is not longer
 
@@ -71,10 +80,14 @@ def rms_norm(
     check_shape("x", x, (None, None))
     check_dtype("x", x)
     num_rows, size = x.shape
+    check_positive("x.shape[1]", size)
     check_shape("weight", weight, (size,), x.dtype)
+    check_eps(eps)
+    check_flag("unit_offset", unit_offset)
     tensors = {"x": x, "weight": weight}
     if residual is not None:
         check_shape("residual", residual, x.shape, x.dtype)
+        check_apart("residual", residual)
         tensors["residual"] = residual
     for name, tensor in tensors.items():
         check_last_dim_contiguous(name, tensor)

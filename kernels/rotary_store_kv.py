@@ -8,12 +8,16 @@ from torch import Tensor
 from .backend import check_target, current_target
 from .checks import (
     QUANTIZED_DTYPES,
+    check_apart,
     check_device,
     check_dtype,
+    check_eps,
+    check_flag,
     check_indices,
     check_last_dim_contiguous,
     check_multiple,
     check_once,
+    check_positive,
     check_scales,
     check_shape,
     in_debug_mode,
@@ -196,7 +200,11 @@ def rotary_store_kv(
     _, block_size, num_kv_heads, _ = key_cache.shape
     num_heads = num_all_heads - 2 * num_kv_heads
     half = head_dim // 2
+    check_positive("head_dim", head_dim)
     check_multiple("head_dim", head_dim, "the two halves", 2)
+    check_positive("block_size", block_size)
+    check_eps(eps)
+    check_flag("unit_offset", unit_offset)
     if num_kv_heads < 1 or num_heads < 1:
         raise ValueError(
             f"qkv must have more than twice key_cache's heads, got {num_all_heads} and {num_kv_heads}"
@@ -216,6 +224,8 @@ def rotary_store_kv(
     for name, tensor in tensors.items():
         check_last_dim_contiguous(name, tensor)
         check_device(name, tensor, qkv.device)
+    for name in ("qkv", "key_cache", "value_cache"):
+        check_apart(name, tensors[name])
     if value_cache.stride() != key_cache.stride():
         raise ValueError(
             f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"

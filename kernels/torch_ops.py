@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .checks import check_scales
+from .checks import check_between, check_eps, check_positive, check_scales
 
 
 def rms_norm(
@@ -19,6 +19,7 @@ def rms_norm(
     unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
     """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`."""
+    check_eps(eps)
     if residual is not None:
         x = residual.add_(x)
     x32 = x.float()
@@ -53,6 +54,9 @@ def rotary_store_kv(
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """QK norm, rotary, K and V into their slots; see `reference.rotary_store_kv`."""
     check_scales(key_cache, key_scales, value_scales, qkv.dtype)
+    check_eps(eps)
+    if (query_norm_weight is None) != (key_norm_weight is None):
+        raise ValueError("query_norm_weight and key_norm_weight must both be given or both be None")
     num_kv_heads = key_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     # Query and key heads go through everything together: half the calls, which is what a decode waits for.
@@ -117,6 +121,11 @@ def paged_attention(
     Where more than a window is asked for, the reference itself computes it: no model here needs it fast.
     """
     check_scales(key_cache, key_scales, value_scales, query.dtype)
+    check_positive("scale", scale)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    if sliding_window is not None:
+        check_between("sliding_window", sliding_window, 1, 2**31 - 1)
     special = (softcap, sinks, alibi_slopes, tree_mask)
     if not causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
         return reference.paged_attention(

@@ -66,6 +66,10 @@ def test_wrong_inputs_are_named():
         copy_blocks(cache.transpose(2, 4), pairs)
     with pytest.raises(ValueError, match=r"cache must be one of .*, got torch.float64"):
         copy_blocks(cache.double(), pairs)
+    with pytest.raises(ValueError, match="cache is written, and must not be expanded"):
+        copy_blocks(cache[:, :1].expand(-1, 3, -1, -1, -1), pairs)
+    with pytest.raises(ValueError, match="pairs must be on cpu, got meta"):
+        copy_blocks(cache, pairs.to("meta"))
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,20 @@ def test_rows_the_kernels_would_misread_are_left_to_torch():
     torch_ops.rotary_store_kv(qkv.clone(), cos, cos, *expected, slots)
     numba_ops.rotary_store_kv(qkv.clone(), cos, cos, *caches, slots)
     assert torch.equal(caches, expected)
+    scales = torch.zeros(2, 2, 4, 2)  # as the cache has them, not [num_blocks, num_kv_heads, block_size]
+    with pytest.raises(ValueError, match=r"key_scales must have shape \[2, 2, 4\], got \[2, 4, 2\]"):
+        numba_ops.rotary_store_kv(
+            qkv.clone(), cos, cos, *caches.to(torch.int8), slots, key_scales=scales[0], value_scales=scales[1]
+        )
+    nowhere = x.to("meta")
+    assert numba_ops.silu_and_mul(nowhere).is_meta
+    for operation, args in (
+        (numba_ops.rms_norm, (nowhere, torch.ones(64), 1e-6)),
+        (numba_ops.rms_norm, (x, nowhere[0], 1e-6)),
+        (numba_ops.rotary_store_kv, (qkv.to("meta"), cos.float(), cos.float(), *caches, slots)),
+    ):
+        with pytest.raises(RuntimeError, match="meta"):
+            operation(*args)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match="needs key_scales"):
             numba_ops.rotary_store_kv(qkv.clone(), cos, cos, *caches.to(dtype), slots)
@@ -157,6 +171,8 @@ def test_wrong_inputs_are_named():
         paged_attention(**{**case, "sliding_window": 0})
     with pytest.raises(ValueError, match="seq_lens"):
         paged_attention(**{**case, "seq_lens": case["seq_lens"].long()})
+    with pytest.raises(ValueError, match="query must be on cpu, got meta"):
+        paged_attention(**{**case, "query": case["query"].to("meta")})
 
 
 def test_nan_reaches_its_own_row_alone():

@@ -1,3 +1,4 @@
+import math
 from itertools import accumulate
 
 import pytest
@@ -186,14 +187,20 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
     ("change", "message"),
     [
         ({"scale": 0.0}, "scale must be greater than 0, got 0.0"),
-        ({"max_seqlen_q": 0}, "max_seqlen_q must be greater than 0, got 0"),
+        ({"max_seqlen_q": 0}, "max_seqlen_q must be between 1 and 2147483647, got 0"),
+        ({"max_seqlen_q": 2.5}, "max_seqlen_q must be an int, got 2.5"),
+        ({"min_seqlen_q": None}, "min_seqlen_q must be an int, got None"),
+        ({"max_decode_q": 1.5}, "max_decode_q must be an int, got 1.5"),
+        ({"shared_prefix_len": None}, "shared_prefix_len must be an int, got None"),
+        ({"causal": None}, "causal must be True or False, got None"),
         ({"shared_prefix_len": 33}, "shared_prefix_len must be between 0 and 31, got 33"),
         ({"seq_lens": torch.tensor(3).int()}, r"seq_lens must have shape \[any\], got \[\]"),
         (
             {name: torch.zeros(4, 0, 2, 32) for name in ("key_cache", "value_cache")},
             "block_size must be greater",
         ),
-        ({"sliding_window": 0}, "sliding_window must be greater than 0, got 0"),
+        ({"block_tables": torch.zeros(1, 0).int()}, r"block_tables.shape\[1\] must be greater than 0, got 0"),
+        ({"query": [[1.0]]}, "query must be a tensor, got list"),
         ({"seq_lens": torch.tensor([3])}, "seq_lens must be torch.int32, got torch.int64"),
         ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, r"block_tables must have shape \[1, any\]"),
         ({"query": torch.zeros(1, 3, 32)}, "num_heads must be a multiple of num_kv_heads, got 3 and 2"),
@@ -204,6 +211,27 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
 def test_wrong_inputs_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         load_kernels("triton").paged_attention(**{**ragged_case([3], [1]), **change})
+
+
+@pytest.mark.parametrize("name", ["triton", "torch", "numba"] if DEVICE == "cpu" else ["triton", "torch"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": math.inf}, r"scale must be between 2\*\*-126 and 2\*\*126, got inf"),
+        ({"scale": math.nan}, "scale must be greater than 0, got nan"),
+        ({"scale": 1e-320}, r"scale must be between 2\*\*-126 and 2\*\*126, got 1e-320"),
+        ({"scale": None}, "scale must be a number, got None"),
+        ({"softcap": math.inf}, r"softcap must be between 2\*\*-126 and 2\*\*126, got inf"),
+        ({"softcap": torch.ones(1)}, r"softcap must be a number, got tensor"),
+        ({"sliding_window": 0}, "sliding_window must be between 1 and 2147483647, got 0"),
+        ({"sliding_window": 2.5}, "sliding_window must be an int, got 2.5"),
+        ({"sliding_window": True}, "sliding_window must be an int, got True"),
+    ],
+    ids=str,
+)
+def test_numbers_no_kernel_computes_with_are_named(name, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_kernels(name).paged_attention(**{**ragged_case([3], [1]), **change})
 
 
 def test_tokens_of_no_sequence_read_nothing(monkeypatch):

@@ -87,6 +87,25 @@ def test_wrong_inputs_are_named():
         apply_penalties(logits, row, row, counts, seen, **values | {"presence_penalty": torch.zeros(2)})
     with pytest.raises(ValueError, match="slots must be on cpu, got meta"):
         apply_penalties(logits, row, row.to("meta"), counts, seen, **values)
+    with pytest.raises(ValueError, match="logits is written, and must not be expanded"):
+        apply_penalties(logits[:1].expand(2, -1), row, row, counts, seen, **values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "message"),
+    [
+        ([0, 2], [0, 0], "rows must be between 0 and 1, those of logits, got 0 to 2"),
+        ([1, 1], [0, 0], r"rows must not name a place twice, got \[1\] more than once"),
+        ([0, 1], [0, 1], "slots must be between 0 and 0, those of output_counts, got 0 to 1"),
+    ],
+    ids=str,
+)
+def test_debug_mode_checks_rows_and_slots(monkeypatch, rows, slots, message):
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    rows, slots = (torch.tensor(numbers, device=DEVICE) for numbers in (rows, slots))
+    values = penalties((1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
+    with pytest.raises(ValueError, match=message):
+        apply_penalties(torch.randn(2, 5, device=DEVICE), rows, slots, *history(1, 5, 1.0), **values)
 
 
 def test_cost():

@@ -76,6 +76,28 @@ def test_wrong_inputs_are_named():
         rms_norm(torch.randn(32, 2).t(), torch.randn(32), 1e-5)
     with pytest.raises(ValueError, match=r"residual must be torch.float32, got torch.float16"):
         rms_norm(x, torch.randn(32), 1e-5, x.half())
+    with pytest.raises(
+        ValueError, match=r"residual is written, and must not be expanded, got strides \(0, 1\)"
+    ):
+        rms_norm(x, torch.randn(32), 1e-5, torch.randn(1, 32).expand(2, -1))
+    with pytest.raises(ValueError, match=r"x.shape\[1\] must be greater than 0, got 0"):
+        rms_norm(x[:, :0], torch.randn(0), 1e-5)
+    with pytest.raises(ValueError, match="unit_offset must be True or False, got 2"):
+        rms_norm(x, torch.randn(32), 1e-5, unit_offset=2)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch", "numba"] if DEVICE == "cpu" else ["triton", "torch"])
+@pytest.mark.parametrize("eps", [float("nan"), float("inf"), -1e-6, None, "1"], ids=str)
+def test_wrong_eps_is_named(name, eps):
+    kernels, x = load_kernels(name), torch.randn(2, 32, device=DEVICE)
+    with pytest.raises(ValueError, match="eps must be a number between 0 and 1, got "):
+        kernels.rms_norm(x, x[0], eps)
+    caches = torch.zeros(2, 2, 4, 1, 32, device=DEVICE)
+    slots = torch.arange(2, device=DEVICE)
+    with pytest.raises(ValueError, match="eps must be a number between 0 and 1, got "):
+        kernels.rotary_store_kv(
+            torch.randn(2, 3, 32, device=DEVICE), x[:, :16], x[:, :16], *caches, slots, eps=eps
+        )
 
 
 def test_cost():

@@ -190,6 +190,19 @@ WRONG = {
         {"slot_mapping": torch.zeros(2, device="meta").long()},
         "slot_mapping must be on .*, got meta",
     ),
+    "qkv-expanded": (
+        {"qkv": torch.randn(1, 8, 16).expand(2, -1, -1)},
+        "qkv is written, and must not be expan",
+    ),
+    "cache-expanded": (
+        {name: torch.zeros(1, 8, 2, 16).expand(4, -1, -1, -1) for name in ("key_cache", "value_cache")},
+        "key_cache is written, and must not be expanded",
+    ),
+    "block_size": (
+        {name: torch.zeros(4, 0, 2, 16) for name in ("key_cache", "value_cache")},
+        "block_size must be greater than 0, got 0",
+    ),
+    "unit_offset": ({"unit_offset": None}, "unit_offset must be True or False, got None"),
     "weight": ({"key_norm_weight": torch.randn(8)}, r"key_norm_weight must have shape \[16\], got \[8\]"),
     "one-weight": ({"key_norm_weight": None}, "query_norm_weight and key_norm_weight must both be given"),
 }
@@ -200,9 +213,18 @@ def test_wrong_inputs_are_named(wrong):
     arguments, message = WRONG[wrong]
     case = make_case((2, 4, 2, 16, 8), torch.float32, norm=True)
     case |= {name: case[name].contiguous() for name in ("qkv", "key_cache", "value_cache")}
-    moved = {name: x if x is None or x.is_meta else x.to(DEVICE) for name, x in arguments.items()}
+    moved = {
+        name: x if not torch.is_tensor(x) or x.is_meta else x.to(DEVICE) for name, x in arguments.items()
+    }
     with pytest.raises(ValueError, match=message):
         load_kernels("triton").rotary_store_kv(**{**case, **moved})
+
+
+@pytest.mark.parametrize("name", ["torch", "numba"] if DEVICE == "cpu" else ["torch"])
+def test_a_norm_of_queries_alone_is_refused(name):
+    case = make_case((2, 4, 2, 64, 8), torch.float32, norm="norm") | {"key_norm_weight": None}
+    with pytest.raises(ValueError, match="query_norm_weight and key_norm_weight must both be given"):
+        load_kernels(name).rotary_store_kv(**case)
 
 
 def test_odd_head_dim_is_named():
