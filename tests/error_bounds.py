@@ -124,3 +124,22 @@ def assert_silu_and_mul(got: Tensor, x: Tensor, exact: Tensor, name: str) -> Non
     gate = x.double().chunk(2, dim=-1)[0]
     allowed = roundings * unit_roundoff(got.dtype) + (gate.abs() + 8) * U32
     assert_within(got, exact, allowed * exact.abs())
+
+
+def assert_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """x @ weight.T, summed in float32 and rounded once; once more where a bias may be added behind that."""
+    x, weight = x.double(), weight.double()
+    product = x @ weight.T
+    exact = product if bias is None else product + bias.double()
+    length = x.norm(dim=-1, keepdim=True) * weight.norm(dim=-1)
+    rounded = exact.abs() if bias is None else exact.abs() + product.abs()
+    summed = (math.sqrt(x.shape[-1]) + 4) * U32 * length
+    assert_within(got, exact, summed + unit_roundoff(got.dtype) * rounded)
+
+
+def assert_logprobs(got: Tensor, exact: Tensor, vocab_size: int) -> None:
+    """log_softmax in float32: two differences, an exponential of each logit, their sum and its logarithm."""
+    finite = exact.isfinite()
+    torch.testing.assert_close(got[~finite], exact[~finite].float(), equal_nan=True)
+    allowed = (3 * exact[finite].abs() + math.sqrt(vocab_size) + 8) * U32
+    assert_within(got[finite], exact[finite], allowed)

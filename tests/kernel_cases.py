@@ -40,6 +40,7 @@ def ragged_case(
 ) -> dict[str, Any]:
     """Arguments of paged_attention: query is a view into a wider qkv, slots nobody may read are NaN.
 
+    Heads lie before slots in the key cache and behind them in the value cache: strides are a launcher's own.
     With a window these are also the slots before every query's window, as if their blocks had been freed.
     value_in_key: values are the first value_dim numbers of the keys, as in MLA, not a cache of their own.
     """
@@ -47,11 +48,10 @@ def ragged_case(
     qkv = torch.randn(sum(query_lens), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=DEVICE)
     needed = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(needed) + extra_blocks
-    shape = (num_blocks, block_size, num_kv_heads)
     value_dim = head_dim if value_dim is None else value_dim
-    key_cache, value_cache = (
-        torch.full((*shape, dim), float("nan"), dtype=dtype, device=DEVICE) for dim in (head_dim, value_dim)
-    )
+    nan = torch.full([], float("nan"), dtype=dtype, device=DEVICE)
+    key_cache = nan.repeat(num_blocks, num_kv_heads, block_size, head_dim).transpose(1, 2)
+    value_cache = nan.repeat(num_blocks, block_size, num_kv_heads, value_dim)
     blocks = torch.randperm(num_blocks)
     block_tables = torch.zeros(len(seq_lens), max(needed, default=0) + 1, dtype=torch.int32)
     first = 0

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from error_bounds import assert_exact_enough, assert_norm, assert_rotated, assert_silu_and_mul
+from error_bounds import (
+    assert_exact_enough,
+    assert_logprobs,
+    assert_norm,
+    assert_product,
+    assert_rotated,
+    assert_silu_and_mul,
+)
 from kernel_cases import ragged_case
 
 from paged.kernels import reference
@@ -39,6 +46,21 @@ def test_silu_and_mul(dtype, name):
     x = torch.randn(5, 64).to(dtype)
     exact = reference.silu_and_mul(x.double())
     check(lambda got: assert_silu_and_mul(got, x, exact, name), exact, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "off_by"), [(torch.float32, 2e-5), (torch.bfloat16, 4 * 2**-7)])
+def test_product(dtype, off_by):
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(40, 64).to(dtype)
+    exact = x.double() @ weight.double().T
+    assert_product(exact.to(dtype), x, weight)
+    for wrong in (exact * (1 + off_by), exact + 0.1):
+        with pytest.raises(AssertionError, match="times what is allowed"):
+            assert_product(wrong.to(dtype), x, weight)
+
+
+def test_logprobs():
+    exact = (3 * torch.randn(4, 100, dtype=torch.float64)).log_softmax(-1)
+    check(lambda got: assert_logprobs(got, exact, 100), exact, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["torch", "numba", "triton"])

@@ -1,6 +1,7 @@
 import math
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from error_bounds import SAME_IN_FLOAT64, assert_exact_enough
@@ -131,6 +132,33 @@ def test_splits_are_capped(monkeypatch):
     )
     got = triton_attention.paged_attention(**case)
     assert_exact_enough(got, case, reference.paged_attention)
+
+
+@pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
+def test_offsets_of_more_than_32_bits(name):
+    """Blocks 2^30 numbers apart, of which only what is written takes memory: the bits of a small cache."""
+    kernels, results = load_kernels(name), []
+    memory = torch.from_numpy(np.zeros(2**31 + 2**14, np.int8)).to(DEVICE)
+    seq_len = 20
+    slots = torch.arange(64, 64 + seq_len, device=DEVICE)  # of block 2
+    qkv = torch.randn(seq_len, 4, 32, device=DEVICE)
+    angles = torch.randn(seq_len, 16, device=DEVICE)
+    lengths = torch.tensor([seq_len], dtype=torch.int32, device=DEVICE)
+    for stride in (2**12, 2**30):
+        # [planes of K and V, num_blocks, block_size, num_kv_heads, head_dim]
+        caches = memory.as_strided((2, 3, 32, 1, 32), (2**10, stride, 32, 32, 1))
+        caches[:, 2], scales = 0, torch.zeros(2, 3, 1, 32, device=DEVICE)
+        options = {"key_scales": scales[0], "value_scales": scales[1]}
+        query = kernels.rotary_store_kv(qkv.clone(), angles, angles, *caches, slots, **options)
+        out = kernels.paged_attention(
+            query, *caches, torch.full((1, 1), 2, dtype=torch.int32, device=DEVICE), lengths,
+            cu_seqlens([seq_len]), scale=0.2, max_seqlen_q=seq_len, **options,
+        )  # fmt: skip
+        kernels.copy_blocks(caches, torch.tensor([[2, 1]], device=DEVICE))
+        results.append((out, caches[:, 1:].clone(), scales))
+    assert results[0][1].any()
+    assert torch.equal(results[0][1][:, 0], results[0][1][:, 1])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("window", [0, 40])

@@ -11,7 +11,7 @@ from paged.kernels.rms_norm import rms_norm_cost
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 257), (3, 2048), (17, 96)], ids=str)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("unit_offset", [False, True], ids=["", "unit_offset"])
+@pytest.mark.parametrize("unit_offset", [False, True], ids=["weight", "unit_offset"])
 def test_matches_float64(name, dtype, shape, with_residual, unit_offset):
     x = torch.randn(shape, dtype=dtype, device=DEVICE)
     weight = torch.randn(shape[-1], dtype=dtype, device=DEVICE)
@@ -45,15 +45,18 @@ def test_rows_of_a_wider_tensor(name, dtype):
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-def test_unit_offset_is_the_norm_of_gemma_3(name, dtype, with_residual):
+@pytest.mark.parametrize(("model", "unit_offset"), [("Llama", False), ("Gemma3", True)])
+def test_rounds_as_transformers_does(name, dtype, with_residual, model, unit_offset):
     """Bit for bit, where the sum of squares does not depend on its order."""
-    modeling_gemma3 = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
-    norm = modeling_gemma3.Gemma3RMSNorm(64, eps=1e-5).to(DEVICE, dtype)
+    modeling = pytest.importorskip(f"transformers.models.{model.lower()}.modeling_{model.lower()}")
+    norm = getattr(modeling, f"{model}RMSNorm")(64, eps=1e-5).to(DEVICE, dtype)
     norm.weight.data = torch.randn(64, device=DEVICE).to(dtype)
     x, residual = (torch.randint(-15, 16, (50, 64), device=DEVICE).to(dtype) / 4 for _ in range(2))
     expected = norm(x + residual) if with_residual else norm(x)
     rms_norm = load_kernels(name).rms_norm
-    got = rms_norm(x, norm.weight.detach(), 1e-5, residual if with_residual else None, unit_offset=True)
+    got = rms_norm(
+        x, norm.weight.detach(), 1e-5, residual if with_residual else None, unit_offset=unit_offset
+    )
     torch.testing.assert_close(got, expected.detach(), rtol=0, atol=0)
 
 

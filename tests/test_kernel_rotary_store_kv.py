@@ -90,6 +90,24 @@ def test_rounds_where_the_unfused_operations_round(name, dtype, shape, norm):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
+def test_caches_of_any_strides(name):
+    """Heads before slots, with room between heads and blocks; sines in wider rows: the same numbers."""
+    case = make_case(SHAPES[0], torch.float32, norm="norm")
+    plain = torch.zeros(2, *case["key_cache"].shape, device=DEVICE)
+    num_blocks, block_size, num_kv_heads, head_dim = plain.shape[1:]
+    strided = torch.zeros(2, num_blocks, num_kv_heads + 1, block_size + 3, head_dim, device=DEVICE)
+    strided = strided[:, :, 1:, :block_size].transpose(2, 3)
+    rotary_store_kv, queries = load_kernels(name).rotary_store_kv, []
+    for caches in (plain, strided):
+        own = {"key_cache": caches[0], "value_cache": caches[1], "qkv": case["qkv"].clone()}
+        if caches is strided and name == "triton":  # numba leaves rows like these to torch
+            own["sin"] = torch.cat([case["sin"], case["sin"]], dim=1)[:, : head_dim // 2]
+        queries.append(rotary_store_kv(**{**case, **own}))
+    torch.testing.assert_close(strided, plain, rtol=0, atol=0)
+    torch.testing.assert_close(*queries, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_value_that_is_not_finite_is_stored_as_it_is(name):
     case = make_case(SHAPES[0], torch.float32, norm=True)
