@@ -43,6 +43,9 @@ def test_rows_of_a_wider_tensor(name, dtype):
     torch.testing.assert_close(wide, before, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="a GPU's root is an approximation, which may differ from torch's"
+)
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize(("model", "unit_offset"), [("Llama", False), ("Gemma3", True)])

@@ -209,11 +209,14 @@ WRONG = {
         "slot_mapping must be on .*, got meta",
     ),
     "qkv-expanded": (
-        {"qkv": torch.randn(1, 8, 16).expand(2, -1, -1)},
+        {"qkv": torch.randn(1, 8, 16, device=DEVICE).expand(2, -1, -1)},
         "qkv is written, and must not be expan",
     ),
     "cache-expanded": (
-        {name: torch.zeros(1, 8, 2, 16).expand(4, -1, -1, -1) for name in ("key_cache", "value_cache")},
+        {
+            name: torch.zeros(1, 8, 2, 16, device=DEVICE).expand(4, -1, -1, -1)
+            for name in ("key_cache", "value_cache")
+        },
         "key_cache is written, and must not be expanded",
     ),
     "block_size": (
