@@ -29,18 +29,19 @@ def test_matches_float64(name, dtype, shape, with_residual, unit_offset):
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 def test_rows_of_a_wider_tensor(name, dtype):
-    """A strided view in, a contiguous tensor out, neighbours untouched."""
-    wide = torch.randn(3, 2, 48, dtype=dtype, device=DEVICE)
-    before = wide.clone()
-    x, residual = wide[:, 1, :32], wide[:, 0, 8:40]
+    """Views of different strides in, a contiguous tensor out, neighbours untouched."""
+    wide, wider = (torch.randn(3, size, dtype=dtype, device=DEVICE) for size in (48, 56))
+    before, wide_before = wider.clone(), wide.clone()
+    x, residual = wide[:, 16:], wider[:, 8:40]
     expected_residual = residual.clone()
     weight = torch.randn(32, dtype=dtype, device=DEVICE)
     reference.rms_norm(x, weight, 1e-5, expected_residual)
     got = load_kernels(name).rms_norm(x, weight, 1e-5, residual)
     assert got.is_contiguous()
     assert_norm(got, reference.rms_norm(expected_residual.double(), weight.double(), 1e-5))
-    before[:, 0, 8:40] = expected_residual
-    torch.testing.assert_close(wide, before, rtol=0, atol=0)
+    before[:, 8:40] = expected_residual
+    torch.testing.assert_close(wider, before, rtol=0, atol=0)
+    torch.testing.assert_close(wide, wide_before, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(
