@@ -44,8 +44,8 @@ def ragged_case(
     With a window these are also the slots before every query's window, as if their blocks had been freed.
     value_in_key: values are the first value_dim numbers of the keys, as in MLA, not a cache of their own.
     """
-    # [num_tokens, (num_heads + 2 num_kv_heads) * head_dim]
-    qkv = torch.randn(sum(query_lens), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=DEVICE)
+    qkv_shape = sum(query_lens), num_heads + 2 * num_kv_heads, head_dim + 8
+    qkv = torch.randn(qkv_shape, dtype=dtype, device=DEVICE)
     needed = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(needed) + extra_blocks
     value_dim = head_dim if value_dim is None else value_dim
@@ -64,7 +64,7 @@ def ragged_case(
         for cache in (key_cache, value_cache):
             cache[place] = torch.randn(len(pos), *cache.shape[2:], dtype=dtype, device=DEVICE)
     return {
-        "query": qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim),
+        "query": qkv[:, :num_heads, :head_dim],
         "key_cache": key_cache,
         "value_cache": key_cache[..., :value_dim] if value_in_key else value_cache,
         "block_tables": block_tables.to(DEVICE),
