@@ -298,8 +298,11 @@ def test_quantised_cache(shape, dtype):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_numba_rounds_every_number_as_torch_does(monkeypatch, dtype):
-    """Halves and subnormals too: next to the largest of the dtype the scale is 1, and nothing for zeros."""
+def test_every_number_is_rounded_as_torch_does(monkeypatch, dtype):
+    """Halves and subnormals too: next to the largest of the dtype the scale is 1, and nothing for zeros.
+
+    Triton for int8 alone: the interpreter's cast to e4m3 loses carries.
+    """
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).float().nan_to_num().sort().values
     middles = (codes[1:] + codes[:-1]) / 2
     numbers = torch.cat([codes, middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])])
@@ -308,7 +311,8 @@ def test_numba_rounds_every_number_as_torch_does(monkeypatch, dtype):
     value[-1] = 0.0
     qkv = torch.stack([torch.zeros_like(value), torch.zeros_like(value), value], dim=1)
     case = {"cos": torch.ones(len(rows), 16), "sin": torch.zeros(len(rows), 16)}
-    operations, written = [load_kernels(name).rotary_store_kv for name in ("torch", "numba")], []
+    names = ("torch", "numba", "triton") if dtype == torch.int8 else ("torch", "numba")
+    operations, written = [load_kernels(name).rotary_store_kv for name in names], []
     monkeypatch.delattr("paged.kernels.torch_ops.rotary_store_kv")  # nothing is left to torch
     for operation in operations:
         caches, scales = torch.zeros(2, 8, 8, 1, 32).to(dtype), torch.full((2, 8, 1, 8), float("nan"))
@@ -318,7 +322,8 @@ def test_numba_rounds_every_number_as_torch_does(monkeypatch, dtype):
             key_scales=scales[0], value_scales=scales[1],
         )  # fmt: skip
         written.append((caches.view(torch.uint8), scales))
-    torch.testing.assert_close(written[1], written[0], rtol=0, atol=0, equal_nan=True)
+    for own in written[1:]:
+        torch.testing.assert_close(own, written[0], rtol=0, atol=0, equal_nan=True)
     assert set(scales[1].flatten().tolist()[: len(rows)]) == {0.0, 1.0}
 
 
