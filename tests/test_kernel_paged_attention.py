@@ -39,6 +39,7 @@ CASES = [
 WIDTHS = [
     (48, 32, False),
     (32, 80, False),
+    (72, 40, False),
     (192, 128, False),
     (320, 320, False),
     (576, 512, True),
@@ -135,19 +136,20 @@ def test_splits_are_capped(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
-def test_offsets_of_more_than_32_bits(name):
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_offsets_of_more_than_32_bits(name, block_size):
     """Blocks 2^30 numbers apart, of which only what is written takes memory: the bits of a small cache."""
     kernels, results = load_kernels(name), []
     memory = torch.from_numpy(np.zeros(2**31 + 2**14, np.int8)).to(DEVICE)
-    seq_len = 20
-    slots = torch.arange(64, 64 + seq_len, device=DEVICE)  # of block 2
+    seq_len = block_size - 1
+    slots = 2 * block_size + torch.arange(seq_len, device=DEVICE)
     qkv = torch.randn(seq_len, 4, 32, device=DEVICE)
     angles = torch.randn(seq_len, 16, device=DEVICE)
     lengths = torch.tensor([seq_len], dtype=torch.int32, device=DEVICE)
     for stride in (2**12, 2**30):
         # [planes of K and V, num_blocks, block_size, num_kv_heads, head_dim]
-        caches = memory.as_strided((2, 3, 32, 1, 32), (2**10, stride, 32, 32, 1))
-        caches[:, 2], scales = 0, torch.zeros(2, 3, 1, 32, device=DEVICE)
+        caches = memory.as_strided((2, 3, block_size, 1, 32), (2**10, stride, 32, 32, 1))
+        caches[:, 2], scales = 0, torch.zeros(2, 3, 1, block_size, device=DEVICE)
         options = {"key_scales": scales[0], "value_scales": scales[1]}
         query = kernels.rotary_store_kv(qkv.clone(), angles, angles, *caches, slots, **options)
         out = kernels.paged_attention(
