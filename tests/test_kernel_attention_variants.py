@@ -88,6 +88,14 @@ def test_pairs_of_options_match_float64(pair, batch, seed, heads, dtype):
     assert_exact_enough(triton_attention.paged_attention(**case), case, reference.paged_attention)
 
 
+@pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
+def test_the_largest_tree_uses_every_bit(name):
+    case = ragged_case([70], [64], num_heads=2, num_kv_heads=1)
+    case["tree_mask"] = tree_of(case, random.Random(0))
+    got = load_kernels(name).paged_attention(**case)
+    assert_exact_enough(got, case, reference.paged_attention, name)
+
+
 @pytest.mark.parametrize(
     "chosen", [("window", "sinks"), ("softcap", "alibi"), ("tree", "int8"), ("mla", "sinks")]
 )
