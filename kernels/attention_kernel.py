@@ -115,9 +115,9 @@ def prefill_kernel(
     key_high = last_pos + 1 if CAUSAL and not TREE else seq_len
     key_low = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
     acc, _, row_sum = attend_rows(
-        query_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr, alibi_ptr,
-        tree_ptr, block_tables_ptr + seq.to(tl.int64) * stride_table, kv_head, head, token, mask_row,
-        context_len + offs_q, first_pos, last_pos, context_len,
+        query_ptr, None, None, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr,
+        alibi_ptr, tree_ptr, block_tables_ptr + seq.to(tl.int64) * stride_table, kv_head, head, token,
+        mask_row, context_len + offs_q, first_pos, last_pos, context_len,
         first_key_tile(first_pos, WINDOW, TILE), key_high, key_low, key_high, True,
         score_scale, exp_scale, softcap, stride_query_token, stride_query_head,
         stride_key_block, stride_key_slot, stride_key_head,
@@ -151,6 +151,8 @@ def prefill_kernel(
 )
 def decode_kernel(
     query_ptr,
+    key_desc,  # of the caches, None where they are loaded by pointers: see attention_descriptors.py
+    value_desc,
     key_cache_ptr,
     value_cache_ptr,
     key_scale_ptr,
@@ -262,9 +264,10 @@ def decode_kernel(
             start += split * step
             end = tl.minimum(start + step, last_pos + 1)
         acc, row_max, row_sum = attend_rows(
-            query_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr, alibi_ptr,
-            tree_ptr, block_tables_ptr + first_seq.to(tl.int64) * stride_table, kv_head, head, token,
-            mask_row, query_pos, first_pos, last_pos, context_len, start, end, key_low, end, split == 0,
+            query_ptr, key_desc, value_desc, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
+            sinks_ptr, alibi_ptr, tree_ptr, block_tables_ptr + first_seq.to(tl.int64) * stride_table,
+            kv_head, head, token, mask_row, query_pos, first_pos, last_pos, context_len,
+            start, end, key_low, end, split == 0,
             score_scale, exp_scale, softcap, stride_query_token, stride_query_head,
             stride_key_block, stride_key_slot, stride_key_head,
             stride_value_block, stride_value_slot, stride_value_head, stride_scale_block,

@@ -40,6 +40,9 @@ def _attend_tiles(
     slope,  # [BLOCK_M], ALIBI
     tree,  # i64[BLOCK_M], TREE
     context_len,  # keys before the sequence's new tokens, TREE
+    key_desc,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM] by boxes of a tile, or None: by pointers
+    value_desc,
+    kv_head,
     key_ptr,
     value_ptr,
     key_scale_ptr,
@@ -77,7 +80,8 @@ def _attend_tiles(
     """Online softmax over the key tiles [start, end); MASKED where not every row sees every key."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_v = tl.arange(0, BLOCK_V)
-    for tile in range(start, end, TILE):
+    # In a pipeline the values that a descriptor's loads leave to be zeroed would take more shared memory.
+    for tile in tl.range(start, end, TILE, num_stages=1 if MASKED and key_desc is not None else None):
         offs_t = tile + tl.arange(0, TILE)
         # A slot outside [key_low, key_high) may hold another sequence's NaN, and 0 * NaN is NaN.
         mask_t = (offs_t >= key_low) & (offs_t < key_high) if MASKED else offs_t >= 0
@@ -87,7 +91,11 @@ def _attend_tiles(
             block = _load_row(table_ptr, offs_t // BLOCK_SIZE, mask_t, MASKED).to(tl.int64)
         slot = offs_t % BLOCK_SIZE
         offs_key = block * stride_key_block + slot * stride_key_slot
-        key = _load_tile(key_ptr, offs_key, mask_t, offs_d, min(HEAD_DIM, BLOCK_D), BLOCK_D, MASKED)
+        if key_desc is not None:
+            place = [block.to(tl.int32), tile % BLOCK_SIZE, kv_head, 0]
+            key = key_desc.load(place).reshape(TILE, BLOCK_D)
+        else:
+            key = _load_tile(key_ptr, offs_key, mask_t, offs_d, min(HEAD_DIM, BLOCK_D), BLOCK_D, MASKED)
         # [BLOCK_M, TILE]
         scores = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee")
         if BLOCK_R > 0:
@@ -98,6 +106,10 @@ def _attend_tiles(
             scores = tl.dot(query_rest, tl.trans(rest.to(DOT_DTYPE)), scores, input_precision="ieee")
         if VALUE_IN_KEY:
             value = key
+        elif value_desc is not None:
+            value = value_desc.load(place).reshape(TILE, BLOCK_V)
+            if MASKED and value.dtype != tl.int8:
+                value = tl.where(mask_t[:, None], value, tl.zeros_like(value))
         else:
             offs_value = block * stride_value_block + slot * stride_value_slot
             value = _load_tile(value_ptr, offs_value, mask_t, offs_v, VALUE_DIM, BLOCK_V, MASKED)
@@ -139,6 +151,8 @@ def _attend_tiles(
 @triton.jit
 def attend_rows(
     query_ptr,
+    key_desc,
+    value_desc,
     key_cache_ptr,
     value_cache_ptr,
     key_scale_ptr,
@@ -238,7 +252,7 @@ def attend_rows(
         high = tl.minimum(full_start, end) if part == 0 else full_end if part == 1 else end
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, query, query_rest, query_pos, slope, tree, context_len,
-            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, table_ptr,
+            key_desc, value_desc, kv_head, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, table_ptr,
             low, high, key_low, key_high, score_scale, exp_scale, softcap,
             stride_key_block, stride_key_slot, stride_value_block, stride_value_slot, stride_scale_block,
             BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, TILE,

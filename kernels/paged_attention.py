@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .attention_checks import AttentionOptions, check_attention
 from .attention_config import AttentionConfig, Use, choose_config, split_size
+from .attention_descriptors import describe_caches
 from .attention_kernel import decode_kernel, prefill_kernel
 from .backend import check_target, current_target, in_interpreter, num_sms
 from .checks import check_between
@@ -234,8 +235,10 @@ def _launch_decode(
         num_programs = min(
             most_work * _num_head_blocks(arguments, config), _PROGRAMS_PER_SM * num_sms(out.device)
         )
+        caches = arguments["key_cache_ptr"], arguments["value_cache_ptr"]
         decode_kernel[(num_programs,)](
             **arguments,
+            **describe_caches(*caches, config, configs.dtype, configs.target),
             partial_ptr=partial,
             partial_max_ptr=partial_max,
             partial_sum_ptr=partial_sum,
