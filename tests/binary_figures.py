@@ -70,6 +70,7 @@ def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
         "async_copies": len(
             re.findall(r"cp\.async\.c[ag]\.shared\.global[^,]*,[^,]*, (?:0x10|16)\b|bulk\.tensor", ptx)
         ),
+        "tma": ptx.count("cp.async.bulk.tensor"),
         "loads_2B": len(re.findall(r"ld\.global(?:\.\w+)*\.b16 ", ptx)),
         **_widths(re.findall(r"\b(ld|st)\.global((?:\.\w+)*) ", ptx), _ptx_bytes),
         "loads_behind_barrier": ptx.partition("bar.sync")[2].count("ld.global"),

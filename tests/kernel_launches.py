@@ -29,6 +29,10 @@ ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
     (128, 7, "float32", 16, {}),
     (256, 4, "float32", 16, {"window": 4096}),
     (576, 16, "float32", 64, {"value_dim": 512}),
+    (64, 4, "bfloat16", 64, {}),
+    (128, 4, "bfloat16", 128, {"window": 4096, "sinks": True}),
+    (128, 4, "bfloat16", 64, {"cache": "float8_e4m3fn"}),
+    (256, 4, "bfloat16", 64, {"cache": "int8"}),
 ]
 # e4m3 arithmetic begins with sm_89, and gfx942 has a format of its own.
 FP8_TARGETS = ("sm_90", "sm_100")
