@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from kernel_cases import TOLERANCES, quantized, ragged_case, take_sequences, tree_of
+from error_bounds import assert_exact_enough
+from kernel_cases import quantized, ragged_case, take_sequences, tree_of
 
 from paged.kernels import paged_attention as triton_attention
 from paged.kernels import reference
@@ -53,7 +54,7 @@ def test_same_bits_as_by_pointers(monkeypatch, head_dim, block_size, option):
     monkeypatch.setattr(triton_attention, "describe_caches", note)
     got = triton_attention.paged_attention(**case)
     assert [found["value_desc"].block_shape[3] for found in described] == [head_dim]
-    torch.testing.assert_close(got, reference.paged_attention(**case), **TOLERANCES[torch.float16])
+    assert_exact_enough(got, case, reference.paged_attention)
     monkeypatch.setattr(triton_attention, "describe_caches", lambda *_: BY_POINTERS)
     torch.testing.assert_close(got, triton_attention.paged_attention(**case), rtol=0, atol=0)
 
