@@ -35,7 +35,8 @@ def decodes(option=None, **shape):
         case["tree_mask"] = tree_of(case, random.Random(0))
     if option == "int8":
         case = quantized(case, torch.int8)
-    return case | {"max_decode_q": 3}
+    caches = {name: case[name].contiguous() for name in ("key_cache", "value_cache")}
+    return case | caches | {"max_decode_q": 3}
 
 
 @pytest.mark.usefixtures("hopper")
