@@ -136,7 +136,7 @@ def test_splits_are_capped(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
-@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("block_size", [8, 16])
 def test_offsets_of_more_than_32_bits(name, block_size):
     """Blocks 2^30 numbers apart, of which only what is written takes memory: the bits of a small cache."""
     kernels, results = load_kernels(name), []

@@ -57,7 +57,7 @@ def run(operation, case, convert=dict):
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize("norm", [None, "unit_offset"], ids=str)  # the next test has the other norm's bits
 def test_matches_float64(name, dtype, shape, norm):
     """Slots nobody named, values in qkv, and what surrounds its view keep every bit."""
     case = make_case(shape, dtype, norm=norm)
