@@ -95,11 +95,12 @@ _PREFILL = {
     "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (64, 16, 8, 2)},
     "ampere": {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
-# A decode of a large group, or of many sequences that share a prefix.
+# A decode of a large group, or of many sequences that share a prefix. From 256 on 64 rows of partial results
+# would not fit into Hopper's registers, and less than that has no wgmma.
 _MANY_ROWS = {
     "gfx": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
-    "hopper": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (64, 16, 8, 2)},
-    "ampere": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
+    "hopper": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (32, 32, 4, 3), MAX_HEAD_DIM: (32, 32, 8, 2)},
+    "ampere": {64: (64, 32, 4, 5), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
 
 

@@ -81,9 +81,13 @@ def _others(target: str) -> list[tuple[str, Launch]]:
     kernels = load_kernels("triton")
     rows = []
     with compiling(target) as launches:
-        for num_heads, num_kv_heads, head_dim, dtype, norm in ROTARY_CASES:
-            launch_rotary_store_kv(kernels, num_heads, num_kv_heads, head_dim, DTYPES[dtype], norm)
+        for num_heads, num_kv_heads, head_dim, dtype, norm, cache in ROTARY_CASES:
+            if cache == "float8_e4m3fn" and target not in FP8_TARGETS:
+                continue
+            heads = num_heads, num_kv_heads, head_dim
+            launch_rotary_store_kv(kernels, *heads, DTYPES[dtype], norm, cache_dtype=cache)
             case = f"{num_heads}/{num_kv_heads}x{head_dim} {dtype}" + (" norm" if norm else "")
+            case += f" cache {cache}" if cache else ""
             rows += [(case, launch) for launch in launches]
             launches.clear()
         launch_others(kernels, torch.bfloat16)

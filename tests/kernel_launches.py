@@ -33,6 +33,14 @@ ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
     (128, 4, "bfloat16", 128, {"window": 4096, "sinks": True}),
     (128, 4, "bfloat16", 64, {"cache": "float8_e4m3fn"}),
     (256, 4, "bfloat16", 64, {"cache": "int8"}),
+    # Groups beyond 16 rows: each a shared prefix and what follows it, both of many rows.
+    (64, 32, "bfloat16", 16, {"shared": True}),
+    (256, 32, "bfloat16", 16, {"shared": True}),
+    (576, 128, "bfloat16", 64, {"value_dim": 512, "shared": True}),
+    (64, 32, "float32", 16, {"shared": True}),
+    (128, 32, "float32", 16, {"shared": True}),
+    (256, 32, "float32", 16, {"shared": True}),
+    (576, 128, "float32", 64, {"value_dim": 512, "shared": True}),
 ]
 # e4m3 arithmetic begins with sm_89, and gfx942 has a format of its own.
 FP8_TARGETS = ("sm_90", "sm_100")
@@ -102,17 +110,21 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
     kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
 
 
-# num_heads, num_kv_heads, head_dim, dtype, norm: every shape of tile, full and padded.
-ROTARY_CASES = [
-    (32, 8, 64, "bfloat16", False),
-    (32, 4, 64, "bfloat16", True),
-    (32, 8, 128, "bfloat16", False),
-    (16, 8, 128, "bfloat16", True),
-    (32, 8, 80, "float16", False),
-    (8, 4, 256, "bfloat16", True),
-    (7, 1, 16, "float16", True),
-    (32, 8, 128, "float32", True),
-    (8, 4, 256, "float32", True),
+# num_heads, num_kv_heads, head_dim, dtype, norm, dtype of the cache: every shape of tile, full and padded.
+ROTARY_CASES: list[tuple[int, int, int, str, bool, str | None]] = [
+    (32, 8, 64, "bfloat16", False, None),
+    (32, 4, 64, "bfloat16", True, None),
+    (32, 8, 128, "bfloat16", False, None),
+    (16, 8, 128, "bfloat16", True, None),
+    (32, 8, 80, "float16", False, None),
+    (8, 4, 256, "bfloat16", True, None),
+    (7, 1, 16, "float16", True, None),
+    (32, 8, 128, "float32", True, None),
+    (8, 4, 256, "float32", True, None),
+    (32, 8, 128, "bfloat16", False, "int8"),
+    (8, 4, 256, "bfloat16", True, "int8"),
+    (32, 8, 128, "float32", True, "int8"),
+    (16, 8, 128, "bfloat16", True, "float8_e4m3fn"),
 ]
 
 
@@ -124,11 +136,13 @@ def launch_rotary_store_kv(
     dtype: torch.dtype,
     norm: bool,
     num_tokens: int = 5,
+    cache_dtype: str | None = None,
 ) -> None:
     """Launch it as a layer does, on the view of a fused projection's output."""
     qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = torch.empty(num_tokens, head_dim // 2)
-    cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=dtype)
+    cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=DTYPES[cache_dtype] if cache_dtype else dtype)
+    scales = torch.empty(4, num_kv_heads, 16) if cache_dtype else None
     weight = torch.empty(head_dim, dtype=dtype) if norm else None
     kernels.rotary_store_kv(
         qkv.unflatten(-1, (-1, head_dim)),
@@ -139,6 +153,8 @@ def launch_rotary_store_kv(
         torch.zeros(num_tokens, dtype=torch.int64),
         query_norm_weight=weight,
         key_norm_weight=weight,
+        key_scales=scales,
+        value_scales=scales,
     )
 
 

@@ -4,10 +4,13 @@ import re
 from importlib.metadata import version
 
 import pytest
+import torch
 
+from paged.kernels.attention_config import choose_config
 from tests.absent_gpu import TARGETS
 from tests.aot import TABLE, figures_of, known_figures, readme, reports
 from tests.binary_figures import SHARED_LIMITS
+from tests.kernel_launches import ATTENTION_CASES, DTYPES, FP8_TARGETS
 
 SAMPLING = {"penalties", "maxima", "coarse", "gather", "search", "mask", "best", "pick"}
 KNOWN = known_figures()
@@ -30,6 +33,33 @@ def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]}
     others = {"rms_norm", "rotary_store_kv", "silu_and_mul", "copy_blocks"}
     assert kernels == {"prefill", "decode", "plan", "merge"} | others | SAMPLING
+
+
+def tiles(head_dim, group, dtype, use, target, value_dim=None):
+    """What choose_config has decided, without how rows are shared out among heads; SHARED is a constexpr."""
+    config = choose_config(head_dim, group, dtype, use, target, value_dim)
+    width = next(width for width in (64, 128, 256, 576) if head_dim <= width)
+    shape = config.BLOCK_M, config.TILE, config.num_warps, config.num_stages
+    return use, width, dtype == torch.float32, *shape
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_row_that_choose_config_can_return_is_compiled(target):
+    compiled_tiles = set()
+    for head_dim, group, dtype, _, options in ATTENTION_CASES:
+        if options.get("cache") == "float8_e4m3fn" and target not in FP8_TARGETS:
+            continue
+        for use in ("shared", "decode") if options.get("shared") else ("prefill", "decode"):
+            value_dim = options.get("value_dim")
+            compiled_tiles.add(tiles(head_dim, group, DTYPES[dtype], use, target, value_dim))
+    possible = {
+        tiles(head_dim, group, dtype, use, target)
+        for head_dim in range(16, 577, 16)
+        for group in range(1, 129)
+        for dtype in (torch.float32, torch.bfloat16)
+        for use in ("prefill", "decode", "shared")
+    }
+    assert possible <= compiled_tiles
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -65,7 +95,9 @@ def test_decodes_of_whole_tiles_load_by_descriptors(compiled, target):
 def test_decode_hides_latency_with_several_blocks_an_sm(compiled, target):
     for row in compiled[target]:
         if row["kernel"] == "decode" and "float32" not in row["case"]:
-            assert row["blocks_per_sm"] >= 2, row
+            # Many rows of a wide head: 8 warps in one block, where others have 4 in each of two.
+            many_wide_rows = row["case"].endswith("shared") and int(row["case"].split("x")[0]) > 128
+            assert row["blocks_per_sm"] >= (1 if many_wide_rows else 2), row
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -77,6 +109,8 @@ def test_what_only_moves_bytes_moves_16_at_a_time(compiled, target):
             continue
         assert row["loads_16B"] > 0, row
         assert row["loads_narrow"] <= scalars.get(row["kernel"], 0), row
+        if " cache " in row["case"]:  # of 8 bits: a thread's 8 values are 8 bytes, and there is a scale
+            continue
         assert row["stores_16B"] > 0, row
         assert row["stores_narrow"] == 0, row
 
