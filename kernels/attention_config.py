@@ -38,13 +38,20 @@ def split_size(target: str) -> int:
 
 @lru_cache(maxsize=256)
 def choose_config(
-    head_dim: int, group: int, dtype: torch.dtype, use: Use, target: str, value_dim: int | None = None
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    use: Use,
+    target: str,
+    value_dim: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> AttentionConfig:
     """Return the tile shapes for one model on one target.
 
     `head_dim` is that of query and key, and of value where `value_dim` is None; `group` is the number of
-    query heads that share a key head; `target` is "sm_90", "gfx942", "interpreter" and the like. Raises
-    ValueError for a head_dim or group no kernel is made for.
+    query heads that share a key head; `dtype` is query's, and the cache's where `cache_dtype` is None;
+    `target` is "sm_90", "gfx942", "interpreter" and the like. Raises ValueError for a head_dim or group no
+    kernel is made for.
     """
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim or head_dim)):
         if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
@@ -53,16 +60,20 @@ def choose_config(
         raise ValueError(f"the GQA group must be between 1 and {MAX_GROUP}, got {group}")
     widest = max(head_dim, value_dim or head_dim)
     wide = next(width for width in (64, 128, 256, MAX_HEAD_DIM) if widest <= width)
+    family, maker = _family(target), "gfx" if target.startswith("gfx") else "nvidia"
+    converted = cache_dtype not in (None, dtype)
     if target == "interpreter":
         rows, tile, warps, stages = 16, 16, 4, 1  # small, so that short tests cross many edges
+    elif (value_dim or head_dim) > 512:
+        rows, tile, warps, stages = _PADDED_TO_1024[maker]
     elif dtype == torch.float32:
-        rows, tile, warps, stages = _FLOAT32["gfx" if target.startswith("gfx") else "nvidia"][wide]
-    elif use == "prefill":
-        rows, tile, warps, stages = _PREFILL[_family(target)][wide]
-    elif use == "decode" and group <= 16:
-        rows, tile, warps, stages = _DECODE[_family(target)][wide]
+        rows, tile, warps, stages = _FLOAT32[maker][wide]
     else:
-        rows, tile, warps, stages = _MANY_ROWS[_family(target)][wide]
+        few = use == "decode" and group <= 16
+        tiles = (_PREFILL if use == "prefill" else _DECODE if few else _MANY_ROWS)[family][wide]
+        rows, tile, warps, stages = _QUANTISED.get(tiles, tiles) if converted else tiles
+    if maker == "nvidia" and dtype == torch.float32 and (converted or (value_dim or head_dim) > 512):
+        stages = 1  # else a second tile would be in registers while the first is worked on
     heads = min(group, rows)
     if group > 16:
         # Rows without a head cost less than dividing by an odd group.
@@ -86,13 +97,13 @@ _FLOAT32 = {
 # The look-up in the block table takes pipeline stages of its own: 3 keep one tile in shared memory, 5 two.
 _DECODE = {
     "gfx": {64: (16, 64, 4, 2), 128: (16, 64, 4, 2), 256: (16, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
-    "hopper": {64: (16, 64, 4, 5), 128: (16, 64, 4, 5), 256: (16, 32, 4, 5), MAX_HEAD_DIM: (16, 32, 4, 3)},
+    "hopper": {64: (16, 64, 4, 5), 128: (16, 64, 4, 5), 256: (16, 32, 4, 5), MAX_HEAD_DIM: (16, 16, 4, 3)},
     "ampere": {64: (16, 64, 4, 5), 128: (16, 32, 4, 5), 256: (16, 32, 4, 3), MAX_HEAD_DIM: (16, 16, 4, 3)},
 }
 # wgmma (sm_90) and tcgen05 (sm_100) need at least 64 rows.
 _PREFILL = {
     "gfx": {64: (128, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
-    "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (64, 16, 8, 2)},
+    "hopper": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3), MAX_HEAD_DIM: (64, 16, 8, 2)},
     "ampere": {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
 # A decode of a large group, or of many sequences that share a prefix. From 256 on 64 rows of partial results
@@ -102,6 +113,13 @@ _MANY_ROWS = {
     "hopper": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (32, 32, 4, 3), MAX_HEAD_DIM: (32, 32, 8, 2)},
     "ampere": {64: (64, 32, 4, 5), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
+# For an 8-bit cache, whose values become 16 bits in registers: what takes the place of a row of Hopper's.
+_QUANTISED = {
+    (64, 16, 8, 2): (32, 32, 8, 2),  # prefill beyond 256, without wgmma
+    (32, 32, 4, 3): (64, 32, 8, 2),  # many rows beyond 128
+}
+# Values of more than 512 dimensions: their 64 rows would be all of an SM's registers.
+_PADDED_TO_1024 = {"gfx": (16, 16, 4, 1), "nvidia": (16, 16, 8, 2)}
 
 
 def _family(target: str) -> str:

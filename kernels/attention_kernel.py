@@ -29,8 +29,10 @@ def _query_range(cu_seqlens_q_ptr, seq, AGAIN: tl.constexpr):
     """The first of a sequence's new tokens among those of all sequences, and how many they are.
 
     AGAIN: behind the loops over keys, to find the rows' places a second time. As volatile it is not taken for
-    the same as before, whose rows would have to stay in registers all the while. Done where that spares a
-    spill or lets more programs run at once: prefill of half precision up to a width of 128, float32 decode.
+    the same as before, whose rows would have to stay in registers all the while; the difference of two such
+    loads is nothing, but keeps the rows themselves from being the same. Done where that spares a spill or
+    lets more programs run at once: prefill of half precision but for a width of 256, decode of float32 or
+    of values that have fewer dimensions than keys.
     """
     query_start = tl.load(cu_seqlens_q_ptr + seq, volatile=AGAIN)
     return query_start, tl.load(cu_seqlens_q_ptr + seq + 1, volatile=AGAIN) - query_start
@@ -125,8 +127,12 @@ def prefill_kernel(
         BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
         WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE,
     )  # fmt: skip
-    if tl.float32 != DOT_DTYPE and BLOCK_V <= 128:
+    if tl.float32 != DOT_DTYPE and BLOCK_V != 256:
         query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, True)
+        if BLOCK_V > 256:
+            row ^= query_start ^ _query_range(cu_seqlens_q_ptr, seq, True)[0]
+            member = tl.program_id(1) % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
+            head = kv_head * GROUP + member
         offs_q = (q_block - query_start // BLOCK_Q - seq) * BLOCK_Q + row // BLOCK_G
         mask_row = (row < BLOCK_Q * BLOCK_G) & (offs_q < query_len) & (member < GROUP)
         token = (query_start + offs_q).to(tl.int64)
@@ -278,8 +284,13 @@ def decode_kernel(
             item = tl.load(first_item_ptr + seq, mask=mask_row, other=0) + split
         else:
             item = tl.load(first_item_ptr + first_seq) + split
-            if tl.float32 == DOT_DTYPE:
+            if tl.float32 == DOT_DTYPE or (HEAD_DIM > VALUE_DIM and BLOCK_V <= 128):
                 query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, True)
+                if tl.float32 != DOT_DTYPE or (BLOCK_V > 256 and key_cache_ptr.dtype.element_ty != DOT_DTYPE):
+                    row ^= query_start ^ _query_range(cu_seqlens_q_ptr, first_seq, True)[0]
+                    member = head_block % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
+                    head = kv_head * GROUP + member
+                    offs_q = row // BLOCK_G
                 mask_row = (row < BLOCK_Q * BLOCK_G) & (member < GROUP) & (offs_q < query_len)
                 token = (query_start + offs_q).to(tl.int64)
         # No row, or all of them, leave as a partial result.

@@ -101,7 +101,8 @@ def paged_attention(
     out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if num_tokens == 0 or len(seq_lens) == 0:
         return out
-    configs = _Configs(head_dim, num_heads // num_kv_heads, query.dtype, current_target(), value_dim)
+    group = num_heads // num_kv_heads
+    configs = _Configs(head_dim, group, query.dtype, current_target(), value_dim, key_cache.dtype)
     check_target(key_cache.dtype, configs.target)
     arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
     check_between("max_decode_q", max_decode_q, 1, configs.choose("decode").BLOCK_Q)
@@ -122,9 +123,11 @@ class _Configs:
     dtype: torch.dtype
     target: str
     value_dim: int
+    cache_dtype: torch.dtype
 
     def choose(self, use: Use) -> AttentionConfig:
-        return choose_config(self.head_dim, self.group, self.dtype, use, self.target, self.value_dim)
+        model = self.head_dim, self.group, self.dtype
+        return choose_config(*model, use, self.target, self.value_dim, self.cache_dtype)
 
 
 def _arguments(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from paged.kernels.backend import Kernels
+from paged.kernels.checks import QUANTIZED_DTYPES
 from paged.kernels.filter_logits import filter_logits
 from paged.kernels.penalties import apply_penalties
 from paged.kernels.sample_tokens import sample_tokens
@@ -41,6 +42,31 @@ ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
     (128, 32, "float32", 16, {"shared": True}),
     (256, 32, "float32", 16, {"shared": True}),
     (576, 128, "float32", 64, {"value_dim": 512, "shared": True}),
+    # Values of other dimensions than keys that are no view of them; the widest of each row; an 8-bit cache,
+    # and one narrower than queries of float32, for every row.
+    (192, 4, "bfloat16", 16, {"value_dim": 128}),
+    (64, 4, "bfloat16", 16, {"cache": "int8"}),
+    (576, 128, "bfloat16", 64, {"value_dim": 512}),
+    (512, 4, "bfloat16", 16, {}),
+    (192, 4, "float32", 16, {"value_dim": 128}),
+    (256, 4, "bfloat16", 16, {"cache": "int8"}),
+    (576, 16, "bfloat16", 64, {"value_dim": 512, "cache": "int8"}),
+    (576, 4, "bfloat16", 16, {}),
+    (576, 4, "float32", 16, {}),
+    (64, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
+    (128, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
+    (64, 4, "float32", 16, {"cache": "bfloat16"}),
+    (128, 4, "float32", 16, {"cache": "float16"}),
+    (256, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
+    (576, 128, "bfloat16", 64, {"value_dim": 512, "cache": "int8", "shared": True}),
+    (256, 4, "float32", 16, {"cache": "int8"}),
+    (576, 16, "float32", 64, {"value_dim": 512, "cache": "float16"}),
+    (576, 32, "bfloat16", 16, {"shared": True}),
+    (576, 32, "float32", 16, {"shared": True}),
+    (64, 4, "float32", 16, {"cache": "float16", "shared": True}),
+    (256, 4, "float32", 16, {"cache": "float16", "shared": True}),
+    (128, 4, "float32", 16, {"cache": "int8", "shared": True}),
+    (576, 16, "float32", 64, {"value_dim": 512, "cache": "int8", "shared": True}),
 ]
 # e4m3 arithmetic begins with sm_89, and gfx942 has a format of its own.
 FP8_TARGETS = ("sm_90", "sm_100")
@@ -68,20 +94,21 @@ def launch_attention(
 ) -> None:
     """Launch attention once, as a batch with prefill does: it compiles prefill, plan, decode and merge.
 
-    A value_dim other than head_dim is a view of the key cache, as in MLA.
+    Values of 512 dimensions are a view of the keys, as in MLA. A `cache` of another dtype than queries has
+    scales where it is quantised.
     """
     num_kv_heads, num_blocks = 2, 4
     num_heads = num_kv_heads * group
     if shared:
         num_tokens = num_seqs
-    key_cache = torch.empty(
-        num_blocks, block_size, num_kv_heads, head_dim, dtype=DTYPES[cache] if cache else dtype
-    )
-    scales = torch.empty(num_blocks, num_kv_heads, block_size) if cache else None
+    sizes = num_blocks, block_size, num_kv_heads
+    key_cache = torch.empty(*sizes, head_dim, dtype=DTYPES[cache] if cache else dtype)
+    quantized = key_cache.dtype in QUANTIZED_DTYPES
+    scales = torch.empty(num_blocks, num_kv_heads, block_size) if quantized else None
     kernels.paged_attention(
         torch.empty(num_tokens, num_heads, head_dim, dtype=dtype),
         key_cache,
-        key_cache[..., :value_dim] if value_dim == 512 else torch.empty_like(key_cache)[..., :value_dim],
+        key_cache[..., :512] if value_dim == 512 else key_cache.new_empty(*sizes, value_dim or head_dim),
         torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
         torch.zeros(num_seqs, dtype=torch.int32),
         torch.zeros(num_seqs + 1, dtype=torch.int32),

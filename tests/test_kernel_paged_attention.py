@@ -307,9 +307,21 @@ def test_skewed_batch_costs_at_most_a_fifth_more_than_its_bytes(where):
 
 def test_config_depends_on_the_model_alone():
     for target in ("sm_90", "sm_100"):
+        for head_dim in range(16, 577, 8):
+            for group in range(1, 129):
+                # Keys of more than 512 dimensions have values of 512, as in MLA.
+                dims = head_dim, group, torch.bfloat16, "prefill", target, min(head_dim, 512)
+                assert choose_config(*dims).BLOCK_M >= 64, ("wgmma and tcgen05 need 64 rows", dims)
         prefill = choose_config(128, 4, torch.bfloat16, "prefill", target)
-        assert prefill.BLOCK_M >= 64, "wgmma and tcgen05 need 64 rows"
         assert prefill.BLOCK_Q * 4 == prefill.BLOCK_M
+        # 64 rows of 1024 float32 would be all of an SM's registers.
+        assert choose_config(576, 4, torch.bfloat16, "prefill", target).BLOCK_M == 16
+        # A narrower cache takes registers of its own, which a tile leaves it.
+        assert choose_config(128, 4, torch.float32, "decode", target).num_stages == 2
+        for cache_dtype in (torch.float16, torch.int8):
+            narrow = choose_config(128, 4, torch.float32, "decode", target, None, cache_dtype)
+            assert narrow.num_stages == 1
+        assert choose_config(576, 16, torch.bfloat16, "prefill", target, 512, torch.int8).BLOCK_M == 32
     for group in (1, 3, 5, 7, 16, 20, 128):
         for target in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "interpreter"):
             for use in ("prefill", "decode", "shared"):
