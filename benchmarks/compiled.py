@@ -19,8 +19,6 @@ from paged.kernels.attention_config import AttentionConfig, Use, choose_config
 from paged.kernels.backend import load_kernels
 
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
-_MAX_WAVES_AMD = 8  # of a SIMD
-_VGPRS_AMD = 512  # of a lane, for all waves of a SIMD
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def compile_kernel(
     """Compile one attention kernel in bfloat16 for a GPU that need not be there. Not in the interpreter."""
     from tests.absent_gpu import compiling
     from tests.binary_figures import figures
-    from tests.kernel_launches import launch_attention
+    from tests.kernel_launches import DTYPES, launch_attention
 
     kernels, dtype = load_kernels("triton"), torch.bfloat16
     sizes = {"num_tokens": 40} if use == "prefill" else {"num_tokens": 1, "num_seqs": 1}
@@ -78,7 +76,7 @@ def compile_kernel(
     wanted = "prefill_kernel" if use == "prefill" else "decode_kernel"
     # Of a shared prefix and what follows it the first.
     binary = next(launch.binary for launch in launches if launch.kernel == wanted)
-    config = choose_config(head_dim, group, dtype, use, target)
+    config = choose_config(head_dim, group, dtype, use, target, cache_dtype=DTYPES[cache] if cache else None)
     read = figures(target, binary)
     loop = hot_loop(target, machine_code(target, binary))
     tile_flops = 4 * config.BLOCK_M * config.TILE * head_dim
@@ -88,7 +86,7 @@ def compile_kernel(
         target=target,
         registers=int(read["registers"]),
         shared=int(read["shared"]),
-        blocks_per_sm=int(read.get("blocks_per_sm", 0)) or _blocks_on_amd(read, warps),
+        blocks_per_sm=int(read["blocks_per_sm"]),
         loop=loop,
         tiles=loop.tensor_flops * warps / tile_flops if loop.tensor_flops else 1.0,
     )
@@ -164,8 +162,3 @@ def _flops_of_a_warp(op: str) -> int:
         m, n, k = map(int, shape.groups())
         return 2 * m * n * k
     return 0
-
-
-def _blocks_on_amd(read: dict[str, float], warps: int) -> int:
-    waves = min(_VGPRS_AMD // (-(-int(read["registers"]) // 8) * 8), _MAX_WAVES_AMD)
-    return max(1, min(4 * waves // warps, 64 * 1024 // max(1, int(read["shared"]))))

@@ -1,10 +1,10 @@
 """What the kernels compile to for GPUs that are not here: a table of figures, read out of the binaries.
 
-Most of the time goes into the attention kernels. Their figures are kept by key, which stands for all that a
-binary follows from: each run compiles what is not known, and of what is known a share on each target.
+Figures are kept by key, which stands for all that a binary follows from: each run compiles what is not
+known, and of what is known a share on each target.
 
     python -m tests.aot sm_90          # one target's table; needs TRITON_INTERPRET unset
-    python -m tests.aot sm_90 --json <tests/attention_figures.json    # the same for the tests
+    python -m tests.aot sm_90 --json <tests/kernel_figures.json    # the same for the tests
     python -m tests.aot --write        # compiles all, and keeps what it finds: table and known figures
 """
 
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -39,12 +39,12 @@ from tests.kernel_launches import (
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "kernels" / "README.md"
-KNOWN = ROOT / "tests" / "attention_figures.json"
+KNOWN = ROOT / "tests" / "kernel_figures.json"
 Figures = Mapping[str, float]
 
 
 def known_figures() -> dict[str, Figures]:
-    """The figures of the attention kernels by key, as --write has found them."""
+    """The figures of the kernels by key, as --write has found them."""
     found: dict[str, Figures] = json.loads(KNOWN.read_text())
     return found
 
@@ -52,54 +52,59 @@ def known_figures() -> dict[str, Figures]:
 def report(target: str, known: Mapping[str, Figures]) -> list[dict[str, Any]]:
     """A row of figures for each kernel that the cases need on `target`: `known`, or compiled now."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for case, launch in [*_attention(target, known), *_others(target)]:
+    for case, launch in [*_attention(target, known), *_others(target, known)]:
         name = launch.kernel.strip("_").removesuffix("_kernel")
         # Several cases may share a plan or a merge.
         place = (name, "" if name in ("plan", "merge") else case, launch.key)
-        if place not in rows:
+        compiled = launch.binary is not None
+        if place not in rows or compiled > rows[place]["compiled"]:
             found = figures(target, launch.binary) if launch.binary else known[launch.key]
-            compiled = launch.binary is not None
+            case = rows[place]["case"] if place in rows else case
             rows[place] = {"kernel": name, "case": case, "key": launch.key, "compiled": compiled, **found}
     return list(rows.values())
 
 
 def _attention(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch]]:
-    """Every case is compiled on one target in every run; on the others only if it is not known."""
-    kernels, turn = load_kernels("triton"), list(TARGETS).index(target)
+    kernels = load_kernels("triton")
     rows = []
     for number, (head_dim, group, dtype, block_size, options) in enumerate(ATTENTION_CASES):
         if options.get("cache") == "float8_e4m3fn" and target not in FP8_TARGETS:
             continue
         case = " ".join([f"{head_dim}x{group} {dtype} block {block_size}", *map(_told, options.items())])
-        with compiling(target, never if number % len(TARGETS) == turn else known.__contains__) as launches:
+        with compiling(target, _skip(number, target, known)) as launches:
             launch_attention(kernels, head_dim, group, DTYPES[dtype], block_size, **options)
         rows += [(case, launch) for launch in launches]
     return rows
 
 
-def _others(target: str) -> list[tuple[str, Launch]]:
+def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch]]:
     kernels = load_kernels("triton")
     rows = []
-    with compiling(target) as launches:
-        for num_heads, num_kv_heads, head_dim, dtype, norm, cache in ROTARY_CASES:
-            if cache == "float8_e4m3fn" and target not in FP8_TARGETS:
-                continue
+    for number, (num_heads, num_kv_heads, head_dim, dtype, norm, cache) in enumerate(ROTARY_CASES):
+        if cache == "float8_e4m3fn" and target not in FP8_TARGETS:
+            continue
+        case = f"{num_heads}/{num_kv_heads}x{head_dim} {dtype}" + (" norm" if norm else "")
+        case += f" cache {cache}" if cache else ""
+        with compiling(target, _skip(number, target, known)) as launches:
             heads = num_heads, num_kv_heads, head_dim
             launch_rotary_store_kv(kernels, *heads, DTYPES[dtype], norm, cache_dtype=cache)
-            case = f"{num_heads}/{num_kv_heads}x{head_dim} {dtype}" + (" norm" if norm else "")
-            case += f" cache {cache}" if cache else ""
-            rows += [(case, launch) for launch in launches]
-            launches.clear()
+        rows += [(case, launch) for launch in launches]
+    with compiling(target, _skip(0, target, known)) as launches:
         launch_others(kernels, torch.bfloat16)
-        rows += [("bfloat16", launch) for launch in launches]
-        launches.clear()
+    rows += [("bfloat16", launch) for launch in launches]
+    with compiling(target, _skip(1, target, known)) as launches:
         launch_sampling()
-        rows += [(f"vocabulary {VOCAB_SIZE}", launch) for launch in launches]
-        launches.clear()
+    rows += [(f"vocabulary {VOCAB_SIZE}", launch) for launch in launches]
+    with compiling(target, _skip(2, target, known)) as launches:
         launch_sampling("top_n_sigma", "top_k")
     without = {launch.key for _, launch in rows}
     case = f"vocabulary {VOCAB_SIZE} filters"
     return rows + [(case, launch) for launch in launches if launch.key not in without]
+
+
+def _skip(number: int, target: str, known: Mapping[str, Figures]) -> Callable[[str], bool]:
+    """Every case is compiled on one target in every run; on the others only if it is not known."""
+    return never if number % len(TARGETS) == list(TARGETS).index(target) else known.__contains__
 
 
 def _told(option: tuple[str, Any]) -> str:
@@ -175,13 +180,10 @@ def run_compiler(*arguments: str, given: str = "") -> str:
 
 
 def write(rows: dict[str, list[dict[str, Any]]]) -> None:
-    """Keep what was compiled: the table, and the figures of the attention kernels."""
+    """Keep what was compiled: the table, and the figures."""
     TABLE.write_text(readme(rows))
-    lines = [
-        f"{json.dumps(row['key'])}: {json.dumps(figures_of(row))}"
-        for row in sorted(chain.from_iterable(rows.values()), key=lambda row: str(row["key"]))
-        if row["kernel"] in ("prefill", "decode")
-    ]
+    known = {row["key"]: figures_of(row) for row in chain.from_iterable(rows.values())}
+    lines = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
     KNOWN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -18,11 +18,16 @@ SM_LIMITS = {
     "sm_90": (65536, 64, 228 * 1024, 32),
     "sm_100": (65536, 64, 228 * 1024, 32),
 }
+# A CU's SIMDs, VGPRs of each lane and waves on one of them, and shared memory in bytes (AMD, "CDNA 3 ISA
+# Reference Guide"; LLVM's AMDGPUUsage for the units in which gfx942 allocates them).
+AMD_LIMITS = (4, 512, 8, 64 * 1024)
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 
 
 def figures(target: str, binary: Any) -> dict[str, float]:
-    """Read one binary's figures; "stack", where registers spill to, is in bytes."""
+    """Read one binary's figures; "stack" is where registers spill to, in bytes, as is "local" memory
+    (AMD: instructions that use it).
+    """
     return _amd_figures(binary) if target.startswith("gfx") else _nvidia_figures(target, binary)
 
 
@@ -48,15 +53,17 @@ def cuobjdump(cubin: bytes, option: str) -> str:
 def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
     """Whatever does not fit into the registers of a thread is in its stack."""
     cubin, ptx = binary.asm["cubin"], binary.asm["ptx"]
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", cuobjdump(cubin, "--dump-resource-usage"))
-    registers, stack = int(registers), int(stack)
+    usage = dict(re.findall(r"([A-Z]+):(\d+)", cuobjdump(cubin, "--dump-resource-usage")))
+    registers = int(usage["REG"])
     all_registers, max_warps, shared, max_blocks = SM_LIMITS[target]
     warps = binary.metadata.num_warps
     per_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256
     return {
         "registers": registers,
-        "stack": stack,
+        "stack": int(usage["STACK"]),
+        "local": int(usage["LOCAL"]),
         "shared": binary.metadata.shared,
+        "warps": warps,
         "blocks_per_sm": min(
             all_registers // per_warp // warps,
             shared // (binary.metadata.shared + 1024),  # 1 KiB is reserved for each block
@@ -86,10 +93,16 @@ def _amd_figures(binary: Any) -> dict[str, float]:
         assert match is not None
         return int(match.group(1))
 
+    registers, shared, warps = field("vgpr_count"), binary.metadata.shared, binary.metadata.num_warps
+    simds, all_registers, max_waves, all_shared = AMD_LIMITS
+    waves = min(all_registers // (-(-registers // 8) * 8), max_waves)  # allocated in units of 8
     return {
-        "registers": field("vgpr_count"),
+        "registers": registers,
         "stack": field("private_segment_fixed_size"),
-        "shared": binary.metadata.shared,
+        "local": len(re.findall(r"^\s+scratch_", isa, re.M)),
+        "shared": shared,
+        "warps": warps,
+        "blocks_per_sm": min(simds * waves // warps, all_shared // max(shared, 1)),
         "mfma": len(re.findall(r"^\s+v_mfma", isa, re.M)),
         "instructions": len(re.findall(r"^\s+[vs]_|^\s+(?:global|ds|buffer|flat)_", isa, re.M)),
         **_widths(re.findall(r"\b(?:global|buffer)_(load|store)_(\w+)", isa), _amd_bytes),
