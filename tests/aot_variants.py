@@ -28,15 +28,31 @@ def count_compiled(target: str) -> tuple[int, int]:
     return len({launch.key for launch in launches if launch.binary}), len(told)
 
 
-def count_variants(target: str) -> dict[str, int]:
+# Heads, and what else attention needs, of models: num_heads, num_kv_heads, head_dim, and for each kind of
+# layer its options.
+MODELS: dict[str, tuple[int, int, int, list[dict[str, Any]]]] = {
+    "GQA": (28, 4, 128, [{}]),
+    "MHA": (32, 32, 96, [{}]),
+    "MQA": (32, 1, 256, [{}]),
+    "window and full": (64, 8, 64, [{"window": 128, "sinks": True}, {"sinks": True}]),
+    "int8 cache": (32, 8, 128, [{"cache": "int8"}]),
+}
+
+
+def count_variants(target: str, model: str) -> dict[str, int]:
     """How many binaries each kernel needs for batches of every awkward size of one model."""
     kernels = load_kernels("triton")
+    num_heads, num_kv_heads, head_dim, layers = MODELS[model]
     keys = collections.defaultdict(set)
     with compiling(target, always) as launches:
         for num_tokens, num_seqs, max_blocks in [(1, 1, 33), (16, 2, 48), (17, 16, 1024), (3, 3, 1001)]:
             sizes = {"num_tokens": num_tokens, "num_seqs": num_seqs, "max_blocks": max_blocks}
-            launch_attention(kernels, 128, 7, torch.float16, 64, **sizes)
-            launch_rotary_store_kv(kernels, 28, 4, 128, torch.bfloat16, False, num_tokens)
+            for options in layers:
+                group = num_heads // num_kv_heads
+                launch_attention(kernels, head_dim, group, torch.bfloat16, 64, **options, **sizes)
+                heads = num_heads, num_kv_heads, head_dim
+                cache = options.get("cache")
+                launch_rotary_store_kv(kernels, *heads, torch.bfloat16, False, num_tokens, cache_dtype=cache)
             launch_others(kernels, torch.bfloat16, num_tokens)
             for filters in [(), ("top_k",), ("min_p", "top_p"), ("top_n_sigma", "typical_p")]:
                 launch_sampling(*filters, num_rows=num_tokens)
@@ -81,7 +97,7 @@ if __name__ == "__main__":
     found = {
         target: {
             "compiled": count_compiled(target),
-            "variants": count_variants(target),
+            "variants": {model: count_variants(target, model) for model in MODELS},
             "warm_up": warm_up(target),
         }
         for target in TARGETS
