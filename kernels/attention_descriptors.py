@@ -8,8 +8,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_config import AttentionConfig
 
-# Of a thread: 3 blocks of 4 warps fit an SM. For a quantised cache ptxas would go for 4, and spill.
-_REGISTERS = 168
+# Of a thread: 3 blocks of 4 warps fit an SM, 2 if quantised. Left alone ptxas would go for more, and spill.
+_REGISTERS, _REGISTERS_QUANTIZED = 168, 208
 
 
 def describe_caches(
@@ -25,7 +25,7 @@ def describe_caches(
     return {
         "key_desc": TensorDescriptor.from_tensor(key_cache, box),
         "value_desc": TensorDescriptor.from_tensor(value_cache, box),
-        "maxnreg": _REGISTERS,
+        "maxnreg": _REGISTERS if key_cache.dtype.itemsize == 2 else _REGISTERS_QUANTIZED,
     }
 
 
@@ -39,8 +39,13 @@ def loads_by_descriptors(
     """Whether a decode loads K and V by descriptors: where TMA can, and compiled code gains by it.
 
     A box lies in one block, and addresses are multiples of 16 bytes. A head_dim of 128 or 256 takes a quarter
-    fewer instructions for a tile in half precision, and a third fewer registers if quantised. One of 64 takes
-    more registers; 64 rows and more, as in prefill, have too few loads among their instructions.
+    fewer instructions for a tile of half precision, a tenth fewer for a quantised one. A head_dim of 64 takes
+    more registers; 64 rows and more, as in prefill, have too few loads among their instructions. Counted, not
+    timed: on hardware benchmarks.gpu has both, as blocks of 16 and of 64.
+
+    Warp specialisation stays out, with Triton 3.6 and 3.9: on sm_90 it is left away with 8 warps and spills
+    with 4; on sm_100 prefill does not compile (TritonGPUHoistTMEMAlloc), and a decode's block leaves no room
+    for a second one.
     """
     return (
         target in ("sm_90", "sm_100", "sm_103")

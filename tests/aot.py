@@ -83,8 +83,8 @@ def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch
     for number, (num_heads, num_kv_heads, head_dim, dtype, norm, cache) in enumerate(ROTARY_CASES):
         if cache == "float8_e4m3fn" and target not in FP8_TARGETS:
             continue
-        case = f"{num_heads}/{num_kv_heads}x{head_dim} {dtype}" + (" norm" if norm else "")
-        case += f" cache {cache}" if cache else ""
+        told = (f"{num_heads}/{num_kv_heads}x{head_dim}", dtype, norm, f"cache {cache}" if cache else "")
+        case = " ".join(filter(None, told))
         with compiling(target, _skip(number, target, known)) as launches:
             heads = num_heads, num_kv_heads, head_dim
             launch_rotary_store_kv(kernels, *heads, DTYPES[dtype], norm, cache_dtype=cache)

@@ -52,7 +52,7 @@ def count_variants(target: str, model: str) -> dict[str, int]:
                 launch_attention(kernels, head_dim, group, torch.bfloat16, 64, **options, **sizes)
                 heads = num_heads, num_kv_heads, head_dim
                 cache = options.get("cache")
-                launch_rotary_store_kv(kernels, *heads, torch.bfloat16, False, num_tokens, cache_dtype=cache)
+                launch_rotary_store_kv(kernels, *heads, torch.bfloat16, "", num_tokens, cache_dtype=cache)
             launch_others(kernels, torch.bfloat16, num_tokens)
             for filters in [(), ("top_k",), ("min_p", "top_p"), ("top_n_sigma", "typical_p")]:
                 launch_sampling(*filters, num_rows=num_tokens)

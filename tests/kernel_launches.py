@@ -131,27 +131,29 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
     size = 4096
     hidden = torch.empty(num_tokens, size, dtype=dtype)
     kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, residual=torch.empty_like(hidden))
-    kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6)
+    for unit_offset in (False, True):
+        kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, unit_offset=unit_offset)
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
 
 
 # num_heads, num_kv_heads, head_dim, dtype, norm, dtype of the cache: every shape of tile, full and padded.
-ROTARY_CASES: list[tuple[int, int, int, str, bool, str | None]] = [
-    (32, 8, 64, "bfloat16", False, None),
-    (32, 4, 64, "bfloat16", True, None),
-    (32, 8, 128, "bfloat16", False, None),
-    (16, 8, 128, "bfloat16", True, None),
-    (32, 8, 80, "float16", False, None),
-    (8, 4, 256, "bfloat16", True, None),
-    (7, 1, 16, "float16", True, None),
-    (32, 8, 128, "float32", True, None),
-    (8, 4, 256, "float32", True, None),
-    (32, 8, 128, "bfloat16", False, "int8"),
-    (8, 4, 256, "bfloat16", True, "int8"),
-    (32, 8, 128, "float32", True, "int8"),
-    (16, 8, 128, "bfloat16", True, "float8_e4m3fn"),
+ROTARY_CASES: list[tuple[int, int, int, str, str, str | None]] = [
+    (32, 8, 64, "bfloat16", "", None),
+    (32, 4, 64, "bfloat16", "norm", None),
+    (32, 8, 128, "bfloat16", "", None),
+    (16, 8, 128, "bfloat16", "norm", None),
+    (32, 8, 80, "float16", "", None),
+    (8, 4, 256, "bfloat16", "norm", None),
+    (7, 1, 16, "float16", "norm", None),
+    (32, 8, 128, "float32", "norm", None),
+    (8, 4, 256, "float32", "norm", None),
+    (32, 8, 128, "bfloat16", "", "int8"),
+    (8, 4, 256, "bfloat16", "norm", "int8"),
+    (32, 8, 128, "float32", "norm", "int8"),
+    (16, 8, 128, "bfloat16", "norm", "float8_e4m3fn"),
+    (8, 4, 256, "bfloat16", "norm unit_offset", None),
 ]
 
 
@@ -161,11 +163,11 @@ def launch_rotary_store_kv(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    norm: bool,
+    norm: str = "",
     num_tokens: int = 5,
     cache_dtype: str | None = None,
 ) -> None:
-    """Launch it as a layer does, on the view of a fused projection's output."""
+    """Launch it as a layer does, on the view of a fused projection's output; norm: that of heads, if any."""
     qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = torch.empty(num_tokens, head_dim // 2)
     cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=DTYPES[cache_dtype] if cache_dtype else dtype)
@@ -180,6 +182,7 @@ def launch_rotary_store_kv(
         torch.zeros(num_tokens, dtype=torch.int64),
         query_norm_weight=weight,
         key_norm_weight=weight,
+        unit_offset="unit_offset" in norm,
         key_scales=scales,
         value_scales=scales,
     )

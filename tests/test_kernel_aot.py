@@ -128,13 +128,13 @@ def test_attention_has_warps_for_every_scheduler(compiled, target):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_decodes_of_whole_tiles_load_by_descriptors(compiled, target):
-    """Both loops of it, K and V: and 3 blocks an SM, where pointers to a quantised cache leave 2."""
+    """Both loops of it, K and V, in no more registers than leave room for 3 blocks an SM, 2 if quantised."""
     described = set()
     for row in compiled[target]:
         if row.get("tma", 0) > 0:
             described.add((row["kernel"], row["case"].partition(" block")[0]))
             assert row["tma"] >= 4, row
-            assert row["blocks_per_sm"] >= 3, row
+            assert row["blocks_per_sm"] >= (2 if "cache" in row["case"] else 3), row
     expected = {("decode", case) for case in ("128x7 float16", "128x4 bfloat16", "256x4 bfloat16")}
     assert described == (set() if target == "sm_80" else expected)
 
