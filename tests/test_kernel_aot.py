@@ -96,7 +96,7 @@ def test_attention_uses_the_tensor_cores(compiled, target):
 LEAST_BLOCKS = {
     "prefill": (1, 1),  # and see test_attention_has_warps_for_every_scheduler
     "decode": (1, 1),  # likewise
-    "merge": (4, 4),  # 8 KB each: 16 splits of 128 values
+    "merge": (3, 3),  # 16 splits, of 128 values 8 KB, out of the L2: half the latency
     "plan": (8, 8),  # of one sequence each, which waits for a few lengths
     "rotary_store_kv": (8, 8),  # 4 KB
     "rms_norm": (6, 6),  # of 4096: 8 KB, or 16 with the residual
