@@ -16,6 +16,7 @@ from .checks import (
     check_positive,
     check_scales,
     check_shape,
+    check_span,
     in_debug_mode,
 )
 
@@ -90,6 +91,8 @@ def check_attention(
         if tensor is not None:
             check_last_dim_contiguous(name, tensor)
             check_device(name, tensor, query.device)
+    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
+        check_span(name, tensor)
     _check_options(options, num_tokens, num_seqs, block_tables.shape[1] * block_size)
     if in_debug_mode():
         check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)
@@ -145,6 +148,10 @@ def check_contents(
             raise ValueError(
                 f"max_seqlen_q is {options.max_seqlen_q}, and sequence {i} has {query_len} new tokens"
             )
+        if query_len != 1 and options.shared_prefix_len:
+            raise ValueError(
+                f"shared_prefix_len needs one new token of every sequence, and sequence {i} has {query_len}"
+            )
         if query_len == 0:
             continue
         if query_len < options.min_seqlen_q:
@@ -165,6 +172,6 @@ def check_contents(
             for j, bits in enumerate(options.tree_mask[start:end].tolist()):
                 if not bits >> j & 1:
                     raise ValueError(f"tree_mask: new token {j} of sequence {i} does not see itself")
-    num_shared = options.shared_prefix_len // block_size
+    num_shared = -(-options.shared_prefix_len // block_size)
     if num_shared and not bool((block_tables[:, :num_shared] == block_tables[:1, :num_shared]).all()):
         raise ValueError(f"block_tables must begin with the same {num_shared} blocks for shared_prefix_len")

@@ -38,10 +38,13 @@ def loads_by_descriptors(
 ) -> bool:
     """Whether a decode loads K and V by descriptors: where TMA can, and compiled code gains by it.
 
-    A box lies in one block, and addresses are multiples of 16 bytes. A head_dim of 128 or 256 takes a quarter
-    fewer instructions for a tile of half precision, a tenth fewer for a quantised one. A head_dim of 64 takes
-    more registers; 64 rows and more, as in prefill, have too few loads among their instructions. Counted, not
-    timed: on hardware benchmarks.gpu has both, as blocks of 16 and of 64.
+    A box lies in one block, and addresses and strides are multiples of 16 bytes. Values that are a view of
+    keys are the tile that was loaded as keys, where nothing was zeroed.
+
+    A head_dim of 128 or 256 takes a quarter fewer instructions for a tile of half precision, a tenth fewer
+    for a quantised one. A head_dim of 64 takes more registers; 64 rows and more, as in prefill, have too few
+    loads among their instructions. Counted, not timed: on hardware benchmarks.gpu has both, as blocks of 16
+    and of 64.
 
     Warp specialisation stays out, with Triton 3.6 and 3.9: on sm_90 it is left away with 8 warps and spills
     with 4; on sm_100 prefill does not compile (TritonGPUHoistTMEMAlloc), and a decode's block leaves no room
@@ -55,5 +58,11 @@ def loads_by_descriptors(
         and key_cache.shape[1] % config.TILE == 0
         and key_cache.shape[3] in (128, 256)
         and key_cache.numel() > 0
-        and all(cache.is_contiguous() and cache.data_ptr() % 16 == 0 for cache in (key_cache, value_cache))
+        and key_cache.data_ptr() != value_cache.data_ptr()
+        and all(map(_is_aligned, (key_cache, value_cache)))
     )
+
+
+def _is_aligned(cache: Tensor) -> bool:
+    places = (cache.data_ptr(), *(stride * cache.itemsize for stride in cache.stride()[:-1]))
+    return cache.is_contiguous() and all(place % 16 == 0 for place in places)

@@ -71,6 +71,19 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
+def check_span(name: str, tensor: Tensor) -> None:
+    """Raise ValueError where a place behind the first dimension is more than 32 bits away from its start.
+
+    Kernels count tokens and blocks in 64 bits, and what is within one in 32.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    if sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True)) >= 2**31:
+        raise ValueError(
+            f"{name} must span less than 2**31 elements in each {name}[i], got shape {list(shape)} with "
+            f"strides {strides}"
+        )
+
+
 def check_apart(name: str, tensor: Tensor) -> None:
     """Raise ValueError where elements of `tensor`, which is written, share a place, as in `expand`."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -79,7 +92,7 @@ def check_apart(name: str, tensor: Tensor) -> None:
 
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError unless `value` is a number greater than zero, in float32 too."""
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not value > 0:
         raise ValueError(f"{name} must be greater than 0, got {value}")

@@ -56,8 +56,9 @@ def paged_attention(
 
     New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own,
     all positions if not `causal`, only the last `sliding_window` of them where one is given (itself included,
-    as HF counts). A sequence may have no new token. Slots past seq_len, or before the window, are never read;
-    block table entries past the last block neither. Rows of query past cu_seqlens_q[-1] give undefined ones.
+    as HF counts). A sequence may have no new token. What slots past seq_len, or before the window, hold
+    changes nothing; block table entries past the last block are never read. Rows of query past
+    cu_seqlens_q[-1] give undefined ones.
 
     softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
     sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
@@ -163,10 +164,10 @@ def _arguments(
         "cu_seqlens_q_ptr": cu_seqlens_q,
         "num_seqs": seq_lens.shape[0],
         "stride_table": block_tables.stride(0),
-        "score_scale": options.scale,
+        "score_scale": float(options.scale),  # an int would be compiled for
         # From scores to powers of two, in one multiplication where nothing stands between.
         "exp_scale": math.log2(math.e) * (1.0 if biased else options.scale),
-        "softcap": options.softcap or 0.0,
+        "softcap": float(options.softcap or 0.0),
         "stride_query_token": query.stride(0),
         "stride_query_head": query.stride(1),
         "stride_key_block": key_cache.stride(0),

@@ -20,6 +20,7 @@ from .checks import (
     check_positive,
     check_scales,
     check_shape,
+    check_span,
     in_debug_mode,
 )
 from .rms_norm import weighted
@@ -226,6 +227,7 @@ def rotary_store_kv(
         check_device(name, tensor, qkv.device)
     for name in ("qkv", "key_cache", "value_cache"):
         check_apart(name, tensors[name])
+        check_span(name, tensors[name])
     if value_cache.stride() != key_cache.stride():
         raise ValueError(
             f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"

@@ -147,8 +147,8 @@ Nothing spills: no row has a stack. Registers are per thread, shared memory is i
 SM follow from both. Instructions are the machine code's bytes over the 16 of each, the padding behind them
 included; on gfx942 those listed. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma (sm_80,
 and where a block has less than 64 rows), counted in the PTX, and MFMA (gfx942). Wide loads are asynchronous
-copies of 16 bytes, on gfx942 loads of 16 bytes. A case names head_dim x GQA group, dtype, tokens of a block
-and options.
+copies of 16 bytes, by TMA of a tile, on gfx942 loads of 16 bytes. A case names head_dim x GQA group, dtype,
+tokens of a block and options.
 
 """
 

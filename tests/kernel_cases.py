@@ -79,6 +79,7 @@ def ragged_case(
 def quantized(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The same case over a quantised cache; what nobody may read stays NaN, in its scales."""
     changed = {}
+    is_view = case["key_cache"].data_ptr() == case["value_cache"].data_ptr()
     for name in ("key", "value"):
         cache = case[f"{name}_cache"].float()
         largest = 127.0 if dtype == torch.int8 else 448.0
@@ -86,6 +87,12 @@ def quantized(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         values = (cache / scales[..., None]).nan_to_num()
         changed[f"{name}_cache"] = (values.round() if dtype == torch.int8 else values).to(dtype)
         changed[f"{name}_scales"] = scales.transpose(1, 2).contiguous()
+    if is_view:
+        value_dim = case["value_cache"].shape[3]
+        changed |= {
+            "value_cache": changed["key_cache"][..., :value_dim],
+            "value_scales": changed["key_scales"],
+        }
     return {**case, **changed}
 
 

@@ -34,6 +34,8 @@ ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
     (128, 4, "bfloat16", 128, {"window": 4096, "sinks": True}),
     (128, 4, "bfloat16", 64, {"cache": "float8_e4m3fn"}),
     (256, 4, "bfloat16", 64, {"cache": "int8"}),
+    (256, 4, "bfloat16", 64, {"softcap": True}),
+    (128, 4, "bfloat16", 64, {"tree": True}),
     # Groups beyond 16 rows: each a shared prefix and what follows it, both of many rows.
     (64, 32, "bfloat16", 16, {"shared": True}),
     (256, 32, "bfloat16", 16, {"shared": True}),

@@ -3,6 +3,7 @@
 import random
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from error_bounds import assert_exact_enough
@@ -12,6 +13,7 @@ from kernel_cases import DEVICE, quantized, ragged_case, take_sequences, tree_of
 
 from paged.kernels import paged_attention as triton_attention
 from paged.kernels import reference
+from paged.kernels.attention_config import INTERPRETED_SPLIT
 from paged.kernels.backend import in_interpreter, load_kernels
 
 OPTIONS = ("window", "softcap", "sinks", "alibi", "tree", "bidirectional", "int8", "fp8", "mla", "shared")
@@ -22,12 +24,19 @@ EXCLUDED = [
     {"bidirectional", "tree"},
     {"shared", "window"},
     {"int8", "fp8"},
-    {"mla", "int8"},
-    {"mla", "fp8"},
 ]
+NODES = torch.ones(2, dtype=torch.int64, device=DEVICE)
 PAIRS = [pair for pair in combinations(OPTIONS, 2) if set(pair) not in EXCLUDED]
 # Around the edges of a tile (16), a Q-block (8 with two heads a group) and a split (64).
 SEQ_LENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 47, 63, 64, 65]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_splits():
+    """Those of the interpreter, on a GPU too: else nothing here is split or shared there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "split_size", lambda _: INTERPRETED_SPLIT)
+        yield
 
 
 def with_options(chosen, seq_lens, query_lens, generator, **shape):
@@ -144,9 +153,9 @@ def test_torch_backend_takes_every_option(chosen, dtype):
     ("change", "message"),
     [
         ({"causal": False, "sliding_window": 4}, "sliding_window 4 needs causal=True"),
-        ({"causal": False, "tree_mask": torch.ones(2, dtype=torch.int64)}, "tree_mask needs causal=True"),
+        ({"causal": False, "tree_mask": NODES}, "tree_mask needs causal=True"),
         ({"tree_mask": torch.ones(2)}, "tree_mask must be torch.int64, got torch.float32"),
-        ({"tree_mask": torch.ones(2, dtype=torch.int64), "max_seqlen_q": 65}, "between 1 and 64, got 65"),
+        ({"tree_mask": NODES, "max_seqlen_q": 65}, "between 1 and 64, got 65"),
         ({"sinks": torch.ones(3)}, r"sinks must have shape \[4\], got \[3\]"),
         ({"softcap": -1.0}, "softcap must be greater than 0, got -1.0"),
         ({"key_scales": torch.ones(1)}, "key_scales belong to a quantised cache; this one is torch.float32"),
@@ -205,3 +214,31 @@ def test_debug_mode_checks_what_tables_hold(monkeypatch, change, message):
         case[name] = value if isinstance(value, int) else torch.tensor(value, dtype=dtype, device=DEVICE)
     with pytest.raises(ValueError, match=message):
         triton_attention.paged_attention(**case)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens_q": [0, 0, 2]}, "needs one new token of every sequence, and sequence 0 has 0"),
+        ({"block_tables": [[0, 1, 2], [0, 3, 4]]}, "must begin with the same 2 blocks"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_debug_mode_checks_who_shares_a_prefix(monkeypatch, change, message):
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    case = ragged_case([33, 34], [1, 1]) | {"shared_prefix_len": 20}
+    case["block_tables"][1, :2] = case["block_tables"][0, :2]
+    triton_attention.paged_attention(**case)
+    for name, value in change.items():
+        case[name] = torch.tensor(value, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        triton_attention.paged_attention(**case)
+
+
+@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache"])
+def test_what_32_bits_do_not_reach_is_refused(name):
+    case = ragged_case([3], [1], dtype=torch.float16)
+    memory = torch.from_numpy(np.zeros(2**31 + 64, np.float16)).to(DEVICE)  # of which none is touched
+    far = memory.as_strided((*case[name].shape[:-2], 2, 32), (0,) * (case[name].dim() - 2) + (2**31, 1))
+    with pytest.raises(ValueError, match=rf"{name} must span less than 2\*\*31 elements in each {name}\[i\]"):
+        triton_attention.paged_attention(**{**case, name: far})

@@ -127,10 +127,10 @@ def test_chunks_do_not_change_a_bit():
 
 def test_splits_are_capped(monkeypatch):
     """A context of more than MAX_SPLITS splits: they get longer, and the merge takes chunks of them."""
-    monkeypatch.setattr(triton_attention, "split_size", lambda _: 16)
-    case = ragged_case(
-        [16 * (MAX_SPLITS + 3), 16 * 20 + 1], [1, 1], num_heads=2, num_kv_heads=1, block_size=64
-    )
+    split = choose_config(32, 2, torch.float32, "decode", triton_attention.current_target()).TILE
+    monkeypatch.setattr(triton_attention, "split_size", lambda _: split)
+    seq_lens = [split * (MAX_SPLITS + 3), split * 20 + 1]
+    case = ragged_case(seq_lens, [1, 1], num_heads=2, num_kv_heads=1, block_size=64)
     got = triton_attention.paged_attention(**case)
     assert_exact_enough(got, case, reference.paged_attention)
 

@@ -109,7 +109,7 @@ def from_hf(hf: Config) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_above_zero(hf, "rms_norm_eps"),
+        rms_norm_eps=check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, 1, above=True),
         max_position_embeddings=_size(hf, "max_position_embeddings"),
         rope=_rope(hf),
         tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
