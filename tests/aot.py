@@ -68,10 +68,11 @@ def _attention(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Lau
     kernels = load_kernels("triton")
     rows = []
     for number, (head_dim, group, dtype, block_size, options) in enumerate(ATTENTION_CASES):
-        if options.get("cache") == "float8_e4m3fn" and target not in FP8_TARGETS:
+        targets = _targets(options.get("cache"))
+        if target not in targets:
             continue
         case = " ".join([f"{head_dim}x{group} {dtype} block {block_size}", *map(_told, options.items())])
-        with compiling(target, _skip(number, target, known)) as launches:
+        with compiling(target, _skip(number, target, known, targets)) as launches:
             launch_attention(kernels, head_dim, group, DTYPES[dtype], block_size, **options)
         rows += [(case, launch) for launch in launches]
     return rows
@@ -81,11 +82,12 @@ def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch
     kernels = load_kernels("triton")
     rows = []
     for number, (num_heads, num_kv_heads, head_dim, dtype, norm, cache) in enumerate(ROTARY_CASES):
-        if cache == "float8_e4m3fn" and target not in FP8_TARGETS:
+        targets = _targets(cache)
+        if target not in targets:
             continue
         told = (f"{num_heads}/{num_kv_heads}x{head_dim}", dtype, norm, f"cache {cache}" if cache else "")
         case = " ".join(filter(None, told))
-        with compiling(target, _skip(number, target, known)) as launches:
+        with compiling(target, _skip(number, target, known, targets)) as launches:
             heads = num_heads, num_kv_heads, head_dim
             launch_rotary_store_kv(kernels, *heads, DTYPES[dtype], norm, cache_dtype=cache)
         rows += [(case, launch) for launch in launches]
@@ -102,9 +104,16 @@ def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch
     return rows + [(case, launch) for launch in launches if launch.key not in without]
 
 
-def _skip(number: int, target: str, known: Mapping[str, Figures]) -> Callable[[str], bool]:
+def _targets(cache: str | None) -> tuple[str, ...]:
+    """Those that have such a cache."""
+    return FP8_TARGETS if cache == "float8_e4m3fn" else tuple(TARGETS)
+
+
+def _skip(
+    number: int, target: str, known: Mapping[str, Figures], targets: tuple[str, ...] = tuple(TARGETS)
+) -> Callable[[str], bool]:
     """Every case is compiled on one target in every run; on the others only if it is not known."""
-    return never if number % len(TARGETS) == list(TARGETS).index(target) else known.__contains__
+    return never if target == targets[number % len(targets)] else known.__contains__
 
 
 def _told(option: tuple[str, Any]) -> str:

@@ -87,8 +87,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "tie_word_embeddings must be True or False",
     ),
     "flag-is-null": ({"attention_bias": None}, "attention_bias must be True or False, got None"),
-    "eps": ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0, got 0"),
-    "eps-is-text": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number, above 0, got '1e-6'"),
+    "eps": ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0 and at most 1, got 0"),
+    "eps-is-text": (
+        {"rms_norm_eps": "1e-6"},
+        "rms_norm_eps must be a number, above 0, at most 1, got '1e-6'",
+    ),
     "rope-is-a-list": ({"rope_scaling": [1]}, r"rope_parameters must be an object, got \[1\]"),
     "rope-needs-a-factor": ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
     "rope-needs-all": (
