@@ -66,13 +66,12 @@ def choose_config(
         rows, tile, warps, stages = 16, 16, 4, 1  # small, so that short tests cross many edges
     elif (value_dim or head_dim) > 512:
         rows, tile, warps, stages = _PADDED_TO_1024[maker]
-    elif dtype == torch.float32:
-        rows, tile, warps, stages = _FLOAT32[maker][wide]
     else:
         few = use == "decode" and group <= 16
-        tiles = (_PREFILL if use == "prefill" else _DECODE if few else _MANY_ROWS)[family][wide]
-        rows, tile, warps, stages = _QUANTISED.get(tiles, tiles) if converted else tiles
-    if maker == "nvidia" and dtype == torch.float32 and (converted or (value_dim or head_dim) > 512):
+        table = _PREFILL if use == "prefill" else _DECODE if few else _MANY_ROWS
+        tiles = _FLOAT32[maker][wide] if dtype == torch.float32 else table[family][wide]
+        rows, tile, warps, stages = _CONVERTED.get(tiles, tiles) if converted and maker == "nvidia" else tiles
+    if dtype == torch.float32 and (converted or (value_dim or head_dim) > 512):
         stages = 1  # else a second tile would be in registers while the first is worked on
     heads = min(group, rows)
     if group > 16:
@@ -91,7 +90,7 @@ def choose_config(
 # (rows, tile, warps, stages) by padded head_dim: what compiles without a spill (kernels/README.md).
 # Full float32 has no tensor cores: registers decide.
 _FLOAT32 = {
-    "gfx": {64: (16, 32, 4, 2), 128: (16, 32, 8, 2), 256: (16, 16, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
+    "gfx": {64: (16, 32, 4, 2), 128: (16, 32, 8, 2), 256: (16, 16, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
     "nvidia": {64: (16, 32, 4, 2), 128: (16, 32, 8, 2), 256: (16, 16, 8, 3), MAX_HEAD_DIM: (16, 16, 8, 1)},
 }
 # The look-up in the block table takes pipeline stages of its own: 3 keep one tile in shared memory, 5 two.
@@ -110,13 +109,16 @@ _PREFILL = {
 # would not fit into Hopper's registers, and less than that has no wgmma.
 _MANY_ROWS = {
     "gfx": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 4, 2), MAX_HEAD_DIM: (16, 16, 4, 1)},
-    "hopper": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (32, 32, 4, 3), MAX_HEAD_DIM: (32, 32, 8, 2)},
+    "hopper": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (32, 32, 4, 3), MAX_HEAD_DIM: (32, 32, 8, 2)},
     "ampere": {64: (64, 32, 4, 5), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
-# For an 8-bit cache, whose values become 16 bits in registers: what takes the place of a row of Hopper's.
-_QUANTISED = {
-    (64, 16, 8, 2): (32, 32, 8, 2),  # prefill beyond 256, without wgmma
-    (32, 32, 4, 3): (64, 32, 8, 2),  # many rows beyond 128
+# NVIDIA's for a cache narrower than queries, whose values are widened in registers: what takes a row's place.
+_CONVERTED = {
+    (64, 16, 8, 2): (32, 32, 8, 2),  # Hopper's prefill beyond 256, without wgmma
+    (32, 32, 4, 3): (64, 32, 8, 2),  # its many rows beyond 128
+    (64, 32, 4, 5): (32, 32, 4, 5),  # Ampere's many rows up to 64
+    (16, 16, 4, 2): (16, 16, 8, 2),  # and beyond 256, as its prefill
+    (16, 32, 4, 2): (16, 32, 8, 2),  # float32 up to 64
 }
 # Values of more than 512 dimensions: their 64 rows would be all of an SM's registers.
 _PADDED_TO_1024 = {"gfx": (16, 16, 4, 1), "nvidia": (16, 16, 8, 2)}

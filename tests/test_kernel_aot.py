@@ -24,9 +24,9 @@ def compiled():
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_spills_and_everything_fits(compiled, target):
     """Without a stack and local memory there is nothing that ld.local and st.local could mean."""
-    for row in compiled[target]:
-        assert row["stack"] == row["local"] == 0, row
-        assert row["shared"] <= SHARED_LIMITS[target], row
+    rows = compiled[target]
+    assert [row for row in rows if row["stack"] or row["local"]] == []
+    assert [row for row in rows if row["shared"] > SHARED_LIMITS[target]] == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -99,6 +99,7 @@ LEAST_BLOCKS = {
     "merge": (3, 3),  # 16 splits, of 128 values 8 KB, out of the L2: half the latency
     "plan": (8, 8),  # of one sequence each, which waits for a few lengths
     "rotary_store_kv": (8, 8),  # 4 KB
+    "rotary_store_kv float32": (4, 4),  # 8 KB
     "rms_norm": (6, 6),  # of 4096: 8 KB, or 16 with the residual
     "silu_and_mul": (8, 8),  # 8 KB, and an exponential on their way
     "copy_blocks": (8, 8),  # 4 KB
@@ -115,8 +116,11 @@ LEAST_BLOCKS = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_sm_holds_as_many_blocks_as_designed(compiled, target):
-    for row in compiled[target]:
-        assert row["blocks_per_sm"] >= LEAST_BLOCKS[row["kernel"]][target == "gfx942"], row
+    def least(row):
+        in_float32 = f"{row['kernel']} float32" if "float32" in row["case"] else ""
+        return LEAST_BLOCKS.get(in_float32, LEAST_BLOCKS[row["kernel"]])[target == "gfx942"]
+
+    assert [row for row in compiled[target] if row["blocks_per_sm"] < least(row)] == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
