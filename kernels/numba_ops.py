@@ -1,7 +1,6 @@
 """The operations between products, for a CPU: one pass over the rows, where torch makes one an operator.
 
-Rows that are no whole vectors of this CPU, and what is not laid out as the kernels read it, are left to
-`torch_ops`, which says what does not fit together.
+What is not laid out as the kernels read it is left to `torch_ops`, which says what does not fit together.
 """
 
 import numpy as np
@@ -14,6 +13,7 @@ from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
 from .numba_paged_attention import KINDS
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task, is_plain
 from .numba_vectors import (
+    FLOAT32,
     INT8,
     LANES,
     VECTOR_BYTES,
@@ -30,13 +30,13 @@ from .numba_vectors import (
     highest,
     item_size,
     load,
-    load_as,
+    load_some_as,
     multiply,
     set_float,
     set_long,
     splat,
     store,
-    store_as,
+    store_some_as,
     subtract,
     total,
     where_greater,
@@ -76,60 +76,62 @@ def _normalise(kind, x, weight, unit_offset, out, size, eps):
 
     unit_offset: it is multiplied by 1 + weight, and only then rounded.
     """
-    squares = splat(np.float32(0.0))
-    step = LANES * item_size(kind)
-    for i in range(size // LANES):
-        number = load_as(kind, x + i * step)
+    squares, bytes_per_number = splat(np.float32(0.0)), item_size(kind)
+    for i in range(0, size, LANES):
+        number = load_some_as(kind, x + i * bytes_per_number, size - i)
         squares = fma(number, number, squares)
     mean = total(squares) / np.float32(size) + np.float32(eps)
     scale = splat(np.float32(1.0) / np.sqrt(mean))
     one = splat(np.float32(1.0))
-    for i in range(size // LANES):
-        at, own = out + i * step, load_as(kind, weight + i * step)
-        number = multiply(load_as(kind, x + i * step), scale)
+    for i in range(0, size, LANES):
+        at, left = i * bytes_per_number, size - i
+        own = load_some_as(kind, weight + at, left)
+        number = multiply(load_some_as(kind, x + at, left), scale)
         if unit_offset:
             own = add(one, own)
         else:
-            store_as(kind, at, number)
-            number = load_as(kind, at)
-        store_as(kind, at, multiply(number, own))
+            store_some_as(kind, out + at, number, left)
+            number = load_some_as(kind, out + at, left)
+        store_some_as(kind, out + at, multiply(number, own), left)
 
 
 @function
 def _rms_norm(args, row):
-    x, size = args.x + row * args.x_stride, args.size
-    step = LANES * item_size(args.kind)
-    out = args.out + row * size * item_size(args.kind)
+    x, size, kind = args.x + row * args.x_stride, args.size, args.kind
+    bytes_per_number = item_size(kind)
+    out = args.out + row * size * bytes_per_number
     if args.residual:
-        residual = args.residual + row * size * item_size(args.kind)
-        for i in range(size // LANES):
-            at = residual + i * step
-            store_as(args.kind, at, add(load_as(args.kind, at), load_as(args.kind, x + i * step)))
+        residual = args.residual + row * size * bytes_per_number
+        for i in range(0, size, LANES):
+            at, left = i * bytes_per_number, size - i
+            both = add(load_some_as(kind, residual + at, left), load_some_as(kind, x + at, left))
+            store_some_as(kind, residual + at, both, left)
         x = residual
-    _normalise(args.kind, x, args.weight, args.unit_offset, out, size, args.eps)
+    _normalise(kind, x, args.weight, args.unit_offset, out, size, args.eps)
 
 
 @function
 def _silu_and_mul(args, row):
-    bytes_per_number = item_size(args.kind)
-    gate, step = args.x + row * args.x_stride, LANES * bytes_per_number
-    up, out = gate + args.size * bytes_per_number, args.out + row * args.size * bytes_per_number
+    bytes_per_number, size, kind = item_size(args.kind), args.size, args.kind
+    gate, out = args.x + row * args.x_stride, args.out + row * size * bytes_per_number
     one, minus_log2e = splat(np.float32(1.0)), splat(np.float32(-1.4426950408889634))
-    for i in range(args.size // LANES):
-        x = load_as(args.kind, gate + i * step)
+    for i in range(0, size, LANES):
+        at, left = i * bytes_per_number, size - i
+        x = load_some_as(kind, gate + at, left)
         silu = divide(x, add(one, exp2(multiply(x, minus_log2e))))
-        store_as(args.kind, out + i * step, multiply(silu, load_as(args.kind, up + i * step)))
+        up = load_some_as(kind, gate + size * bytes_per_number + at, left)
+        store_some_as(kind, out + at, multiply(silu, up), left)
 
 
 @function
 def _rotate(kind, head, cos, sin, half):
     size = item_size(kind)
     for i in range(0, half, LANES):
-        first, second = head + i * size, head + (half + i) * size
-        x1, x2 = load_as(kind, first), load_as(kind, second)
-        c, s = load(cos + 4 * i), load(sin + 4 * i)
-        store_as(kind, first, subtract(multiply(x1, c), multiply(x2, s)))
-        store_as(kind, second, add(multiply(x2, c), multiply(x1, s)))
+        first, second, left = head + i * size, head + (half + i) * size, half - i
+        x1, x2 = load_some_as(kind, first, left), load_some_as(kind, second, left)
+        c, s = load_some_as(FLOAT32, cos + 4 * i, left), load_some_as(FLOAT32, sin + 4 * i, left)
+        store_some_as(kind, first, subtract(multiply(x1, c), multiply(x2, s)), left)
+        store_some_as(kind, second, add(multiply(x2, c), multiply(x1, s)), left)
 
 
 @function
@@ -141,7 +143,7 @@ def _store_head(kind, head, dim, cache_kind, to, scale):
         zero = splat(np.float32(0.0))
         top, spoilt = zero, zero
         for d in range(0, dim, LANES):
-            x = load_as(kind, head + d * size)
+            x = load_some_as(kind, head + d * size, dim - d)
             top = greater(greater(x, subtract(zero, x)), top)
             spoilt = fma(x, zero, spoilt)  # NaN once there is NaN or infinity, which top does not show
         largest = highest(top)
@@ -149,7 +151,8 @@ def _store_head(kind, head, dim, cache_kind, to, scale):
         set_float(scale, largest / most + total(spoilt))
         factor = most / (largest if largest > np.float32(0.0) else np.float32(1.0))
     for d in range(0, dim, LANES):
-        store_as(cache_kind, to + d * cache_size, multiply(load_as(kind, head + d * size), splat(factor)))
+        x = load_some_as(kind, head + d * size, dim - d)
+        store_some_as(cache_kind, to + d * cache_size, multiply(x, splat(factor)), dim - d)
 
 
 @function
@@ -302,7 +305,7 @@ def rms_norm(
         and is_plain(weight, dtype, size)
         and (residual is None or (residual.shape == x.shape and is_plain(residual, dtype, x.numel())))
     )
-    if size % LANES or not regular:
+    if not regular:
         return torch_ops.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_units, per_unit = _units(rows.shape[0], size)
@@ -327,7 +330,7 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     """silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     regular = x.is_cpu and x.shape[1] % 2 == 0 and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
-    if size % LANES or not regular:
+    if not regular:
         return torch_ops.silu_and_mul(x)
     out = x.new_empty(num_rows, size)
     num_units, per_unit = _units(num_rows, 2 * size)
@@ -384,7 +387,7 @@ def rotary_store_kv(
         and (query_norm_weight is None or is_plain(query_norm_weight, dtype, head_dim))
         and (key_norm_weight is None or is_plain(key_norm_weight, dtype, head_dim))
     )
-    if head_dim % (2 * LANES) or not regular:
+    if head_dim % 2 or not regular:
         return torch_ops.rotary_store_kv(
             qkv,
             cos,

@@ -205,12 +205,46 @@ _TAYLOR = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.0
            0.0013333558146428443, 0.00015403530393381608, 1.5252733804059841e-05)  # fmt: skip
 
 
-def _load(builder: Any, kind: int, address: Any) -> Any:
-    """LANES numbers stored as `kind`."""
+def _first_lanes(builder: Any, count: Any) -> Any:
+    """A mask of the first `count` lanes, of all where there are more."""
+    most = ir.Constant(_I64, LANES)
+    fewer = builder.select(builder.icmp_signed("<", count, most), count, most)
+    one = builder.insert_element(
+        ir.Constant(_INTS, ir.Undefined), builder.trunc(fewer, _I32), ir.Constant(_I32, 0)
+    )
+    limit = builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+    return builder.icmp_signed("<", ir.Constant(_INTS, [*range(LANES)]), limit)
+
+
+def _read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = None) -> Any:
+    """LANES integers of so many bits; count: only the first so many, and the rest from `other`, or 0."""
+    integers = ir.VectorType(ir.IntType(bits), LANES)
+    place = _at(builder, integers, address)
+    if count is None:
+        return builder.load(place, align=1)
+    mask, align = _first_lanes(builder, count), ir.Constant(_I32, 1)
+    rest = other or ir.Constant(integers, [0] * LANES)
+    return _call(builder, f"llvm.masked.load.v{LANES}i{bits}.p0", integers, place, align, mask, rest)
+
+
+def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = None) -> None:
+    """The lowest so many bits of each of LANES integers; count: only of the first so many."""
+    kind = ir.VectorType(ir.IntType(bits), LANES)
+    stored = integers if integers.type == kind else builder.trunc(integers, kind)
+    place = _at(builder, kind, address)
+    if count is None:
+        builder.store(stored, place, align=1)
+    else:
+        mask, align = _first_lanes(builder, count), ir.Constant(_I32, 1)
+        name = f"llvm.masked.store.v{LANES}i{bits}.p0"
+        _call(builder, name, ir.VoidType(), stored, place, align, mask)
+
+
+def _load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
+    """LANES numbers stored as `kind`; count: the first so many, and zeros."""
+    stored = _read(builder, 8 * _ITEM_SIZES[kind], address, count)
     if kind == FLOAT32:
-        return builder.load(_at(builder, _VECTOR, address), align=4)
-    bits = ir.IntType(8 * _ITEM_SIZES[kind])
-    stored = builder.load(_at(builder, ir.VectorType(bits, LANES), address), align=1)
+        return builder.bitcast(stored, _VECTOR)
     if kind == INT8:
         return builder.sitofp(builder.sext(stored, _INTS), _VECTOR)
     if kind == FLOAT16:
@@ -225,24 +259,26 @@ def _load(builder: Any, kind: int, address: Any) -> Any:
     return builder.bitcast(builder.or_(builder.bitcast(number, _INTS), sign), _VECTOR)
 
 
-def _store(builder: Any, kind: int, address: Any, x: Any) -> None:
-    """Round to the nearest number of `kind`, ties to even; to INT8 halves up."""
-    if kind == FLOAT32:
-        builder.store(x, _at(builder, _VECTOR, address), align=4)
-    elif kind == FLOAT16:
-        half = ir.VectorType(ir.HalfType(), LANES)
-        builder.store(builder.fptrunc(x, half), _at(builder, half, address), align=2)
-    elif kind in (INT8, FLOAT8):
-        bits = _int8_bits(builder, x) if kind == INT8 else _float8_bits(builder, x)
-        chars = ir.VectorType(ir.IntType(8), LANES)
-        builder.store(builder.trunc(bits, chars), _at(builder, chars, address), align=1)
-    else:
-        bits = builder.bitcast(x, _INTS)
-        odd = builder.and_(builder.lshr(bits, _same(16, _INTS)), _same(1, _INTS))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, _same(0x7FFF, _INTS))), _same(16, _INTS))
-        rounded = builder.select(builder.fcmp_unordered("uno", x, x), _same(0x7FC0, _INTS), rounded)
-        shorts = ir.VectorType(ir.IntType(16), LANES)
-        builder.store(builder.trunc(rounded, shorts), _at(builder, shorts, address), align=2)
+def _store(builder: Any, kind: int, address: Any, x: Any, count: Any = None) -> None:
+    """Round to the nearest number of `kind`, ties to even, to INT8 halves up; count: the first so many."""
+    bits = _TO_BITS[kind](builder, x)
+    _write(builder, 8 * _ITEM_SIZES[kind], address, bits, count)
+
+
+def _float32_bits(builder: Any, x: Any) -> Any:
+    return builder.bitcast(x, _INTS)
+
+
+def _float16_bits(builder: Any, x: Any) -> Any:
+    half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), LANES))
+    return builder.bitcast(half, ir.VectorType(ir.IntType(16), LANES))
+
+
+def _bfloat16_bits(builder: Any, x: Any) -> Any:
+    bits = builder.bitcast(x, _INTS)
+    odd = builder.and_(builder.lshr(bits, _same(16, _INTS)), _same(1, _INTS))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _same(0x7FFF, _INTS))), _same(16, _INTS))
+    return builder.select(builder.fcmp_unordered("uno", x, x), _same(0x7FC0, _INTS), rounded)
 
 
 def _int8_bits(builder: Any, x: Any) -> Any:
@@ -270,6 +306,9 @@ def _float8_bits(builder: Any, x: Any) -> Any:
     return builder.or_(number, builder.and_(builder.lshr(bits, _same(24, _INTS)), _same(0x80, _INTS)))
 
 
+_TO_BITS = (_float32_bits, _float16_bits, _bfloat16_bits, _int8_bits, _float8_bits)
+
+
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
     """LANES vectors with rows and columns exchanged: blocks of 1, 2, 4, … at a time."""
     step = 1
@@ -287,12 +326,8 @@ def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
 
 @_operation(vector, types.int64, types.int64, types.float32)
 def _load_first(builder: Any, address: Any, count: Any, other: Any) -> Any:
-    place = cgutils.alloca_once_value(builder, _splat(builder, other))
-    lanes = builder.bitcast(place, _F32.as_pointer())
-    with cgutils.for_range(builder, count) as loop:
-        number = builder.load(_at(builder, _F32, address, builder.mul(loop.index, ir.Constant(_I64, 4))))
-        builder.store(number, builder.gep(lanes, [loop.index]))
-    return builder.load(place)
+    rest = builder.bitcast(_splat(builder, other), _INTS)
+    return builder.bitcast(_read(builder, 32, address, count, rest), _VECTOR)
 
 
 @_operation(types.float32, types.int32)
@@ -307,20 +342,28 @@ def bits_of(builder: Any, x: Any) -> Any:
     return builder.bitcast(x, _I32)
 
 
-def _loader(kind: int) -> Any:
+def _loaders(kind: int) -> tuple[Any, Any]:
     @_operation(vector, types.int64)
     def load(builder: Any, address: Any) -> Any:
         return _load(builder, kind, address)
 
-    return load
+    @_operation(vector, types.int64, types.int64)
+    def load_some(builder: Any, address: Any, count: Any) -> Any:
+        return _load(builder, kind, address, count)
+
+    return load, load_some
 
 
-def _storer(kind: int) -> Any:
+def _storers(kind: int) -> tuple[Any, Any]:
     @_operation(types.void, types.int64, vector)
     def store(builder: Any, address: Any, x: Any) -> None:
         _store(builder, kind, address, x)
 
-    return store
+    @_operation(types.void, types.int64, vector, types.int64)
+    def store_some(builder: Any, address: Any, x: Any, count: Any) -> None:
+        _store(builder, kind, address, x, count)
+
+    return store, store_some
 
 
 def _nibble_loader(shift: int) -> Any:
@@ -337,8 +380,20 @@ def _nibble_loader(shift: int) -> Any:
 
 # The lower and the upper half of each of LANES bytes, 0 to 15.
 load_low, load_high = _nibble_loader(0), _nibble_loader(4)
-load, load_half, load_bfloat, load_int8, load_float8 = map(_loader, range(5))
-store, store_half, store_bfloat, store_int8, store_float8 = map(_storer, range(5))
+(
+    (load, _load_some),
+    (load_half, _load_some_half),
+    (load_bfloat, _load_some_bfloat),
+    (load_int8, _load_some_int8),
+    (load_float8, _load_some_float8),
+) = map(_loaders, range(5))
+(
+    (store, _store_some),
+    (store_half, _store_some_half),
+    (store_bfloat, _store_some_bfloat),
+    (store_int8, _store_some_int8),
+    (store_float8, _store_some_float8),
+) = map(_storers, range(5))
 
 
 @_operation(types.void, types.int64, types.int64, types.int64, types.int64)
@@ -464,3 +519,34 @@ def store_as(kind, address, x):
         store_int8(address, x)
     else:
         store_float8(address, x)
+
+
+@function
+def load_some_as(kind, address, count):
+    """The first `count` numbers of the kind stored there, and zeros; all LANES where there are more."""
+    if count >= LANES:
+        return load_as(kind, address)
+    if kind == FLOAT32:
+        return _load_some(address, count)
+    if kind == BFLOAT16:
+        return _load_some_bfloat(address, count)
+    if kind == FLOAT16:
+        return _load_some_half(address, count)
+    return _load_some_int8(address, count) if kind == INT8 else _load_some_float8(address, count)
+
+
+@function
+def store_some_as(kind, address, x, count):
+    """The first `count` numbers, rounded to the kind; all LANES where there are more."""
+    if count >= LANES:
+        store_as(kind, address, x)
+    elif kind == FLOAT32:
+        _store_some(address, x, count)
+    elif kind == BFLOAT16:
+        _store_some_bfloat(address, x, count)
+    elif kind == FLOAT16:
+        _store_some_half(address, x, count)
+    elif kind == INT8:
+        _store_some_int8(address, x, count)
+    else:
+        _store_some_float8(address, x, count)

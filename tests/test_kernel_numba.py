@@ -165,6 +165,24 @@ def test_rows_the_kernels_would_misread_are_left_to_torch():
             numba_ops.rotary_store_kv(qkv.clone(), cos, cos, *caches.to(dtype), slots)
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 24, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_are_no_whole_vectors_are_not_left_to_torch(size, dtype, monkeypatch):
+    """A step with one of torch's operations in it is never recorded; their numbers other tests compare."""
+    x, weight = torch.randn(3, 2 * size).to(dtype), torch.ones(2 * size, dtype=dtype)
+    angles, slots = torch.randn(3, size), torch.arange(3)
+    cache = torch.zeros(2, 2, 4, 1, 2 * size + 1, dtype=dtype)
+    caches = cache[..., :-1]
+    for name in ("rms_norm", "silu_and_mul", "rotary_store_kv"):
+        monkeypatch.delattr(torch_ops, name)
+    numba_ops.rms_norm(x, weight, 1e-6, x.clone())
+    numba_ops.silu_and_mul(x)
+    heads = x.repeat(4, 1, 1).transpose(0, 1).contiguous()
+    numba_ops.rotary_store_kv(heads, angles, angles, *caches, slots)
+    assert torch.equal(caches[1, 0, :3, 0], x)
+    assert not cache[..., -1].any()
+
+
 def test_wrong_inputs_are_named():
     case = ragged_case([3], [1])
     with pytest.raises(ValueError, match="sliding_window"):
