@@ -2,7 +2,7 @@
 
 FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32. A tile's keys come into scratch
 memory transposed, once for all query heads that share them, so that scores and output are both products of
-the register tile of `numba_vectors`; a decode reads them in place (`numba_decode`). A unit of work is some
+the register tile of `numba_tiles`; a decode reads them in place (`numba_decode`). A unit of work is some
 query tokens of one sequence with some of its heads, over all their keys or SPLIT of them.
 
 Exact: tiles start at multiples of 64 tokens, each SPLIT tokens have a softmax of their own, merged in order,
@@ -16,33 +16,35 @@ import numpy as np
 from numba import carray, cfunc
 
 from .numba_decode import add_values, reads_in_place, score_keys
+from .numba_memory import (
+    FLOAT32,
+    address_of,
+    claim,
+    get_float,
+    get_int,
+    get_long,
+    item_size,
+    load,
+    set_float,
+    set_long,
+    store,
+    transpose,
+)
 from .numba_rows import copy_row, copy_rows
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_tiles import multiply_add
 from .numba_vectors import (
-    FLOAT32,
     LANES,
     VECTOR_BYTES,
     add,
-    address_of,
-    claim,
     exp2,
     fma,
     function,
-    get_float,
-    get_int,
-    get_long,
     greater,
     highest,
-    item_size,
-    load,
     multiply,
-    set_float,
-    set_long,
     splat,
-    store,
     total,
-    transpose,
 )
 
 TILE = 64  # keys

@@ -12,28 +12,30 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_vectors import (
-    _F32,
-    _I64,
+from .numba_memory import (
     _ITEM_SIZES,
-    _VECTOR,
     BFLOAT16,
     FLOAT32,
     INT8,
+    _load,
+    _prefetch,
+    _store,
+    _transpose,
+    get_long,
+    set_long,
+)
+from .numba_vectors import (
+    _F32,
+    _I64,
+    _VECTOR,
     LANES,
     VECTOR_BYTES,
     _at,
     _call,
-    _load,
     _operation,
-    _prefetch,
     _same,
     _splat,
-    _store,
-    _transpose,
     function,
-    get_long,
-    set_long,
 )
 
 LINE = 64  # bytes of a cache line

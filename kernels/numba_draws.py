@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 
+from .numba_memory import get_double, get_float, get_long, set_double
 from .numba_selection import collect, place_of, sort
-from .numba_vectors import function, get_double, get_float, get_long, set_double
+from .numba_vectors import function
 
 SMALLEST = 1e-30  # stands for a share that a float32 rounds to 0
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .numba_memory import call, claim, get_long, pause, seen
 from .numba_threads import SOURCES, Launch, Task, note_launches
-from .numba_vectors import call, claim, get_long, pause, seen
 
 _KERNEL, _ENTERED, _LEFT, _RECORD = 0, 8, 16, 24  # bytes, of a row of the table
 _COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # with the record's own two

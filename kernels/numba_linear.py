@@ -13,33 +13,27 @@ from numba import carray, cfunc
 from torch import Tensor
 
 from .checks import check_dtype, check_shape
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
-from .numba_tiles import MOST_TILE_ROWS, multiply_panel, multiply_panel_bfloat, multiply_panel_int8
-from .numba_vectors import (
+from .numba_memory import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
     INT8,
-    LANES,
-    VECTOR_BYTES,
-    add,
     address_of,
     claim,
-    fma,
-    function,
     get_byte,
     item_size,
     load,
     load_bfloat,
     load_high,
     load_low,
-    multiply,
     set_byte,
-    splat,
     store,
     store_as,
     will_write,
 )
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_tiles import MOST_TILE_ROWS, multiply_panel, multiply_panel_bfloat, multiply_panel_int8
+from .numba_vectors import LANES, VECTOR_BYTES, add, fma, function, multiply, splat
 
 PANEL = 2 * LANES  # outputs
 DEPTH = 320  # inputs that a panel is gone through at a time, at most: 20 to 40 KiB of it

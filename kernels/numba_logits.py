@@ -8,6 +8,19 @@ from numba import carray, cfunc
 from torch import Tensor
 
 from . import torch_logprobs, torch_sampling, torch_selection
+from .numba_memory import (
+    address_of,
+    any_set,
+    claim,
+    get_byte,
+    get_float,
+    get_int,
+    get_long,
+    load,
+    load_up_to,
+    set_float,
+    set_long,
+)
 from .numba_selection import (
     DEAD,
     MINUS_INFINITY,
@@ -24,21 +37,10 @@ from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
     add,
-    address_of,
-    any_set,
-    claim,
     exp2_of_negative,
     function,
-    get_byte,
-    get_float,
-    get_int,
-    get_long,
     greater,
-    load,
-    load_up_to,
     multiply,
-    set_float,
-    set_long,
     splat,
     subtract,
     total,

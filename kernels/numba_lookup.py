@@ -6,15 +6,10 @@ from torch import Tensor
 
 from .checks import check_dtype, in_debug_mode
 from .numba_linear import OUT_KINDS, PANEL, WEIGHT_KINDS, Panels
-from .numba_rows import copy_row
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
-from .numba_vectors import (
+from .numba_memory import (
     FLOAT32,
-    LANES,
-    VECTOR_BYTES,
     address_of,
     claim,
-    function,
     get_byte,
     get_float,
     get_long,
@@ -25,6 +20,9 @@ from .numba_vectors import (
     set_float,
     store,
 )
+from .numba_rows import copy_row
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_vectors import LANES, VECTOR_BYTES, function
 
 TAKE_ROWS = Task(("table", "indices", "out", "row_bytes"))
 TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out", "in_features", "weight_kind", "out_kind"))

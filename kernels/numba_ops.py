@@ -10,33 +10,35 @@ from torch import Tensor
 
 from . import torch_ops
 from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
+from .numba_memory import (
+    FLOAT32,
+    INT8,
+    address_of,
+    claim,
+    get_float,
+    get_long,
+    item_size,
+    load,
+    load_some_as,
+    set_float,
+    set_long,
+    store,
+    store_some_as,
+)
 from .numba_paged_attention import KINDS
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task, is_plain
 from .numba_vectors import (
-    FLOAT32,
-    INT8,
     LANES,
     VECTOR_BYTES,
     add,
-    address_of,
-    claim,
     divide,
     exp2,
     fma,
     function,
-    get_float,
-    get_long,
     greater,
     highest,
-    item_size,
-    load,
-    load_some_as,
     multiply,
-    set_float,
-    set_long,
     splat,
-    store,
-    store_some_as,
     subtract,
     total,
     where_greater,

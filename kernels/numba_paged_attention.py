@@ -11,7 +11,7 @@ from torch import Tensor
 from .attention_checks import AttentionOptions, check_attention
 from .checks import check_device
 from .numba_attention import ATTEND, MAX_ROWS, MERGE, SPLIT, padded, scratch_size
-from .numba_vectors import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+from .numba_memory import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 
 KINDS = {
     torch.float32: FLOAT32,

@@ -1,12 +1,10 @@
 """Rows of numbers of any kind, moved as float32: what attention brings into scratch memory, and out of it."""
 
-from .numba_vectors import (
+from .numba_memory import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
     INT8,
-    LANES,
-    function,
     get_long,
     item_size,
     load,
@@ -15,11 +13,10 @@ from .numba_vectors import (
     load_float8,
     load_half,
     load_int8,
-    multiply,
-    splat,
     store,
     store_as,
 )
+from .numba_vectors import LANES, function, multiply, splat
 
 
 def _copier(load_vector, size):

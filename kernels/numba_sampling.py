@@ -15,6 +15,18 @@ from torch import Tensor
 
 from . import torch_sampling, torch_selection
 from .numba_draws import SMALLEST, draw_from_few, race, splitmix64
+from .numba_memory import (
+    address_of,
+    claim,
+    get_float,
+    get_int,
+    get_long,
+    load,
+    load_up_to,
+    set_float,
+    set_long,
+    store,
+)
 from .numba_selection import (
     DEAD,
     MINUS_INFINITY,
@@ -32,22 +44,12 @@ from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
     add,
-    address_of,
-    claim,
     exp2_of_negative,
     fma,
     function,
-    get_float,
-    get_int,
-    get_long,
     greater,
-    load,
-    load_up_to,
     multiply,
-    set_float,
-    set_long,
     splat,
-    store,
     subtract,
     total,
     where_greater,

@@ -7,6 +7,17 @@ its rows has a `pitch` of whole vectors. Addresses are in bytes, sizes in number
 
 import numpy as np
 
+from .numba_memory import (
+    get_double,
+    get_float,
+    get_int,
+    get_long,
+    load,
+    load_up_to,
+    set_double,
+    set_long,
+    store,
+)
 from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
@@ -15,19 +26,10 @@ from .numba_vectors import (
     exp2_of_negative,
     float_of,
     function,
-    get_double,
-    get_float,
-    get_int,
-    get_long,
     greater,
     highest,
     lanes_from,
-    load,
-    load_up_to,
-    set_double,
-    set_long,
     splat,
-    store,
     subtract,
     total,
     where_from,

@@ -10,25 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_vectors import (
-    _F32,
-    _I64,
-    _ITEM_SIZES,
-    _VECTOR,
-    BFLOAT16,
-    FLOAT32,
-    INT8,
-    LANES,
-    VECTOR_BYTES,
-    _at,
-    _call,
-    _load,
-    _operation,
-    _prefetch,
-    _splat,
-    _store,
-    function,
-)
+from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _prefetch, _store
+from .numba_vectors import _F32, _I64, _VECTOR, LANES, VECTOR_BYTES, _at, _call, _operation, _splat, function
 
 
 def _register_tile(rows: int, vectors: int, kind: int, *, fetches: bool = False) -> Any:
