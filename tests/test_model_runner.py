@@ -31,7 +31,12 @@ def cuda_counters(monkeypatch):
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 256])  # two are long enough to share blocks
 def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     engine = LLMEngine(
-        "demo", max_num_seqs=max_num_seqs, max_num_batched_tokens=50, num_blocks=8, skip_tokenizer_init=True
+        "demo",
+        dtype="float32",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=50,
+        num_blocks=8,
+        skip_tokenizer_init=True,
     )
     batches = []
     monkeypatch.setattr(
