@@ -1,6 +1,7 @@
 """What `paged_attention` accepts."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,18 @@ from .checks import (
 
 MAX_TREE = 64  # candidates: bits of an int64
 _MAX_INT32 = 2**31 - 1
+
+
+def check_plans(plans: dict[Any, Any] | None) -> None:
+    """Raise ValueError unless `plans` is a dict or None."""
+    if plans is not None and not isinstance(plans, dict):
+        raise ValueError(f"plans must be a dict that the calls for one batch share, or None, got {plans!r}")
+
+
+def check_own_plan(is_own: bool) -> None:
+    """Raise ValueError where a plan found in `plans` was made for other lengths; asked in debug mode."""
+    if not is_own:
+        raise ValueError("plans holds what another batch's lengths gave: every batch needs an empty dict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

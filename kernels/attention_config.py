@@ -29,6 +29,7 @@ class AttentionConfig:
 # Key tokens of one split of a decode, a multiple of every TILE.
 SPLIT, INTERPRETED_SPLIT = 512, 64
 MAX_GROUP, MIN_HEAD_DIM, MAX_HEAD_DIM = 128, 16, 576
+MAX_FEW_ROWS = 16  # heads of a group times query tokens, for the tiles of a decode of few rows
 
 
 def split_size(target: str) -> int:
@@ -45,12 +46,14 @@ def choose_config(
     target: str,
     value_dim: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    queries: int = 1,
 ) -> AttentionConfig:
     """Return the tile shapes for one model on one target.
 
     `head_dim` is that of query and key, and of value where `value_dim` is None; `group` is the number of
     query heads that share a key head; `dtype` is query's, and the cache's where `cache_dtype` is None;
-    `target` is "sm_90", "gfx942", "interpreter" and the like. Raises ValueError for a head_dim or group no
+    `target` is "sm_90", "gfx942", "interpreter" and the like; `queries` is the most query tokens of a decode,
+    as far as BLOCK_Q has room for them. Raises ValueError for a head_dim or group no
     kernel is made for.
     """
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim or head_dim)):
@@ -63,11 +66,12 @@ def choose_config(
     family, maker = _family(target), "gfx" if target.startswith("gfx") else "nvidia"
     converted = cache_dtype not in (None, dtype)
     if target == "interpreter":
-        rows, tile, warps, stages = 16, 16, 4, 1  # small, so that short tests cross many edges
+        # Small, so that short tests cross many edges.
+        rows, tile, warps, stages = 64 if queries > 1 and queries * group > MAX_FEW_ROWS else 16, 16, 4, 1
     elif (value_dim or head_dim) > 512:
         rows, tile, warps, stages = _PADDED_TO_1024[maker]
     else:
-        few = use == "decode" and group <= 16
+        few = use == "decode" and queries * group <= MAX_FEW_ROWS
         table = _PREFILL if use == "prefill" else _DECODE if few else _MANY_ROWS
         tiles = _FLOAT32[maker][wide] if dtype == torch.float32 else table[family][wide]
         rows, tile, warps, stages = _CONVERTED.get(tiles, tiles) if converted and maker == "nvidia" else tiles

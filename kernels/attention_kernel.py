@@ -90,7 +90,8 @@ def prefill_kernel(
     TREE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,  # of queries times keys
+    WEIGHT_DTYPE: tl.constexpr,  # of weights times values
 ):
     """One program: BLOCK_G heads of one KV head for one Q-block of a sequence that is not a decode."""
     # Later blocks see more keys: they go first, so that the short ones fill the end of the launch.
@@ -125,7 +126,7 @@ def prefill_kernel(
         stride_key_block, stride_key_slot, stride_key_head,
         stride_value_block, stride_value_slot, stride_value_head, stride_scale_block,
         BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
-        WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE,
+        WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE, WEIGHT_DTYPE,
     )  # fmt: skip
     if tl.float32 != DOT_DTYPE and BLOCK_V != 256:
         query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, True)
@@ -215,7 +216,8 @@ def decode_kernel(
     TREE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,  # of queries times keys
+    WEIGHT_DTYPE: tl.constexpr,  # of weights times values
 ):
     """Work through splits of decodes; a fixed number of programs takes what the list holds.
 
@@ -278,7 +280,7 @@ def decode_kernel(
             stride_key_block, stride_key_slot, stride_key_head,
             stride_value_block, stride_value_slot, stride_value_head, stride_scale_block,
             BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
-            WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE,
+            WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE, WEIGHT_DTYPE,
         )  # fmt: skip
         if SHARED:
             item = tl.load(first_item_ptr + seq, mask=mask_row, other=0) + split

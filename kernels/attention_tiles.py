@@ -75,7 +75,8 @@ def _attend_tiles(
     QUANTIZED: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr,
     MASKED: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,  # of queries times keys
+    WEIGHT_DTYPE: tl.constexpr,  # of weights times values
 ):
     """Online softmax over the key tiles [start, end); MASKED where not every row sees every key."""
     offs_d = tl.arange(0, BLOCK_D)
@@ -143,7 +144,7 @@ def _attend_tiles(
         acc = acc * rescale[:, None]
         if QUANTIZED:
             weights = weights * _load_row(value_scale_ptr, offs_scale, mask_t, MASKED)[None, :]
-        acc = tl.dot(weights.to(DOT_DTYPE), value.to(DOT_DTYPE), acc, input_precision="ieee")
+        acc = tl.dot(weights.to(WEIGHT_DTYPE), value.to(WEIGHT_DTYPE), acc, input_precision="ieee")
         row_max = new_max
     return acc, row_max, row_sum
 
@@ -202,7 +203,8 @@ def attend_rows(
     TREE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,  # of queries times keys
+    WEIGHT_DTYPE: tl.constexpr,  # of weights times values
 ):
     """Rows of queries over the keys [start, end): acc [BLOCK_M, BLOCK_V] not normalised, row_max, row_sum."""
     offs_d = tl.arange(0, BLOCK_D)
@@ -256,6 +258,6 @@ def attend_rows(
             low, high, key_low, key_high, score_scale, exp_scale, softcap,
             stride_key_block, stride_key_slot, stride_value_block, stride_value_slot, stride_scale_block,
             BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, TILE,
-            WINDOW, CAUSAL, SOFTCAP, ALIBI, TREE, QUANTIZED, VALUE_IN_KEY, part != 1, DOT_DTYPE,
+            WINDOW, CAUSAL, SOFTCAP, ALIBI, TREE, QUANTIZED, VALUE_IN_KEY, part != 1, DOT_DTYPE, WEIGHT_DTYPE,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -187,6 +187,23 @@ def current_target() -> str:
     return _target_of(driver.active.get_current_device())
 
 
+def check_launchable(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless Triton launches where this tensor is: on the current GPU."""
+    if in_interpreter():
+        return
+    from triton.runtime import driver
+
+    try:
+        current = driver.active.get_active_torch_device()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} is on {tensor.device}, and Triton finds no GPU here: use load_kernels('numba') or "
+            "load_kernels('torch'), or set TRITON_INTERPRET=1 before paged is imported"
+        ) from error
+    if tensor.device != current:
+        raise ValueError(f"{name} must be on the current device {current}, got {tensor.device}")
+
+
 def check_target(cache_dtype: torch.dtype, target: str) -> None:
     """Raise ValueError where kernels for this target cannot compute with this dtype."""
     lacks_e4m3 = target.startswith("gfx") or (target.startswith("sm_") and int(target[3:]) < 89)

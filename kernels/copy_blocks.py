@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backend import check_launchable
 from .checks import (
     KERNEL_DTYPES,
     QUANTIZED_DTYPES,
@@ -53,8 +54,9 @@ def copy_blocks(
     stride that does not fit; pairs are read on the host, and a block outside the cache or that must not be
     a target is seen, only in debug mode, see `checks`.
     """
-    check_dtype("cache", cache, (*KERNEL_DTYPES, *QUANTIZED_DTYPES))
     check_shape("cache", cache, (None, None, None, None, None))
+    check_dtype("cache", cache, (*KERNEL_DTYPES, *QUANTIZED_DTYPES))
+    check_launchable("cache", cache)
     check_shape("pairs", pairs, (None, 2), torch.int64)
     if not cache[:1, :1].is_contiguous():
         raise ValueError(f"cache must be contiguous within a block, got strides {cache.stride()}")

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .attention_checks import AttentionOptions, check_attention
-from .checks import check_device
+from .attention_checks import AttentionOptions, check_attention, check_own_plan, check_plans
+from .checks import check_device, in_debug_mode
 from .numba_attention import ATTEND, MAX_ROWS, MERGE, SPLIT, padded, scratch_size
 from .numba_memory import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 
@@ -67,9 +67,14 @@ def paged_attention(
     key = (
         "numba", query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype,
         key_cache.stride(), value_dim, value_cache.stride(), block_tables.stride(0), scale, sliding_window,
-        softcap, causal,
+        softcap, causal, len(seq_lens),
     )  # fmt: skip
+    check_plans(plans)
     known = plans.get(key) if plans is not None else None
+    if known is not None and in_debug_mode():
+        lengths = seq_lens.numpy(), cu_seqlens_q.numpy()
+        fresh = plan_units(*lengths, num_heads, num_kv_heads, torch.get_num_threads())
+        check_own_plan(np.array_equal(known[0].units, fresh.units))
     if known is None:
         options = AttentionOptions(
             scale=scale,

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_checks import AttentionOptions, check_attention
+from .attention_checks import AttentionOptions, check_attention, check_own_plan, check_plans
 from .attention_config import AttentionConfig, Use, choose_config, split_size
 from .attention_descriptors import describe_caches
 from .attention_kernel import decode_kernel, prefill_kernel
-from .backend import check_target, current_target, in_interpreter, num_sms
-from .checks import check_between
+from .backend import check_launchable, check_target, current_target, in_interpreter, num_sms
+from .checks import check_between, in_debug_mode
 from .split_kv import MAX_SPLITS, merge_splits, plan_decodes
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -68,10 +68,12 @@ def paged_attention(
     key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. Any other has
         query's dtype, or float16 or bfloat16 where that is float32.
     shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
-        these are read once for many sequences (cascade). Unlike everything else it may change the last bits.
+        these are read once for many sequences (cascade), in whole splits: of 512 tokens, longer where the
+        tables hold more than 64 of them. Unlike everything else it may change the last bits.
     max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
         for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
-        has alone. It costs memory for each of them.
+        has alone. It costs memory for each of them. Up to 16 rows, of tokens times heads of a group, or 64
+        up to a head_dim of 128, and fewer beyond; the error says how many.
     min_seqlen_q: no sequence with new tokens has fewer. Where none can be a decode, none is looked for.
     plans: an empty dict that the calls for one batch share, those of other layers too: what the first works
         out from the lengths, the others take from there. It must not outlive the batch.
@@ -97,13 +99,16 @@ def paged_attention(
         min_seqlen_q=min_seqlen_q,
     )
     check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    check_plans(plans)
+    check_launchable("query", query)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = value_cache.shape[2:]
     out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device)
     if num_tokens == 0 or len(seq_lens) == 0:
         return out
     group = num_heads // num_kv_heads
-    configs = _Configs(head_dim, group, query.dtype, current_target(), value_dim, key_cache.dtype)
+    target, dtypes = current_target(), (query.dtype, key_cache.dtype)
+    configs = _Configs(head_dim, value_dim, group, *dtypes, target, max_decode_q)
     check_target(key_cache.dtype, configs.target)
     arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
     check_between("max_decode_q", max_decode_q, 1, configs.choose("decode").BLOCK_Q)
@@ -120,15 +125,17 @@ class _Configs:
     """What the tile shapes of one model on one target follow from."""
 
     head_dim: int
+    value_dim: int
     group: int
     dtype: torch.dtype
-    target: str
-    value_dim: int
     cache_dtype: torch.dtype
+    target: str
+    max_decode_q: int
 
     def choose(self, use: Use) -> AttentionConfig:
         model = self.head_dim, self.group, self.dtype
-        return choose_config(*model, use, self.target, self.value_dim, self.cache_dtype)
+        queries = self.max_decode_q if use == "decode" else 1
+        return choose_config(*model, use, self.target, self.value_dim, self.cache_dtype, queries)
 
 
 def _arguments(
@@ -193,8 +200,18 @@ def _arguments(
         "TREE": options.tree_mask is not None,
         "QUANTIZED": quantized,
         "VALUE_IN_KEY": value_dim == block_d and _is_view_of(value_cache, key_cache),
-        "DOT_DTYPE": tl.float32 if in_interpreter() else _TL_DTYPES[query.dtype],
+        **_dot_dtypes(query.dtype, quantized=quantized),
     }
+
+
+def _dot_dtypes(dtype: torch.dtype, *, quantized: bool) -> dict[str, tl.dtype]:
+    """What queries and keys, and weights and values, are multiplied in; sums are float32."""
+    if in_interpreter():
+        return {"DOT_DTYPE": tl.float32, "WEIGHT_DTYPE": tl.float32}
+    own = _TL_DTYPES[dtype]
+    # A weight times a scale may be less than float16 holds. Values of 8 bits are exact in bfloat16 too.
+    weights = tl.bfloat16 if quantized and dtype == torch.float16 else own
+    return {"DOT_DTYPE": own, "WEIGHT_DTYPE": weights}
 
 
 def _is_view_of(value_cache: Tensor, key_cache: Tensor) -> bool:
@@ -224,10 +241,12 @@ def _launch_decode(
         "split": split,
         "shared_prefix_len": options.shared_prefix_len,
     }
-    plan = plans.get(key := tuple(sizes.values()))
+    lengths = arguments["seq_lens_ptr"], arguments["cu_seqlens_q_ptr"]
+    plan = plans.get(key := (arguments["num_seqs"], *sizes.values()))
     if plan is None:
-        lengths = arguments["seq_lens_ptr"], arguments["cu_seqlens_q_ptr"]
         plan = plans[key] = plan_decodes(*lengths, **sizes)
+    elif in_debug_mode():
+        check_own_plan(torch.equal(plan.first_item, plan_decodes(*lengths, **sizes).first_item))
     # A sequence of one split writes its output itself, in every batch.
     partial_q = options.max_decode_q
     places = (arguments["num_seqs"] * plan.most_splits if plan.most_splits > 1 else 0, partial_q, num_heads)

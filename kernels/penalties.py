@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backend import check_launchable
 from .checks import (
     check_apart,
     check_device,
@@ -86,6 +87,7 @@ def apply_penalties(
     check_shape("rows", rows, (None,), torch.int64)
     check_last_dim_contiguous("logits", logits)
     check_apart("logits", logits)
+    check_launchable("logits", logits)
     num_items, size = len(rows), logits.shape[1]
     check_shape("slots", slots, (num_items,), torch.int64)
     check_shape("output_counts", output_counts, (None, size), torch.int32)

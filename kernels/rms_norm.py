@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backend import check_launchable
 from .checks import (
     check_apart,
     check_device,
@@ -79,6 +80,7 @@ def rms_norm(
     """
     check_shape("x", x, (None, None))
     check_dtype("x", x)
+    check_launchable("x", x)
     num_rows, size = x.shape
     check_positive("x.shape[1]", size)
     check_shape("weight", weight, (size,), x.dtype)
@@ -101,7 +103,7 @@ def rms_norm(
         weight_ptr=weight,
         out_ptr=out,
         num_rows=num_rows,
-        eps=eps,
+        eps=float(eps),  # an int would be compiled for
         stride_x=x.stride(0),
         stride_residual=None if residual is None else residual.stride(0),
         UNIT_OFFSET=unit_offset,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backend import check_target, current_target
+from .backend import check_launchable, check_target, current_target
 from .checks import (
     QUANTIZED_DTYPES,
     check_apart,
@@ -196,6 +196,7 @@ def rotary_store_kv(
     check_dtype("qkv", qkv)
     check_shape("key_cache", key_cache, (None, None, None, qkv.shape[2]))
     check_scales(key_cache, key_scales, value_scales, qkv.dtype)
+    check_launchable("qkv", qkv)
     check_target(key_cache.dtype, current_target())
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -228,6 +229,9 @@ def rotary_store_kv(
     for name in ("qkv", "key_cache", "value_cache"):
         check_apart(name, tensors[name])
         check_span(name, tensors[name])
+    for name, key, value in (("cache", key_cache, value_cache), ("scales", key_scales, value_scales)):
+        if key is not None and value is not None and key.data_ptr() == value.data_ptr() and key.numel():
+            raise ValueError(f"key_{name} and value_{name} are both written, and must not be the same memory")
     if value_cache.stride() != key_cache.stride():
         raise ValueError(
             f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
@@ -248,7 +252,7 @@ def rotary_store_kv(
         slot_mapping_ptr=slot_mapping,
         query_weight_ptr=query_norm_weight,
         key_weight_ptr=key_norm_weight,
-        eps=eps,
+        eps=float(eps),  # an int would be compiled for
         stride_qkv_token=qkv.stride(0),
         stride_qkv_head=qkv.stride(1),
         stride_cos=cos.stride(0),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backend import check_launchable
 from .checks import check_device, check_shape
 from .filter_logits import BLOCK, Filters, block_maxima, check_logits, row_limits
 from .filter_row import NUM_LIMITS, kept_and_scaled, load_finite, row_scale, scaled
@@ -148,6 +149,7 @@ def sample_tokens(
     float no search can hang.) Raises ValueError for a shape, dtype or stride that does not fit.
     """
     check_logits(logits, temperature)
+    check_launchable("logits", logits)
     n, vocab_size = logits.shape
     for name, tensor in {"seeds": seeds, "positions": positions}.items():
         check_shape(name, tensor, (n,), torch.int64)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backend import check_launchable
 from .checks import check_dtype, check_last_dim_contiguous, check_multiple, check_shape
 
 _BLOCK = 2048  # 16 bytes a thread in bfloat16 even of 256 threads, which 4 warps are on AMD
@@ -38,6 +39,7 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     check_shape("x", x, (None, None))
     check_dtype("x", x)
     check_last_dim_contiguous("x", x)
+    check_launchable("x", x)
     check_multiple("x.shape[1]", x.shape[1], "the two halves", 2)
     num_tokens, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)

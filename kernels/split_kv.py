@@ -130,7 +130,11 @@ def plan_decodes(
     split: int,
     shared_prefix_len: int = 0,
 ) -> DecodePlan:
-    """List the splits of all decodes. A shared prefix is rounded down to whole splits."""
+    """List the splits of all decodes.
+
+    A shared prefix is rounded down to whole splits, whose length follows from max_keys: what is shorter than
+    one is not shared.
+    """
     if window:
         max_keys = min(max_keys, window + decode_q + tile)
     min_split = split

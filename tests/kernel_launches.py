@@ -69,6 +69,12 @@ ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
     (256, 4, "float32", 16, {"cache": "float16", "shared": True}),
     (128, 4, "float32", 16, {"cache": "int8", "shared": True}),
     (576, 16, "float32", 64, {"value_dim": 512, "cache": "int8", "shared": True}),
+    (128, 4, "float16", 16, {"cache": "int8"}),
+    # A few tokens of a decode are more rows too.
+    (64, 8, "bfloat16", 64, {"max_decode_q": 8}),
+    (128, 8, "bfloat16", 64, {"max_decode_q": 8}),
+    (128, 8, "bfloat16", 16, {"max_decode_q": 4, "cache": "int8"}),
+    (256, 8, "bfloat16", 16, {"max_decode_q": 4}),
 ]
 # e4m3 arithmetic begins with sm_89, and gfx942 has a format of its own.
 FP8_TARGETS = ("sm_90", "sm_100")
@@ -90,6 +96,7 @@ def launch_attention(
     tree: bool = False,
     causal: bool = True,
     shared: bool = False,
+    max_decode_q: int = 1,
     num_tokens: int = 40,
     num_seqs: int = 2,
     max_blocks: int = 128,
@@ -125,6 +132,7 @@ def launch_attention(
         key_scales=scales,
         value_scales=scales,
         shared_prefix_len=max_blocks * block_size // 2 if shared else 0,
+        max_decode_q=max_decode_q,
     )
 
 
@@ -172,21 +180,22 @@ def launch_rotary_store_kv(
     """Launch it as a layer does, on the view of a fused projection's output; norm: that of heads, if any."""
     qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = torch.empty(num_tokens, head_dim // 2)
-    cache = torch.empty(4, 16, num_kv_heads, head_dim, dtype=DTYPES[cache_dtype] if cache_dtype else dtype)
-    scales = torch.empty(4, num_kv_heads, 16) if cache_dtype else None
+    stored = DTYPES[cache_dtype] if cache_dtype else dtype
+    key_cache, value_cache = torch.empty(2, 4, 16, num_kv_heads, head_dim, dtype=stored)
+    key_scales, value_scales = torch.empty(2, 4, num_kv_heads, 16) if cache_dtype else (None, None)
     weight = torch.empty(head_dim, dtype=dtype) if norm else None
     kernels.rotary_store_kv(
         qkv.unflatten(-1, (-1, head_dim)),
         angles,
         angles,
-        cache,
-        cache,
+        key_cache,
+        value_cache,
         torch.zeros(num_tokens, dtype=torch.int64),
         query_norm_weight=weight,
         key_norm_weight=weight,
         unit_offset="unit_offset" in norm,
-        key_scales=scales,
-        value_scales=scales,
+        key_scales=key_scales,
+        value_scales=value_scales,
     )
 
 

@@ -1,11 +1,13 @@
 """Every option of attention, alone and in pairs, on small adversarial ragged batches."""
 
 import random
+from collections import defaultdict
 from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from error_bounds import assert_exact_enough
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ def with_options(chosen, seq_lens, query_lens, generator, **shape):
         case["causal"] = False
     if generator.random() < 0.5 and "shared" not in chosen:
         group = num_heads // shape.get("num_kv_heads", 2)
-        case["max_decode_q"] = generator.randint(1, 16 // group)
+        case["max_decode_q"] = generator.randint(1, 64 // group)
     return case
 
 
@@ -94,6 +96,29 @@ def test_pairs_of_options_match_float64(pair, batch, seed, heads, dtype):
     block_size = [8, 16, 32][seed % 3]
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size, "dtype": dtype}
     case = with_options(pair, *batch, random.Random(seed), **sizes)
+    assert_exact_enough(triton_attention.paged_attention(**case), case, reference.paged_attention)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_weight_times_a_scale_is_not_rounded_to_float16(monkeypatch, kind):
+    """It may be less than that holds. Triton's interpreter multiplies no bfloat16: its name must do."""
+    monkeypatch.setattr(triton_attention, "in_interpreter", lambda: False)
+    launched = []
+    for name in ("prefill_kernel", "decode_kernel"):
+        recorder = defaultdict(lambda: lambda **kwargs: launched.append(kwargs["WEIGHT_DTYPE"]))
+        monkeypatch.setattr(triton_attention, name, recorder)
+    case = ragged_case([30, 40], [1, 9], dtype=torch.float16)
+    triton_attention.paged_attention(**case)
+    triton_attention.paged_attention(**quantized(case, kind))
+    assert launched == [tl.float16, tl.float16, tl.bfloat16, tl.bfloat16]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU, where products are of half precision")
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_small_values_of_a_quantised_cache_survive_float16(kind):
+    case = ragged_case([70, 40], [1, 9], dtype=torch.float16)
+    case["value_cache"] = case["value_cache"].abs() * 1e-3
+    case = quantized(case, kind)
     assert_exact_enough(triton_attention.paged_attention(**case), case, reference.paged_attention)
 
 
@@ -161,7 +186,7 @@ def test_torch_backend_takes_every_option(chosen, dtype):
         ({"key_scales": torch.ones(1)}, "key_scales belong to a quantised cache; this one is torch.float32"),
         ({"shared_prefix_len": 16, "max_seqlen_q": 2}, "one new token of every sequence, got 2 of 2"),
         ({"shared_prefix_len": 16, "sliding_window": 4}, "exclude each other"),
-        ({"max_decode_q": 9}, "max_decode_q must be between 1 and 8, got 9"),
+        ({"max_decode_q": 33}, "max_decode_q must be between 1 and 32, got 33"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

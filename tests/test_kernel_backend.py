@@ -4,10 +4,12 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from paged.kernels import reference
+from paged.kernels import backend, reference
 from paged.kernels.backend import load_kernels
 
 OPERATIONS = (
@@ -35,6 +37,21 @@ def test_signatures_are_those_of_the_reference(name):
 def test_unknown_backend_names_the_choices():
     with pytest.raises(ValueError, match="'triton', 'numba', 'torch', got 'cuda'"):
         load_kernels("cuda")
+
+
+def test_triton_says_where_it_can_launch(monkeypatch):
+    """Not on a CPU but in its interpreter, and not on a GPU that is not the current one."""
+    driver = pytest.importorskip("triton.runtime").driver
+    kernels, x = load_kernels("triton"), torch.ones(2, 4)
+    monkeypatch.setattr(backend, "in_interpreter", lambda: False)
+    no_gpu = Mock(**{"get_active_torch_device.side_effect": RuntimeError("0 active drivers")})
+    monkeypatch.setattr(driver, "_active", no_gpu)
+    with pytest.raises(ValueError, match=r"x is on cpu, and Triton finds no GPU here.*TRITON_INTERPRET=1"):
+        kernels.silu_and_mul(x)
+    second = Mock(**{"get_active_torch_device.return_value": torch.device("cuda:1")})
+    monkeypatch.setattr(driver, "_active", second)
+    with pytest.raises(ValueError, match="x must be on the current device cuda:1, got cpu"):
+        kernels.silu_and_mul(x)
 
 
 def test_without_numba_an_engine_runs_plain_and_says_so():

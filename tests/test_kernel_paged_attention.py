@@ -194,6 +194,22 @@ def test_layers_of_a_batch_share_a_plan(monkeypatch):
     assert [kw["window"] for kw in planned] == [0, 9]
 
 
+@pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
+def test_the_plan_of_another_batch_is_not_taken(name, monkeypatch):
+    """Of another number of sequences never; of other lengths it is named in debug mode."""
+    paged_attention, plans = load_kernels(name).paged_attention, {}
+    paged_attention(**ragged_case([200], [2]), plans=plans, max_decode_q=2)
+    case = ragged_case([150, 70], [1, 1])
+    got = paged_attention(**case, plans=plans, max_decode_q=2)
+    assert_exact_enough(got, case, reference.paged_attention, name)
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    others = {**case, "seq_lens": case["seq_lens"].flip(0), "block_tables": case["block_tables"].flip(0)}
+    with pytest.raises(ValueError, match="plans holds what another batch's lengths gave"):
+        paged_attention(**others, plans=plans, max_decode_q=2)
+    with pytest.raises(ValueError, match="plans must be a dict"):
+        paged_attention(**case, plans=3)
+
+
 def test_batch_without_decodes_looks_for_none(monkeypatch):
     monkeypatch.setattr(triton_attention, "plan_decodes", None)
     case = ragged_case([70, 17, 9], [2, 17, 0])

@@ -108,6 +108,12 @@ def test_caches_of_any_strides(name):
     torch.testing.assert_close(*queries, rtol=0, atol=0)
 
 
+def test_keys_and_values_that_would_overwrite_each_other_are_refused():
+    case = make_case(SHAPES[0], torch.float32, norm="")
+    with pytest.raises(ValueError, match="key_cache and value_cache are both written"):
+        load_kernels("triton").rotary_store_kv(**{**case, "value_cache": case["key_cache"]})
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_value_that_is_not_finite_is_stored_as_it_is(name):
     case = make_case(SHAPES[0], torch.float32, norm=True)
@@ -287,13 +293,15 @@ def test_quantised_cache(shape, dtype):
         for i, name in enumerate(plain):
             stored = plain[name][blocks, places]  # [num_tokens, num_kv_heads, head_dim]
             scale = scales[i][blocks, :, places][..., None]
-            got = caches[i][blocks, places].float() * scale
+            code = caches[i][blocks, places].float()
             # int8 has steps of one scale, e4m3 three bits behind the first.
             step = scale if dtype == torch.int8 else torch.maximum(stored.abs() / 8, scale / 256)
-            within = (got - stored).abs() <= 0.501 * step
-            # The interpreter's cast loses the carry where it rounds up to a power of two: 31.98 becomes 16.
-            is_sound = dtype == torch.int8 or not in_interpreter() or operation is not triton_op
-            assert within.all() if is_sound else within.float().mean() > 0.9
+            right = (code * scale - stored).abs() <= 0.501 * step
+            if dtype == torch.float8_e4m3fn and in_interpreter() and operation is triton_op:
+                # Its cast loses the carry where it rounds up to a power of two: 31.98 becomes 16.
+                rounded = (stored / scale).to(dtype).float()
+                right |= (rounded.abs().frexp().mantissa == 0.5) & (2 * code == rounded)
+            assert right.all()
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU")
