@@ -17,6 +17,7 @@ from .numba_memory import (
     BFLOAT16,
     FLOAT32,
     INT8,
+    LINE,
     _load,
     _prefetch,
     _store,
@@ -38,7 +39,6 @@ from .numba_vectors import (
     function,
 )
 
-LINE = 64  # bytes of a cache line
 MOST_ROWS = 8  # of a KV head: for more, scratch memory pays
 _BLOCK = 8  # keys whose V is added for all heads before the next: some pages of memory
 

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .numba_memory import call, claim, get_long, pause, seen
+from .numba_memory import LINE, call, claim, get_long, pause, seen
 from .numba_threads import SOURCES, Launch, Task, note_launches
 
 _KERNEL, _ENTERED, _LEFT, _RECORD = 0, 8, 16, 24  # bytes, of a row of the table
 _COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # with the record's own two
-LINE = 64  # bytes that the threads' caches take at a time
 _PATIENCE = 2000  # looks at what another thread does, until this one lets others have its core
 
 GRAPH = Task(("table", "num_rows", "row_bytes", "let_others"))

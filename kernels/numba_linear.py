@@ -18,6 +18,7 @@ from .numba_memory import (
     FLOAT16,
     FLOAT32,
     INT8,
+    LINE,
     address_of,
     claim,
     get_byte,
@@ -203,7 +204,9 @@ def _start(args, rows, first, panel, sums):
     """Sums of nothing, and their places in the output on the way to the cache."""
     size = item_size(args.out_kind)
     for i in range(rows):
-        will_write(args.out + ((first + i) * args.out_features + panel * PANEL) * size)
+        out = args.out + ((first + i) * args.out_features + panel * PANEL) * size
+        for at in range(0, PANEL * size, LINE):
+            will_write(out + at)
         for v in range(0, _WIDTH, VECTOR_BYTES):
             store(sums + i * _WIDTH + v, splat(np.float32(0.0)))
 

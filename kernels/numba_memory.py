@@ -27,6 +27,7 @@ from .numba_vectors import (
 
 FLOAT32, FLOAT16, BFLOAT16, INT8, FLOAT8 = range(5)  # how numbers are stored; FLOAT8 is e4m3fn
 _ITEM_SIZES = (4, 2, 2, 1, 1)
+LINE = 64  # bytes that the threads' caches take at a time
 
 
 def _first_lanes(builder: Any, count: Any) -> Any:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .batch import Batch
 from .kernels.numba_attention import ATTEND, MERGE, SPLIT
-from .kernels.numba_graph import LINE, Graph, Recorder
+from .kernels.numba_graph import Graph, Recorder
+from .kernels.numba_memory import LINE
 from .kernels.numba_paged_attention import Plan, plan_units
 from .kv_cache import KVCache
 
