@@ -116,6 +116,9 @@ _MANY_ROWS = {
     "hopper": {64: (64, 32, 4, 3), 128: (64, 32, 4, 3), 256: (32, 32, 4, 3), MAX_HEAD_DIM: (32, 32, 8, 2)},
     "ampere": {64: (64, 32, 4, 5), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2), MAX_HEAD_DIM: (16, 16, 4, 2)},
 }
+for _table in (_DECODE, _PREFILL, _MANY_ROWS):
+    _table["blackwell"] = dict(_table["hopper"])
+_PREFILL["blackwell"][256] = (128, 32, 8, 2)  # tcgen05 takes 128 rows, and keeps their sums out of registers
 # NVIDIA's for a cache narrower than queries, whose values are widened in registers: what takes a row's place.
 _CONVERTED = {
     (64, 16, 8, 2): (32, 32, 8, 2),  # Hopper's prefill beyond 256, without wgmma
@@ -132,4 +135,6 @@ def _family(target: str) -> str:
     """The targets that share a row: "ampere" is what has mma.sync, and at least 99 KiB for a block."""
     if target.startswith("gfx"):
         return "gfx"
-    return "hopper" if target in ("sm_90", "sm_100", "sm_103") else "ampere"
+    if target in ("sm_100", "sm_103"):
+        return "blackwell"
+    return "hopper" if target == "sm_90" else "ampere"
