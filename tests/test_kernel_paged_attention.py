@@ -87,7 +87,7 @@ def test_reference_is_dense_attention(window):
     if window is not None:
         mask &= ~torch.ones_like(mask).tril(-window)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (case["query"], key, value)), attn_mask=mask[17:]
+        *(x.transpose(0, 1) for x in (case["query"], key, value)), attn_mask=mask[17:], scale=case["scale"]
     )
     got = reference.paged_attention(**case)
     torch.testing.assert_close(got, expected.transpose(0, 1), **SAME_IN_FLOAT64)
