@@ -53,8 +53,7 @@ def choose_config(
     `head_dim` is that of query and key, and of value where `value_dim` is None; `group` is the number of
     query heads that share a key head; `dtype` is query's, and the cache's where `cache_dtype` is None;
     `target` is "sm_90", "gfx942", "interpreter" and the like; `queries` is the most query tokens of a decode,
-    as far as BLOCK_Q has room for them. Raises ValueError for a head_dim or group no
-    kernel is made for.
+    as far as BLOCK_Q has room for them. Raises ValueError for a head_dim or group no kernel is made for.
     """
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim or head_dim)):
         if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:

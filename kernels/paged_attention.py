@@ -72,8 +72,8 @@ def paged_attention(
         tables hold more than 64 of them. Unlike everything else it may change the last bits.
     max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
         for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
-        has alone. It costs memory for each of them. Up to 16 rows, of tokens times heads of a group, or 64
-        up to a head_dim of 128, and fewer beyond; the error says how many.
+        has alone. It costs memory for each of them. At most 16 rows in float32, of tokens times heads of a
+        group, else 64 up to a head_dim of 128, and often fewer beyond; the error says how many tokens.
     min_seqlen_q: no sequence with new tokens has fewer. Where none can be a decode, none is looked for.
     plans: an empty dict that the calls for one batch share, those of other layers too: what the first works
         out from the lengths, the others take from there. It must not outlive the batch.

@@ -198,8 +198,8 @@ def test_layers_of_a_batch_share_a_plan(monkeypatch):
 def test_the_plan_of_another_batch_is_not_taken(name, monkeypatch):
     """Of another number of sequences never; of other lengths it is named in debug mode."""
     paged_attention, plans = load_kernels(name).paged_attention, {}
-    paged_attention(**ragged_case([150], [2], extra_blocks=8), plans=plans, max_decode_q=2)
-    case = ragged_case([150, 70], [1, 1])
+    paged_attention(**ragged_case([600], [2], extra_blocks=8), plans=plans, max_decode_q=2)
+    case = ragged_case([600, 70], [1, 1])  # two splits and one, on a GPU too
     got = paged_attention(**case, plans=plans, max_decode_q=2)
     assert_exact_enough(got, case, reference.paged_attention, name)
     monkeypatch.setenv("PAGED_DEBUG", "1")
