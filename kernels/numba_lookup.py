@@ -1,23 +1,27 @@
 """Rows of a table by number, for a CPU: of a plain one, and of a weight that lies in panels."""
 
+import numpy as np
 import torch
 from numba import carray, cfunc
 from torch import Tensor
 
 from .checks import check_dtype, in_debug_mode
-from .numba_linear import OUT_KINDS, PANEL, WEIGHT_KINDS, Panels
+from .numba_codes import INT8_PAIRS, PAIRS, PANEL
+from .numba_linear import OUT_KINDS, Panels
 from .numba_memory import (
     FLOAT32,
     address_of,
     claim,
     get_byte,
     get_float,
+    get_int,
     get_long,
     item_size,
     load,
     load_as,
     set_byte,
     set_float,
+    set_int,
     store,
 )
 from .numba_rows import copy_row
@@ -41,16 +45,27 @@ def _take_row(args, i):
 
 @function
 def _take_panel_row(args, i, scratch):
-    """An output's weights, which are PANEL numbers apart, one behind the other."""
+    """An output's weights, which are PANEL numbers apart, one behind the other; in pairs two at a time."""
     index = get_long(args.indices + 8 * i)
-    first, lane, step = index % PANEL // LANES * LANES, index % LANES, PANEL * item_size(args.weight_kind)
-    weight = args.panels + index // PANEL * args.in_features * step + first * item_size(args.weight_kind)
+    panel, place, out_size = index // PANEL, index % PANEL, item_size(args.out_kind)
+    to = args.out + i * args.in_features * out_size
+    if args.weight_kind == PAIRS:
+        weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * place
+        for k in range(args.in_features // 2):
+            set_int(to + 4 * k, get_int(weight + k * 4 * PANEL))
+        return
     numbers = scratch + VECTOR_BYTES
-    for k in range(args.in_features):
-        store(scratch, load_as(args.weight_kind, weight + k * step))
-        set_float(numbers + 4 * k, get_float(scratch + 4 * lane))
+    if args.weight_kind == INT8_PAIRS:
+        weight = args.panels + panel * args.in_features * PANEL + 2 * place
+        for k in range(args.in_features):
+            set_float(numbers + 4 * k, np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2)))
+    else:
+        size, lane = item_size(args.weight_kind), place % LANES
+        weight = args.panels + panel * args.in_features * PANEL * size + (place - lane) * size
+        for k in range(args.in_features):
+            store(scratch, load_as(args.weight_kind, weight + k * PANEL * size))
+            set_float(numbers + 4 * k, get_float(scratch + 4 * lane))
     scale = get_float(args.scales + 4 * index)
-    to = args.out + i * args.in_features * item_size(args.out_kind)
     copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
 
 
@@ -100,7 +115,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     """Rows of a weight by i64[m]: [m, in_features] in this dtype. Not of int4."""
     weight, size = panels.weight, panels.in_features
     if size < LANES:
-        rows = weight[indices // PANEL, :, indices % PANEL]
+        rows = weight[indices // PANEL, :, indices % PANEL].flatten(1)
         return (rows * panels.scales[indices, None]).to(dtype)
     check_dtype("indices", indices, (torch.int64,))
     _check_range(indices, panels.out_features)
@@ -113,7 +128,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         indices.data_ptr(),
         out.data_ptr(),
         size,
-        WEIGHT_KINDS[weight.dtype],
+        panels.kind,
         OUT_KINDS[dtype],
         scratch_size=VECTOR_BYTES + 4 * size,
     )

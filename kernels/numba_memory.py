@@ -179,20 +179,6 @@ def _storers(kind: int) -> tuple[Any, Any]:
     return store, store_some
 
 
-def _nibble_loader(shift: int) -> Any:
-    @_operation(vector, types.int64)
-    def load_nibbles(builder: Any, address: Any) -> Any:
-        wide = builder.zext(
-            builder.load(_at(builder, ir.VectorType(ir.IntType(8), LANES), address), align=1), _INTS
-        )
-        bits = builder.and_(builder.lshr(wide, _same(shift, _INTS)), _same(15, _INTS))
-        return builder.sitofp(bits, _VECTOR)
-
-    return load_nibbles
-
-
-# The lower and the upper half of each of LANES bytes, 0 to 15.
-load_low, load_high = _nibble_loader(0), _nibble_loader(4)
 (
     (load, _load_some),
     (load_half, _load_some_half),

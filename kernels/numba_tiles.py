@@ -10,63 +10,130 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _prefetch, _store
-from .numba_vectors import _F32, _I64, _VECTOR, LANES, VECTOR_BYTES, _at, _call, _operation, _splat, function
+from .numba_codes import INT4, INT8_PAIRS, PAIRS, Int4, Int4Pairs, Int8Pairs, Pairs, Rows
+from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT16, FLOAT32, INT8, LINE, _load, _prefetch, _store
+from .numba_vectors import (
+    _F32,
+    _I64,
+    HAS_DOT,
+    LANES,
+    VECTOR_BYTES,
+    _at,
+    _dot,
+    _fma,
+    _operation,
+    _splat,
+    function,
+)
 
 
-def _register_tile(rows: int, vectors: int, kind: int, *, fetches: bool = False) -> Any:
-    """C += A B for so many rows of C and vectors of them: float32, but for B.
+class _Tile:
+    """Rows of a product and vectors of them, sums of A B in float32, which LLVM keeps in registers."""
 
-    fetches: it also has memory from `ahead` on on its way to the caches, `pace` bytes with each step of the
-    depth: many lines at once would keep those waiting that A is read from.
-    """
-    places = [(r, v) for r in range(rows) for v in range(vectors)]
+    def __init__(self, rows: int, vectors: int, *, pairs: bool = False) -> None:
+        self.rows, self.vectors = rows, vectors
+        self.places = [(r, v) for r in range(rows) for v in range(vectors)]
+        self.multiply_add = _dot if pairs else _fma
 
-    @_operation(types.void, *[types.int64] * 9)
+    def load(self, builder: Any, c: Any, stride: Any) -> dict[tuple[int, int], Any]:
+        """The sums so far."""
+        return {
+            (r, v): cgutils.alloca_once_value(
+                builder, _load(builder, FLOAT32, _place(builder, c, stride, r, v * VECTOR_BYTES))
+            )
+            for r, v in self.places
+        }
+
+    def add(self, builder: Any, sums: Any, a: Any, a_stride: Any, index: Any, row: list[Any]) -> None:
+        """What one step of the depth adds, of which this is the row of B."""
+        column, multiply_add = builder.add(a, builder.mul(index, ir.Constant(_I64, 4))), self.multiply_add
+        for r in range(self.rows):
+            place = _at(builder, _F32, _place(builder, column, a_stride, r))
+            same = _splat(builder, builder.load(place, align=2))
+            for v in range(self.vectors):
+                now = builder.load(sums[r, v])
+                builder.store(multiply_add(builder, same, row[v], now), sums[r, v])
+
+
+def _place(builder: Any, address: Any, stride: Any, row: Any, offset: int = 0) -> Any:
+    number = ir.Constant(_I64, row) if isinstance(row, int) else row
+    place = builder.add(address, builder.mul(stride, number))
+    return builder.add(place, ir.Constant(_I64, offset))
+
+
+def _register_tile(rows: int, vectors: int) -> Any:
+    """C += A B for so many rows of C and vectors of them."""
+    tile = _Tile(rows, vectors)
+
+    @_operation(types.void, *[types.int64] * 7)
     def register_tile(
-        builder: Any,
-        c: Any,
-        c_stride: Any,
-        a: Any,
-        a_stride: Any,
-        b: Any,
-        b_stride: Any,
-        depth: Any,
-        ahead: Any,
-        pace: Any,
+        builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, depth: Any
     ) -> None:
-        def at(address: Any, stride: Any, row: Any, offset: int = 0) -> Any:
-            place = builder.add(address, builder.mul(stride, row))
-            return builder.add(place, ir.Constant(_I64, offset))
-
-        where = {(r, v): at(c, c_stride, ir.Constant(_I64, r), v * VECTOR_BYTES) for r, v in places}
-        # LLVM keeps these in registers.
-        sums = {p: cgutils.alloca_once_value(builder, _load(builder, FLOAT32, where[p])) for p in places}
+        sums = tile.load(builder, c, c_stride)
         with cgutils.for_range(builder, depth) as loop:
-            if fetches:
-                _prefetch(builder, at(ahead, pace, loop.index))
-            size = LANES * _ITEM_SIZES[kind]
-            row = [_load(builder, kind, at(b, b_stride, loop.index, v * size)) for v in range(vectors)]
-            column = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, 4)))
-            for r in range(rows):
-                scalar = builder.load(_at(builder, _F32, at(column, a_stride, ir.Constant(_I64, r))), align=4)
-                same = _splat(builder, scalar)
-                for v in range(vectors):
-                    now = builder.load(sums[r, v])
-                    builder.store(
-                        _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, same, row[v], now), sums[r, v]
-                    )
-        for p in places:
-            _store(builder, FLOAT32, where[p], builder.load(sums[p]))
+            places = [_place(builder, b, b_stride, loop.index, v * VECTOR_BYTES) for v in range(vectors)]
+            row = [_load(builder, FLOAT32, place) for place in places]
+            tile.add(builder, sums, a, a_stride, loop.index, row)
+        for r, v in tile.places:
+            to = _place(builder, c, c_stride, r, v * VECTOR_BYTES)
+            _store(builder, FLOAT32, to, builder.load(sums[r, v]))
 
     return register_tile
 
 
+def _panel_tile(rows: int, weight: Rows) -> Any:
+    """scale (C + A B) + bias for so many rows of C and two vectors of them, as numbers of `to_kind`.
+
+    C is float32. Where the address of scale or bias is 0 there is none; where groups of B's rows have factors
+    these are at `scale`.
+
+    It has memory on its way to the caches: what it will write, and from `ahead` on `pace` bytes with each
+    step of the depth. Many lines at once would keep those waiting that A is read from.
+    """
+    tile = _Tile(rows, 2, pairs=weight.in_pairs)
+    # A row or two take so little time that the CPU's own fetching of neighbours is as good, and then better.
+    fetched = range(0, 2 * VECTOR_BYTES if rows > 2 else LINE, LINE)
+
+    def panel_tile(builder: Any, *args: Any) -> None:
+        c, to, a, ahead, c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace = args
+        for r in range(rows):
+            for at in range(0, 2 * VECTOR_BYTES, LINE):
+                _prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
+        sums = tile.load(builder, c, c_stride)
+
+        def step(index: Any, factors: Any) -> None:
+            for at in fetched:
+                _prefetch(builder, _place(builder, ahead, pace, index, at))
+            row = weight.read(builder, _place(builder, b, b_stride, index), factors)
+            tile.add(builder, sums, a, a_stride, index, row)
+
+        weight.each_step(builder, depth, scale, step)
+        ends = [] if weight.group_steps else [(scale, builder.fmul)]
+        for factors, combine in (*ends, (bias, builder.fadd)):
+            with builder.if_then(_differ(builder, factors, 0)):
+                for r, v in tile.places:
+                    factor = _load(
+                        builder, FLOAT32, builder.add(factors, ir.Constant(_I64, v * VECTOR_BYTES))
+                    )
+                    builder.store(combine(builder.load(sums[r, v]), factor), sums[r, v])
+        for own in (FLOAT32, FLOAT16, BFLOAT16):
+            with builder.if_then(builder.not_(_differ(builder, to_kind, own))):
+                for r, v in tile.places:
+                    place = _place(builder, to, to_stride, r, v * LANES * _ITEM_SIZES[own])
+                    _store(builder, own, place, builder.load(sums[r, v]))
+
+    return _operation(types.void, *[types.int64] * 14)(panel_tile)
+
+
+def _differ(builder: Any, x: Any, y: int) -> Any:
+    return builder.icmp_signed("!=", x, ir.Constant(_I64, y))
+
+
 def _product() -> Any:
     """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES]."""
-    tile_6x2, tile_4x2, tile_4x1 = (_register_tile(*shape, FLOAT32) for shape in ((6, 2), (4, 2), (4, 1)))
-    tile_2x4, tile_2x1 = _register_tile(2, 4, FLOAT32), _register_tile(2, 1, FLOAT32)
-    tile_1x8, tile_1x2, tile_1x1 = (_register_tile(1, vectors, FLOAT32) for vectors in (8, 2, 1))
+    tile_6x2, tile_4x2, tile_4x1 = (_register_tile(*shape) for shape in ((6, 2), (4, 2), (4, 1)))
+    tile_2x4, tile_2x1 = _register_tile(2, 4), _register_tile(2, 1)
+    tile_1x8, tile_1x2, tile_1x1 = (_register_tile(1, vectors) for vectors in (8, 2, 1))
 
     @function
     def multiply_add(c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
@@ -77,33 +144,33 @@ def _product() -> Any:
             # whole pages apart share few sets of the first cache: six of them and B would not fit.
             if rows - row >= 6 and vectors % 2 == 0 and a_stride % 4096:
                 while left:
-                    tile_6x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth, 0, 0)
+                    tile_6x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
                 row += 6
             elif rows - row >= 4:
                 while left >= 2:
-                    tile_4x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth, 0, 0)
+                    tile_4x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
                 if left:
-                    tile_4x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth, 0, 0)
+                    tile_4x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 row += 4
             elif rows - row >= 2:
                 while left >= 4:
-                    tile_2x4(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth, 0, 0)
+                    tile_2x4(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
                 while left:
-                    tile_2x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth, 0, 0)
+                    tile_2x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + VECTOR_BYTES, at_b + VECTOR_BYTES, left - 1
                 row += 2
             else:
                 while left >= 8:
-                    tile_1x8(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth, 0, 0)
+                    tile_1x8(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 8 * VECTOR_BYTES, at_b + 8 * VECTOR_BYTES, left - 8
                 while left >= 2:
-                    tile_1x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth, 0, 0)
+                    tile_1x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
                 if left:
-                    tile_1x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth, 0, 0)
+                    tile_1x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 row += 1
 
     return multiply_add
@@ -112,36 +179,59 @@ def _product() -> Any:
 MOST_TILE_ROWS = 6
 
 
-def _panel_product(kind: int) -> Any:
-    """C += A B of two vectors: C [rows, 2 * LANES], A [rows, depth], B [depth, 2 * LANES] of `kind`.
+def _panel_product(weight: Rows) -> Any:
+    """The same for any number of rows: C [rows, 2 * LANES], A [rows, depth], B [depth, 2 * LANES].
 
     It fetches what lies `ahead`, pace * depth bytes for each MOST_TILE_ROWS of its rows.
+
+    same: c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace.
     """
-    tile_6, tile_4, tile_2, tile_1 = (
-        _register_tile(rows, 2, kind, fetches=True) for rows in (MOST_TILE_ROWS, 4, 2, 1)
-    )
+    tile_6, tile_4, tile_2, tile_1 = (_panel_tile(rows, weight) for rows in (MOST_TILE_ROWS, 4, 2, 1))
 
     @function
-    def multiply_panel(c, c_stride, a, a_stride, b, b_stride, rows, depth, ahead, pace):
-        row = 0
-        while row < rows:
-            at_c, at_a, left = c + row * c_stride, a + row * a_stride, rows - row
-            if left >= 6:
-                tile_6(at_c, c_stride, at_a, a_stride, b, b_stride, depth, ahead, pace)
-                row += 6
-            elif left >= 4:
-                tile_4(at_c, c_stride, at_a, a_stride, b, b_stride, depth, ahead, pace)
-                row += 4
-            elif left >= 2:
-                tile_2(at_c, c_stride, at_a, a_stride, b, b_stride, depth, ahead, pace)
-                row += 2
+    def multiply_panel(rows, c, to, a, ahead, same):
+        c_stride, to_stride, _, _, _, a_stride, _, _, depth, pace = same
+        while rows > 0:
+            if rows >= 6:
+                tile_6(c, to, a, ahead, *same)
+                step = 6
+            elif rows >= 4:
+                tile_4(c, to, a, ahead, *same)
+                step = 4
+            elif rows >= 2:
+                tile_2(c, to, a, ahead, *same)
+                step = 2
             else:
-                tile_1(at_c, c_stride, at_a, a_stride, b, b_stride, depth, ahead, pace)
-                row += 1
-            ahead += pace * depth
+                tile_1(c, to, a, ahead, *same)
+                step = 1
+            c, to, a = c + step * c_stride, to + step * to_stride, a + step * a_stride
+            rows, ahead = rows - step, ahead + pace * depth
 
     return multiply_panel
 
 
 multiply_add = _product()
-multiply_panel, multiply_panel_bfloat, multiply_panel_int8 = map(_panel_product, (FLOAT32, BFLOAT16, INT8))
+_by_float, _by_bfloat, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, BFLOAT16, INT8))
+_by_int4 = _panel_product(Int4())
+_by_pairs = _by_int8_pairs = _by_int4_pairs = _by_float
+if HAS_DOT:  # elsewhere nothing is in pairs
+    _by_pairs, _by_int8_pairs, _by_int4_pairs = map(_panel_product, (Pairs(), Int8Pairs(), Int4Pairs()))
+
+
+@function
+def multiply_panel(kind, rows, c, to, a, ahead, same):
+    """A panel's product, of any kind: see `_panel_product`."""
+    if kind == FLOAT32:
+        _by_float(rows, c, to, a, ahead, same)
+    elif kind == BFLOAT16:
+        _by_bfloat(rows, c, to, a, ahead, same)
+    elif kind == INT8:
+        _by_int8(rows, c, to, a, ahead, same)
+    elif kind == INT4:
+        _by_int4(rows, c, to, a, ahead, same)
+    elif kind == PAIRS:
+        _by_pairs(rows, c, to, a, ahead, same)
+    elif kind == INT8_PAIRS:
+        _by_int8_pairs(rows, c, to, a, ahead, same)
+    else:
+        _by_int4_pairs(rows, c, to, a, ahead, same)

@@ -25,9 +25,27 @@ def _lanes() -> int:
 
 LANES = _lanes()
 VECTOR_BYTES = 4 * LANES
+# Whether vectors of bfloat16 are multiplied, in pairs that are added up.
+HAS_DOT = LANES == 16 and bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOAT = _BFloat()
 
 
 # Called by kernels alone: without Python's checks of divisors, and what Python would call them by.
@@ -115,10 +133,33 @@ def divide(builder: Any, x: Any, y: Any) -> Any:
     return builder.fdiv(x, y)
 
 
+def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    return _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, x, y, z)
+
+
+def _dot(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """z and in each lane the products of two bfloat16 of x and y, whose bits these vectors are."""
+    pairs = ir.VectorType(_BFLOAT, 2 * LANES)
+    factors = builder.bitcast(x, pairs), builder.bitcast(y, pairs)
+    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VECTOR, z, *factors)
+
+
+def _narrow(builder: Any, x: Any, y: Any) -> Any:
+    """All lanes of x and then of y in bfloat16, as the bits of a vector."""
+    pairs = ir.VectorType(_BFLOAT, 2 * LANES)
+    return builder.bitcast(_call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", pairs, y, x), _VECTOR)
+
+
+def _twice(builder: Any, x: Any, first: int) -> Any:
+    """Half of the lanes from the first on, each twice."""
+    lanes = [first + lane // 2 for lane in range(LANES)]
+    return builder.shuffle_vector(x, x, ir.Constant(_INTS, lanes))
+
+
 @_operation(vector, vector, vector, vector)
 def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x y + z, rounded once."""
-    return _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, x, y, z)
+    return _fma(builder, x, y, z)
 
 
 @_operation(vector, vector, vector)
@@ -193,7 +234,7 @@ def _power(builder: Any, number: Any, x: Any) -> Any:
     rest = builder.fsub(x, nearest)
     power = _same(_TAYLOR[-1])
     for coefficient in _TAYLOR[-2::-1]:
-        power = _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, power, rest, _same(coefficient))
+        power = _fma(builder, power, rest, _same(coefficient))
     exponent = builder.add(builder.fptosi(nearest, _INTS), _same(127, _INTS))
     return builder.fmul(power, builder.bitcast(builder.shl(exponent, _same(23, _INTS)), _VECTOR))
 

@@ -61,9 +61,13 @@ def _warn_of_slow(dtype: str) -> None:
 
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 natively; elsewhere it is emulated, slower than float32."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def cpu_flags() -> set[str]:
+    """What the CPU can do, as Linux names it; elsewhere nothing is known."""
     cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
 
 
 def resolve_backend(requested: str, device: torch.device) -> BackendName:
@@ -113,12 +117,12 @@ def weights_in_panels(
 ) -> bool:
     """Whether linears are our own kernel's: the bits of a row are then the same in any batch.
 
-    It is as fast as the libraries' but where the CPU multiplies bfloat16 natively; there it takes
-    deterministic=True. Raises ConfigError where that cannot be had.
+    It is as fast as the libraries' but where the CPU multiplies tiles of bfloat16, or vectors in another way
+    than AVX-512's; there it takes deterministic=True. Raises ConfigError where that cannot be had.
     """
     if not config.deterministic:
-        native = dtype == torch.bfloat16 and cpu_has_bfloat16()
-        return backend == "numba" and dtype != torch.float16 and not native
+        libraries = dtype == torch.bfloat16 and cpu_flags() & {"amx_bf16", "bf16"}
+        return backend == "numba" and dtype != torch.float16 and not libraries
     if dtype == torch.float16:
         raise ConfigError("deterministic=True goes with dtype float32 or bfloat16; got float16")
     if device.type != "cpu" or backend != "numba":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,7 @@ class WeightForm(Protocol):
     """A weight [out_features, in_features] that multiplies, made of the plain one."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x."""
+        """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x, or of a head float32."""
 
 
 class TableForm(WeightForm, Protocol):
@@ -102,7 +103,7 @@ def choose_forms(
     if in_panels:
         from .panels import PANEL_FORMS, Table
 
-        head = PANEL_FORMS[quantization and "int8"]
+        head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
         return Forms(PANEL_FORMS[quantization], head, head if tied else Table)
     if quantization is not None:
         require_kernels(quantization)

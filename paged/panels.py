@@ -5,11 +5,13 @@ The bits of a row do not depend on the rows beside it, so neither do those of a 
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import numba_linear
-from .kernels.numba_linear import PANEL, Panels
+from .kernels.numba_codes import GROUP, PANEL
+from .kernels.numba_linear import Panels, can_pair
 from .kernels.numba_lookup import take_panel_rows, take_rows
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
@@ -24,21 +26,24 @@ class Table(PlainWeight):
 
 
 class PanelWeight:
-    """A weight in its own dtype, float32 or bfloat16; sums are float32."""
+    """A weight in its own dtype, float32 or bfloat16; sums are float32.
 
-    def __init__(self, weight: Tensor) -> None:
-        self.dtype = weight.dtype
+    out_dtype: of its products, where that is not the dtype of x.
+    """
+
+    def __init__(self, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
+        self.dtype, self._out_dtype = weight.dtype, out_dtype
         self.panels = self._pack(weight)
         self._bias: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> Panels:
-        return numba_linear.pack(weight)
+        return numba_linear.pack(weight, pairs=can_pair(weight.dtype, weight.shape[1]))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""
         if bias is not None and self._bias is None:  # which never changes
             self._bias = F.pad(bias.float(), (0, len(self.panels.weight) * PANEL - len(bias)))
-        return numba_linear.linear(x, self.panels, None if bias is None else self._bias)
+        return numba_linear.linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
         """See TableForm."""
@@ -50,17 +55,18 @@ class PanelInt8Weight(PanelWeight):
 
     def _pack(self, weight: Tensor) -> Panels:
         plain = Int8Weight(weight)
-        return numba_linear.pack(plain.codes, plain.scale)
+        return numba_linear.pack(plain.codes, plain.scale, pairs=can_pair(weight.dtype, weight.shape[1]))
 
 
 class PanelInt4Weight(PanelWeight):
     """int4 with a scale and a zero for every GROUP inputs: see Int4Weight. It is not looked up."""
 
-    GROUP = numba_linear.GROUP
+    GROUP = GROUP
 
     def _pack(self, weight: Tensor) -> Panels:
         codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
-        return numba_linear.pack_int4(codes.flatten(1), scales, zeros)
+        pairs = can_pair(weight.dtype, weight.shape[1])
+        return numba_linear.pack_int4(codes.flatten(1), scales, zeros, pairs=pairs)
 
 
 PANEL_FORMS: dict[str | None, type[PanelWeight]] = {

@@ -1,0 +1,207 @@
+"""How the rows of a weight's panel come into registers: two vectors for a step of the depth.
+
+A step is an input, of weights in pairs two: then a number of a vector is two of bfloat16. Quantised weights
+become floating point on the way, always by the same instructions, so that a product has the same bits whether
+they do so in each tile or once for many.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _read, _store, item_size
+from .numba_vectors import (
+    _I64,
+    _INTS,
+    _VECTOR,
+    HAS_DOT,
+    LANES,
+    VECTOR_BYTES,
+    _fma,
+    _narrow,
+    _operation,
+    _same,
+    _twice,
+    function,
+)
+
+# How a panel is stored, after the kinds of single numbers.
+INT4, PAIRS, INT8_PAIRS, INT4_PAIRS = range(5, 9)
+PANEL = 2 * LANES  # outputs
+GROUP = 32  # inputs that share a scale and a zero in int4
+GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
+
+
+class Rows:
+    """Numbers that are stored as `kind`."""
+
+    in_pairs = False
+    group_steps = 0  # of the depth, that have factors in common; none have where it is 0
+
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+
+    def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
+        """What those of a group have in common."""
+        return None
+
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
+        """A step's."""
+        return [_load(builder, self.kind, place) for place in self._halves(builder, address)]
+
+    def _halves(self, builder: Any, address: Any) -> list[Any]:
+        return [address, builder.add(address, ir.Constant(_I64, LANES * _ITEM_SIZES[self.kind]))]
+
+    def each_step(self, builder: Any, depth: Any, factors: Any, body: Callable[[Any, Any], None]) -> None:
+        """body(number of the step, factors) for all of the depth, from the start of a group on."""
+        if not self.group_steps:
+            with cgutils.for_range(builder, depth) as loop:
+                body(loop.index, None)
+            return
+        steps, size = ir.Constant(_I64, self.group_steps), ir.Constant(_I64, GROUP_BYTES)
+        with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
+            own = self.factors(builder, builder.add(factors, builder.mul(groups.index, size)))
+            first = builder.mul(groups.index, steps)
+            with cgutils.for_range(builder, steps) as loop:
+                body(builder.add(first, loop.index), own)
+
+
+class Pairs(Rows):
+    """Two of bfloat16 side by side."""
+
+    in_pairs = True
+
+    def __init__(self) -> None:
+        super().__init__(FLOAT32)
+
+
+class Int8Pairs(Rows):
+    """Two of int8, which bfloat16 can all hold."""
+
+    in_pairs = True
+
+    def __init__(self) -> None:
+        super().__init__(INT8)
+
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
+        """See Rows."""
+        second = builder.add(address, ir.Constant(_I64, PANEL))
+        parts = [super(Int8Pairs, self).read(builder, place, factors) for place in (address, second)]
+        return [_narrow(builder, *part) for part in parts]
+
+
+class Int4(Rows):
+    """scale * (code - 8) + zero: a byte has the codes of an output of either half of the panel."""
+
+    group_steps = GROUP
+
+    def __init__(self) -> None:
+        super().__init__(INT8)
+
+    def factors(self, builder: Any, address: Any) -> list[tuple[Any, Any]]:
+        """For either half what multiplies a code, and what is added."""
+        values = []
+        for half in range(2):
+            at = builder.add(address, ir.Constant(_I64, 2 * LANES * half))
+            scale = _load(builder, BFLOAT16, at)
+            zero = _load(builder, BFLOAT16, builder.add(at, ir.Constant(_I64, 2 * PANEL)))
+            values.append((scale, _fma(builder, _same(-8.0), scale, zero)))
+        return values
+
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
+        """See Rows."""
+        codes = builder.zext(_read(builder, 8, address), _INTS)
+        return [_dequantized(builder, codes, half, *factors[half]) for half in range(2)]
+
+
+class Int4Pairs(Int4):
+    """The same, rounded to bfloat16; of an output two bytes side by side."""
+
+    in_pairs = True
+    group_steps = GROUP // 2
+
+    def factors(self, builder: Any, address: Any) -> list[tuple[Any, Any]]:
+        """For each quarter of the outputs, twice side by side."""
+        halves = super().factors(builder, address)
+        return [
+            (_twice(builder, scale, first), _twice(builder, least, first))
+            for scale, least in halves
+            for first in (0, LANES // 2)
+        ]
+
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
+        """See Rows."""
+        codes = [builder.zext(_read(builder, 8, place), _INTS) for place in self._halves(builder, address)]
+        quarters = [
+            _dequantized(builder, codes[side], half, *factors[2 * half + side])
+            for half in range(2)
+            for side in range(2)
+        ]
+        return [_narrow(builder, *quarters[:2]), _narrow(builder, *quarters[2:])]
+
+
+def _dequantized(builder: Any, codes: Any, half: int, scale: Any, least: Any) -> Any:
+    bits = builder.and_(builder.lshr(codes, _same(4 * half, _INTS)), _same(15, _INTS))
+    return _fma(builder, builder.sitofp(bits, _VECTOR), scale, least)
+
+
+def _unpacker(rows: Rows) -> Any:
+
+    @_operation(types.void, *[types.int64] * 5)
+    def unpack(builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any) -> None:
+        def step(index: Any, own: Any) -> None:
+            source = builder.add(panel, builder.mul(stride, index))
+            row = builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
+            for vector in rows.read(builder, source, own):
+                _store(builder, FLOAT32, row, vector)
+                row = builder.add(row, ir.Constant(_I64, VECTOR_BYTES))
+
+        rows.each_step(builder, depth, factors, step)
+
+    return unpack
+
+
+_unpack_int4 = _unpacker(Int4())
+_unpack_int8_pairs = _unpack_int4_pairs = _unpack_int4
+if HAS_DOT:  # elsewhere nothing is in pairs
+    _unpack_int8_pairs, _unpack_int4_pairs = _unpacker(Int8Pairs()), _unpacker(Int4Pairs())
+
+
+@function
+def unpacked_kind(kind):
+    """What `unpack` makes of a panel: the same where it can do no more than the product itself."""
+    if kind == INT4:
+        return FLOAT32
+    return PAIRS if kind > PAIRS else kind
+
+
+@function
+def unpack(kind, to, panel, stride, factors, depth):
+    """So many steps of a quantised panel, in two vectors each."""
+    if kind == INT4:
+        _unpack_int4(to, panel, stride, factors, depth)
+    elif kind == INT8_PAIRS:
+        _unpack_int8_pairs(to, panel, stride, factors, depth)
+    else:
+        _unpack_int4_pairs(to, panel, stride, factors, depth)
+
+
+@function
+def step_bytes(kind):
+    """What a panel has for a step of the depth."""
+    if kind == INT4:
+        return LANES
+    if kind == INT4_PAIRS:
+        return 2 * LANES
+    if kind == INT8_PAIRS:
+        return 2 * PANEL
+    return 4 * PANEL if kind == PAIRS else item_size(kind) * PANEL
+
+
+@function
+def group_bytes(kind, steps):
+    """What panels of int4 have of factors for so many steps of the depth."""
+    return (steps if kind == INT4 else 2 * steps) // GROUP * GROUP_BYTES
