@@ -50,6 +50,7 @@ from .numba_vectors import (
 TILE = 64  # keys
 SPLIT = 1024  # tokens that one softmax is over
 MAX_ROWS = 64  # query rows (tokens x heads that share K and V) of a unit for each KV head, or one token's
+BLOCK = 12  # of these, that go no further in a tile than the last of them sees
 _TILE_BYTES = 4 * TILE
 _LOG2E = np.float32(1.4426950408889634)
 _NOTHING = np.float32(-math.inf)
@@ -128,9 +129,9 @@ def _fill_next(args, seq, first, end, to):
 
 
 @function
-def _transpose_keys(keys, tile_keys, stride, head_dim):
+def _transpose_keys(keys, tile_keys, stride, head_dim, count):
     """K of a tile's tokens as f32[head_dim, TILE]; of no whole vectors the last columns come twice."""
-    for key in range(0, TILE, LANES):
+    for key in range(0, count, LANES):
         for column in range(0, head_dim, LANES):
             d = min(column, head_dim - LANES)
             transpose(keys + d * _TILE_BYTES + 4 * key, _TILE_BYTES, tile_keys + key * stride + 4 * d, stride)
@@ -165,9 +166,9 @@ def _fill_scales(args, seq, tile, skip, count, key_head, to):
 
 
 @function
-def _multiply_row(scores, scales):
+def _multiply_row(scores, scales, num_vectors):
     """A row's scores, or its weights, by the scales of the K or V they belong to."""
-    for i in range(TILE // LANES):
+    for i in range(num_vectors):
         at = scores + i * VECTOR_BYTES
         store(at, multiply(load(at), load(scales + i * VECTOR_BYTES)))
 
@@ -185,8 +186,10 @@ def _edit_scores(args, scores, head, tile, count, query_position):
 
 
 @function
-def _hide(args, scores, tile, count, token, query_position, new_position):
-    """-inf for the keys of the tile that a token does not see; new_position is that of the first new one."""
+def _hide(args, scores, tile, count, width, token, query_position, new_position):
+    """-inf for the keys of the tile, up to `width`, that a token does not see; new_position is that of the
+    first new one.
+    """
     end = count
     if args.tree_mask:
         bits = get_long(args.tree_mask + 8 * token)
@@ -196,23 +199,23 @@ def _hide(args, scores, tile, count, token, query_position, new_position):
     elif args.causal:
         end = min(count, query_position + 1 - tile)
     start = max(0, query_position - args.window + 1 - tile) if args.window else 0
-    for j in range(min(start, TILE)):
+    for j in range(min(start, width)):
         set_float(scores + 4 * j, _NOTHING)
-    for j in range(max(0, end), TILE):
+    for j in range(max(0, end), width):
         set_float(scores + 4 * j, _NOTHING)
 
 
 @function
-def _softmax_step(scores, state, sums, num_vectors):
+def _softmax_step(scores, width, state, sums, num_vectors):
     """Scores become weights relative to the highest so far; state is that score and the sum of weights."""
     top = load(scores)
-    for i in range(1, TILE // LANES):
+    for i in range(1, width // LANES):
         top = greater(load(scores + i * VECTOR_BYTES), top)
     before = get_float(state)
     now = max(before, highest(top))
     log2e, base = splat(_LOG2E), splat(-now * _LOG2E if now > _NOTHING else _ZERO)
     weights = splat(_ZERO)
-    for i in range(TILE // LANES):
+    for i in range(width // LANES):
         at = scores + i * VECTOR_BYTES
         weight = exp2(fma(load(at), log2e, base))
         store(at, weight)
@@ -229,17 +232,44 @@ def _weigh(
     args, scores, state, sums, num_vectors, scales, key_head, in_group, tile, count,
     token, query_position, new_position, hidden,
 ):  # fmt: skip
-    """A row's scores with a tile's keys become what V is multiplied by; its sums so far are adapted."""
+    """A row's scores with a tile's first keys become what V is multiplied by; its sums so far are adapted."""
+    width = padded(count)
     if args.key_scales:
-        _multiply_row(scores, scales)
+        _multiply_row(scores, scales, width // LANES)
     if args.softcap or args.alibi_slopes:
         head = key_head * (args.num_heads // args.num_kv_heads) + in_group
         _edit_scores(args, scores, head, tile, count, query_position)
     if hidden:
-        _hide(args, scores, tile, count, token, query_position, new_position)
-    _softmax_step(scores, state, sums, num_vectors)
+        _hide(args, scores, tile, count, width, token, query_position, new_position)
+    _softmax_step(scores, width, state, sums, num_vectors)
     if args.value_scales:
-        _multiply_row(scores, scales + _TILE_BYTES)
+        _multiply_row(scores, scales + _TILE_BYTES, width // LANES)
+
+
+@function
+def _attend_block(
+    args, scores, queries, keys, values, value_stride, sums, states, scales,
+    head, block, end, tile, skip, count, token, position, new_position, hidden,
+):  # fmt: skip
+    """Some rows of a unit with one head's first `count` keys of a tile."""
+    group, rows = args.num_heads // args.num_kv_heads, end - block
+    row_bytes = 4 * padded(args.value_dim)
+    _fill(scores, rows * (TILE // LANES), _ZERO)
+    multiply_add(
+        scores, _TILE_BYTES, queries, 4 * args.head_dim, keys,
+        _TILE_BYTES, rows, padded(count) // LANES, args.head_dim,
+    )  # fmt: skip
+    for i in range(rows):
+        later = (block + i) // group
+        _weigh(
+            args, scores + i * _TILE_BYTES, states + 8 * i, sums + i * row_bytes, row_bytes // VECTOR_BYTES,
+            scales, head, (block + i) % group, tile, count,
+            token + later, position + later, new_position, hidden,
+        )  # fmt: skip
+    multiply_add(
+        sums, row_bytes, scores + 4 * skip, _TILE_BYTES, values + skip * value_stride, value_stride,
+        rows, row_bytes // VECTOR_BYTES, count - skip,
+    )  # fmt: skip
 
 
 @function
@@ -373,26 +403,24 @@ def _attend(args, unit, scratch):
             for head in range(first_head, end_head):
                 row = (head - first_head) * rows
                 _transpose_keys(
-                    keys, tile_keys + 4 * args.head_dim * (head - first_head), key_stride, args.head_dim
-                )
-                _fill(scores, rows * (TILE // LANES), _ZERO)
-                multiply_add(
-                    scores, _TILE_BYTES, queries + row * 4 * args.head_dim, 4 * args.head_dim, keys,
-                    _TILE_BYTES, rows, TILE // LANES, args.head_dim,
+                    keys, tile_keys + 4 * args.head_dim * (head - first_head), key_stride, args.head_dim,
+                    count,
                 )  # fmt: skip
                 if args.key_scales:
                     _fill_scales(args, seq, tile, skip, count, head, scales)
-                for i in range(rows):
-                    _weigh(
-                        args, scores + i * _TILE_BYTES, states + 8 * (row + i), sums + (row + i) * 4 * width,
-                        num_vectors, scales, head, i % group, tile, count,
-                        start + first_token + i // group, position + i // group, new_position, hidden,
-                    )  # fmt: skip
-                multiply_add(
-                    sums + row * 4 * width, 4 * width, scores + 4 * skip, _TILE_BYTES,
-                    tile_values + skip * value_stride + 4 * width * (head - first_head), value_stride,
-                    rows, num_vectors, count - skip,
-                )  # fmt: skip
+                for block in range(0, rows, BLOCK):
+                    end = min(block + BLOCK, rows)
+                    seen = count  # by the last row of the block: weights behind that are 0
+                    if args.causal and not args.tree_mask:
+                        seen = min(count, position + (end - 1) // group + 1 - tile)
+                    if seen > skip:
+                        _attend_block(
+                            args, scores, queries + (row + block) * 4 * args.head_dim, keys,
+                            tile_values + 4 * width * (head - first_head), value_stride,
+                            sums + (row + block) * 4 * width, states + 8 * (row + block), scales,
+                            head, block, end, tile, skip, seen, start + first_token, position, new_position,
+                            hidden,
+                        )  # fmt: skip
         for i in range(num_rows):
             _merge(
                 total_states + 8 * i,

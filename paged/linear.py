@@ -18,7 +18,7 @@ class WeightForm(Protocol):
     """A weight [out_features, in_features] that multiplies, made of the plain one."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x, or of a head float32."""
+        """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x; float32 of a head."""
 
 
 class TableForm(WeightForm, Protocol):
