@@ -149,6 +149,8 @@ def _weight(score, highest_score):
     """e^(score - highest_score), 0 for nothing."""
     if score == _NOTHING:
         return _ZERO
+    if score == highest_score:  # as it mostly is
+        return _ONE
     return highest(exp2(splat((score - highest_score) * _LOG2E)))
 
 

@@ -40,6 +40,7 @@ from .numba_vectors import (
 )
 
 MOST_ROWS = 8  # of a KV head: for more, scratch memory pays
+_MANY_REGISTERS = LANES == 16  # AVX-512 has twice as many
 _BLOCK = 8  # keys whose V is added for all heads before the next: some pages of memory
 
 
@@ -142,8 +143,8 @@ def _value_tile(rows: int, vectors: int, kind: int) -> Any:
 
 def _of_kind(kind: int) -> tuple[Any, Any]:
     """Scores of a block of keys, and the sums of a block of V, for all rows of one head."""
-    key_4, key_2, key_1 = (_key_tile(rows, kind) for rows in (4, 2, 1))
-    value_4x2, value_4x1 = _value_tile(4, 2, kind), _value_tile(4, 1, kind)
+    key_8, key_4, key_2, key_1 = (_key_tile(rows, kind) for rows in (8, 4, 2, 1))
+    value_8x2, value_4x2, value_4x1 = (_value_tile(*tile, kind) for tile in ((8, 2), (4, 2), (4, 1)))
     value_2x4, value_2x1 = _value_tile(2, 4, kind), _value_tile(2, 1, kind)
     value_1x8, value_1x6, value_1x1 = (_value_tile(1, vectors, kind) for vectors in (8, 6, 1))
     size = LANES * _ITEM_SIZES[kind]
@@ -153,7 +154,10 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
         row = 0
         while row < rows:
             to, own, left = scores + row * stride, queries + row * q_stride, rows - row
-            if left >= 4:
+            if left >= 8 and _MANY_REGISTERS:
+                key_8(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
+                row += 8
+            elif left >= 4:
                 key_4(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
                 row += 4
             elif left >= 2:
@@ -169,7 +173,12 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
         while row < rows:
             to, own, at, left = sums + row * stride, weights + row * w_stride, offset, vectors
             moved = ahead_offset - offset
-            if rows - row >= 4:
+            if rows - row >= 8 and left % 2 == 0 and _MANY_REGISTERS:
+                while left:
+                    value_8x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
+                row += 8
+            elif rows - row >= 4:
                 while left >= 2:
                     value_4x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
                     to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
