@@ -208,13 +208,26 @@ def _hide(args, scores, tile, count, width, token, query_position, new_position)
 
 
 @function
-def _softmax_step(scores, width, state, sums, num_vectors):
-    """Scores become weights relative to the highest so far; state is that score and the sum of weights."""
+def _find_highest(scores, width, state, sums, num_vectors):
+    """The highest score so far becomes a row's state, and what was summed up relative to the one before it
+    relative to that.
+    """
     top = load(scores)
     for i in range(1, width // LANES):
         top = greater(load(scores + i * VECTOR_BYTES), top)
     before = get_float(state)
     now = max(before, highest(top))
+    kept = _weight(before, now)
+    set_float(state, now)
+    if kept != _ONE:
+        set_float(state + 4, get_float(state + 4) * kept)
+        _scale_row(sums, num_vectors, kept)
+
+
+@function
+def _take_weights(scores, width, state):
+    """A row's scores become weights relative to the highest; their sum is added to the state."""
+    now = get_float(state)
     log2e, base = splat(_LOG2E), splat(-now * _LOG2E if now > _NOTHING else _ZERO)
     weights = splat(_ZERO)
     for i in range(width // LANES):
@@ -222,30 +235,32 @@ def _softmax_step(scores, width, state, sums, num_vectors):
         weight = exp2(fma(load(at), log2e, base))
         store(at, weight)
         weights = add(weights, weight)
-    kept = _weight(before, now)
-    set_float(state, now)
-    set_float(state + 4, get_float(state + 4) * kept + total(weights))
-    if kept != _ONE:
-        _scale_row(sums, num_vectors, kept)
+    set_float(state + 4, get_float(state + 4) + total(weights))
 
 
 @function
 def _weigh(
-    args, scores, state, sums, num_vectors, scales, key_head, in_group, tile, count,
-    token, query_position, new_position, hidden,
+    args, scores, states, sums, num_vectors, scales, key_head, first, rows, tile, count,
+    token, position, new_position, hidden,
 ):  # fmt: skip
-    """A row's scores with a tile's first keys become what V is multiplied by; its sums so far are adapted."""
-    width = padded(count)
-    if args.key_scales:
-        _multiply_row(scores, scales, width // LANES)
-    if args.softcap or args.alibi_slopes:
-        head = key_head * (args.num_heads // args.num_kv_heads) + in_group
-        _edit_scores(args, scores, head, tile, count, query_position)
-    if hidden:
-        _hide(args, scores, tile, count, width, token, query_position, new_position)
-    _softmax_step(scores, width, state, sums, num_vectors)
-    if args.value_scales:
-        _multiply_row(scores, scales + _TILE_BYTES, width // LANES)
+    """Scores of some rows, from the first on, with a head's first `count` keys of a tile become what V is
+    multiplied by, and their sums so far are adapted. token, position: of row 0.
+    """
+    width, group = padded(count), args.num_heads // args.num_kv_heads
+    for i in range(rows):
+        row, in_group, later = scores + i * _TILE_BYTES, (first + i) % group, (first + i) // group
+        if args.key_scales:
+            _multiply_row(row, scales, width // LANES)
+        if args.softcap or args.alibi_slopes:
+            _edit_scores(args, row, key_head * group + in_group, tile, count, position + later)
+        if hidden:
+            _hide(args, row, tile, count, width, token + later, position + later, new_position)
+        _find_highest(row, width, states + 8 * i, sums + i * num_vectors * VECTOR_BYTES, num_vectors)
+    # Apart, so that a row's long chains of instructions run beside those of the next ones.
+    for i in range(rows):
+        _take_weights(scores + i * _TILE_BYTES, width, states + 8 * i)
+        if args.value_scales:
+            _multiply_row(scores + i * _TILE_BYTES, scales + _TILE_BYTES, width // LANES)
 
 
 @function
@@ -254,20 +269,16 @@ def _attend_block(
     head, block, end, tile, skip, count, token, position, new_position, hidden,
 ):  # fmt: skip
     """Some rows of a unit with one head's first `count` keys of a tile."""
-    group, rows = args.num_heads // args.num_kv_heads, end - block
-    row_bytes = 4 * padded(args.value_dim)
+    rows, row_bytes = end - block, 4 * padded(args.value_dim)
     _fill(scores, rows * (TILE // LANES), _ZERO)
     multiply_add(
         scores, _TILE_BYTES, queries, 4 * args.head_dim, keys,
         _TILE_BYTES, rows, padded(count) // LANES, args.head_dim,
     )  # fmt: skip
-    for i in range(rows):
-        later = (block + i) // group
-        _weigh(
-            args, scores + i * _TILE_BYTES, states + 8 * i, sums + i * row_bytes, row_bytes // VECTOR_BYTES,
-            scales, head, (block + i) % group, tile, count,
-            token + later, position + later, new_position, hidden,
-        )  # fmt: skip
+    _weigh(
+        args, scores, states, sums, row_bytes // VECTOR_BYTES, scales, head, block, rows, tile, count,
+        token, position, new_position, hidden,
+    )  # fmt: skip
     multiply_add(
         sums, row_bytes, scores + 4 * skip, _TILE_BYTES, values + skip * value_stride, value_stride,
         rows, row_bytes // VECTOR_BYTES, count - skip,
@@ -377,12 +388,13 @@ def _attend(args, unit, scratch):
                     end_head - first_head, rows, args.head_dim,
                     addresses + 8 * TILE, first_head * args.value_head_stride, args.value_head_stride,
                 )  # fmt: skip
-                for i in range(num_rows):
-                    if args.key_scales and i % rows == 0:
-                        _fill_scales(args, seq, tile, skip, count, first_head + i // rows, scales)
+                for head in range(first_head, end_head):
+                    row = (head - first_head) * rows
+                    if args.key_scales:
+                        _fill_scales(args, seq, tile, skip, count, head, scales)
                     _weigh(
-                        args, scores + i * _TILE_BYTES, states + 8 * i, sums + i * 4 * width, num_vectors,
-                        scales, first_head + i // rows, i % rows, tile, count, start + first_token,
+                        args, scores + row * _TILE_BYTES, states + 8 * row, sums + row * 4 * width,
+                        num_vectors, scales, head, 0, rows, tile, count, start + first_token,
                         position, new_position, hidden,
                     )  # fmt: skip
                 add_values(

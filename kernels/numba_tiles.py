@@ -131,7 +131,9 @@ def _differ(builder: Any, x: Any, y: int) -> Any:
 
 def _product() -> Any:
     """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES]."""
-    tile_6x2, tile_4x2, tile_4x1 = (_register_tile(*shape) for shape in ((6, 2), (4, 2), (4, 1)))
+    tile_6x3, tile_6x2, tile_4x2, tile_4x1 = (
+        _register_tile(*shape) for shape in ((6, 3), (6, 2), (4, 2), (4, 1))
+    )
     tile_2x4, tile_2x1 = _register_tile(2, 4), _register_tile(2, 1)
     tile_1x8, tile_1x2, tile_1x1 = (_register_tile(1, vectors) for vectors in (8, 2, 1))
 
@@ -140,9 +142,14 @@ def _product() -> Any:
         row = 0
         while row < rows:
             at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
+            if LANES == 16 and rows - row >= 6 and vectors % 3 == 0 and a_stride % 4096:
+                while left:  # AVX-512 has twice as many registers
+                    tile_6x3(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 3 * VECTOR_BYTES, at_b + 3 * VECTOR_BYTES, left - 3
+                row += 6
             # As many chains at a time as hide how long one multiply-add takes, in 16 registers. Rows that are
             # whole pages apart share few sets of the first cache: six of them and B would not fit.
-            if rows - row >= 6 and vectors % 2 == 0 and a_stride % 4096:
+            elif rows - row >= 6 and vectors % 2 == 0 and a_stride % 4096:
                 while left:
                     tile_6x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
