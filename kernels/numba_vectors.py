@@ -11,7 +11,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.core.datamodel import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
@@ -25,8 +25,16 @@ def _lanes() -> int:
 
 LANES = _lanes()
 VECTOR_BYTES = 4 * LANES
-# Whether vectors of bfloat16 are multiplied, in pairs that are added up.
-HAS_DOT = LANES == 16 and bool(llvm.get_host_cpu_features().get("avx512bf16"))
+
+
+def _has_dot() -> bool:
+    """Whether vectors of bfloat16 are multiplied, in pairs that are added up, by what numba compiles."""
+    if config.CPU_NAME or config.CPU_FEATURES:  # told to make other code
+        return LANES == 16 and "+avx512bf16" in (config.CPU_FEATURES or "")
+    return LANES == 16 and bool(llvm.get_host_cpu_features().get("avx512bf16"))
+
+
+HAS_DOT = _has_dot()
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from checkpoints import checkpoint, new_engine
 
-from paged import ConfigError, SamplingParams, devices
+from paged import ConfigError, EngineConfig, SamplingParams, devices
 from paged.devices import resolve_device, resolve_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -63,8 +64,33 @@ def test_dtype_in_which_the_cpu_is_slow_works_and_is_said_once(monkeypatch, capl
         (output,) = engine.generate([[1, 2, 3]], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 4
         assert f"in {dtype} on cpu" in engine.describe()
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    own = [
+        r for r in caplog.records if r.name == "paged.devices"
+    ]  # compiling is said too, where it takes long
+    warnings = [r.getMessage() for r in own if r.levelno == logging.WARNING]
     assert warnings == [f"dtype {dtype} is slow on this CPU; dtype='auto' takes one that is not"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"avx2"}, True),
+        ({"avx512_bf16"}, True),
+        ({"avx512_bf16", "amx_bf16"}, False),
+        ({"asimd", "bf16"}, False),
+    ],
+)
+def test_linears_in_bfloat16_are_a_librarys_where_that_is_faster(monkeypatch, flags, expected):
+    monkeypatch.setattr(devices, "cpu_flags", lambda: flags)
+    config = EngineConfig(model="demo")
+
+    def in_panels(**options):
+        return devices.weights_in_panels(replace(config, **options), "numba", CPU, torch.bfloat16)
+
+    assert in_panels() is expected
+    assert in_panels(quantization="int8") is expected
+    assert in_panels(deterministic=True)
+    assert devices.weights_in_panels(config, "numba", CPU, torch.float32)
 
 
 def test_nothing_is_said_of_a_dtype_in_which_the_device_is_fast(monkeypatch, caplog):

@@ -6,13 +6,17 @@ import pytest
 import torch
 from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
-from paged import ConfigError, SamplingParams
+from paged import ConfigError, SamplingParams, devices
+from paged.kernels.numba_vectors import HAS_DOT
 from paged.linear import Linear
 from paged.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight
 from paged.quantization import Int8Weight, int4_codes
 
-# Outputs and inputs: fewer than a panel, no multiple of one, several depths of 256.
+# Outputs and inputs: fewer than a panel, no multiple of one, several depths of 320.
 SHAPES = [(5, 32), (33, 96), (100, 288), (67, 2048)]
+needs_dot = pytest.mark.skipif(
+    not HAS_DOT, reason="this CPU does not multiply pairs of bfloat16 (AVX512-BF16)"
+)
 forms = pytest.mark.parametrize("form", PANEL_FORMS.values(), ids=lambda form: form.__name__)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -49,6 +53,43 @@ def test_products_and_bits(form, dtype, shape):
         assert torch.equal(linear(x[first:end]), out[first:end])
 
 
+@dtypes
+def test_an_odd_number_of_inputs(dtype):
+    """Which makes no pairs."""
+    weight, x = torch.randn(40, 33).to(dtype), torch.randn(9, 33).to(dtype)
+    out = PanelWeight(weight)(x, None)
+    size = x.double().abs() @ weight.double().abs().T
+    assert ((out.double() - x.double() @ weight.double().T).abs() <= 4 * torch.finfo(dtype).eps * size).all()
+
+
+@forms
+@needs_dot
+def test_weights_of_bfloat16_are_in_pairs(form):
+    weight = torch.randn(40, 64)
+    assert form(weight.bfloat16()).panels.in_pairs
+    assert not form(weight).panels.in_pairs
+    with pytest.raises(ValueError, match=r"x must be one of torch\.bfloat16, got torch.float32"):
+        form(weight.bfloat16())(torch.randn(2, 64), None)
+
+
+@dtypes
+def test_rows_that_are_not_side_by_side(dtype):
+    weight, x = torch.randn(40, 64).to(dtype), torch.randn(7, 130).to(dtype)
+    form = PanelWeight(weight)
+    assert torch.equal(form(x[:, 1:65], None), form(x[:, 1:65].clone(), None))
+    assert torch.equal(form(x[:, ::2][:, :64], None), form(x[:, ::2][:, :64].clone(), None))
+
+
+@dtypes
+def test_a_head_gives_float32(dtype):
+    """Which is not rounded on the way."""
+    weight, x = torch.randn(40, 64).to(dtype), torch.randn(7, 64).to(dtype)
+    out = PanelWeight(weight, out_dtype=torch.float32)(x, None)
+    assert out.dtype == torch.float32
+    assert torch.equal(out.to(dtype), PanelWeight(weight)(x, None))
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
+
+
 def test_the_default_dtype_changes_nothing():
     weight, x, bias = torch.randn(40, 64), torch.randn(7, 64), torch.randn(40)
     expected = PanelWeight(weight)(x, bias)
@@ -76,17 +117,21 @@ def test_rows_are_those_of_the_weight(form, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "quantization"),
+    ("name", "dtype", "quantization", "deterministic"),
     [
-        ("llama-tied-bias", "float32", None),
-        ("qwen3", "bfloat16", None),
-        ("llama", "bfloat16", "int8"),
-        ("demo", "float32", "int4"),
+        ("llama-tied-bias", "float32", None, True),
+        ("qwen3", "bfloat16", None, True),
+        ("llama", "bfloat16", "int8", True),
+        ("demo", "float32", "int4", True),
+        ("demo", "float32", None, False),
+        pytest.param("llama-tied-bias", "bfloat16", None, False, marks=needs_dot),
+        pytest.param("demo", "bfloat16", "int4", False, marks=needs_dot),
     ],
 )
-def test_deterministic_means_the_same_bits_alone_batched_and_in_chunks(name, dtype, quantization):
-    """Tokens, and the log-probabilities to the last bit."""
-    options = {"dtype": dtype, "quantization": quantization, "deterministic": True}
+def test_the_same_bits_alone_batched_and_in_chunks(name, dtype, quantization, deterministic, monkeypatch):
+    """Tokens, and the log-probabilities to the last bit; with `deterministic`, and where it is so without."""
+    monkeypatch.setattr(devices, "cpu_flags", lambda: {"avx512_bf16"})  # and nothing that libraries do better
+    options = {"dtype": dtype, "quantization": quantization, "deterministic": deterministic}
     model = name if name == "demo" else checkpoint(name)
     engine = new_engine(model, **options)
     assert isinstance(engine.runner.model.layers[0].mlp.down.form, PANEL_FORMS[quantization])
