@@ -7,9 +7,9 @@ million parameters and of one of 1.1 billion. Every form is held against the pro
 turns. A ratio is the median over the rounds of the time of what `LLMEngine` takes without quantisation, over
 that of this form: above 1, this form is faster. GB/s are of the bytes of this form's weights, read once.
 
-"panels" are the engine's own kernel, which it takes where bfloat16 is not native to the CPU; "torch" is
-what it takes else, and without numba: of int8 and int4 in bfloat16 one of two ways by the number of rows,
-"kernel" and "tiles".
+"panels" are the engine's own kernel; "torch" is what it takes without numba, and in bfloat16 where the CPU
+multiplies that in a way of its own (AMX, ARM): of int8 and int4 in bfloat16 one of two ways by the number of
+rows, "kernel" and "tiles".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.common import SHAPES, print_json, print_table
 from benchmarks.timing import device_name
-from paged.devices import cpu_has_bfloat16
+from paged.devices import bfloat16_is_a_librarys
 from paged.linear import choose_forms
 from paged.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
 from paged.quantization import Int4Weight, Int8Weight
@@ -72,7 +72,7 @@ def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Produ
     packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False).layers
     float_bytes = sum(weight.nbytes for weight in weights)
     unquantised = {"panels": PanelWeight, "torch": packed}
-    if dtype == torch.bfloat16 and cpu_has_bfloat16():
+    if dtype == torch.bfloat16 and bfloat16_is_a_librarys():
         unquantised = {"torch": packed, "panels": PanelWeight}
     forms: dict[str, tuple[Products, list[Tensor], int]] = {}
     for name, form in unquantised.items():

@@ -1,8 +1,9 @@
 """x Wᵀ + b for a CPU, with the bits of a row the same whatever is beside it.
 
 A library's product picks its way of summing up by the number of rows. Here each number is one chain of fused
-multiply-adds in the order of the inputs. The weight lies in panels of PANEL outputs, each read from end to
-end by one thread; it may be narrower than the product, which is float32.
+multiply-adds in the order of the inputs, of x in bfloat16 a chain of pairs of them where the CPU has those. The
+weight lies in panels of PANEL outputs, each read from end to end by one thread; it may be narrower than the
+sums, which are float32.
 """
 
 from typing import NamedTuple

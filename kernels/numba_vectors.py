@@ -146,7 +146,10 @@ def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def _dot(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """z and in each lane the products of two bfloat16 of x and y, whose bits these vectors are."""
+    """z and in each lane the products of two bfloat16 of x and y, whose bits these vectors are.
+
+    What is below float32's normal numbers counts as 0, whatever the thread is set to.
+    """
     pairs = ir.VectorType(_BFLOAT, 2 * LANES)
     factors = builder.bitcast(x, pairs), builder.bitcast(y, pairs)
     return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _VECTOR, z, *factors)

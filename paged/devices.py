@@ -64,6 +64,13 @@ def cpu_has_bfloat16() -> bool:
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
+def bfloat16_is_a_librarys() -> bool:
+    """Whether the CPU multiplies bfloat16 in a way that libraries know and our kernels do not: AMX's tiles,
+    which do more at a time than AVX-512's vectors, and ARM's instructions.
+    """
+    return bool(cpu_flags() & {"amx_bf16", "bf16"})
+
+
 def cpu_flags() -> set[str]:
     """What the CPU can do, as Linux names it; elsewhere nothing is known."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -117,12 +124,12 @@ def weights_in_panels(
 ) -> bool:
     """Whether linears are our own kernel's: the bits of a row are then the same in any batch.
 
-    It is as fast as the libraries' but where the CPU multiplies tiles of bfloat16, or vectors in another way
-    than AVX-512's; there it takes deterministic=True. Raises ConfigError where that cannot be had.
+    In bfloat16 it takes deterministic=True where `bfloat16_is_a_librarys`. Raises ConfigError where that cannot
+    be had.
     """
     if not config.deterministic:
-        libraries = dtype == torch.bfloat16 and cpu_flags() & {"amx_bf16", "bf16"}
-        return backend == "numba" and dtype != torch.float16 and not libraries
+        left_to_torch = dtype == torch.bfloat16 and bfloat16_is_a_librarys()
+        return backend == "numba" and dtype != torch.float16 and not left_to_torch
     if dtype == torch.float16:
         raise ConfigError("deterministic=True goes with dtype float32 or bfloat16; got float16")
     if device.type != "cpu" or backend != "numba":

@@ -64,9 +64,7 @@ def test_dtype_in_which_the_cpu_is_slow_works_and_is_said_once(monkeypatch, capl
         (output,) = engine.generate([[1, 2, 3]], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 4
         assert f"in {dtype} on cpu" in engine.describe()
-    own = [
-        r for r in caplog.records if r.name == "paged.devices"
-    ]  # compiling is said too, where it takes long
+    own = [r for r in caplog.records if r.name == "paged.devices"]  # others say that they compile
     warnings = [r.getMessage() for r in own if r.levelno == logging.WARNING]
     assert warnings == [f"dtype {dtype} is slow on this CPU; dtype='auto' takes one that is not"]
 
