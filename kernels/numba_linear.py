@@ -1,9 +1,9 @@
 """x Wᵀ + b for a CPU, with the bits of a row the same whatever is beside it.
 
 A library's product picks its way of summing up by the number of rows. Here each number is one chain of fused
-multiply-adds in the order of the inputs, of x in bfloat16 a chain of pairs of them where the CPU has those. The
-weight lies in panels of PANEL outputs, each read from end to end by one thread; it may be narrower than the
-sums, which are float32.
+multiply-adds in the order of the inputs, of x in bfloat16 a chain of pairs of them where the CPU has those.
+The weight lies in panels of PANEL outputs, each read from end to end by one thread; it may be narrower than
+the sums, which are float32.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ from .numba_memory import (
     store,
 )
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
-from .numba_tiles import MOST_TILE_ROWS, multiply_panel
+from .numba_tiles import GATED, MOST_TILE_ROWS, multiply_panel
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 
 DEPTH = 320  # steps that a panel is gone through at a time, at most: 20 to 40 KiB of it
@@ -52,7 +52,7 @@ _WIDTH = 4 * PANEL
 LINEAR = Task(
     (
         "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features",
-        "num_panels", "weight_kind", "out_kind",
+        "num_panels", "weight_kind", "out_kind", "gated",
     )
 )  # fmt: skip
 _RECORD = LINEAR.record
@@ -69,6 +69,7 @@ class Panels(NamedTuple):
     weight: Tensor
     scales: Tensor  # f32[num_panels * PANEL], for int4 bf16[num_panels, num_groups, 2, PANEL]: and zeros
     out_features: int
+    gated: bool = False  # silu of one half of the outputs times the other comes of it
 
     @property
     def in_features(self) -> int:
@@ -133,8 +134,21 @@ def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
     return rows.reshape(len(rows), -1, 1 + pairs).transpose(0, 1)
 
 
+def interleaved(x: Tensor) -> Tensor:
+    """Rows [2 * n, ...], of gates and what they gate, as panels have them: so that each has LANES of both.
+
+    They are padded with zeros. Returns [2 * m, ...], with m the next multiple of LANES.
+    """
+    halves = x.view(2, -1, *x.shape[1:])
+    padded = halves.new_zeros(2, -(-halves.shape[1] // LANES) * LANES, *x.shape[1:])
+    padded[:, : halves.shape[1]] = halves
+    return padded.view(2, -1, LANES, *x.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
 def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """[num_rows, in_features] -> [num_rows, out_features], in the dtype of x; the sums are float32.
+
+    Of a weight that is gated half as many come out, silu(gate) * up.
 
     bias: f32[num_panels * PANEL], or None. dtype: of the result, in the place of that of x. Raises ValueError
     where x has another width or dtype.
@@ -142,7 +156,8 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     check_shape("x", x, (None, weight.in_features))
     check_dtype("x", x, (torch.bfloat16,) if weight.in_pairs else KERNEL_DTYPES)
     num_rows, num_panels = x.shape[0], len(weight.weight)
-    out = x.new_empty(num_rows, weight.out_features, dtype=dtype or x.dtype)
+    out_features = weight.out_features // (1 + weight.gated)
+    out = x.new_empty(num_rows, out_features, dtype=dtype or x.dtype)
     rows = x if weight.in_pairs else x.float()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     LINEAR.run(
@@ -155,10 +170,11 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         rows.stride(0) * rows.itemsize,
         num_rows,
         weight.weight.shape[1],
-        weight.out_features,
+        out_features,
         num_panels,
         weight.kind,
         OUT_KINDS[out.dtype],
+        GATED if weight.gated else 0,
         scratch_size=(ROWS + 1 + DEPTH) * _WIDTH,
     )
     return out
@@ -167,10 +183,11 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
 @function
 def _linear(args, unit, next_unit, scratch):
     panel, first = unit % args.num_panels, unit // args.num_panels * ROWS
-    rows, columns = min(ROWS, args.num_rows - first), min(PANEL, args.out_features - panel * PANEL)
+    width = LANES if args.gated else PANEL  # of a panel's results
+    rows, columns = min(ROWS, args.num_rows - first), min(width, args.out_features - panel * width)
     kind, size, stride = args.weight_kind, item_size(args.out_kind), step_bytes(args.weight_kind)
     x, weight = args.x + first * args.x_stride, args.panels + panel * args.depth * stride
-    out, out_stride = args.out + (first * args.out_features + panel * PANEL) * size, args.out_features * size
+    out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
     zeros, tile = scratch + ROWS * _WIDTH, scratch + (ROWS + 1) * _WIDTH
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
     # In equal parts, of whole groups.
@@ -191,8 +208,8 @@ def _linear(args, unit, next_unit, scratch):
             b, b_stride, b_kind, scale = tile, _WIDTH, unpacked_kind(kind), 0
         if start + depth == args.depth:
             ahead = args.panels + next_unit % args.num_panels * args.depth * stride
-            to_kind = args.out_kind
-            if columns == PANEL:
+            to_kind = args.out_kind + args.gated
+            if columns == width:
                 to, to_stride = out, out_stride
             if kind in (INT8, INT8_PAIRS):
                 scale = args.scales + panel * _WIDTH
@@ -200,7 +217,7 @@ def _linear(args, unit, next_unit, scratch):
                 bias = args.bias + panel * _WIDTH
         same = c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace
         multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
-    if columns < PANEL:  # the rows end within the panel
+    if columns < width:  # the rows end within the panel
         for row in range(rows):
             for byte in range(columns * size):
                 set_byte(out + row * out_stride + byte, get_byte(scratch + row * _WIDTH + byte))

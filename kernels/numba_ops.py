@@ -31,13 +31,12 @@ from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
     add,
-    divide,
-    exp2,
     fma,
     function,
     greater,
     highest,
     multiply,
+    silu,
     splat,
     subtract,
     total,
@@ -116,13 +115,10 @@ def _rms_norm(args, row):
 def _silu_and_mul(args, row):
     bytes_per_number, size, kind = item_size(args.kind), args.size, args.kind
     gate, out = args.x + row * args.x_stride, args.out + row * size * bytes_per_number
-    one, minus_log2e = splat(np.float32(1.0)), splat(np.float32(-1.4426950408889634))
     for i in range(0, size, LANES):
         at, left = i * bytes_per_number, size - i
-        x = load_some_as(kind, gate + at, left)
-        silu = divide(x, add(one, exp2(multiply(x, minus_log2e))))
         up = load_some_as(kind, gate + size * bytes_per_number + at, left)
-        store_some_as(kind, out + at, multiply(silu, up), left)
+        store_some_as(kind, out + at, multiply(silu(load_some_as(kind, gate + at, left)), up), left)
 
 
 @function

@@ -22,9 +22,12 @@ from .numba_vectors import (
     _dot,
     _fma,
     _operation,
+    _silu,
     _splat,
     function,
 )
+
+GATED = 16  # added to the kind of a result
 
 
 class _Tile:
@@ -84,6 +87,8 @@ def _register_tile(rows: int, vectors: int) -> Any:
 def _panel_tile(rows: int, weight: Rows) -> Any:
     """scale (C + A B) + bias for so many rows of C and two vectors of them, as numbers of `to_kind`.
 
+    With GATED in to_kind it is silu of the first vector times the second.
+
     C is float32. Where the address of scale or bias is 0 there is none; where groups of B's rows have factors
     these are at `scale`.
 
@@ -97,8 +102,13 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
     def panel_tile(builder: Any, *args: Any) -> None:
         c, to, a, ahead, c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace = args
         for r in range(rows):
-            for at in range(0, 2 * VECTOR_BYTES, LINE):
-                _prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
+            _prefetch(builder, _place(builder, to, to_stride, r), write=True)
+        with builder.if_then(builder.not_(_differ(builder, to_kind, FLOAT32))):
+            for r in range(rows):
+                for at in range(
+                    LINE, 2 * VECTOR_BYTES, LINE
+                ):  # of others', what is behind is another panel's
+                    _prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
         sums = tile.load(builder, c, c_stride)
 
         def step(index: Any, factors: Any) -> None:
@@ -116,11 +126,23 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
                         builder, FLOAT32, builder.add(factors, ir.Constant(_I64, v * VECTOR_BYTES))
                     )
                     builder.store(combine(builder.load(sums[r, v]), factor), sums[r, v])
+        gated = _differ(builder, builder.and_(to_kind, ir.Constant(_I64, GATED)), 0)
+        with builder.if_then(gated):
+            for r in range(rows):
+                gate, up = (builder.load(sums[r, v]) for v in range(2))
+                builder.store(builder.fmul(_silu(builder, gate), up), sums[r, 0])
+
+        def write(own: int, v: int) -> None:
+            for r in range(rows):
+                place = _place(builder, to, to_stride, r, v * LANES * _ITEM_SIZES[own])
+                _store(builder, own, place, builder.load(sums[r, v]))
+
+        number = builder.and_(to_kind, ir.Constant(_I64, GATED - 1))
         for own in (FLOAT32, FLOAT16, BFLOAT16):
-            with builder.if_then(builder.not_(_differ(builder, to_kind, own))):
-                for r, v in tile.places:
-                    place = _place(builder, to, to_stride, r, v * LANES * _ITEM_SIZES[own])
-                    _store(builder, own, place, builder.load(sums[r, v]))
+            with builder.if_then(builder.not_(_differ(builder, number, own))):
+                write(own, 0)
+                with builder.if_then(builder.not_(gated)):
+                    write(own, 1)
 
     return _operation(types.void, *[types.int64] * 14)(panel_tile)
 

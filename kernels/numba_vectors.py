@@ -227,10 +227,25 @@ def exp2(builder: Any, x: Any) -> Any:
 
     2^x = 2^n 2^f with n the nearest integer, and 2^f by its Taylor series, which ends at 2^-28 for |f| <= ½.
     """
+    return _exp2(builder, x)
+
+
+def _exp2(builder: Any, x: Any) -> Any:
     low = _same(-127.0)
     number = builder.select(builder.fcmp_ordered(">", x, low), x, low)  # NaN has no integer
     number = builder.select(builder.fcmp_ordered("<", number, _same(128.0)), number, _same(128.0))
     return _power(builder, number, builder.select(builder.fcmp_unordered("uno", x, x), x, number))
+
+
+@_operation(vector, vector)
+def silu(builder: Any, x: Any) -> Any:
+    """x / (1 + e^-x)."""
+    return _silu(builder, x)
+
+
+def _silu(builder: Any, x: Any) -> Any:
+    power = _exp2(builder, builder.fmul(x, _same(-1.4426950408889634)))
+    return builder.fdiv(x, builder.fadd(_same(1.0), power))
 
 
 @_operation(vector, vector)

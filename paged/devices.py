@@ -124,8 +124,8 @@ def weights_in_panels(
 ) -> bool:
     """Whether linears are our own kernel's: the bits of a row are then the same in any batch.
 
-    In bfloat16 it takes deterministic=True where `bfloat16_is_a_librarys`. Raises ConfigError where that cannot
-    be had.
+    In bfloat16 it takes deterministic=True where `bfloat16_is_a_librarys`. Raises ConfigError where that
+    cannot be had.
     """
     if not config.deterministic:
         left_to_torch = dtype == torch.bfloat16 and bfloat16_is_a_librarys()

@@ -190,17 +190,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one product, which may do the rest too."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
         self.split_sizes = [config.intermediate_size] * 2
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        inner = config.intermediate_size
+        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias, gated=True)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
-        out: Tensor = self.down(self.kernels.silu_and_mul(self.gate_up(hidden)))
+        hidden = self.gate_up(hidden)
+        out: Tensor = self.down(hidden if self.gate_up.is_gated else self.kernels.silu_and_mul(hidden))
         return out
 
     def hf_tensors(self) -> dict[str, Tensor]:

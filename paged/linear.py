@@ -32,18 +32,22 @@ class Forms(NamedTuple):
     """The forms of a model's weights. A head that is tied to the embedding has the embedding's."""
 
     layers: Callable[[Tensor], WeightForm]
+    gated: Callable[[Tensor], WeightForm]  # of a layer's gates and what they gate
     head: Callable[[Tensor], WeightForm]
     embedding: Callable[[Tensor], TableForm]
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b, with nothing initialised: the checkpoint fills it, then `take_form` makes it callable."""
+    """y = x Wᵀ + b, with nothing initialised: the checkpoint fills it, then `take_form` makes it callable.
+
+    gated: the first half of its outputs are gates of the second, and its form may apply them: see `is_gated`.
+    """
 
     form: WeightForm
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, gated: bool = False) -> None:
         super().__init__()
-        self.in_features = in_features
+        self.in_features, self.gated = in_features, gated
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
@@ -54,6 +58,11 @@ class Linear(nn.Module):
         """Trade the weight, once it is loaded, for one in this form."""
         self.form = form(self.weight.detach())
         del self.weight
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether what comes out is silu(gate) * up."""
+        return getattr(self.form, "gated", False)
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """The parameter of a linear that is not fused, under its Hugging Face name."""
@@ -103,14 +112,15 @@ def choose_forms(
     if in_panels:
         from .panels import PANEL_FORMS, Table
 
+        layers = PANEL_FORMS[quantization]
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
-        return Forms(PANEL_FORMS[quantization], head, head if tied else Table)
+        return Forms(layers, partial(layers, gated=True), head, head if tied else Table)
     if quantization is not None:
         require_kernels(quantization)
-        layers = Int4Weight if quantization == "int4" else Int8Weight
-        return Forms(layers, Int8Weight, Int8Weight if tied else PlainWeight)
+        plain = Int4Weight if quantization == "int4" else Int8Weight
+        return Forms(plain, plain, Int8Weight, Int8Weight if tied else PlainWeight)
     form = PackedWeight if can_pack(device, dtype) else PlainWeight
-    return Forms(form, form, PlainWeight)
+    return Forms(form, form, form, PlainWeight)
 
 
 def require_whole_groups(model: nn.Module, forms: Forms) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .kernels import numba_linear
 from .kernels.numba_codes import GROUP, PANEL
-from .kernels.numba_linear import Panels, can_pair
+from .kernels.numba_linear import Panels, can_pair, interleaved
 from .kernels.numba_lookup import take_panel_rows, take_rows
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
@@ -28,12 +28,16 @@ class Table(PlainWeight):
 class PanelWeight:
     """A weight in its own dtype, float32 or bfloat16; sums are float32.
 
-    out_dtype: of its products, where that is not the dtype of x.
+    out_dtype: of its products, where that is not the dtype of x. gated: the weight is of gates and of what
+    they gate, [2 * n, in_features]; its products are silu(gate) * up, of n numbers.
     """
 
-    def __init__(self, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
-        self.dtype, self._out_dtype = weight.dtype, out_dtype
-        self.panels = self._pack(weight)
+    def __init__(self, weight: Tensor, *, out_dtype: torch.dtype | None = None, gated: bool = False) -> None:
+        self.dtype, self._out_dtype, self.gated = weight.dtype, out_dtype, gated
+        if gated:
+            self.panels = self._pack(interleaved(weight))._replace(out_features=len(weight), gated=True)
+        else:
+            self.panels = self._pack(weight)
         self._bias: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> Panels:
@@ -42,7 +46,8 @@ class PanelWeight:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""
         if bias is not None and self._bias is None:  # which never changes
-            self._bias = F.pad(bias.float(), (0, len(self.panels.weight) * PANEL - len(bias)))
+            rows = interleaved(bias.float()) if self.gated else bias.float()
+            self._bias = F.pad(rows, (0, len(self.panels.weight) * PANEL - len(rows)))
         return numba_linear.linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
 
     def rows(self, indices: Tensor) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
 from paged import ConfigError, SamplingParams, devices
+from paged.kernels import numba_ops
 from paged.kernels.numba_vectors import HAS_DOT
 from paged.linear import Linear
 from paged.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight
@@ -78,6 +82,25 @@ def test_rows_that_are_not_side_by_side(dtype):
     form = PanelWeight(weight)
     assert torch.equal(form(x[:, 1:65], None), form(x[:, 1:65].clone(), None))
     assert torch.equal(form(x[:, ::2][:, :64], None), form(x[:, ::2][:, :64].clone(), None))
+
+
+@forms
+@dtypes
+@pytest.mark.parametrize("size", [5, 16, 100])
+def test_gates_are_applied(form, dtype, size):
+    """The bits of float32 are those of the product and what gates it, one after the other."""
+    linear = Linear(64, 2 * size, bias=size != 16, gated=True).to(dtype)
+    for parameter in linear.parameters():
+        parameter.data.normal_()
+    plain, x = copy.deepcopy(linear), torch.randn(75, 64, dtype=dtype)
+    linear.take_form(partial(form, gated=True))
+    plain.take_form(partial(form, out_dtype=torch.float32))
+    assert linear.is_gated
+    assert not plain.is_gated
+    out, expected = linear(x), numba_ops.silu_and_mul(plain(x))
+    assert out.shape == (75, size)
+    assert torch.equal(out, expected.to(dtype))
+    assert torch.equal(linear(x[7:9]), out[7:9])
 
 
 @dtypes

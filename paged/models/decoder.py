@@ -100,7 +100,8 @@ class Decoder(nn.Module):
                 part.take_form(forms.embedding)
             for module in part.modules():
                 if isinstance(module, Linear):
-                    module.take_form(forms.head if module is self.head else forms.layers)
+                    form = forms.gated if module.gated else forms.layers
+                    module.take_form(forms.head if module is self.head else form)
         if self.config.tie_word_embeddings:
             self.head.form = self.embedding.form
 
