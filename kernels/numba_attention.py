@@ -10,8 +10,6 @@ and every sum of a row is a chain of its own. So the bits of a token's output de
 not on the batch, on how its prompt was cut into chunks, or on what was shared out over threads.
 """
 
-import math
-
 import numpy as np
 from numba import carray, cfunc
 
@@ -31,30 +29,14 @@ from .numba_memory import (
     transpose,
 )
 from .numba_rows import copy_row, copy_rows
+from .numba_softmax import NOTHING, TILE, TILE_BYTES, ZERO, fill, finish, merge_softmax, padded, weigh
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
 from .numba_tiles import multiply_add
-from .numba_vectors import (
-    LANES,
-    VECTOR_BYTES,
-    add,
-    exp2,
-    fma,
-    function,
-    greater,
-    highest,
-    multiply,
-    splat,
-    total,
-)
+from .numba_vectors import LANES, VECTOR_BYTES, function
 
-TILE = 64  # keys
 SPLIT = 1024  # tokens that one softmax is over
 MAX_ROWS = 64  # query rows (tokens x heads that share K and V) of a unit for each KV head, or one token's
 BLOCK = 12  # of these, that go no further in a tile than the last of them sees
-_TILE_BYTES = 4 * TILE
-_LOG2E = np.float32(1.4426950408889634)
-_NOTHING = np.float32(-math.inf)
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 _ADDRESSES = (
     "units",  # i64[num_units, 8]: seq, first and end token, KV head and split, and the number of its part
@@ -88,12 +70,6 @@ _STRIDES = (  # bytes
 ATTEND = Task((*_ADDRESSES, *_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap"))
 MERGE = Task(("merges", "parts", "out", "num_heads", "value_dim", "query_kind", "sinks"))
 _ATTEND_RECORD, _MERGE_RECORD = ATTEND.record, MERGE.record
-
-
-@function
-def padded(dim):
-    """dim rounded up to whole vectors."""
-    return (dim + LANES - 1) // LANES * LANES
 
 
 def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_heads: int) -> int:
@@ -134,24 +110,7 @@ def _transpose_keys(keys, tile_keys, stride, head_dim, count):
     for key in range(0, count, LANES):
         for column in range(0, head_dim, LANES):
             d = min(column, head_dim - LANES)
-            transpose(keys + d * _TILE_BYTES + 4 * key, _TILE_BYTES, tile_keys + key * stride + 4 * d, stride)
-
-
-@function
-def _fill(address, num_vectors, x):
-    same = splat(x)
-    for i in range(num_vectors):
-        store(address + i * VECTOR_BYTES, same)
-
-
-@function
-def _weight(score, highest_score):
-    """e^(score - highest_score), 0 for nothing."""
-    if score == _NOTHING:
-        return _ZERO
-    if score == highest_score:  # as it mostly is
-        return _ONE
-    return highest(exp2(splat((score - highest_score) * _LOG2E)))
+            transpose(keys + d * TILE_BYTES + 4 * key, TILE_BYTES, tile_keys + key * stride + 4 * d, stride)
 
 
 @function
@@ -168,155 +127,25 @@ def _fill_scales(args, seq, tile, skip, count, key_head, to):
 
 
 @function
-def _multiply_row(scores, scales, num_vectors):
-    """A row's scores, or its weights, by the scales of the K or V they belong to."""
-    for i in range(num_vectors):
-        at = scores + i * VECTOR_BYTES
-        store(at, multiply(load(at), load(scales + i * VECTOR_BYTES)))
-
-
-@function
-def _edit_scores(args, scores, head, tile, count, query_position):
-    """Softcap and ALiBi, where asked for: one row of scores in place."""
-    for j in range(count):
-        x = get_float(scores + 4 * j)
-        if args.softcap:
-            x = np.float32(args.softcap * math.tanh(x / args.softcap))
-        if args.alibi_slopes:
-            x += get_float(args.alibi_slopes + 4 * head) * np.float32(tile + j - query_position)
-        set_float(scores + 4 * j, x)
-
-
-@function
-def _hide(args, scores, tile, count, width, token, query_position, new_position):
-    """-inf for the keys of the tile, up to `width`, that a token does not see; new_position is that of the
-    first new one.
-    """
-    end = count
-    if args.tree_mask:
-        bits = get_long(args.tree_mask + 8 * token)
-        for j in range(max(0, new_position - tile), count):
-            if not (bits >> (tile + j - new_position)) & 1:
-                set_float(scores + 4 * j, _NOTHING)
-    elif args.causal:
-        end = min(count, query_position + 1 - tile)
-    start = max(0, query_position - args.window + 1 - tile) if args.window else 0
-    for j in range(min(start, width)):
-        set_float(scores + 4 * j, _NOTHING)
-    for j in range(max(0, end), width):
-        set_float(scores + 4 * j, _NOTHING)
-
-
-@function
-def _find_highest(scores, width, state, sums, num_vectors):
-    """The highest score so far becomes a row's state, and what was summed up relative to the one before it
-    relative to that.
-    """
-    top = load(scores)
-    for i in range(1, width // LANES):
-        top = greater(load(scores + i * VECTOR_BYTES), top)
-    before = get_float(state)
-    now = max(before, highest(top))
-    kept = _weight(before, now)
-    set_float(state, now)
-    if kept != _ONE:
-        set_float(state + 4, get_float(state + 4) * kept)
-        _scale_row(sums, num_vectors, kept)
-
-
-@function
-def _take_weights(scores, width, state):
-    """A row's scores become weights relative to the highest; their sum is added to the state."""
-    now = get_float(state)
-    log2e, base = splat(_LOG2E), splat(-now * _LOG2E if now > _NOTHING else _ZERO)
-    weights = splat(_ZERO)
-    for i in range(width // LANES):
-        at = scores + i * VECTOR_BYTES
-        weight = exp2(fma(load(at), log2e, base))
-        store(at, weight)
-        weights = add(weights, weight)
-    set_float(state + 4, get_float(state + 4) + total(weights))
-
-
-@function
-def _weigh(
-    args, scores, states, sums, num_vectors, scales, key_head, first, rows, tile, count,
-    token, position, new_position, hidden,
-):  # fmt: skip
-    """Scores of some rows, from the first on, with a head's first `count` keys of a tile become what V is
-    multiplied by, and their sums so far are adapted. token, position: of row 0.
-    """
-    width, group = padded(count), args.num_heads // args.num_kv_heads
-    for i in range(rows):
-        row, in_group, later = scores + i * _TILE_BYTES, (first + i) % group, (first + i) // group
-        if args.key_scales:
-            _multiply_row(row, scales, width // LANES)
-        if args.softcap or args.alibi_slopes:
-            _edit_scores(args, row, key_head * group + in_group, tile, count, position + later)
-        if hidden:
-            _hide(args, row, tile, count, width, token + later, position + later, new_position)
-        _find_highest(row, width, states + 8 * i, sums + i * num_vectors * VECTOR_BYTES, num_vectors)
-    # Apart, so that a row's long chains of instructions run beside those of the next ones.
-    for i in range(rows):
-        _take_weights(scores + i * _TILE_BYTES, width, states + 8 * i)
-        if args.value_scales:
-            _multiply_row(scores + i * _TILE_BYTES, scales + _TILE_BYTES, width // LANES)
-
-
-@function
 def _attend_block(
     args, scores, queries, keys, values, value_stride, sums, states, scales,
     head, block, end, tile, skip, count, token, position, new_position, hidden,
 ):  # fmt: skip
     """Some rows of a unit with one head's first `count` keys of a tile."""
     rows, row_bytes = end - block, 4 * padded(args.value_dim)
-    _fill(scores, rows * (TILE // LANES), _ZERO)
+    fill(scores, rows * (TILE // LANES), ZERO)
     multiply_add(
-        scores, _TILE_BYTES, queries, 4 * args.head_dim, keys,
-        _TILE_BYTES, rows, padded(count) // LANES, args.head_dim,
+        scores, TILE_BYTES, queries, 4 * args.head_dim, keys,
+        TILE_BYTES, rows, padded(count) // LANES, args.head_dim,
     )  # fmt: skip
-    _weigh(
+    weigh(
         args, scores, states, sums, row_bytes // VECTOR_BYTES, scales, head, block, rows, tile, count,
         token, position, new_position, hidden,
     )  # fmt: skip
     multiply_add(
-        sums, row_bytes, scores + 4 * skip, _TILE_BYTES, values + skip * value_stride, value_stride,
+        sums, row_bytes, scores + 4 * skip, TILE_BYTES, values + skip * value_stride, value_stride,
         rows, row_bytes // VECTOR_BYTES, count - skip,
     )  # fmt: skip
-
-
-@function
-def _scale_row(address, num_vectors, factor):
-    times = splat(factor)
-    for i in range(num_vectors):
-        at = address + i * VECTOR_BYTES
-        store(at, multiply(load(at), times))
-
-
-@function
-def _merge(state, sums, part_state, part_sums, num_vectors):
-    """Add the softmax over some keys to that over the ones before them."""
-    now = max(get_float(state), get_float(part_state))
-    kept, added = _weight(get_float(state), now), _weight(get_float(part_state), now)
-    set_float(state, now)
-    set_float(state + 4, get_float(state + 4) * kept + get_float(part_state + 4) * added)
-    for i in range(num_vectors):
-        at = i * VECTOR_BYTES
-        old = multiply(load(sums + at), splat(kept))
-        store(sums + at, fma(load(part_sums + at), splat(added), old))
-
-
-@function
-def _finish(state, sums, out, out_kind, value_dim, sinks, head):
-    """The weighted mean of V, in its place. A sink is one more weight, without a value."""
-    score, weight = get_float(state), get_float(state + 4)
-    if sinks:
-        sink = get_float(sinks + 4 * head)
-        now = max(score, sink)
-        kept = _weight(score, now)
-        weight = weight * kept + _weight(sink, now)
-        _scale_row(sums, padded(value_dim) // LANES, kept)
-    copy_row(out_kind, out, FLOAT32, sums, value_dim, _ONE / weight)
 
 
 @function
@@ -351,8 +180,8 @@ def _attend(args, unit, scratch):
     tile_keys = scratch
     tile_values = tile_keys + TILE * key_stride
     keys = tile_values + TILE * value_stride  # transposed
-    scores = keys + args.head_dim * _TILE_BYTES
-    addresses = scores + max(MAX_ROWS, num_rows) * _TILE_BYTES
+    scores = keys + args.head_dim * TILE_BYTES
+    addresses = scores + max(MAX_ROWS, num_rows) * TILE_BYTES
     queries = addresses + 8 * (2 * TILE + LANES)
     sums = queries + num_rows * 4 * args.head_dim  # of the split at hand
     totals = sums + num_rows * 4 * width
@@ -366,15 +195,15 @@ def _attend(args, unit, scratch):
         source = args.query + token * args.query_token_stride + head * args.query_head_stride
         to = queries + i * 4 * args.head_dim
         copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
-        set_float(total_states + 8 * i, _NOTHING)
-        set_float(total_states + 8 * i + 4, _ZERO)
-    _fill(totals, num_rows * num_vectors, _ZERO)
+        set_float(total_states + 8 * i, NOTHING)
+        set_float(total_states + 8 * i + 4, ZERO)
+    fill(totals, num_rows * num_vectors, ZERO)
 
     for split in range(max(first_split, low // SPLIT), end_split):
-        _fill(sums, num_rows * num_vectors, _ZERO)
+        fill(sums, num_rows * num_vectors, ZERO)
         for i in range(num_rows):
-            set_float(states + 8 * i, _NOTHING)
-            set_float(states + 8 * i + 4, _ZERO)
+            set_float(states + 8 * i, NOTHING)
+            set_float(states + 8 * i + 4, ZERO)
         for tile in range(max(split * SPLIT, low // TILE * TILE), min((split + 1) * SPLIT, high), TILE):
             skip, count = max(0, low - tile), min(TILE, high - tile)
             _fill_addresses(args, seq, tile, skip, count, addresses)
@@ -383,7 +212,7 @@ def _attend(args, unit, scratch):
             hidden = tile + TILE > seen_by_all or args.window > 0
             if in_place:
                 score_keys(
-                    args.cache_kind, scores, _TILE_BYTES, queries, 4 * args.head_dim, addresses,
+                    args.cache_kind, scores, TILE_BYTES, queries, 4 * args.head_dim, addresses,
                     first_head * args.key_head_stride, args.key_head_stride, skip, count,
                     end_head - first_head, rows, args.head_dim,
                     addresses + 8 * TILE, first_head * args.value_head_stride, args.value_head_stride,
@@ -392,13 +221,13 @@ def _attend(args, unit, scratch):
                     row = (head - first_head) * rows
                     if args.key_scales:
                         _fill_scales(args, seq, tile, skip, count, head, scales)
-                    _weigh(
-                        args, scores + row * _TILE_BYTES, states + 8 * row, sums + row * 4 * width,
+                    weigh(
+                        args, scores + row * TILE_BYTES, states + 8 * row, sums + row * 4 * width,
                         num_vectors, scales, head, 0, rows, tile, count, start + first_token,
                         position, new_position, hidden,
                     )  # fmt: skip
                 add_values(
-                    args.cache_kind, sums, 4 * width, scores, _TILE_BYTES, addresses + 8 * TILE,
+                    args.cache_kind, sums, 4 * width, scores, TILE_BYTES, addresses + 8 * TILE,
                     first_head * args.value_head_stride, args.value_head_stride, skip, count,
                     end_head - first_head, rows, num_vectors,
                     addresses + 16 * TILE, first_head * args.key_head_stride, args.key_head_stride,
@@ -436,7 +265,7 @@ def _attend(args, unit, scratch):
                             hidden,
                         )  # fmt: skip
         for i in range(num_rows):
-            _merge(
+            merge_softmax(
                 total_states + 8 * i,
                 totals + i * 4 * width,
                 states + 8 * i,
@@ -449,7 +278,7 @@ def _attend(args, unit, scratch):
         token = start + first_token + i % rows // group
         if part < 0:
             out = args.out + (token * args.num_heads + head) * args.value_dim * item_size(args.query_kind)
-            _finish(
+            finish(
                 total_states + 8 * i,
                 totals + i * 4 * width,
                 out,
@@ -477,11 +306,11 @@ def _merge_parts(args, unit):
         state = args.parts + (first_part + i) * size
         for number in range(1, num_parts):
             part = state + number * num_rows * size
-            _merge(state, state + 8, part, part + 8, width // LANES)
+            merge_softmax(state, state + 8, part, part + 8, width // LANES)
         head = (first_head + i // rows) * group + i % group
         token = first_token + i % rows // group
         out = args.out + (token * args.num_heads + head) * args.value_dim * item_size(args.query_kind)
-        _finish(state, state + 8, out, args.query_kind, args.value_dim, args.sinks, head)
+        finish(state, state + 8, out, args.query_kind, args.value_dim, args.sinks, head)
 
 
 def _compile(sources: int):  # numba's cache of compiled code goes by this too

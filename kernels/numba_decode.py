@@ -28,11 +28,10 @@ from .numba_memory import (
 from .numba_vectors import (
     _F32,
     _I64,
-    _VECTOR,
     LANES,
     VECTOR_BYTES,
     _at,
-    _call,
+    _fma,
     _operation,
     _same,
     _splat,
@@ -46,10 +45,6 @@ _BLOCK = 8  # keys whose V is added for all heads before the next: some pages of
 
 def _long(number: int) -> ir.Constant:
     return ir.Constant(_I64, number)
-
-
-def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    return _call(builder, f"llvm.fma.v{LANES}f32", _VECTOR, x, y, z)
 
 
 def _key_tile(rows: int, kind: int) -> Any:

@@ -6,6 +6,7 @@ The weight lies in panels of PANEL outputs, each read from end to end by one thr
 the sums, which are float32.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -93,56 +94,80 @@ def can_pair(dtype: torch.dtype, in_features: int) -> bool:
     return HAS_DOT and dtype == torch.bfloat16 and in_features % 2 == 0
 
 
-def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False) -> Panels:
+def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, gated: bool = False) -> Panels:
     """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
 
-    pairs: for x in bfloat16, where `can_pair` holds. Raises ValueError unless the weight is float32, bfloat16
-    or int8, and in pairs one of the last two.
+    pairs: for x in bfloat16, where `can_pair` holds. gated: see Panels; the first half are the gates. Raises
+    ValueError unless the weight is float32, bfloat16 or int8, in pairs one of the last two, and has scales
+    just where it is int8.
     """
+    _check_pairs(pairs)
     check_dtype("weight", weight, tuple(_PAIR_KINDS if pairs else _KINDS)[:-1])
+    if (scales is not None) != (weight.dtype == torch.int8):
+        raise ValueError(f"scales go with a weight in int8 and with no other, got {weight.dtype}")
     out_features, in_features = weight.shape
-    num_panels = -(-out_features // PANEL)
+    num_panels = _num_panels(out_features, gated)
     panels = weight.new_zeros(num_panels, in_features // (1 + pairs), PANEL, 1 + pairs)
-    for i, rows in enumerate(weight.split(PANEL)):
+    for i, rows in enumerate(_rows_of_panels(weight, gated)):
         panels[i, :, : len(rows)] = _by_depth(rows, pairs)
-    padded_scales = torch.ones(num_panels * PANEL, dtype=torch.float32)
-    if scales is not None:
-        padded_scales[:out_features] = scales
-    return Panels(panels if pairs else panels.squeeze(3), padded_scales, out_features)
+    factors = torch.ones(out_features, dtype=torch.float32) if scales is None else scales
+    padded = pad(factors, gated=gated)
+    return Panels(panels if pairs else panels.squeeze(3), padded, out_features, gated)
 
 
-def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, *, pairs: bool = False) -> Panels:
-    """The panels of scale * (code - 8) + zero.
+def pack_int4(
+    codes: Tensor, scales: Tensor, zeros: Tensor, *, pairs: bool = False, gated: bool = False
+) -> Panels:
+    """The panels of scale * (code - 8) + zero; see `pack`.
 
     codes: uint8[out_features, in_features], 0 to 15. scales, zeros: bf16[out_features, in_features // GROUP].
     """
+    _check_pairs(pairs)
     out_features, in_features = codes.shape
-    num_panels, num_groups = -(-out_features // PANEL), in_features // GROUP
+    num_panels, num_groups = _num_panels(out_features, gated), in_features // GROUP
     panels = codes.new_zeros(num_panels, in_features // (1 + pairs), LANES, 1 + pairs)
     factors = scales.new_zeros(num_panels, num_groups, 2, PANEL)
-    tiles = zip(codes.split(PANEL), scales.split(PANEL), zeros.split(PANEL), strict=True)
+    tiles = zip(*(_rows_of_panels(x, gated) for x in (codes, scales, zeros)), strict=True)
     for i, (rows, scale, zero) in enumerate(tiles):
         halves = codes.new_zeros(PANEL, in_features)
         halves[: len(rows)] = rows
         panels[i] = _by_depth(halves[:LANES] | halves[LANES:] << 4, pairs)
         factors[i, :, 0, : len(rows)], factors[i, :, 1, : len(rows)] = scale.T, zero.T
-    return Panels(panels if pairs else panels.squeeze(3), factors, out_features)
+    return Panels(panels if pairs else panels.squeeze(3), factors, out_features, gated)
+
+
+def pad(numbers: Tensor, *, gated: bool = False) -> Tensor:
+    """A number for each output as panels have them: [out_features] -> f32[num_panels * PANEL]."""
+    padded = torch.zeros(_num_panels(len(numbers), gated), PANEL, dtype=torch.float32)
+    for i, part in enumerate(_rows_of_panels(numbers, gated)):
+        padded[i, : len(part)] = part
+    return padded.flatten()
+
+
+def _check_pairs(pairs: bool) -> None:
+    if pairs and not HAS_DOT:
+        raise ValueError("pairs=True takes a CPU with AVX512-BF16; leave it out, as `can_pair` says")
+
+
+def _num_panels(out_features: int, gated: bool) -> int:
+    return -(-out_features // 2 // LANES) if gated else -(-out_features // PANEL)
+
+
+def _rows_of_panels(x: Tensor, gated: bool) -> Iterator[Tensor]:
+    """A panel's rows each: of gates and what they gate LANES of both, behind them zeros."""
+    if not gated:
+        yield from torch.split(x, PANEL)
+        return
+    gates, others = x.chunk(2)
+    for gate, other in zip(torch.split(gates, LANES), torch.split(others, LANES), strict=True):
+        both = gate.new_zeros(2, LANES, *gate.shape[1:])
+        both[0, : len(gate)], both[1, : len(gate)] = gate, other
+        yield both.flatten(0, 1)
 
 
 def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
     """[n, in_features] -> [in_features, n, 1], or [in_features // 2, n, 2]."""
     return rows.reshape(len(rows), -1, 1 + pairs).transpose(0, 1)
-
-
-def interleaved(x: Tensor) -> Tensor:
-    """Rows [2 * n, ...], of gates and what they gate, as panels have them: so that each has LANES of both.
-
-    They are padded with zeros. Returns [2 * m, ...], with m the next multiple of LANES.
-    """
-    halves = x.view(2, -1, *x.shape[1:])
-    padded = halves.new_zeros(2, -(-halves.shape[1] // LANES) * LANES, *x.shape[1:])
-    padded[:, : halves.shape[1]] = halves
-    return padded.view(2, -1, LANES, *x.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -229,9 +254,10 @@ def _compile(sources: int):  # numba's cache of compiled code goes by this too
         _ = sources
         args, counters = carray(record, 1, _RECORD)[0], address_of(record)
         scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-        for v in range(0, _WIDTH, VECTOR_BYTES):
-            store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
         unit = claim(counters + NEXT_UNIT)
+        if unit < args.num_units:  # else its scratch memory may be another kernel's by now
+            for v in range(0, _WIDTH, VECTOR_BYTES):
+                store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
         while unit < args.num_units:
             next_unit = claim(counters + NEXT_UNIT)
             _linear(args, unit, next_unit, scratch)

@@ -112,7 +112,9 @@ def take_rows(table: Tensor, indices: Tensor) -> Tensor:
 
 
 def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a weight by i64[m]: [m, in_features] in this dtype. Not of int4."""
+    """Rows of a weight by i64[m]: [m, in_features] in this dtype, of plain pairs their own. Not of int4."""
+    if panels.kind == PAIRS:
+        check_dtype("rows", panels.weight, (dtype,))
     weight, size = panels.weight, panels.in_features
     if size < LANES:
         rows = weight[indices // PANEL, :, indices % PANEL].flatten(1)

@@ -265,12 +265,6 @@ def _prefetch(builder: Any, address: Any, *, write: bool = False) -> None:
     _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), _at(builder, ir.IntType(8), address), *how)
 
 
-@_operation(types.void, types.int64)
-def will_write(builder: Any, address: Any) -> None:
-    """Have the cache line there on its way to be written."""
-    _prefetch(builder, address, write=True)
-
-
 @_operation(types.void, types.int64, types.int64)
 def call(builder: Any, function_address: Any, argument: Any) -> Any:
     """A C function of an address, by its own."""

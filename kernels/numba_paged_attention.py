@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .attention_checks import AttentionOptions, check_attention, check_own_plan, check_plans
 from .checks import check_device, in_debug_mode
-from .numba_attention import ATTEND, MAX_ROWS, MERGE, SPLIT, padded, scratch_size
+from .numba_attention import ATTEND, MAX_ROWS, MERGE, SPLIT, scratch_size
 from .numba_memory import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+from .numba_softmax import padded
 
 KINDS = {
     torch.float32: FLOAT32,

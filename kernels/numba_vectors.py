@@ -29,8 +29,8 @@ VECTOR_BYTES = 4 * LANES
 
 def _has_dot() -> bool:
     """Whether vectors of bfloat16 are multiplied, in pairs that are added up, by what numba compiles."""
-    if config.CPU_NAME or config.CPU_FEATURES:  # told to make other code
-        return LANES == 16 and "+avx512bf16" in (config.CPU_FEATURES or "")
+    if config.CPU_FEATURES is not None:  # told to compile for another CPU
+        return LANES == 16 and "+avx512bf16" in config.CPU_FEATURES
     return LANES == 16 and bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
 
@@ -133,12 +133,6 @@ def subtract(builder: Any, x: Any, y: Any) -> Any:
 def multiply(builder: Any, x: Any, y: Any) -> Any:
     """x y."""
     return builder.fmul(x, y)
-
-
-@_operation(vector, vector, vector)
-def divide(builder: Any, x: Any, y: Any) -> Any:
-    """x / y."""
-    return builder.fdiv(x, y)
 
 
 def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:

@@ -18,7 +18,10 @@ class WeightForm(Protocol):
     """A weight [out_features, in_features] that multiplies, made of the plain one."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x; float32 of a head."""
+        """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x.
+
+        It may be made to give float32, and half as many outputs, silu(gate) * up: see Forms.
+        """
 
 
 class TableForm(WeightForm, Protocol):
@@ -29,7 +32,10 @@ class TableForm(WeightForm, Protocol):
 
 
 class Forms(NamedTuple):
-    """The forms of a model's weights. A head that is tied to the embedding has the embedding's."""
+    """The forms of a model's weights. A head that is tied to the embedding has the embedding's.
+
+    A head's may give float32, that of gates apply them.
+    """
 
     layers: Callable[[Tensor], WeightForm]
     gated: Callable[[Tensor], WeightForm]  # of a layer's gates and what they gate

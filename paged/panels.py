@@ -6,12 +6,11 @@ The bits of a row do not depend on the rows beside it, so neither do those of a 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import numba_linear
-from .kernels.numba_codes import GROUP, PANEL
-from .kernels.numba_linear import Panels, can_pair, interleaved
+from .kernels.numba_codes import GROUP
+from .kernels.numba_linear import Panels, can_pair
 from .kernels.numba_lookup import take_panel_rows, take_rows
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
@@ -34,20 +33,16 @@ class PanelWeight:
 
     def __init__(self, weight: Tensor, *, out_dtype: torch.dtype | None = None, gated: bool = False) -> None:
         self.dtype, self._out_dtype, self.gated = weight.dtype, out_dtype, gated
-        if gated:
-            self.panels = self._pack(interleaved(weight))._replace(out_features=len(weight), gated=True)
-        else:
-            self.panels = self._pack(weight)
+        self.panels = self._pack(weight, can_pair(weight.dtype, weight.shape[1]), gated)
         self._bias: Tensor | None = None
 
-    def _pack(self, weight: Tensor) -> Panels:
-        return numba_linear.pack(weight, pairs=can_pair(weight.dtype, weight.shape[1]))
+    def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
+        return numba_linear.pack(weight, pairs=pairs, gated=gated)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""
         if bias is not None and self._bias is None:  # which never changes
-            rows = interleaved(bias.float()) if self.gated else bias.float()
-            self._bias = F.pad(rows, (0, len(self.panels.weight) * PANEL - len(rows)))
+            self._bias = numba_linear.pad(bias, gated=self.gated)
         return numba_linear.linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -58,9 +53,9 @@ class PanelWeight:
 class PanelInt8Weight(PanelWeight):
     """Symmetric int8, one scale for an output: see Int8Weight."""
 
-    def _pack(self, weight: Tensor) -> Panels:
+    def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         plain = Int8Weight(weight)
-        return numba_linear.pack(plain.codes, plain.scale, pairs=can_pair(weight.dtype, weight.shape[1]))
+        return numba_linear.pack(plain.codes, plain.scale, pairs=pairs, gated=gated)
 
 
 class PanelInt4Weight(PanelWeight):
@@ -68,10 +63,9 @@ class PanelInt4Weight(PanelWeight):
 
     GROUP = GROUP
 
-    def _pack(self, weight: Tensor) -> Panels:
+    def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
-        pairs = can_pair(weight.dtype, weight.shape[1])
-        return numba_linear.pack_int4(codes.flatten(1), scales, zeros, pairs=pairs)
+        return numba_linear.pack_int4(codes.flatten(1), scales, zeros, pairs=pairs, gated=gated)
 
 
 PANEL_FORMS: dict[str | None, type[PanelWeight]] = {

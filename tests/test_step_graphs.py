@@ -24,7 +24,7 @@ CASES = {
     "qwen3": {"quantization": "int8"},
 }
 if HAS_DOT:  # elsewhere bfloat16 is left to torch in part
-    CASES |= {"demo": {"dtype": "bfloat16"}, "qwen2": {"dtype": "bfloat16"}}
+    CASES |= {name: {"dtype": "bfloat16", "deterministic": True} for name in ("demo", "qwen2")}
 
 
 @pytest.fixture(scope="module")
