@@ -104,7 +104,10 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     _check_pairs(pairs)
     check_dtype("weight", weight, tuple(_PAIR_KINDS if pairs else _KINDS)[:-1])
     if (scales is not None) != (weight.dtype == torch.int8):
-        raise ValueError(f"scales go with a weight in int8 and with no other, got {weight.dtype}")
+        given = "none" if scales is None else "some"
+        raise ValueError(
+            f"scales go with a weight in int8 and with no other, got {given} with {weight.dtype}"
+        )
     out_features, in_features = weight.shape
     num_panels = _num_panels(out_features, gated)
     panels = weight.new_zeros(num_panels, in_features // (1 + pairs), PANEL, 1 + pairs)
@@ -224,8 +227,7 @@ def _linear(args, unit, next_unit, scratch):
         c, c_stride, ahead = zeros, 0, b + depth * stride
         if start:
             c, c_stride = scratch, _WIDTH
-        to, to_stride, to_kind, bias = scratch, _WIDTH, FLOAT32, 0
-        scale = 0
+        to, to_stride, to_kind, scale, bias = scratch, _WIDTH, FLOAT32, 0, 0
         if kind in (INT4, INT4_PAIRS):
             scale = args.scales + group_bytes(kind, panel * args.depth + start)
         if rows > MOST_TILE_ROWS and unpacked_kind(kind) != kind:  # once for all tiles
