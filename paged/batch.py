@@ -15,28 +15,37 @@ from torch import Tensor
 
 from .request import Request
 from .schedule import Schedule
+from .sequence_blocks import SequenceBlocks
 
 
 @dataclass(slots=True)
-class Batch:
-    """Tensors of one step over num_seqs sequences with num_tokens new tokens between them."""
+class Queries:
+    """The tokens that attention is computed for: of each of num_seqs sequences the last ones."""
 
-    token_ids: Tensor  # i64[num_tokens]
-    positions: Tensor  # i64[num_tokens]
-    rope_lens: Tensor | None  # i64[num_tokens], the sequence length that dynamic rope scaling goes by
-    # One for each layer group:
-    slot_mapping: tuple[Tensor, ...]  # i64[num_tokens], where each new token's K and V go
-    block_tables: tuple[Tensor, ...]  # i32[num_seqs, max_blocks_per_seq], 0 behind a sequence's own blocks
-    seq_lens: Tensor  # i32[num_seqs], computed and new tokens
-    cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
-    # i64[num_rows], the tokens whose final hidden states are wanted: first those that are sampled from, then
-    # what reports ask for
-    rows: Tensor
-    num_logits: int  # how many are sampled from
+    # One for each layer group: i32[num_seqs, max_blocks_per_seq], 0 behind a sequence's own blocks
+    block_tables: tuple[Tensor, ...]
+    seq_lens: Tensor  # i32[num_seqs], these tokens and all before them
+    cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of how many these are
     max_seqlen_q: int
     min_seqlen_q: int
     # What attention works out from the lengths, once for all layers.
     plans: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Tensors of one step with num_tokens new tokens, those of all sequences together."""
+
+    token_ids: Tensor  # i64[num_tokens]
+    positions: Tensor  # i64[num_tokens]
+    rope_lens: Tensor | None  # i64[num_tokens], the sequence length that dynamic rope scaling goes by
+    slot_mapping: tuple[Tensor, ...]  # for each layer group, i64[num_tokens]: where new K and V go
+    queries: Queries  # the new tokens
+    # i64[num_rows], the tokens whose final hidden states are wanted: first those that are sampled from, then
+    # what reports ask for
+    rows: Tensor
+    wanted: Queries | None  # these; a sequence may be there more than once, or end early. None without rows
+    num_logits: int  # how many are sampled from
     age: int = 0  # how often every sequence got one more token in place
     is_decode: bool = False  # a token is sampled behind every new one, once and in order, and nothing else
 
@@ -84,27 +93,52 @@ class BatchBuilder:
         requests, num_new_tokens = schedule.requests, schedule.num_new_tokens
         token_ids, positions, seq_lens = _tokens(schedule)
         rope_lens = _rope_lens(schedule) if self.with_rope_lens else []
-        cu_seqlens_q = [0, *accumulate(num_new_tokens)]
-        rows = [cu_seqlens_q[i + 1] - 1 for i in schedule.sampled]
-        for asked in schedule.asked_rows():
-            rows += range(asked.offset, asked.offset + asked.end - asked.start)
-        tables = [[r.blocks.tables[g] for r in requests] for g in range(len(requests[0].blocks.tables))]
+        ends, asked = [*accumulate(num_new_tokens)], schedule.asked_rows()
+        rows = [ends[i] - 1 for i in schedule.sampled]
+        for run in asked:
+            rows += range(run.offset, run.offset + run.end - run.start)
+        num_tokens, num_rows, num_logits = len(token_ids), len(rows), len(schedule.sampled)
+        # Counts alone would not do: samples of one prompt share its last row.
+        is_decode = num_logits == num_tokens and rows == [*range(num_tokens)]
 
         # Two buffers: each costs a trip to a GPU.
-        longs = array("q", token_ids + rows + positions + rope_lens)
-        ints = array("i", seq_lens + cu_seqlens_q)
-        for group in tables:
-            longs.extend(_slots(group, schedule, seq_lens, self.block_size))
-            ints += pad_tables(group)
-        widths = [max(map(len, group)) for group in tables]
-        num_logits, extremes = len(schedule.sampled), (max(num_new_tokens), min(num_new_tokens))
-        sizes = (len(requests), len(token_ids), len(rows), num_logits, *extremes, *widths)
-        batch, self._last = self._batch(longs, ints, *sizes), None
-        # Counts alone would not do: samples of one prompt share its last row.
-        batch.is_decode = num_logits == len(token_ids) and rows == [*range(num_logits)]
-        if schedule.is_decode and self.device.type == "cpu":
+        longs, ints = array("q", token_ids + rows + positions + rope_lens), array("i")
+        blocks = [request.blocks for request in requests]
+        num_groups = len(blocks[0].tables)
+        for g in range(num_groups):
+            longs.extend(_slots([own.tables[g] for own in blocks], schedule, seq_lens, self.block_size))
+        sizes = _add_queries(ints, blocks, seq_lens, num_new_tokens)
+        lengths = [1] * num_logits + [run.end - run.start for run in asked]
+        if rows and not is_decode:
+            sizes += _add_queries(
+                ints,
+                [blocks[i] for i in schedule.sampled] + [run.request.blocks for run in asked],
+                [seq_lens[i] for i in schedule.sampled] + [run.end for run in asked],
+                lengths,
+            )
+        token_sizes = [num_tokens, num_rows, num_tokens, len(rope_lens)] + [num_tokens] * num_groups
+        by_token = _split(longs, torch.int64, self.device, token_sizes)
+        by_sequence = _split(ints, torch.int32, self.device, sizes)
+        queries = _queries(by_sequence[: 2 + num_groups], num_new_tokens)
+        wanted = queries if is_decode else None
+        if rows and not is_decode:
+            wanted = _queries(by_sequence[2 + num_groups :], lengths)
+        batch = Batch(
+            token_ids=by_token[0],
+            rows=by_token[1],
+            positions=by_token[2],
+            rope_lens=by_token[3] if self.with_rope_lens else None,
+            slot_mapping=by_token[4:],
+            queries=queries,
+            wanted=wanted,
+            num_logits=num_logits,
+            is_decode=is_decode,
+        )
+        self._last = None
+        if is_decode and schedule.is_decode and self.device.type == "cpu":
             num = len(requests)
             growing = (np.frombuffer(longs, np.int64)[2 * num :], np.frombuffer(ints, np.int32)[:num])
+            widths = [table.shape[1] for table in queries.block_tables]
             self._last = _Decodes(requests, longs, ints, growing, widths, batch)
         return batch
 
@@ -114,7 +148,7 @@ class BatchBuilder:
         grown = [(row, schedule.requests[row].blocks.tables) for row in schedule.grown]
         if any(len(tables[g]) > width for _, tables in grown for g, width in enumerate(widths)):
             return False
-        last.batch.plans.clear()
+        last.batch.queries.plans.clear()
         last.batch.age += 1
         last.longs[:num] = array("q", [request.token_ids[-1] for request in schedule.requests])
         for numbers in last.growing:
@@ -129,42 +163,6 @@ class BatchBuilder:
             first_slot += num
             first_table += num * width
         return True
-
-    def _batch(
-        self,
-        longs: array[int],
-        ints: array[int],
-        num_seqs: int,
-        num_tokens: int,
-        num_rows: int,
-        num_logits: int,
-        max_seqlen_q: int,
-        min_seqlen_q: int,
-        *widths: int,
-    ) -> Batch:
-        num_rope_lens = num_tokens if self.with_rope_lens else 0
-        by_token = _split(
-            longs,
-            torch.int64,
-            self.device,
-            [num_tokens, num_rows, num_tokens, num_rope_lens] + [num_tokens] * len(widths),
-        )
-        by_sequence = _split(
-            ints, torch.int32, self.device, [num_seqs, num_seqs + 1, *(num_seqs * width for width in widths)]
-        )
-        return Batch(
-            token_ids=by_token[0],
-            rows=by_token[1],
-            num_logits=num_logits,
-            positions=by_token[2],
-            rope_lens=by_token[3] if self.with_rope_lens else None,
-            slot_mapping=by_token[4:],
-            seq_lens=by_sequence[0],
-            cu_seqlens_q=by_sequence[1],
-            block_tables=tuple(table.view(num_seqs, -1) for table in by_sequence[2:]),
-            max_seqlen_q=max_seqlen_q,
-            min_seqlen_q=min_seqlen_q,
-        )
 
 
 def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
@@ -219,6 +217,26 @@ def _slots(
             slots += range(first, first + count)
             start += count
     return slots
+
+
+def _add_queries(
+    ints: array[int], blocks: Sequence[SequenceBlocks], seq_lens: Sequence[int], lengths: Sequence[int]
+) -> list[int]:
+    """Append what `Queries` of these lengths hold. Returns how many numbers each of its tensors has."""
+    ints.extend(seq_lens)
+    ints.extend([0, *accumulate(lengths)])
+    sizes = [len(lengths), len(lengths) + 1]
+    for tables in zip(*(own.tables for own in blocks), strict=True):  # a group's
+        table = pad_tables(tables)
+        ints += table
+        sizes.append(len(table))
+    return sizes
+
+
+def _queries(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Queries:
+    seq_lens, cu_seqlens_q, *tables = tensors
+    by_sequence = tuple(table.view(len(lengths), -1) for table in tables)
+    return Queries(by_sequence, seq_lens, cu_seqlens_q, max(lengths), min(lengths))
 
 
 def pad_tables(tables: Sequence[array[int]]) -> array[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .batch import Batch
+from .batch import Batch, Queries
 from .kernels.backend import Kernels
 from .kv_cache import KVCache
 from .linear import Linear, TableForm
@@ -140,35 +140,39 @@ class Attention(nn.Module):
             self.query_norm_weight = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
             self.key_norm_weight = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
 
-    def forward(
+    def project(
         self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
-    ) -> Tensor:  # [num_tokens, hidden_size] -> the same
+    ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
+        """Write K and V of the new tokens into the cache. Returns their queries."""
         qkv = self.qkv(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
-        group = kv_cache.group_of[self.layer]
-        query = self.kernels.rotary_store_kv(
+        return self.kernels.rotary_store_kv(
             qkv,
             *cos_sin,
             key_cache,
             value_cache,
-            batch.slot_mapping[group],
+            batch.slot_mapping[kv_cache.group_of[self.layer]],
             query_norm_weight=self.query_norm_weight,
             key_norm_weight=self.key_norm_weight,
             eps=self.eps,
             key_scales=key_scales,
             value_scales=value_scales,
         )
+
+    def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
+        """[num_queries, num_heads, head_dim] -> [num_queries, hidden_size], over what is in the cache."""
+        key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
         attended = self.kernels.paged_attention(
             query,
             key_cache,
             value_cache,
-            batch.block_tables[group],
-            batch.seq_lens,
-            batch.cu_seqlens_q,
+            queries.block_tables[kv_cache.group_of[self.layer]],
+            queries.seq_lens,
+            queries.cu_seqlens_q,
             scale=self.head_dim**-0.5,
-            max_seqlen_q=batch.max_seqlen_q,
-            min_seqlen_q=batch.min_seqlen_q,
-            plans=batch.plans,
+            max_seqlen_q=queries.max_seqlen_q,
+            min_seqlen_q=queries.min_seqlen_q,
+            plans=queries.plans,
             sliding_window=self.window,
             key_scales=key_scales,
             value_scales=value_scales,

@@ -44,9 +44,9 @@ class StepGraphs:
         where = (num_threads, *(tensor.data_ptr() for tensor in kv_cache.tensors.values()))
         if last is not None and batch is last.batch and where == last.where and batch.age < last.end:
             return last.graph.replay()
-        seq_lens = batch.seq_lens.numpy()
+        seq_lens = batch.queries.seq_lens.numpy()
         plan = plan_units(
-            seq_lens, batch.cu_seqlens_q.numpy(), self._num_heads, self._num_kv_heads, num_threads
+            seq_lens, batch.queries.cu_seqlens_q.numpy(), self._num_heads, self._num_kv_heads, num_threads
         )
         key = (batch.num_tokens, *where, plan.num_parts, plan.max_rows, len(plan.merges))
         graph = self._graphs.get(key)
@@ -95,13 +95,13 @@ class _DecodeGraph(Graph):
 
     def __init__(self, recorder: Recorder, batch: Batch, outputs: tuple[Tensor, ...]) -> None:
         super().__init__(recorder, _inputs(batch), outputs, torch.get_num_threads())
-        tables = [table.data_ptr() for table in batch.block_tables]
+        tables = [table.data_ptr() for table in batch.queries.block_tables]
         self._attends = [self.launches_of(ATTEND, block_tables=table) for table in tables]
         self._merges = self.launches_of(MERGE)
 
     def use(self, plan: Plan, batch: Batch) -> None:
         """Compute this one from now on."""
-        for attends, table in zip(self._attends, batch.block_tables, strict=True):
+        for attends, table in zip(self._attends, batch.queries.block_tables, strict=True):
             self.set(
                 attends,
                 ATTEND,
@@ -115,5 +115,6 @@ class _DecodeGraph(Graph):
 
 
 def _inputs(batch: Batch) -> list[Tensor]:
-    by_token, lengths = (batch.token_ids, batch.positions), (batch.seq_lens, batch.cu_seqlens_q)
-    return [*by_token, *lengths, *batch.slot_mapping, *batch.block_tables]
+    queries = batch.queries
+    by_token, lengths = (batch.token_ids, batch.positions), (queries.seq_lens, queries.cu_seqlens_q)
+    return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables]

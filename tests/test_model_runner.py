@@ -47,7 +47,7 @@ def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     (batch,) = batches
     num_seqs = min(max_num_seqs, 50)
     assert isinstance(batch, Batch)
-    assert (batch.num_tokens, batch.num_logits, len(batch.seq_lens)) == (50, num_seqs, num_seqs)
+    assert (batch.num_tokens, batch.num_logits, len(batch.queries.seq_lens)) == (50, num_seqs, num_seqs)
     num_blocks = len(set(map(int, batch.slot_mapping[0] // 16)))
     assert peak == 3 * GIB - num_blocks * engine.runner.sizes.block_bytes
 

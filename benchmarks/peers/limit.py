@@ -25,19 +25,20 @@ def workload_cost(
 
     Tokens of one request come one after the other, so the weights are read as often as the longest output
     has tokens; KV is read once for every step of a request, that of a common prefix once for all requests.
-    FLOPs are counted as in paged.simulate.cost: 2 for each weight and token, 4 head_dim for each head and
-    pair of query and key. A common prefix is computed once. The embedding table, norms and activations are
-    left out.
+    FLOPs are 2 for each weight and token, 4 head_dim for each head and pair of query and key. Of the last
+    layer all tokens of a prompt but its last one need no more than K and V. A common prefix is computed once.
+    The embedding table, norms and activations are left out.
     """
     own_lens = [n - common_prefix for n in prompt_lens]
     num_steps = max(output_lens)
     # The last token of an output is never computed.
     decode_lens = [n - 1 for n in output_lens]
     num_tokens = common_prefix + sum(own_lens) + sum(decode_lens)
-    pairs = _pairs(0, common_prefix)
+    pairs = unread = _pairs(0, common_prefix)  # by the tokens before the last of a prompt
     kv_read = common_prefix * num_steps
     for own, decodes in zip(own_lens, decode_lens, strict=True):
         pairs += _pairs(common_prefix, own + decodes)
+        unread += _pairs(common_prefix, own - 1)
         kv_read += own + _pairs(own, decodes)  # its own part: once with the prompt, once for each decode
     head = model.vocab_size * model.hidden_size
     kv_bytes_per_token = (
@@ -47,6 +48,10 @@ def workload_cost(
     moved += (kv_read + num_tokens) * kv_bytes_per_token
     flops = 2 * model.num_layer_params * num_tokens + 2 * head * sum(output_lens)
     flops += 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+    num_unread = num_tokens - sum(output_lens)
+    last_layer = model.num_layer_params // model.num_layers
+    last_layer -= 2 * model.hidden_size * model.num_kv_heads * model.head_dim
+    flops -= 2 * last_layer * num_unread + 4 * model.num_heads * model.head_dim * unread
     return moved, flops
 
 

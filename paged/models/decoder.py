@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ..batch import Batch
+from ..batch import Batch, Queries
 from ..kernels.backend import Kernels
 from ..kv_cache import KVCache
 from ..layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
@@ -25,16 +26,21 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.mlp = MLP(config, kernels)
 
-    def forward(
+    def project(
         self,
         hidden: Tensor | None,  # what the layer before adds to the residual; nothing in the first layer
         residual: Tensor,  # [num_tokens, hidden_size], updated in place
         cos_sin: tuple[Tensor, Tensor],
         batch: Batch,
         kv_cache: KVCache,
-    ) -> Tensor:  # like residual, to be added to it
+    ) -> Tensor:  # [num_tokens, num_heads, head_dim]
+        """Write K and V of the new tokens into the cache. Returns their queries."""
         hidden = self.input_norm(residual) if hidden is None else self.input_norm(hidden, residual)
-        hidden = self.attention(hidden, cos_sin, batch, kv_cache)
+        return self.attention.project(hidden, cos_sin, batch, kv_cache)
+
+    def finish(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
+        """What the layer adds to the residual [num_queries, hidden_size], which is updated in place."""
+        hidden = self.attention.attend(query, queries, kv_cache)
         hidden = self.post_attention_norm(hidden, residual)
         out: Tensor = self.mlp(hidden)
         return out
@@ -57,7 +63,8 @@ class Decoder(nn.Module):
         self.config, self.kernels = config, kernels
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config, kernels)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
+        layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
+        self.layers = cast(Sequence[DecoderLayer], layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -68,16 +75,30 @@ class Decoder(nn.Module):
 
         Returns [num_rows, hidden_size]: the final hidden states, behind the last norm, of `batch.rows` only.
         """
+        return self.finish(*self.fill(batch, kv_cache), batch, kv_cache)
+
+    def fill(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Write K and V of all new tokens, which is all that tokens to come need of them.
+
+        Returns where that ends, in the last layer: queries [num_tokens, num_heads, head_dim] and the residual
+        [num_tokens, hidden_size].
+        """
         residual: Tensor = self.embedding(batch.token_ids)
         cos_sin = self.rotary(batch)
         hidden: Tensor | None = None
-        for layer in self.layers:
-            hidden = layer(hidden, residual, cos_sin, batch, kv_cache)
-        assert hidden is not None
-        if not batch.num_rows:
+        *layers, last = self.layers
+        for layer in layers:
+            query = layer.project(hidden, residual, cos_sin, batch, kv_cache)
+            hidden = layer.finish(query, residual, batch.queries, kv_cache)
+        return last.project(hidden, residual, cos_sin, batch, kv_cache), residual
+
+    def finish(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """What follows `fill`, for `batch.rows` only: of a prompt that is mostly one token, or none."""
+        if batch.wanted is None:
             return residual[:0]
         if not batch.is_decode:
-            hidden, residual = hidden[batch.rows], residual[batch.rows]
+            query, residual = query[batch.rows], residual[batch.rows]
+        hidden = self.layers[-1].finish(query, residual, batch.wanted, kv_cache)
         out: Tensor = self.norm(hidden, residual)
         return out
 
