@@ -67,17 +67,17 @@ def _let_others() -> int:
         return 0
 
 
-class Recorder(TorchDispatchMode):
-    """Inside, launches are carried out and noted.
+class NotRecordableError(Exception):
+    """What torch would compute itself, which no table repeats."""
 
-    failure: what torch computed itself, which no table repeats; empty if nothing.
-    """
+
+class Recorder(TorchDispatchMode):
+    """Inside, launches are noted and not carried out: no memory is touched. Raises NotRecordableError."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []
         self.allocated: list[Tensor] = []  # all of them, so that no two have the same address
-        self.failure = ""
 
     def __enter__(self) -> "Recorder":
         note_launches(self.launches)
@@ -93,11 +93,11 @@ class Recorder(TorchDispatchMode):
         return False  # else torch would import its compiler, to keep it away from here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ALLOCATIONS and not _is_view(func):
+            raise NotRecordableError(str(func))
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.allocated.append(out)
-        elif not _is_view(func):
-            self.failure = self.failure or str(func)
         return out
 
 
@@ -166,7 +166,7 @@ class Graph:
         self._flat[self._inside] = memory.data_ptr() + self._offsets
         self._table[:, _column("scratch")] = memory.data_ptr()
         self._outputs = tuple(
-            memory[at : at + output.nbytes].view(output.dtype).view(output.shape)
+            _placed(memory[at:], output)
             for at, output in zip(self._output_offsets, self._outputs, strict=True)
         )
 
@@ -192,6 +192,12 @@ class Graph:
         self._counters.fill(0)
         GRAPH.run(self._num_threads, *self._record)
         return self._outputs
+
+
+def _placed(memory: Tensor, like: Tensor) -> Tensor:
+    """A tensor at the start of this memory, of the same shape and strides."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True))
+    return memory[: span * like.itemsize].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _table(launches: Sequence[Launch]) -> NDArray[np.int64]:

@@ -169,14 +169,15 @@ def plan_units(
         units[:, 6] = -(-seq_lens[units[:, 0]] // SPLIT)
         return Plan(units, np.empty((0, 8), np.int64), 0, num_heads)
     group = num_heads // num_kv_heads
-    rows, merges, num_parts, max_rows = [], [], 0, 1
+    tile = max(1, MAX_ROWS // group)  # query tokens
+    rows, merges, num_parts = [], [], 0
+    max_rows = tile * group if query_lens.max(initial=0) > 1 else 1  # a recorded step fits others
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
         num_splits = -(-seq_len // SPLIT)
         cut = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads
         per_unit = 1
         if query_len <= MAX_DECODE:  # as many heads as are no more than a thread's share
             per_unit = max(1, min(num_kv_heads, num_kv_heads * limit // max(1, seq_len * query_len)))
-        tile = max(1, MAX_ROWS // group)  # query tokens
         for first, head in product(range(0, query_len, tile), range(0, num_kv_heads, per_unit)):
             end, end_head = min(first + tile, query_len), min(head + per_unit, num_kv_heads)
             unit_rows = (end - first) * group  # for each KV head

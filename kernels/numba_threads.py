@@ -56,21 +56,21 @@ class Task:
         launches: list[Launch] | None = getattr(_local, "launches", None)
         if launches is not None:
             launches.append(Launch(self, bytes(record)))
-        if num_threads < 2:
+        elif num_threads < 2:
             self._call(record)
         else:
             _on_all_threads(self._call, self.address, record, num_threads)
 
 
 class Launch(NamedTuple):
-    """What a kernel ran with."""
+    """What a kernel would have run with."""
 
     task: Task
     record: bytes
 
 
 def note_launches(launches: list[Launch] | None) -> None:
-    """From now on add the launches of the calling thread to this list; None ends that."""
+    """From now on add the launches of the calling thread to this list instead; None ends that."""
     _local.launches = launches
 
 

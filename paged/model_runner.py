@@ -150,10 +150,14 @@ class ModelRunner:
         """The model's part of a step: logits to sample from, the best of each row where that comes with
         them, and the hidden states that reports ask for.
         """
-        if self.graphs is not None and batch.is_decode:
+        if self.graphs is None:
+            hidden = self.model(batch, self.kv_cache)
+        elif batch.is_decode:
             logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
             return logits, (tokens, highest), None
-        hidden = self.model(batch, self.kv_cache)
+        else:  # apart, as any number of rows may be wanted
+            query, residual = self.graphs.run(self.model.fill, batch, self.kv_cache)
+            hidden = self.model.finish(query, residual, batch, self.kv_cache)
         num_logits = batch.num_logits
         logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
         return logits, None, hidden[num_logits:] if batch.num_rows > num_logits else None

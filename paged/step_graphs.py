@@ -1,4 +1,4 @@
-"""StepGraphs: decode steps of a model on a CPU, recorded once for each number of sequences."""
+"""StepGraphs: steps of a model on a CPU, recorded once for each number of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .kernels.numba_attention import ATTEND, MERGE, SPLIT
-from .kernels.numba_graph import Graph, Recorder
+from .kernels.numba_graph import Graph, NotRecordableError, Recorder
 from .kernels.numba_memory import LINE
 from .kernels.numba_paged_attention import Plan, plan_units
 from .kv_cache import KVCache
@@ -18,27 +18,29 @@ from .kv_cache import KVCache
 Compute = Callable[[Batch, KVCache], tuple[Tensor, ...]]
 
 MOST_GRAPHS = 256  # some ten KiB each, a hundred of a model of 32 layers
-# Of a step that is recorded: of a larger one the kernels take longer than what is between them, and all that
-# is recorded is in memory at once.
-MOST_SEQUENCES = 64
+MOST_TOKENS = 512  # of a step that is recorded: of a larger one what is between the kernels takes no time
 
 
 class StepGraphs:
-    """Computes decode steps with the same bits as the model's own way, without Python between its kernels.
+    """Computes steps with the same bits as the model's own way, without Python between its kernels.
 
     num_heads, num_kv_heads: of every layer.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int) -> None:
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
-        self._graphs: dict[tuple[int, ...], _DecodeGraph | None] = {}
+        self._graphs: dict[tuple[int, ...], _StepGraph | None] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._seen: set[tuple[int, ...]] = set()
         self._last: _Last | None = None
 
     def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
-        """compute(batch, kv_cache), in memory that the next step overwrites."""
-        if batch.num_tokens > MOST_SEQUENCES:
+        """compute(batch, kv_cache), in memory that the next step overwrites.
+
+        compute: one function for decodes, one for other batches; nothing else in them may depend on more
+        than the number of tokens and on what attention makes of the lengths.
+        """
+        if batch.num_tokens > MOST_TOKENS:
             return compute(batch, kv_cache)
         last, num_threads = self._last, torch.get_num_threads()
         where = (num_threads, *(tensor.data_ptr() for tensor in kv_cache.tensors.values()))
@@ -48,27 +50,23 @@ class StepGraphs:
         plan = plan_units(
             seq_lens, batch.queries.cu_seqlens_q.numpy(), self._num_heads, self._num_kv_heads, num_threads
         )
-        key = (batch.num_tokens, *where, plan.num_parts, plan.max_rows, len(plan.merges))
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.use(plan, batch)
-            # A plan is good while no sequence needs one more split.
-            self._last = _Last(batch, batch.age + 1 + int((-seq_lens % SPLIT).min()), where, graph)
-            return graph.replay()
-        if key in self._graphs:
+        key = (batch.is_decode, batch.num_tokens, *where, plan.num_parts, plan.max_rows, len(plan.merges))
+        if key not in self._graphs:
+            if key not in self._seen:  # what comes once is not worth it
+                if len(self._seen) == 8 * MOST_GRAPHS:
+                    self._seen.clear()
+                self._seen.add(key)
+                return compute(batch, kv_cache)
+            self._keep(key, _record(compute, batch, kv_cache))
+        graph = self._graphs[key]
+        if graph is None:
             return compute(batch, kv_cache)
-        if key not in self._seen:  # what comes once is not worth it, nor may all be made that is made once
-            if len(self._seen) == 8 * MOST_GRAPHS:
-                self._seen.clear()
-            self._seen.add(key)
-            return compute(batch, kv_cache)
-        with Recorder() as recorder:
-            outputs = compute(batch, kv_cache)
-        self._keep(key, None if recorder.failure else _DecodeGraph(recorder, batch, outputs))
-        return outputs
+        graph.use(plan, batch)
+        # A plan is good while no sequence needs one more split.
+        self._last = _Last(batch, batch.age + 1 + int((-seq_lens % SPLIT).min()), where, graph)
+        return graph.replay()
 
-    def _keep(self, key: tuple[int, ...], graph: _DecodeGraph | None) -> None:
-        """None where the model does what only torch can: it goes on doing it."""
+    def _keep(self, key: tuple[int, ...], graph: _StepGraph | None) -> None:
         if graph is not None and graph.num_bytes > len(self._memory):
             self._graphs.clear()
             memory = torch.empty(2 * graph.num_bytes + LINE, dtype=torch.uint8)
@@ -87,11 +85,11 @@ class _Last(NamedTuple):
     batch: Batch
     end: int  # the age of the batch that needs another plan
     where: tuple[int, ...]
-    graph: _DecodeGraph
+    graph: _StepGraph
 
 
-class _DecodeGraph(Graph):
-    """A step of so many sequences of any lengths."""
+class _StepGraph(Graph):
+    """A step of so many tokens of any sequences."""
 
     def __init__(self, recorder: Recorder, batch: Batch, outputs: tuple[Tensor, ...]) -> None:
         super().__init__(recorder, _inputs(batch), outputs, torch.get_num_threads())
@@ -112,6 +110,17 @@ class _DecodeGraph(Graph):
         self.set(self._merges, MERGE, merges=plan.merges.ctypes.data)
         self._plan = plan  # whose memory it reads
         self.use_inputs(_inputs(batch))
+
+
+def _record(compute: Compute, batch: Batch, kv_cache: KVCache) -> _StepGraph | None:
+    """None where the model does what only torch can: it goes on doing it."""
+    recorder = Recorder()
+    try:
+        with recorder:
+            outputs = compute(batch, kv_cache)
+    except NotRecordableError:
+        return None
+    return _StepGraph(recorder, batch, outputs)
 
 
 def _inputs(batch: Batch) -> list[Tensor]:

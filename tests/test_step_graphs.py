@@ -1,4 +1,4 @@
-"""Decode steps repeated from a recording have the bits of the model's own way."""
+"""Steps repeated from a recording have the bits of the model's own way."""
 
 import random
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from paged import SamplingParams
 from paged.kernels import numba_ops
 from paged.kernels.numba_attention import SPLIT
-from paged.kernels.numba_graph import Graph, Recorder, _column
+from paged.kernels.numba_graph import Graph, NotRecordableError, Recorder, _column
 from paged.kernels.numba_threads import Launch, Task
 from paged.kernels.numba_vectors import HAS_DOT
 
@@ -70,7 +70,8 @@ def test_bits_are_those_of_the_model_itself(name, monkeypatch):
 
     monkeypatch.setattr(Graph, "replay", poisoned)
     assert run(engine, prompts, params) == expected
-    assert graphs_of(engine)
+    kinds = {key[0] for key, graph in engine.runner.graphs._graphs.items() if graph is not None}
+    assert kinds == {False, True}, "prompts and decodes"
     assert num_replays > 20
 
 
@@ -105,13 +106,10 @@ def test_what_torch_computes_is_not_repeated():
     run(engine, ragged_prompts([5, 30]), SamplingParams(temperature=0.0, max_tokens=6, logprobs=1))
     assert not graphs_of(engine)
     x = torch.rand(3, 32)
-    with Recorder() as recorder:
+    with Recorder():
         numba_ops.silu_and_mul(x.view(6, 16)).flatten()
-    assert not recorder.failure
-    with Recorder() as recorder:
+    with pytest.raises(NotRecordableError, match="add"), Recorder():
         x + 1
-        x * 2
-    assert "add" in recorder.failure
 
 
 def test_numbers_that_are_needed_at_once_share_no_place():
