@@ -102,13 +102,6 @@ def _numba_kernels() -> Kernels:
             numba_sampling,
             reference,
         )
-    except RuntimeError as error:
-        if "no locator" not in str(error):
-            raise
-        raise ImportError(
-            "numba keeps the CPU's compiled kernels beside their source or in the home directory, and may "
-            "write to neither; set NUMBA_CACHE_DIR to a directory that it may write to"
-        ) from error
     finally:
         notice.cancel()
     return Kernels(

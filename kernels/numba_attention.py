@@ -11,7 +11,7 @@ not on the batch, on how its prompt was cut into chunks, or on what was shared o
 """
 
 import numpy as np
-from numba import carray, cfunc
+from numba import carray
 
 from .numba_decode import add_values, reads_in_place, score_keys
 from .numba_memory import (
@@ -30,7 +30,7 @@ from .numba_memory import (
 )
 from .numba_rows import copy_row, copy_rows
 from .numba_softmax import NOTHING, TILE, TILE_BYTES, ZERO, fill, finish, merge_softmax, padded, weigh
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_tiles import multiply_add
 from .numba_vectors import LANES, VECTOR_BYTES, function
 
@@ -313,31 +313,22 @@ def _merge_parts(args, unit):
         finish(state, state + 8, out, args.query_kind, args.value_dim, args.sinks, head)
 
 
-def _compile(sources: int):  # numba's cache of compiled code goes by this too
-    @cfunc("void(voidptr)", cache=True)
-    def attend(record):
-        """All threads: `_attend` for each unit."""
-        _ = sources
-        args, counters = carray(record, 1, _ATTEND_RECORD)[0], address_of(record)
-        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+@ATTEND.kernel
+def _attend_kernel(record):
+    """All threads: `_attend` for each unit."""
+    args, counters = carray(record, 1, _ATTEND_RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _attend(args, args.units + 64 * unit, scratch)
         unit = claim(counters + NEXT_UNIT)
-        while unit < args.num_units:
-            _attend(args, args.units + 64 * unit, scratch)
-            unit = claim(counters + NEXT_UNIT)
 
-    @cfunc("void(voidptr)", cache=True)
-    def merge(record):
-        """All threads: `_merge_parts` for each unit."""
-        _ = sources
-        args, counters = carray(record, 1, _MERGE_RECORD)[0], address_of(record)
+
+@MERGE.kernel
+def _merge_kernel(record):
+    """All threads: `_merge_parts` for each unit."""
+    args, counters = carray(record, 1, _MERGE_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _merge_parts(args, args.merges + 64 * unit)
         unit = claim(counters + NEXT_UNIT)
-        while unit < args.num_units:
-            _merge_parts(args, args.merges + 64 * unit)
-            unit = claim(counters + NEXT_UNIT)
-
-    return attend, merge
-
-
-_attend_kernel, _merge_kernel = _compile(SOURCES)
-ATTEND.use(_attend_kernel)
-MERGE.use(_merge_kernel)

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc
+from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .numba_memory import LINE, call, claim, get_long, pause, seen
-from .numba_threads import SOURCES, Launch, Task, note_launches
+from .numba_threads import Launch, Task, note_launches
 
 _KERNEL, _ENTERED, _LEFT, _RECORD = 0, 8, 16, 24  # bytes, of a row of the table
 _COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # with the record's own two
@@ -29,33 +29,26 @@ GRAPH = Task(("table", "num_rows", "row_bytes", "let_others"))
 _GRAPH_RECORD = GRAPH.record
 
 
-def _compile(sources: int):  # numba's cache of compiled code goes by this too
-    @cfunc("void(voidptr)", cache=True)
-    def graph_kernel(record):
-        """All threads: the kernels of the table, one after the other."""
-        _ = sources
-        args = carray(record, 1, _GRAPH_RECORD)[0]
-        for number in range(args.num_rows):
-            row = args.table + number * args.row_bytes
-            claim(row + _ENTERED)
-            call(get_long(row + _KERNEL), row + _RECORD)
-            claim(row + _LEFT)
-            # No unit is left. Those who have one entered before; whoever enters from now on gets none.
-            looks = 0
-            while True:
-                num_left = seen(row + _LEFT)
-                if seen(row + _ENTERED) == num_left:
-                    break
-                looks += 1
-                if looks < _PATIENCE or not args.let_others:
-                    pause()
-                else:
-                    call(args.let_others, 0)
-
-    return graph_kernel
-
-
-GRAPH.use(_compile(SOURCES))
+@GRAPH.kernel
+def _graph_kernel(record):
+    """All threads: the kernels of the table, one after the other."""
+    args = carray(record, 1, _GRAPH_RECORD)[0]
+    for number in range(args.num_rows):
+        row = args.table + number * args.row_bytes
+        claim(row + _ENTERED)
+        call(get_long(row + _KERNEL), row + _RECORD)
+        claim(row + _LEFT)
+        # No unit is left. Those who have one entered before; whoever enters from now on gets none.
+        looks = 0
+        while True:
+            num_left = seen(row + _LEFT)
+            if seen(row + _ENTERED) == num_left:
+                break
+            looks += 1
+            if looks < _PATIENCE or not args.let_others:
+                pause()
+            else:
+                call(args.let_others, 0)
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, cfunc
+from numba import carray
 from torch import Tensor
 
 from .checks import KERNEL_DTYPES, check_dtype, check_shape
@@ -39,7 +39,7 @@ from .numba_memory import (
     set_byte,
     store,
 )
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_tiles import GATED, MOST_TILE_ROWS, multiply_panel
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 
@@ -250,22 +250,15 @@ def _linear(args, unit, next_unit, scratch):
                 set_byte(out + row * out_stride + byte, get_byte(scratch + row * _WIDTH + byte))
 
 
-def _compile(sources: int):  # numba's cache of compiled code goes by this too
-    @cfunc("void(voidptr)", cache=True)
-    def linear_kernel(record):
-        _ = sources
-        args, counters = carray(record, 1, _RECORD)[0], address_of(record)
-        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-        unit = claim(counters + NEXT_UNIT)
-        if unit < args.num_units:  # else its scratch memory may be another kernel's by now
-            for v in range(0, _WIDTH, VECTOR_BYTES):
-                store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
-        while unit < args.num_units:
-            next_unit = claim(counters + NEXT_UNIT)
-            _linear(args, unit, next_unit, scratch)
-            unit = next_unit
-
-    return linear_kernel
-
-
-LINEAR.use(_compile(SOURCES))
+@LINEAR.kernel
+def _linear_kernel(record):
+    args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    unit = claim(counters + NEXT_UNIT)
+    if unit < args.num_units:  # else its scratch memory may be another kernel's by now
+        for v in range(0, _WIDTH, VECTOR_BYTES):
+            store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
+    while unit < args.num_units:
+        next_unit = claim(counters + NEXT_UNIT)
+        _linear(args, unit, next_unit, scratch)
+        unit = next_unit

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import torch
-from numba import carray, cfunc
+from numba import carray
 from torch import Tensor
 
 from . import torch_logprobs, torch_sampling, torch_selection
@@ -32,7 +32,7 @@ from .numba_selection import (
     reached_by,
     sort,
 )
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task, is_plain
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task, is_plain
 from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
@@ -137,33 +137,25 @@ def _mass(x, size, top):
     return mass + np.float64(total(spoilt))
 
 
-def _compile(sources: int):  # numba's cache of compiled code goes by this too
-    @cfunc("void(voidptr)", cache=True)
-    def penalties_kernel(record):
-        """All threads: `_apply_penalties` for each history."""
-        _ = sources
-        args, counters = carray(record, 1, _PENALTIES_RECORD)[0], address_of(record)
+@PENALTIES.kernel
+def _penalties_kernel(record):
+    """All threads: `_apply_penalties` for each history."""
+    args, counters = carray(record, 1, _PENALTIES_RECORD)[0], address_of(record)
+    i = claim(counters + NEXT_UNIT)
+    while i < args.num_rows:
+        _apply_penalties(args, i)
         i = claim(counters + NEXT_UNIT)
-        while i < args.num_rows:
-            _apply_penalties(args, i)
-            i = claim(counters + NEXT_UNIT)
 
-    @cfunc("void(voidptr)", cache=True)
-    def logprobs_kernel(record):
-        """All threads: `_token_logprobs` for each row."""
-        _ = sources
-        args, counters = carray(record, 1, _LOGPROBS_RECORD)[0], address_of(record)
-        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+
+@LOGPROBS.kernel
+def _logprobs_kernel(record):
+    """All threads: `_token_logprobs` for each row."""
+    args, counters = carray(record, 1, _LOGPROBS_RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    row = claim(counters + NEXT_UNIT)
+    while row < args.num_rows:
+        _token_logprobs(args, row, scratch)
         row = claim(counters + NEXT_UNIT)
-        while row < args.num_rows:
-            _token_logprobs(args, row, scratch)
-            row = claim(counters + NEXT_UNIT)
-
-    return penalties_kernel, logprobs_kernel
-
-
-for _task, _kernel in zip((PENALTIES, LOGPROBS), _compile(SOURCES), strict=True):
-    _task.use(_kernel)
 
 
 def apply_penalties(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from numba import carray, cfunc
+from numba import carray
 from torch import Tensor
 
 from .checks import check_dtype, in_debug_mode
@@ -25,7 +25,7 @@ from .numba_memory import (
     store,
 )
 from .numba_rows import copy_row
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_vectors import LANES, VECTOR_BYTES, function
 
 TAKE_ROWS = Task(("table", "indices", "out", "row_bytes"))
@@ -69,33 +69,25 @@ def _take_panel_row(args, i, scratch):
     copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
 
 
-def _compile(sources: int):  # numba's cache of compiled code goes by this too
-    @cfunc("void(voidptr)", cache=True)
-    def take_rows_kernel(record):
-        """All threads: `_take_row` for each index."""
-        _ = sources
-        args, counters = carray(record, 1, _ROWS_RECORD)[0], address_of(record)
+@TAKE_ROWS.kernel
+def _take_rows_kernel(record):
+    """All threads: `_take_row` for each index."""
+    args, counters = carray(record, 1, _ROWS_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _take_row(args, unit)
         unit = claim(counters + NEXT_UNIT)
-        while unit < args.num_units:
-            _take_row(args, unit)
-            unit = claim(counters + NEXT_UNIT)
 
-    @cfunc("void(voidptr)", cache=True)
-    def take_panel_rows_kernel(record):
-        """All threads: `_take_panel_row` for each index."""
-        _ = sources
-        args, counters = carray(record, 1, _PANEL_ROWS_RECORD)[0], address_of(record)
-        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+
+@TAKE_PANEL_ROWS.kernel
+def _take_panel_rows_kernel(record):
+    """All threads: `_take_panel_row` for each index."""
+    args, counters = carray(record, 1, _PANEL_ROWS_RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _take_panel_row(args, unit, scratch)
         unit = claim(counters + NEXT_UNIT)
-        while unit < args.num_units:
-            _take_panel_row(args, unit, scratch)
-            unit = claim(counters + NEXT_UNIT)
-
-    return take_rows_kernel, take_panel_rows_kernel
-
-
-for _task, _kernel in zip((TAKE_ROWS, TAKE_PANEL_ROWS), _compile(SOURCES), strict=True):
-    _task.use(_kernel)
 
 
 def take_rows(table: Tensor, indices: Tensor) -> Tensor:

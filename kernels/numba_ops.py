@@ -5,7 +5,7 @@ What is not laid out as the kernels read it is left to `torch_ops`, which says w
 
 import numpy as np
 import torch
-from numba import carray, cfunc
+from numba import carray
 from torch import Tensor
 
 from . import torch_ops
@@ -26,7 +26,7 @@ from .numba_memory import (
     store_some_as,
 )
 from .numba_paged_attention import KINDS
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task, is_plain
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task, is_plain
 from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
@@ -208,59 +208,51 @@ def _greedy(args, row, scratch):
     set_long(args.tokens + 8 * row, place if spoilt == spoilt else 0)
 
 
-def _compile(sources: int):  # numba's cache of compiled code goes by this too
-    @cfunc("void(voidptr)", cache=True)
-    def rms_norm_kernel(record):
-        """All threads: `_rms_norm` for each row."""
-        _ = sources
-        args, counters = carray(record, 1, _RMS_NORM_RECORD)[0], address_of(record)
+@RMS_NORM.kernel
+def _rms_norm_kernel(record):
+    """All threads: `_rms_norm` for each row."""
+    args, counters = carray(record, 1, _RMS_NORM_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        first = unit * args.rows_per_unit
+        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+            _rms_norm(args, row)
         unit = claim(counters + NEXT_UNIT)
-        while unit < args.num_units:
-            first = unit * args.rows_per_unit
-            for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-                _rms_norm(args, row)
-            unit = claim(counters + NEXT_UNIT)
 
-    @cfunc("void(voidptr)", cache=True)
-    def silu_and_mul_kernel(record):
-        """All threads: `_silu_and_mul` for each row."""
-        _ = sources
-        args, counters = carray(record, 1, _SILU_RECORD)[0], address_of(record)
+
+@SILU_AND_MUL.kernel
+def _silu_and_mul_kernel(record):
+    """All threads: `_silu_and_mul` for each row."""
+    args, counters = carray(record, 1, _SILU_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        first = unit * args.rows_per_unit
+        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+            _silu_and_mul(args, row)
         unit = claim(counters + NEXT_UNIT)
-        while unit < args.num_units:
-            first = unit * args.rows_per_unit
-            for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-                _silu_and_mul(args, row)
-            unit = claim(counters + NEXT_UNIT)
 
-    @cfunc("void(voidptr)", cache=True)
-    def rotary_store_kv_kernel(record):
-        """All threads: `_rotary_store_kv` for each token."""
-        _ = sources
-        args, counters = carray(record, 1, _ROTARY_RECORD)[0], address_of(record)
+
+@ROTARY_STORE_KV.kernel
+def _rotary_store_kv_kernel(record):
+    """All threads: `_rotary_store_kv` for each token."""
+    args, counters = carray(record, 1, _ROTARY_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        first = unit * args.rows_per_unit
+        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
+            _rotary_store_kv(args, row)
         unit = claim(counters + NEXT_UNIT)
-        while unit < args.num_units:
-            first = unit * args.rows_per_unit
-            for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-                _rotary_store_kv(args, row)
-            unit = claim(counters + NEXT_UNIT)
 
-    @cfunc("void(voidptr)", cache=True)
-    def greedy_kernel(record):
-        """All threads: `_greedy` for each row."""
-        _ = sources
-        args, counters = carray(record, 1, _GREEDY_RECORD)[0], address_of(record)
-        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+
+@GREEDY.kernel
+def _greedy_kernel(record):
+    """All threads: `_greedy` for each row."""
+    args, counters = carray(record, 1, _GREEDY_RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    row = claim(counters + NEXT_UNIT)
+    while row < args.num_rows:
+        _greedy(args, row, scratch)
         row = claim(counters + NEXT_UNIT)
-        while row < args.num_rows:
-            _greedy(args, row, scratch)
-            row = claim(counters + NEXT_UNIT)
-
-    return rms_norm_kernel, silu_and_mul_kernel, rotary_store_kv_kernel, greedy_kernel
-
-
-for _task, _kernel in zip((RMS_NORM, SILU_AND_MUL, ROTARY_STORE_KV, GREEDY), _compile(SOURCES), strict=True):
-    _task.use(_kernel)
 
 
 def _units(num_rows: int, size: int) -> tuple[int, int]:

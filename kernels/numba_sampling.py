@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 import torch
-from numba import carray, cfunc
+from numba import carray
 from torch import Tensor
 
 from . import torch_sampling, torch_selection
@@ -39,7 +39,7 @@ from .numba_selection import (
     reached_by,
     whole,
 )
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, SOURCES, Task, is_plain
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task, is_plain
 from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
@@ -275,22 +275,15 @@ def _redraw(matrix, size, bits, scratch, token, centre, limit):
         token = _draw(matrix, size, bits, scratch, centre, distance)
 
 
-def _compile(sources: int):  # numba's cache of compiled code goes by this too
-    @cfunc("void(voidptr)", cache=True)
-    def sample_kernel(record):
-        """All threads: `_sample` for each row."""
-        _ = sources
-        args, counters = carray(record, 1, _RECORD)[0], address_of(record)
-        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+@SAMPLE.kernel
+def _sample_kernel(record):
+    """All threads: `_sample` for each row."""
+    args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    row = claim(counters + NEXT_UNIT)
+    while row < args.num_rows:
+        set_long(args.tokens + 8 * row, _sample(args, row, scratch))
         row = claim(counters + NEXT_UNIT)
-        while row < args.num_rows:
-            set_long(args.tokens + 8 * row, _sample(args, row, scratch))
-            row = claim(counters + NEXT_UNIT)
-
-    return sample_kernel
-
-
-SAMPLE.use(_compile(SOURCES))
 
 
 def sample_tokens(

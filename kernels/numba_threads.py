@@ -1,29 +1,27 @@
 """Work for the threads of a CPU: torch's own, called from numba.
 
-A kernel is a numba cfunc that takes the address of a record. All threads run it at once; each claims a
-number for itself and then units of work until none is left, so that no thread waits for a slow one. The
-threads are those of the OpenMP that torch computes with: a second pool's, numba's own for example, would
-spin against them between any two operations.
+A kernel is a function that takes the address of a record. All threads run it at once; each claims a number
+for itself and then units of work until none is left, so that no thread waits for a slow one. The threads are
+those of the OpenMP that torch computes with: a second pool's, numba's own for example, would spin against
+them between any two operations.
 """
 
 import ctypes
 import struct
 import threading
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from .numba_machine_code import MachineCode, machine_code
+
 # The first fields of every record: two counters, and what is for all threads.
 COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
 NEXT_UNIT, NEXT_THREAD = 0, 8  # where the counters are in it
-# numba keeps compiled code while the kernel's own file is the same, but it holds that of other files too.
-SOURCES = zlib.crc32(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("numba_*.py"))))
 
 
 class Task:
@@ -38,9 +36,11 @@ class Task:
         self._call: Any = None
         self.address = 0
 
-    def use(self, kernel: Any) -> None:
-        """Take the compiled kernel, a cfunc of the record's address."""
-        self._call, self.address = kernel.ctypes, kernel.address
+    def kernel(self, function: Callable[[int], None]) -> MachineCode:
+        """Decorates what does the work, a function of the record's address."""
+        self._code = machine_code(function)
+        self._call, self.address = self._code.call, self._code.address
+        return self._code
 
     def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:
         """Do units 0 to num_units - 1, each once, with these values for the record's own fields.
