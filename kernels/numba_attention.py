@@ -1,9 +1,10 @@
 """Paged attention for a CPU: K and V read through the block table, whatever the batch.
 
-FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32. A tile's keys come into scratch
-memory transposed, once for all query heads that share them, so that scores and output are both products of
-the register tile of `numba_tiles`; a decode reads them in place (`numba_decode`). A unit of work is some
-query tokens of one sequence with some of its heads, over all their keys or SPLIT of them.
+FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32, or where all is bfloat16 and the
+CPU multiplies pairs of it, of those. A tile's keys come into scratch memory transposed, once for all query
+heads that share them, so that scores and output are both products of the register tile of `numba_tiles`; a
+decode reads them in place (`numba_decode`). A unit of work is some query tokens of one sequence with some of
+its heads, over all their keys or SPLIT of them.
 
 Exact: tiles start at multiples of 64 tokens, each SPLIT tokens have a softmax of their own, merged in order,
 and every sum of a row is a chain of its own. So the bits of a token's output depend on its own keys alone:
@@ -13,8 +14,10 @@ not on the batch, on how its prompt was cut into chunks, or on what was shared o
 import numpy as np
 from numba import carray
 
+from .numba_codes import PAIRS
 from .numba_decode import add_values, reads_in_place, score_keys
 from .numba_memory import (
+    BFLOAT16,
     FLOAT32,
     address_of,
     claim,
@@ -28,11 +31,11 @@ from .numba_memory import (
     store,
     transpose,
 )
-from .numba_rows import copy_row, copy_rows
+from .numba_rows import copy_row, copy_rows, copy_words, pair_rows
 from .numba_softmax import NOTHING, TILE, TILE_BYTES, ZERO, fill, finish, merge_softmax, padded, weigh
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
-from .numba_tiles import multiply_add
-from .numba_vectors import LANES, VECTOR_BYTES, function
+from .numba_tiles import multiply_add, multiply_add_pairs
+from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function
 
 SPLIT = 1024  # tokens that one softmax is over
 MAX_ROWS = 64  # query rows (tokens x heads that share K and V) of a unit for each KV head, or one token's
@@ -81,8 +84,21 @@ def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_h
 
 
 @function
+def _in_pairs(args):
+    """Whether products are of pairs of bfloat16: of neighbours in a head, and then of neighbouring tokens.
+
+    Weights are rounded to bfloat16 for it, as they are where attention is in that dtype elsewhere.
+    """
+    both = args.query_kind == BFLOAT16 and args.cache_kind == BFLOAT16
+    whole = args.head_dim % LANES == 0 and args.head_dim >= 2 * LANES and args.value_dim >= LANES
+    return HAS_DOT and both and whole
+
+
+@function
 def _fill_addresses(args, seq, tile, skip, count, to):
-    """Where K and V of the tile's tokens from `skip` to `count` are."""
+    """Where K and V of the tile's tokens from `skip` to `count` are; neighbours that make pairs even get
+    the same.
+    """
     table = args.block_tables + seq * args.table_stride
     for place in range(skip, count):
         offset = (tile + place) % args.block_size
@@ -92,6 +108,10 @@ def _fill_addresses(args, seq, tile, skip, count, to):
             value = args.value_cache + number * args.value_block_stride
         set_long(to + 8 * place, key + offset * args.key_token_stride)
         set_long(to + 8 * (TILE + place), value + offset * args.value_token_stride)
+    if skip % 2:
+        set_long(to + 8 * (TILE + skip - 1), get_long(to + 8 * (TILE + skip)))
+    if count % 2:
+        set_long(to + 8 * (TILE + count), get_long(to + 8 * (TILE + count - 1)))
 
 
 @function
@@ -105,11 +125,11 @@ def _fill_next(args, seq, first, end, to):
 
 
 @function
-def _transpose_keys(keys, tile_keys, stride, head_dim, count):
-    """K of a tile's tokens as f32[head_dim, TILE]; of no whole vectors the last columns come twice."""
+def _transpose_keys(keys, tile_keys, stride, depth, count):
+    """K of a tile's tokens as f32[depth, TILE]; of no whole vectors the last columns come twice."""
     for key in range(0, count, LANES):
-        for column in range(0, head_dim, LANES):
-            d = min(column, head_dim - LANES)
+        for column in range(0, depth, LANES):
+            d = min(column, depth - LANES)
             transpose(keys + d * TILE_BYTES + 4 * key, TILE_BYTES, tile_keys + key * stride + 4 * d, stride)
 
 
@@ -129,23 +149,36 @@ def _fill_scales(args, seq, tile, skip, count, key_head, to):
 @function
 def _attend_block(
     args, scores, queries, keys, values, value_stride, sums, states, scales,
-    head, block, end, tile, skip, count, token, position, new_position, hidden,
+    head, block, end, tile, skip, count, token, position, new_position, hidden, in_pairs,
 ):  # fmt: skip
     """Some rows of a unit with one head's first `count` keys of a tile."""
     rows, row_bytes = end - block, 4 * padded(args.value_dim)
     fill(scores, rows * (TILE // LANES), ZERO)
-    multiply_add(
-        scores, TILE_BYTES, queries, 4 * args.head_dim, keys,
-        TILE_BYTES, rows, padded(count) // LANES, args.head_dim,
-    )  # fmt: skip
+    if in_pairs:
+        multiply_add_pairs(
+            scores, TILE_BYTES, queries, 2 * args.head_dim, keys,
+            TILE_BYTES, rows, padded(count) // LANES, args.head_dim // 2,
+        )  # fmt: skip
+    else:
+        multiply_add(
+            scores, TILE_BYTES, queries, 4 * args.head_dim, keys,
+            TILE_BYTES, rows, padded(count) // LANES, args.head_dim,
+        )  # fmt: skip
     weigh(
         args, scores, states, sums, row_bytes // VECTOR_BYTES, scales, head, block, rows, tile, count,
-        token, position, new_position, hidden,
+        token, position, new_position, hidden, in_pairs,
     )  # fmt: skip
-    multiply_add(
-        sums, row_bytes, scores + 4 * skip, TILE_BYTES, values + skip * value_stride, value_stride,
-        rows, row_bytes // VECTOR_BYTES, count - skip,
-    )  # fmt: skip
+    if in_pairs:
+        first, end = skip // 2, (count + 1) // 2
+        multiply_add_pairs(
+            sums, row_bytes, scores + 4 * first, TILE_BYTES, values + first * value_stride, value_stride,
+            rows, row_bytes // VECTOR_BYTES, end - first,
+        )  # fmt: skip
+    else:
+        multiply_add(
+            sums, row_bytes, scores + 4 * skip, TILE_BYTES, values + skip * value_stride, value_stride,
+            rows, row_bytes // VECTOR_BYTES, count - skip,
+        )  # fmt: skip
 
 
 @function
@@ -158,9 +191,9 @@ def _attend(args, unit, scratch):
     num_vectors = width // LANES
     rows = (end_token - first_token) * group  # for each KV head
     num_rows = rows * (end_head - first_head)
-    in_place = end_token - first_token == 1 and reads_in_place(
-        args.cache_kind, rows, args.head_dim, args.value_dim
-    )
+    in_pairs = _in_pairs(args)
+    kind, depth = (PAIRS, args.head_dim // 2) if in_pairs else (args.cache_kind, args.head_dim)
+    in_place = end_token - first_token == 1 and reads_in_place(kind, rows, args.head_dim, args.value_dim)
 
     start = get_int(args.cu_seqlens_q + 4 * seq)
     seq_len = get_int(args.seq_lens + 4 * seq)
@@ -193,8 +226,11 @@ def _attend(args, unit, scratch):
         head = (first_head + i // rows) * group + i % group
         token = start + first_token + i % rows // group
         source = args.query + token * args.query_token_stride + head * args.query_head_stride
-        to = queries + i * 4 * args.head_dim
-        copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
+        to = queries + i * 4 * depth
+        if in_pairs:
+            copy_words(to, source, depth)
+        else:
+            copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
         set_float(total_states + 8 * i, NOTHING)
         set_float(total_states + 8 * i + 4, ZERO)
     fill(totals, num_rows * num_vectors, ZERO)
@@ -212,9 +248,9 @@ def _attend(args, unit, scratch):
             hidden = tile + TILE > seen_by_all or args.window > 0
             if in_place:
                 score_keys(
-                    args.cache_kind, scores, TILE_BYTES, queries, 4 * args.head_dim, addresses,
+                    kind, scores, TILE_BYTES, queries, 4 * depth, addresses,
                     first_head * args.key_head_stride, args.key_head_stride, skip, count,
-                    end_head - first_head, rows, args.head_dim,
+                    end_head - first_head, rows, depth,
                     addresses + 8 * TILE, first_head * args.value_head_stride, args.value_head_stride,
                 )  # fmt: skip
                 for head in range(first_head, end_head):
@@ -224,31 +260,36 @@ def _attend(args, unit, scratch):
                     weigh(
                         args, scores + row * TILE_BYTES, states + 8 * row, sums + row * 4 * width,
                         num_vectors, scales, head, 0, rows, tile, count, start + first_token,
-                        position, new_position, hidden,
+                        position, new_position, hidden, in_pairs,
                     )  # fmt: skip
+                even = skip // 2 * 2 if in_pairs else skip
                 add_values(
-                    args.cache_kind, sums, 4 * width, scores, TILE_BYTES, addresses + 8 * TILE,
-                    first_head * args.value_head_stride, args.value_head_stride, skip, count,
+                    kind, sums, 4 * width, scores, TILE_BYTES, addresses + 8 * TILE,
+                    first_head * args.value_head_stride, args.value_head_stride, even, count,
                     end_head - first_head, rows, num_vectors,
                     addresses + 16 * TILE, first_head * args.key_head_stride, args.key_head_stride,
                 )  # fmt: skip
                 continue
             copy_rows(
-                args.cache_kind, tile_keys, key_stride, addresses,
+                FLOAT32 if in_pairs else args.cache_kind, tile_keys, key_stride, addresses,
                 first_head * args.key_head_stride, skip, count,
-                end_head - first_head, args.key_head_stride, args.head_dim, args.head_dim,
+                end_head - first_head, args.key_head_stride, depth, depth,
             )  # fmt: skip
-            copy_rows(
-                args.cache_kind, tile_values, value_stride, addresses + 8 * TILE,
-                first_head * args.value_head_stride, skip, count,
-                end_head - first_head, args.value_head_stride, args.value_dim, width,
-            )  # fmt: skip
+            if in_pairs:
+                pair_rows(
+                    tile_values, value_stride, addresses + 8 * TILE,
+                    first_head * args.value_head_stride, skip, count,
+                    end_head - first_head, args.value_head_stride, args.value_dim, width,
+                )  # fmt: skip
+            else:
+                copy_rows(
+                    args.cache_kind, tile_values, value_stride, addresses + 8 * TILE,
+                    first_head * args.value_head_stride, skip, count,
+                    end_head - first_head, args.value_head_stride, args.value_dim, width,
+                )  # fmt: skip
             for head in range(first_head, end_head):
                 row = (head - first_head) * rows
-                _transpose_keys(
-                    keys, tile_keys + 4 * args.head_dim * (head - first_head), key_stride, args.head_dim,
-                    count,
-                )  # fmt: skip
+                _transpose_keys(keys, tile_keys + 4 * depth * (head - first_head), key_stride, depth, count)
                 if args.key_scales:
                     _fill_scales(args, seq, tile, skip, count, head, scales)
                 for block in range(0, rows, BLOCK):
@@ -258,11 +299,11 @@ def _attend(args, unit, scratch):
                         seen = min(count, position + (end - 1) // group + 1 - tile)
                     if seen > skip:
                         _attend_block(
-                            args, scores, queries + (row + block) * 4 * args.head_dim, keys,
+                            args, scores, queries + (row + block) * 4 * depth, keys,
                             tile_values + 4 * width * (head - first_head), value_stride,
                             sums + (row + block) * 4 * width, states + 8 * (row + block), scales,
                             head, block, end, tile, skip, seen, start + first_token, position, new_position,
-                            hidden,
+                            hidden, in_pairs,
                         )  # fmt: skip
         for i in range(num_rows):
             merge_softmax(

@@ -84,6 +84,14 @@ def _load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
     return builder.bitcast(builder.or_(builder.bitcast(number, _INTS), sign), _VECTOR)
 
 
+def _side_by_side(builder: Any, first: Any, second: Any) -> Any:
+    """LANES numbers of bfloat16 from two places: the first of both, the second of both and so on."""
+    rows = [_read(builder, 16, place, None) for place in (first, second)]
+    lanes = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+    both = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), lanes))
+    return builder.bitcast(both, _VECTOR)
+
+
 def _store(builder: Any, kind: int, address: Any, x: Any, count: Any = None) -> None:
     """Round to the nearest number of `kind`, ties to even, to INT8 halves up; count: the first so many."""
     bits = _TO_BITS[kind](builder, x)
@@ -205,6 +213,12 @@ def transpose(builder: Any, to: Any, to_stride: Any, source: Any, stride: Any) -
     rows = [_load(builder, FLOAT32, row(source, stride, lane)) for lane in range(LANES)]
     for lane, column in enumerate(_transpose(builder, rows)):
         _store(builder, FLOAT32, row(to, to_stride, lane), column)
+
+
+@_operation(vector, types.int64, types.int64)
+def load_side_by_side(builder: Any, first: Any, second: Any) -> Any:
+    """LANES numbers of bfloat16 from two places, in pairs."""
+    return _side_by_side(builder, first, second)
 
 
 def _scalar(kind: Any, llvm_kind: ir.Type) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from .numba_memory import (
     load_float8,
     load_half,
     load_int8,
+    load_side_by_side,
     store,
     store_as,
 )
@@ -59,6 +60,32 @@ def copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_
         _copy_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
     else:
         _copy_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+
+
+@function
+def copy_words(to, source, words):
+    """So many words of 4 bytes, at least LANES; where they are no whole vectors, the last come twice."""
+    for column in range(0, words, LANES):
+        d = 4 * min(column, words - LANES)
+        store(to + d, load(source + d))
+
+
+@function
+def pair_rows(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+    """Rows of bfloat16 from `skip` to `count`, two and two: the first number of both, the second, and so on.
+
+    The rows that are even and odd neighbours of these have addresses too.
+    """
+    for pair in range(skip // 2, (count + 1) // 2):
+        first = get_long(addresses + 16 * pair) + offset
+        second, at = get_long(addresses + 16 * pair + 8) + offset, to + pair * stride
+        for _ in range(num_heads):
+            for column in range(0, columns, LANES):
+                d = min(column, columns - LANES)
+                store(at + 4 * d, load_side_by_side(first + 2 * d, second + 2 * d))
+            first += head_stride
+            second += head_stride
+            at += 4 * width
 
 
 @function

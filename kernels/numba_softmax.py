@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from .numba_memory import FLOAT32, get_float, get_long, load, set_float, store
+from .numba_memory import FLOAT32, get_float, get_long, load, set_float, store, store_bfloat
 from .numba_rows import copy_row
 from .numba_vectors import (
     LANES,
@@ -112,15 +112,21 @@ def _find_highest(scores, width, state, sums, num_vectors):
 
 
 @function
-def _take_weights(scores, width, state):
-    """A row's scores become weights relative to the highest; their sum is added to the state."""
+def _take_weights(scores, width, state, in_pairs):
+    """A row's scores become weights relative to the highest; their sum is added to the state.
+
+    in_pairs: they become bfloat16, after that.
+    """
     now = get_float(state)
     log2e, base = splat(_LOG2E), splat(-now * _LOG2E if now > NOTHING else ZERO)
     weights = splat(ZERO)
     for i in range(width // LANES):
         at = scores + i * VECTOR_BYTES
         weight = exp2(fma(load(at), log2e, base))
-        store(at, weight)
+        if in_pairs:
+            store_bfloat(scores + i * (VECTOR_BYTES // 2), weight)
+        else:
+            store(at, weight)
         weights = add(weights, weight)
     set_float(state + 4, get_float(state + 4) + total(weights))
 
@@ -128,14 +134,17 @@ def _take_weights(scores, width, state):
 @function
 def weigh(
     args, scores, states, sums, num_vectors, scales, key_head, first, rows, tile, count,
-    token, position, new_position, hidden,
+    token, position, new_position, hidden, in_pairs,
 ):  # fmt: skip
     """Scores of some rows, from the first on, with a head's first `count` keys of a tile become what V is
-    multiplied by, and their sums so far are adapted. token, position: of row 0.
+    multiplied by, and their sums so far are adapted. token, position: of row 0. in_pairs: the scores are yet
+    to be scaled, the weights become bfloat16.
     """
     width, group = padded(count), args.num_heads // args.num_kv_heads
     for i in range(rows):
         row, in_group, later = scores + i * TILE_BYTES, (first + i) % group, (first + i) // group
+        if in_pairs:
+            _scale_row(row, width // LANES, np.float32(args.scale))
         if args.key_scales:
             _multiply_row(row, scales, width // LANES)
         if args.softcap or args.alibi_slopes:
@@ -145,7 +154,7 @@ def weigh(
         _find_highest(row, width, states + 8 * i, sums + i * num_vectors * VECTOR_BYTES, num_vectors)
     # Apart, so that a row's long chains of instructions run beside those of the next ones.
     for i in range(rows):
-        _take_weights(scores + i * TILE_BYTES, width, states + 8 * i)
+        _take_weights(scores + i * TILE_BYTES, width, states + 8 * i, in_pairs)
         if args.value_scales:
             _multiply_row(scores + i * TILE_BYTES, scales + TILE_BYTES, width // LANES)
 

@@ -64,9 +64,9 @@ def _place(builder: Any, address: Any, stride: Any, row: Any, offset: int = 0) -
     return builder.add(place, ir.Constant(_I64, offset))
 
 
-def _register_tile(rows: int, vectors: int) -> Any:
+def _register_tile(rows: int, vectors: int, *, pairs: bool) -> Any:
     """C += A B for so many rows of C and vectors of them."""
-    tile = _Tile(rows, vectors)
+    tile = _Tile(rows, vectors, pairs=pairs)
 
     @_operation(types.void, *[types.int64] * 7)
     def register_tile(
@@ -151,13 +151,15 @@ def _differ(builder: Any, x: Any, y: int) -> Any:
     return builder.icmp_signed("!=", x, ir.Constant(_I64, y))
 
 
-def _product() -> Any:
-    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES]."""
-    tile_6x3, tile_6x2, tile_4x2, tile_4x1 = (
-        _register_tile(*shape) for shape in ((6, 3), (6, 2), (4, 2), (4, 1))
+def _product(*, pairs: bool) -> Any:
+    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES].
+
+    pairs: a number of A and B is two of bfloat16, neighbours in the depth.
+    """
+    tile_6x3, tile_6x2, tile_4x2, tile_4x1, tile_2x4, tile_2x1, tile_1x8, tile_1x2, tile_1x1 = (
+        _register_tile(*shape, pairs=pairs)
+        for shape in ((6, 3), (6, 2), (4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 2), (1, 1))
     )
-    tile_2x4, tile_2x1 = _register_tile(2, 4), _register_tile(2, 1)
-    tile_1x8, tile_1x2, tile_1x1 = (_register_tile(1, vectors) for vectors in (8, 2, 1))
 
     @function
     def multiply_add(c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
@@ -239,11 +241,13 @@ def _panel_product(weight: Rows) -> Any:
     return multiply_panel
 
 
-multiply_add = _product()
+multiply_add = multiply_add_pairs = _product(pairs=False)
+if HAS_DOT:  # elsewhere nothing is in pairs
+    multiply_add_pairs = _product(pairs=True)
 _by_float, _by_bfloat, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, BFLOAT16, INT8))
 _by_int4 = _panel_product(Int4())
 _by_pairs = _by_int8_pairs = _by_int4_pairs = _by_float
-if HAS_DOT:  # elsewhere nothing is in pairs
+if HAS_DOT:
     _by_pairs, _by_int8_pairs, _by_int4_pairs = map(_panel_product, (Pairs(), Int8Pairs(), Int4Pairs()))
 
 

@@ -49,9 +49,9 @@ def assert_exact_enough(
     relative error is twice that, its own and the normaliser's; exp2 and sums over keys add sqrt(keys) + 8.
     It reaches the output times sum(weight |v|). Queries, keys and values come as they are in the cache, or
     times one scale, and the output is rounded once.
-    Where half precision is multiplied as such (Triton on a GPU, not in the interpreter, and torch), weights
-    are rounded to it first, in float16 to multiples of 2^-24 at most, or to bfloat16 where a scale multiplies
-    them; torch rounds the keys and values that a scale has multiplied.
+    Where half precision is multiplied as such (Triton on a GPU, not in the interpreter, torch, and numba in
+    bfloat16 on some CPUs), weights are rounded to it first, in float16 to multiples of 2^-24 at most, or to
+    bfloat16 where a scale multiplies them; torch rounds the keys and values that a scale has multiplied.
     """
     exact_case = in_float64(case)
     values = exact_case["value_cache"].double()
@@ -70,7 +70,11 @@ def assert_exact_enough(
     weight_error = 2 * score_error + (math.sqrt(keys) + 8) * U32
     u, least = unit_roundoff(got.dtype), 0.0
     quantized = case.get("key_scales") is not None
-    in_half = got.dtype != torch.float32 and (name == "torch" or (name == "triton" and got.is_cuda))
+    in_half = {
+        "torch": got.dtype != torch.float32,
+        "triton": got.dtype != torch.float32 and got.is_cuda,
+        "numba": got.dtype == case["key_cache"].dtype == torch.bfloat16,
+    }[name]
     if in_half and quantized and name == "triton":
         weight_error = weight_error + unit_roundoff(torch.bfloat16)
     elif in_half:

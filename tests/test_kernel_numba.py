@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU"
 )
 
+# In bfloat16 some CPUs multiply pairs, of which these are one and a half vectors, two, two and a half.
+SHAPES = [(torch.float32, 32), (torch.bfloat16, 48), (torch.bfloat16, 64), (torch.bfloat16, 80)]
 SEQ_LENS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129]  # around the edges of a tile
 
 
@@ -31,14 +33,16 @@ def test_options_alone_and_in_pairs(chosen):
     assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
 
 
-def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode():
+@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES, ids=str)
+def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dtype, head_dim):
     """Over a split, at a window, with many heads or one for a unit, whatever number of threads."""
     for window in (None, 700):
         seq_len = 2 * SPLIT + 70
-        case = ragged_case([seq_len, 5, 300], [90, 1, 300], num_heads=6, sliding_window=window)
+        options = {"num_heads": 6, "head_dim": head_dim, "dtype": dtype, "sliding_window": window}
+        case = ragged_case([seq_len, 5, 300], [90, 1, 300], **options)
         together = paged_attention(**case)
         assert_exact_enough(together, case, reference.paged_attention, "numba")
-        for first, end in ((0, 1), (0, 33), (33, 90), (89, 90)):
+        for first, end in ((0, 1), (1, 2), (0, 33), (33, 90), (89, 90)):
             alone = {
                 **take_sequences(case, [0]),
                 "query": case["query"][first:end],
@@ -49,10 +53,14 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode():
             assert torch.equal(paged_attention(**alone), together[first:end])
 
 
-def test_many_decodes_have_the_bits_of_each_alone():
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
+@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES, ids=str)
+def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, num_kv_heads):
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
-    case = ragged_case(seq_lens, [1] * len(seq_lens), num_heads=8, num_kv_heads=4)
+    options = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+    case = ragged_case(seq_lens, [1] * len(seq_lens), **options)
     together = paged_attention(**case)
+    assert_exact_enough(together, case, reference.paged_attention, "numba")
     for i in range(len(seq_lens)):
         assert torch.equal(paged_attention(**take_sequences(case, [i])), together[i : i + 1])
 
