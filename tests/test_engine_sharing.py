@@ -325,16 +325,16 @@ def test_step_that_fails_loses_nothing(monkeypatch):
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=64)
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), prompt, SamplingParams(temperature=1e-9, max_tokens=8, n=1 + i % 2))
-    forward, broken = engine.runner.model.forward, [2, 5, 6]
+    compute, broken = engine.runner.compute, [2, 5, 6]
     calls = iter(range(1000))
 
-    def failing(batch: Any, kv_cache: Any) -> Any:
+    def failing(batch: Any) -> Any:
         if next(calls) in broken:
-            kv_cache.tensors["kv"].fill_(float("nan"))
+            engine.runner.kv_cache.tensors["kv"].fill_(float("nan"))
             raise RuntimeError("no memory")
-        return forward(batch, kv_cache)
+        return compute(batch)
 
-    monkeypatch.setattr(engine.runner.model, "forward", failing)
+    monkeypatch.setattr(engine.runner, "compute", failing)
     finished, num_failed = {}, 0
     while engine.has_unfinished_requests():
         try:

@@ -38,7 +38,7 @@ def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
         num_blocks=8,
         skip_tokenizer_init=True,
     )
-    batches = []
+    engine.runner.graphs, batches = None, []
     monkeypatch.setattr(
         engine.runner.model, "forward", lambda batch, _: batches.append(batch) or hidden_states(batch)
     )
