@@ -73,13 +73,13 @@ class Recorder(TorchDispatchMode):
         self.allocated: list[Tensor] = []  # all of them, so that no two have the same address
 
     def __enter__(self) -> "Recorder":
-        note_launches(self.launches)
         super().__enter__()
+        note_launches(self.launches)  # last, and ended first: interrupted between, no launch goes missing
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
         note_launches(None)
+        super().__exit__(*error)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

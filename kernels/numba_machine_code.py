@@ -48,23 +48,24 @@ def machine_code(function: Callable[[int], None]) -> MachineCode:
     return _load(*code)
 
 
-def _host() -> str:
-    """What code is compiled for."""
+def _setting() -> str:
+    """What code is compiled for and by, and whose it is."""
     cpu = config.CPU_NAME or llvm.get_host_cpu_name()
     features = config.CPU_FEATURES
     if features is None:
         features = llvm.get_host_cpu_features().flatten()
-    return f"{llvm.get_process_triple()} {cpu} {features}"
+    target = f"{llvm.get_process_triple()} {cpu} {features} {config.ENABLE_AVX}"
+    passes = f"{config.OPT} {config.LOOP_VECTORIZE} {config.SLP_VECTORIZE}"
+    checks = f"{config.BOUNDSCHECK} {config.DEBUGINFO_DEFAULT}"
+    return f"{target} {passes} {checks} {numba.__version__} {llvmlite.__version__} {Path(__file__).parent}"
 
 
 def _source() -> bytes:
-    """What it is compiled from, and by: a kernel is made of functions of several files."""
-    files = sorted(Path(__file__).parent.glob("numba_*.py"))
-    by = f"{numba.__version__} {llvmlite.__version__} {config.OPT}"
-    return by.encode() + b"".join(file.read_bytes() for file in files)
+    """What it is compiled from: a kernel is made of functions of several files."""
+    return b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("numba_*.py")))
 
 
-_HOST, _SOURCE = (sha256(data).hexdigest()[:16] for data in (_host().encode(), _source()))
+_SETTING, _SOURCE = (sha256(data).hexdigest()[:16] for data in (_setting().encode(), _source()))
 
 
 def _directories() -> Iterator[Path]:
@@ -74,14 +75,15 @@ def _directories() -> Iterator[Path]:
         yield Path(chosen)
         return
     yield Path(__file__).parent / "__pycache__"
-    yield Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paged"
+    with suppress(RuntimeError):  # nobody's home
+        yield Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paged"
 
 
 def _find(name: str) -> tuple[str, bytes] | None:
     """The symbol of a kernel and its object code."""
     for directory in _directories():
         try:
-            data = (directory / f"{name}-{_HOST}-{_SOURCE}.o").read_bytes()
+            data = (directory / f"{name}-{_SETTING}-{_SOURCE}.o").read_bytes()
         except OSError:
             continue
         digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
@@ -99,9 +101,9 @@ def _keep(name: str, code: tuple[str, bytes]) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             new.write_bytes(sha256(data).digest() + data)
-            for old in directory.glob(f"{name}-{_HOST}-*.o"):
+            for old in directory.glob(f"{name}-{_SETTING}-*.o"):
                 old.unlink(missing_ok=True)
-            new.replace(directory / f"{name}-{_HOST}-{_SOURCE}.o")
+            new.replace(directory / f"{name}-{_SETTING}-{_SOURCE}.o")
             return
         except OSError:
             with suppress(OSError):

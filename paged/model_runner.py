@@ -152,7 +152,7 @@ class ModelRunner:
         """
         if self.graphs is None:
             hidden = self.model(batch, self.kv_cache)
-        elif batch.is_decode:
+        elif batch.is_decode and batch.num_tokens <= self.graphs.most_decodes:
             logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
             return logits, (tokens, highest), None
         else:  # apart, as any number of rows may be wanted
@@ -204,14 +204,14 @@ class ModelRunner:
         return min(free // size, self.sizes.most_blocks)
 
     def _most_partial_bytes(self) -> int:
-        """What split decodes take at most: the profiled step has none."""
+        """What split decodes take at most: the profiled step has hardly any. A row may be wanted twice."""
         if self.model.kernels.name != "triton":
             return 0
         from .kernels.split_kv import most_partial_bytes
 
         sizes, model = self.sizes, self.model_config
         return most_partial_bytes(
-            self.config.max_num_seqs, sizes.max_model_len, model.num_heads, model.head_dim, SPLIT
+            2 * self.config.max_num_seqs, sizes.max_model_len, model.num_heads, model.head_dim, SPLIT
         )
 
     def _profile(self) -> int:

@@ -25,7 +25,10 @@ class StepGraphs:
     """Computes steps with the same bits as the model's own way, without Python between its kernels.
 
     num_heads, num_kv_heads: of every layer.
+    most_decodes: how many are worth being recorded with their logits, which stay in memory.
     """
+
+    most_decodes = 64
 
     def __init__(self, num_heads: int, num_kv_heads: int) -> None:
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
@@ -57,7 +60,11 @@ class StepGraphs:
                     self._seen.clear()
                 self._seen.add(key)
                 return compute(batch, kv_cache)
-            self._keep(key, _record(compute, batch, kv_cache))
+            graph = self._record(compute, batch, kv_cache)
+            if len(self._graphs) == MOST_GRAPHS:
+                self._graphs.clear()
+                self._seen.clear()
+            self._graphs[key] = graph
         graph = self._graphs[key]
         if graph is None:
             return compute(batch, kv_cache)
@@ -66,17 +73,20 @@ class StepGraphs:
         self._last = _Last(batch, batch.age + 1 + int((-seq_lens % SPLIT).min()), where, graph)
         return graph.replay()
 
-    def _keep(self, key: tuple[int, ...], graph: _StepGraph | None) -> None:
-        if graph is not None and graph.num_bytes > len(self._memory):
-            self._graphs.clear()
-            memory = torch.empty(2 * graph.num_bytes + LINE, dtype=torch.uint8)
-            self._memory = memory[-memory.data_ptr() % LINE :]
-        elif len(self._graphs) == MOST_GRAPHS:
-            self._graphs.clear()
-            self._seen.clear()
-        if graph is not None:
-            graph.use_memory(self._memory)
-        self._graphs[key] = graph
+    def _record(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> _StepGraph | None:
+        """None where the model does what only torch can, or there is no room: it goes on without."""
+        try:
+            with Recorder() as recorder:
+                outputs = compute(batch, kv_cache)
+            graph = _StepGraph(recorder, batch, outputs)
+            if graph.num_bytes > len(self._memory):
+                self._graphs.clear()
+                memory = torch.empty(2 * graph.num_bytes + LINE, dtype=torch.uint8)
+                self._memory = memory[-memory.data_ptr() % LINE :]
+        except (NotRecordableError, RuntimeError):  # RuntimeError: torch has no narrower one for a CPU
+            return None
+        graph.use_memory(self._memory)
+        return graph
 
 
 class _Last(NamedTuple):
@@ -110,17 +120,6 @@ class _StepGraph(Graph):
         self.set(self._merges, MERGE, merges=plan.merges.ctypes.data)
         self._plan = plan  # whose memory it reads
         self.use_inputs(_inputs(batch))
-
-
-def _record(compute: Compute, batch: Batch, kv_cache: KVCache) -> _StepGraph | None:
-    """None where the model does what only torch can: it goes on doing it."""
-    recorder = Recorder()
-    try:
-        with recorder:
-            outputs = compute(batch, kv_cache)
-    except NotRecordableError:
-        return None
-    return _StepGraph(recorder, batch, outputs)
 
 
 def _inputs(batch: Batch) -> list[Tensor]:

@@ -193,7 +193,7 @@ def test_nothing_is_padded(budget):
     # The last token of an output is sampled and never computed.
     num_computed = sum(map(len, PROMPTS)) + num_sampled - len(PROMPTS)
     assert len(linears) == 1 + 2 * 4
-    # Of the last layer other tokens need K and V alone.
+    # In the last layer other tokens stop at their queries, K and V.
     last = model.layers[-1]
     of_sampled = {model.head, last.attention.output, last.mlp.gate_up, last.mlp.down}
     assert rows == {module: num_sampled if module in of_sampled else num_computed for module in linears}

@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 from checkpoints import SHAPE, assert_all_free, checkpoint, new_engine, ragged_prompts, random_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from paged import SamplingParams
-from paged.kernels import numba_ops
+from paged.kernels import numba_ops, reference
 from paged.kernels.numba_attention import SPLIT
 from paged.kernels.numba_graph import Graph, NotRecordableError, Recorder, _column
 from paged.kernels.numba_threads import Launch, Task
@@ -110,6 +111,35 @@ def test_what_torch_computes_is_not_repeated():
         numba_ops.silu_and_mul(x.view(6, 16)).flatten()
     with pytest.raises(NotRecordableError, match="add"), Recorder():
         x + 1
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_an_interrupt_while_recording_leaves_no_kernel_undone(where, monkeypatch):
+    x, exits = torch.rand(6, 16), TorchDispatchMode.__exit__
+
+    def interrupted(mode: TorchDispatchMode, *error: object) -> None:
+        if where == "__exit__":
+            exits(mode, *error)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(TorchDispatchMode, where, interrupted)
+        with Recorder():
+            pass
+    assert torch.allclose(numba_ops.silu_and_mul(x), reference.silu_and_mul(x))
+
+
+def test_without_memory_to_record_in_steps_go_on(monkeypatch):
+    prompts, params = ragged_prompts([3, 9]), SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
+    expected = run(new_engine(checkpoint("llama")), prompts, params)
+
+    def full(_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("paged.step_graphs.Recorder.__enter__", full)
+    engine = new_engine(checkpoint("llama"))
+    assert run(engine, prompts, params) == expected
+    assert not graphs_of(engine)
 
 
 def test_numbers_that_are_needed_at_once_share_no_place():

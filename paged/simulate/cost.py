@@ -110,7 +110,8 @@ class Roofline:
     """overhead + max(flops / peak, bytes / bandwidth), as in Williams et al., 2009.
 
     flops: 2 for each weight of the layers and each token, 2 for each weight of the head and each sampled
-        token, and 4 head_dim for each head and each pair of query and key.
+        token, and 4 head_dim for each head and each pair of query and key. That most tokens of a prompt
+        leave the last layer early is left out.
     bytes: all weights but the embedding once, K and V of the context read, those of the new tokens written.
 
     Norms, biases and activations, about one percent, are left out.
