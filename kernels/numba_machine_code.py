@@ -1,7 +1,7 @@
 """Kernels as machine code, compiled once by numba and kept on disk.
 
-numba keeps code too, but loads it with all that it compiles with: 46 MiB and half a second of every start.
-Here LLVM alone makes it run.
+numba keeps code too, but loads it with all that it compiles with, which takes time and memory at every
+start. Here LLVM alone makes it run.
 """
 
 import ctypes

@@ -105,9 +105,8 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
             _prefetch(builder, _place(builder, to, to_stride, r), write=True)
         with builder.if_then(builder.not_(_differ(builder, to_kind, FLOAT32))):
             for r in range(rows):
-                for at in range(
-                    LINE, 2 * VECTOR_BYTES, LINE
-                ):  # of others', what is behind is another panel's
+                # Of narrower numbers what is behind is another panel's.
+                for at in range(LINE, 2 * VECTOR_BYTES, LINE):
                     _prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
         sums = tile.load(builder, c, c_stride)
 

@@ -120,9 +120,8 @@ class BatchBuilder:
         by_token = _split(longs, torch.int64, self.device, token_sizes)
         by_sequence = _split(ints, torch.int32, self.device, sizes)
         queries = _queries(by_sequence[: 2 + num_groups], num_new_tokens)
-        wanted = queries if is_decode else None
-        if rows and not is_decode:
-            wanted = _queries(by_sequence[2 + num_groups :], lengths)
+        rest = by_sequence[2 + num_groups :]
+        wanted = queries if is_decode else _queries(rest, lengths) if rest else None
         batch = Batch(
             token_ids=by_token[0],
             rows=by_token[1],

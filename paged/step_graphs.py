@@ -40,8 +40,8 @@ class StepGraphs:
     def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         """compute(batch, kv_cache), in memory that the next step overwrites.
 
-        compute: one function for decodes, one for other batches; nothing else in them may depend on more
-        than the number of tokens and on what attention makes of the lengths.
+        compute: the same for every batch of a kind (`is_decode`) and number of tokens; what it launches may
+        depend on these alone, and on what attention makes of the lengths.
         """
         if batch.num_tokens > MOST_TOKENS:
             return compute(batch, kv_cache)

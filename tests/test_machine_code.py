@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("numba")
 
 SCRIPT = """
-    import ctypes, sys
+    import sys
     import numpy as np
     from numba import carray
     from paged.kernels import numba_machine_code as own
