@@ -29,7 +29,7 @@ from .numba_vectors import (
 )
 
 # How a panel is stored, after the kinds of single numbers.
-INT4, PAIRS, INT8_PAIRS, INT4_PAIRS = range(5, 9)
+INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS = range(5, 10)
 PANEL = 2 * LANES  # outputs
 GROUP = 32  # inputs that share a scale and a zero in int4
 GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
@@ -67,6 +67,20 @@ class Rows:
             first = builder.mul(groups.index, steps)
             with cgutils.for_range(builder, steps) as loop:
                 body(builder.add(first, loop.index), own)
+
+
+class Halves(Rows):
+    """bfloat16, of an output of either half of the panel side by side: float32 is a shift away."""
+
+    def __init__(self) -> None:
+        super().__init__(BFLOAT16)
+
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
+        """See Rows."""
+        both = _read(builder, 32, address)
+        first = builder.shl(both, _same(16, _INTS))
+        second = builder.and_(both, _same(0xFFFF0000, _INTS))
+        return [builder.bitcast(half, _VECTOR) for half in (first, second)]
 
 
 class Pairs(Rows):
@@ -197,6 +211,8 @@ def step_bytes(kind):
     if kind == INT4_PAIRS:
         return 2 * LANES
     if kind == INT8_PAIRS:
+        return 2 * PANEL
+    if kind == HALVES:
         return 2 * PANEL
     return 4 * PANEL if kind == PAIRS else item_size(kind) * PANEL
 

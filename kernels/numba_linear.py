@@ -17,6 +17,7 @@ from torch import Tensor
 from .checks import KERNEL_DTYPES, check_dtype, check_shape
 from .numba_codes import (
     GROUP,
+    HALVES,
     INT4,
     INT4_PAIRS,
     INT8_PAIRS,
@@ -46,7 +47,13 @@ from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 DEPTH = 320  # steps that a panel is gone through at a time, at most: 20 to 40 KiB of it
 ROWS = 64  # of a unit
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8, torch.uint8: INT4}
+_KINDS = {
+    torch.float32: FLOAT32,
+    torch.float16: FLOAT16,
+    torch.bfloat16: HALVES,
+    torch.int8: INT8,
+    torch.uint8: INT4,
+}
 _PAIR_KINDS = {torch.bfloat16: PAIRS, torch.int8: INT8_PAIRS, torch.uint8: INT4_PAIRS}
 _WIDTH = 4 * PANEL
 
@@ -66,7 +73,7 @@ class Panels(NamedTuple):
     """
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
-    # and has LANES in the place of PANEL
+    # and has LANES in the place of PANEL; of bfloat16 not in pairs the halves of a panel alternate
     weight: Tensor
     scales: Tensor  # f32[num_panels * PANEL], for int4 bf16[num_panels, num_groups, 2, PANEL]: and zeros
     out_features: int
@@ -98,8 +105,8 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
 
     pairs: for x in bfloat16, where `can_pair` holds. gated: see Panels; the first half are the gates. Raises
-    ValueError unless the weight is float32, bfloat16 or int8, in pairs one of the last two, and has scales
-    just where it is int8.
+    ValueError unless the weight is floating point or int8, in pairs bfloat16 or int8, and has scales just
+    where it is int8.
     """
     _check_pairs(pairs)
     check_dtype("weight", weight, tuple(_PAIR_KINDS if pairs else _KINDS)[:-1])
@@ -111,8 +118,10 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     out_features, in_features = weight.shape
     num_panels = _num_panels(out_features, gated)
     panels = weight.new_zeros(num_panels, in_features // (1 + pairs), PANEL, 1 + pairs)
+    by_halves = weight.dtype == torch.bfloat16 and not pairs
     for i, rows in enumerate(_rows_of_panels(weight, gated)):
-        panels[i, :, : len(rows)] = _by_depth(rows, pairs)
+        ordered = _alternate_halves(rows) if by_halves else rows
+        panels[i, :, : len(ordered)] = _by_depth(ordered, pairs)
     factors = torch.ones(out_features, dtype=torch.float32) if scales is None else scales
     padded = pad(factors, gated=gated)
     return Panels(panels if pairs else panels.squeeze(3), padded, out_features, gated)
@@ -166,6 +175,13 @@ def _rows_of_panels(x: Tensor, gated: bool) -> Iterator[Tensor]:
         both = gate.new_zeros(2, LANES, *gate.shape[1:])
         both[0, : len(gate)], both[1, : len(gate)] = gate, other
         yield both.flatten(0, 1)
+
+
+def _alternate_halves(rows: Tensor) -> Tensor:
+    """[n, in_features] -> [PANEL, in_features]: an output of either half of the panel in turn."""
+    halves = rows.new_zeros(2, LANES, rows.shape[1])
+    halves.flatten(0, 1)[: len(rows)] = rows
+    return halves.transpose(0, 1).flatten(0, 1)
 
 
 def _by_depth(rows: Tensor, pairs: bool) -> Tensor:

@@ -6,7 +6,7 @@ from numba import carray
 from torch import Tensor
 
 from .checks import check_dtype, in_debug_mode
-from .numba_codes import INT8_PAIRS, PAIRS, PANEL
+from .numba_codes import HALVES, INT8_PAIRS, PAIRS, PANEL
 from .numba_linear import OUT_KINDS, Panels
 from .numba_memory import (
     FLOAT32,
@@ -19,18 +19,22 @@ from .numba_memory import (
     item_size,
     load,
     load_as,
+    load_some_as,
     set_byte,
     set_float,
     set_int,
     store,
+    store_some_as,
 )
 from .numba_rows import copy_row
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_vectors import LANES, VECTOR_BYTES, function
 
 TAKE_ROWS = Task(("table", "indices", "out", "row_bytes"))
+WIDEN_ROWS = Task(("table", "indices", "out", "columns", "table_kind"))
 TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out", "in_features", "weight_kind", "out_kind"))
 _ROWS_RECORD, _PANEL_ROWS_RECORD = TAKE_ROWS.record, TAKE_PANEL_ROWS.record
+_WIDEN_RECORD = WIDEN_ROWS.record
 
 
 @function
@@ -41,6 +45,15 @@ def _take_row(args, i):
         store(to + at, load(source + at))
     for at in range(whole, args.row_bytes):
         set_byte(to + at, get_byte(source + at))
+
+
+@function
+def _widen_row(args, i):
+    size = item_size(args.table_kind)
+    source = args.table + get_long(args.indices + 8 * i) * args.columns * size
+    for column in range(0, args.columns, LANES):
+        left, to = args.columns - column, args.out + 4 * (i * args.columns + column)
+        store_some_as(FLOAT32, to, load_some_as(args.table_kind, source + column * size, left), left)
 
 
 @function
@@ -59,6 +72,11 @@ def _take_panel_row(args, i, scratch):
         weight = args.panels + panel * args.in_features * PANEL + 2 * place
         for k in range(args.in_features):
             set_float(numbers + 4 * k, np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2)))
+    elif args.weight_kind == HALVES:
+        weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * (place % LANES)
+        for k in range(args.in_features):
+            both = get_int(weight + k * 2 * PANEL)
+            set_int(numbers + 4 * k, both << 16 if place < LANES else both >> 16 << 16)
     else:
         size, lane = item_size(args.weight_kind), place % LANES
         weight = args.panels + panel * args.in_features * PANEL * size + (place - lane) * size
@@ -76,6 +94,16 @@ def _take_rows_kernel(record):
     unit = claim(counters + NEXT_UNIT)
     while unit < args.num_units:
         _take_row(args, unit)
+        unit = claim(counters + NEXT_UNIT)
+
+
+@WIDEN_ROWS.kernel
+def _widen_rows_kernel(record):
+    """All threads: `_widen_row` for each index."""
+    args, counters = carray(record, 1, _WIDEN_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _widen_row(args, unit)
         unit = claim(counters + NEXT_UNIT)
 
 
@@ -103,13 +131,28 @@ def take_rows(table: Tensor, indices: Tensor) -> Tensor:
     return out
 
 
+def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a contiguous [n, size] in 16 bits by i64[m], in float32: f32[m, size]."""
+    check_dtype("table", table, (torch.float16, torch.bfloat16))
+    check_dtype("indices", indices, (torch.int64,))
+    _check_range(indices, len(table))
+    table, indices = table.contiguous(), indices.contiguous()
+    out = table.new_empty(len(indices), table.shape[1], dtype=torch.float32)
+    kind = OUT_KINDS[table.dtype]
+    WIDEN_ROWS.run(len(indices), table.data_ptr(), indices.data_ptr(), out.data_ptr(), table.shape[1], kind)
+    return out
+
+
 def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a weight by i64[m]: [m, in_features] in this dtype, of plain pairs their own. Not of int4."""
     if panels.kind == PAIRS:
         check_dtype("rows", panels.weight, (dtype,))
     weight, size = panels.weight, panels.in_features
     if size < LANES:
-        rows = weight[indices // PANEL, :, indices % PANEL].flatten(1)
+        places = indices % PANEL
+        if panels.kind == HALVES:
+            places = places % LANES * 2 + places // LANES
+        rows = weight[indices // PANEL, :, places].flatten(1)
         return (rows * panels.scales[indices, None]).to(dtype)
     check_dtype("indices", indices, (torch.int64,))
     _check_range(indices, panels.out_features)

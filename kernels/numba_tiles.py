@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_codes import INT4, INT8_PAIRS, PAIRS, Int4, Int4Pairs, Int8Pairs, Pairs, Rows
+from .numba_codes import HALVES, INT4, INT8_PAIRS, PAIRS, Halves, Int4, Int4Pairs, Int8Pairs, Pairs, Rows
 from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT16, FLOAT32, INT8, LINE, _load, _prefetch, _store
 from .numba_vectors import (
     _F32,
@@ -243,8 +243,8 @@ def _panel_product(weight: Rows) -> Any:
 multiply_add = multiply_add_pairs = _product(pairs=False)
 if HAS_DOT:  # elsewhere nothing is in pairs
     multiply_add_pairs = _product(pairs=True)
-_by_float, _by_bfloat, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, BFLOAT16, INT8))
-_by_int4 = _panel_product(Int4())
+_by_float, _by_half, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, FLOAT16, INT8))
+_by_halves, _by_int4 = _panel_product(Halves()), _panel_product(Int4())
 _by_pairs = _by_int8_pairs = _by_int4_pairs = _by_float
 if HAS_DOT:
     _by_pairs, _by_int8_pairs, _by_int4_pairs = map(_panel_product, (Pairs(), Int8Pairs(), Int4Pairs()))
@@ -255,8 +255,10 @@ def multiply_panel(kind, rows, c, to, a, ahead, same):
     """A panel's product, of any kind: see `_panel_product`."""
     if kind == FLOAT32:
         _by_float(rows, c, to, a, ahead, same)
-    elif kind == BFLOAT16:
-        _by_bfloat(rows, c, to, a, ahead, same)
+    elif kind == FLOAT16:
+        _by_half(rows, c, to, a, ahead, same)
+    elif kind == HALVES:
+        _by_halves(rows, c, to, a, ahead, same)
     elif kind == INT8:
         _by_int8(rows, c, to, a, ahead, same)
     elif kind == INT4:

@@ -129,9 +129,7 @@ def weights_in_panels(
     """
     if not config.deterministic:
         left_to_torch = dtype == torch.bfloat16 and bfloat16_is_a_librarys()
-        return backend == "numba" and dtype != torch.float16 and not left_to_torch
-    if dtype == torch.float16:
-        raise ConfigError("deterministic=True goes with dtype float32 or bfloat16; got float16")
+        return backend == "numba" and not left_to_torch
     if device.type != "cpu" or backend != "numba":
         raise ConfigError(
             f"deterministic=True is for a CPU with attention_backend='numba' so far; got {device} with "

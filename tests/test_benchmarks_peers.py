@@ -67,9 +67,9 @@ def test_the_limit_by_hand(prefix):
     # Read with the prompt and with every decode; a common prefix once in each of the 4 steps.
     read = (3 + 4) + (5 + 6 + 7 + 8) - prefix * (2 + 4) + prefix * 4
     assert moved == 4 * (layers + head) + 2 * 4 * 2 * 64 * 2 * (read + tokens)
-    assert workload_cost(model, "float32", [3], [2])[0] == pytest.approx(
-        2 * workload_cost(model, "bfloat16", [3], [2])[0]
-    )
+    # In float32 KV takes twice as much; what the checkpoint has does not.
+    wider, narrower = (workload_cost(model, dtype, [3], [2])[0] for dtype in ("float32", "bfloat16"))
+    assert wider - narrower == 2 * 4 * 2 * 64 * 2 * ((3 + 4) + 4)
 
 
 def test_ways_have_names():

@@ -13,9 +13,10 @@ from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 from paged import ConfigError, SamplingParams, devices
 from paged.kernels import numba_linear, numba_ops
 from paged.kernels.numba_linear import LINEAR
+from paged.kernels.numba_lookup import widen_rows
 from paged.kernels.numba_vectors import HAS_DOT
 from paged.linear import Linear
-from paged.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight
+from paged.panels import PANEL_FORMS, PanelInt4Weight, PanelInt8Weight, PanelWeight, Table
 from paged.quantization import Int8Weight, int4_codes
 
 # Outputs and inputs: fewer than a panel, no multiple of one, several depths of 320.
@@ -24,7 +25,7 @@ needs_dot = pytest.mark.skipif(
     not HAS_DOT, reason="this CPU does not multiply pairs of bfloat16 (AVX512-BF16)"
 )
 forms = pytest.mark.parametrize("form", PANEL_FORMS.values(), ids=lambda form: form.__name__)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
 def dequantized(form: type[PanelWeight], weight: torch.Tensor) -> torch.Tensor:
@@ -144,14 +145,39 @@ def test_a_thread_that_finds_no_unit_leaves_scratch_memory_alone():
 
 
 def test_what_the_kernel_would_misread_is_refused():
-    with pytest.raises(ValueError, match=r"weight must be one of .*, got torch.float16"):
-        PanelWeight(torch.ones(4, 32, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"weight must be one of .*, got torch.float64"):
+        PanelWeight(torch.ones(4, 32, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"x must have shape \[any, 32\], got \[3, 16\]"):
         PanelWeight(torch.ones(4, 32))(torch.ones(3, 16), None)
     with pytest.raises(ValueError, match=r"scales go with a weight in int8 .*, got some with torch\.float32"):
         numba_linear.pack(torch.ones(4, 32), torch.ones(4))
     with pytest.raises(ValueError, match=r"got none with torch\.int8"):
         numba_linear.pack(torch.ones(4, 32, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(70, 96), (34, 5)], ids=str)
+def test_numbers_that_16_bits_hold_are_kept_in_16(shape, kept):
+    """With the bits of float32 in all that is done with them; a single number that is finer keeps all."""
+    weight, limits = torch.randn(shape).to(kept), torch.finfo(kept)
+    weight[1, :4] = torch.tensor([limits.max**0.5, limits.smallest_normal / 2, -0.0, limits.smallest_normal])
+    weight, indices = weight.float(), torch.tensor([33, 1, 0, 16, 1])
+    form, table = PanelWeight(weight), Table(weight)
+    assert form.panels.weight.dtype == table.weight.dtype == kept
+    for num_rows in (1, 3, 9, 70):
+        x = torch.randn(num_rows, shape[1])
+        assert torch.equal(form(x, None), numba_linear.linear(x, numba_linear.pack(weight), None))
+        gated = numba_linear.linear(x, numba_linear.pack(weight, gated=True), None)
+        assert torch.equal(PanelWeight(weight, gated=True)(x, None), gated)
+    for rows in (form.rows(indices), table.rows(indices)):
+        assert torch.equal(rows.view(torch.int32), weight[indices].view(torch.int32))
+    weight[-1, -1] = 1 + 2**-20
+    assert PanelWeight(weight).panels.weight.dtype == Table(weight).weight.dtype == torch.float32
+
+
+def test_what_is_kept_in_16_bits_is_widened_only():
+    with pytest.raises(ValueError, match=r"table must be one of .*, got torch\.int8"):
+        widen_rows(torch.zeros(3, 4, dtype=torch.int8), torch.tensor([0]))
 
 
 @pytest.mark.parametrize("form", [PanelWeight, PanelInt8Weight], ids=lambda form: form.__name__)
@@ -171,6 +197,7 @@ def test_rows_are_those_of_the_weight(form, dtype):
         ("llama", "bfloat16", "int8", True),
         ("demo", "float32", "int4", True),
         ("demo", "float32", None, False),
+        ("llama", "float16", None, False),
         pytest.param("llama-tied-bias", "bfloat16", None, False, marks=needs_dot),
         pytest.param("demo", "bfloat16", "int4", False, marks=needs_dot),
     ],
@@ -200,7 +227,3 @@ def test_the_same_bits_alone_batched_and_in_chunks(name, dtype, quantization, de
 def test_deterministic_needs_the_cpus_own_kernels():
     with pytest.raises(ConfigError, match="deterministic=True is for a CPU with attention_backend='numba'"):
         new_engine(checkpoint("llama"), deterministic=True, attention_backend="torch")
-    with pytest.raises(
-        ConfigError, match="deterministic=True goes with dtype float32 or bfloat16; got float16"
-    ):
-        new_engine(checkpoint("llama"), deterministic=True, dtype="float16")
