@@ -187,20 +187,41 @@ def _storers(kind: int) -> tuple[Any, Any]:
     return store, store_some
 
 
+_LOADERS, _STORERS = [_loaders(kind) for kind in range(5)], [_storers(kind) for kind in range(5)]
 (
     (load, _load_some),
     (load_half, _load_some_half),
     (load_bfloat, _load_some_bfloat),
     (load_int8, _load_some_int8),
     (load_float8, _load_some_float8),
-) = map(_loaders, range(5))
+) = _LOADERS
 (
     (store, _store_some),
     (store_half, _store_some_half),
     (store_bfloat, _store_some_bfloat),
     (store_int8, _store_some_int8),
     (store_float8, _store_some_float8),
-) = map(_storers, range(5))
+) = _STORERS
+
+
+def some_of(kind: int) -> tuple[Any, Any]:
+    """load(address, count) and store(address, x, count) of LANES numbers of a kind, or of the first `count`
+    where there are fewer.
+    """
+    (load_all, load_first), (store_all, store_first) = _LOADERS[kind], _STORERS[kind]
+
+    @function
+    def load_up_to(address, count):
+        return load_all(address) if count >= LANES else load_first(address, count)
+
+    @function
+    def store_up_to(address, x, count):
+        if count >= LANES:
+            store_all(address, x)
+        else:
+            store_first(address, x, count)
+
+    return load_up_to, store_up_to
 
 
 @_operation(types.void, types.int64, types.int64, types.int64, types.int64)

@@ -3,6 +3,8 @@
 What is not laid out as the kernels read it is left to `torch_ops`, which says what does not fit together.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import carray
@@ -10,35 +12,16 @@ from torch import Tensor
 
 from . import torch_ops
 from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
-from .numba_memory import (
-    FLOAT32,
-    INT8,
-    address_of,
-    claim,
-    get_float,
-    get_long,
-    item_size,
-    load,
-    load_some_as,
-    set_float,
-    set_long,
-    store,
-    store_some_as,
-)
+from .numba_memory import FLOAT16, FLOAT32, address_of, claim, get_float, load, set_float, set_long, store
 from .numba_paged_attention import KINDS
+from .numba_row_ops import of_bfloat, of_float, of_half
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task, is_plain
 from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
-    add,
-    fma,
     function,
     greater,
-    highest,
-    multiply,
-    silu,
     splat,
-    subtract,
     total,
     where_greater,
     where_nan,
@@ -71,113 +54,23 @@ _RMS_NORM_RECORD, _SILU_RECORD = RMS_NORM.record, SILU_AND_MUL.record
 _ROTARY_RECORD, _GREEDY_RECORD = ROTARY_STORE_KV.record, GREEDY.record
 
 
-@function
-def _normalise(kind, x, weight, unit_offset, out, size, eps):
-    """weight * x / sqrt(mean(x²) + eps); the quotient is rounded to the kind, then multiplied by weight.
+def _of_kind(name: str) -> Any:
+    """The operation of that name on a row of the record's kind."""
+    of_floats, of_halves, of_bfloats = (getattr(ops, name) for ops in (of_float, of_half, of_bfloat))
 
-    unit_offset: it is multiplied by 1 + weight, and only then rounded.
-    """
-    squares, bytes_per_number = splat(np.float32(0.0)), item_size(kind)
-    for i in range(0, size, LANES):
-        number = load_some_as(kind, x + i * bytes_per_number, size - i)
-        squares = fma(number, number, squares)
-    mean = total(squares) / np.float32(size) + np.float32(eps)
-    scale = splat(np.float32(1.0) / np.sqrt(mean))
-    one = splat(np.float32(1.0))
-    for i in range(0, size, LANES):
-        at, left = i * bytes_per_number, size - i
-        own = load_some_as(kind, weight + at, left)
-        number = multiply(load_some_as(kind, x + at, left), scale)
-        if unit_offset:
-            own = add(one, own)
+    @function
+    def operate(args, row):
+        if args.kind == FLOAT32:
+            of_floats(args, row)
+        elif args.kind == FLOAT16:
+            of_halves(args, row)
         else:
-            store_some_as(kind, out + at, number, left)
-            number = load_some_as(kind, out + at, left)
-        store_some_as(kind, out + at, multiply(number, own), left)
+            of_bfloats(args, row)
+
+    return operate
 
 
-@function
-def _rms_norm(args, row):
-    x, size, kind = args.x + row * args.x_stride, args.size, args.kind
-    bytes_per_number = item_size(kind)
-    out = args.out + row * size * bytes_per_number
-    if args.residual:
-        residual = args.residual + row * size * bytes_per_number
-        for i in range(0, size, LANES):
-            at, left = i * bytes_per_number, size - i
-            both = add(load_some_as(kind, residual + at, left), load_some_as(kind, x + at, left))
-            store_some_as(kind, residual + at, both, left)
-        x = residual
-    _normalise(kind, x, args.weight, args.unit_offset, out, size, args.eps)
-
-
-@function
-def _silu_and_mul(args, row):
-    bytes_per_number, size, kind = item_size(args.kind), args.size, args.kind
-    gate, out = args.x + row * args.x_stride, args.out + row * size * bytes_per_number
-    for i in range(0, size, LANES):
-        at, left = i * bytes_per_number, size - i
-        up = load_some_as(kind, gate + size * bytes_per_number + at, left)
-        store_some_as(kind, out + at, multiply(silu(load_some_as(kind, gate + at, left)), up), left)
-
-
-@function
-def _rotate(kind, head, cos, sin, half):
-    size = item_size(kind)
-    for i in range(0, half, LANES):
-        first, second, left = head + i * size, head + (half + i) * size, half - i
-        x1, x2 = load_some_as(kind, first, left), load_some_as(kind, second, left)
-        c, s = load_some_as(FLOAT32, cos + 4 * i, left), load_some_as(FLOAT32, sin + 4 * i, left)
-        store_some_as(kind, first, subtract(multiply(x1, c), multiply(x2, s)), left)
-        store_some_as(kind, second, add(multiply(x2, c), multiply(x1, s)), left)
-
-
-@function
-def _store_head(kind, head, dim, cache_kind, to, scale):
-    """K or V of a head into the cache; where there is room for a scale, divided by that."""
-    factor = np.float32(1.0)
-    size, cache_size = item_size(kind), item_size(cache_kind)
-    if scale:
-        zero = splat(np.float32(0.0))
-        top, spoilt = zero, zero
-        for d in range(0, dim, LANES):
-            x = load_some_as(kind, head + d * size, dim - d)
-            top = greater(greater(x, subtract(zero, x)), top)
-            spoilt = fma(x, zero, spoilt)  # NaN once there is NaN or infinity, which top does not show
-        largest = highest(top)
-        most = np.float32(127.0) if cache_kind == INT8 else np.float32(448.0)
-        set_float(scale, largest / most + total(spoilt))
-        factor = most / (largest if largest > np.float32(0.0) else np.float32(1.0))
-    for d in range(0, dim, LANES):
-        x = load_some_as(kind, head + d * size, dim - d)
-        store_some_as(cache_kind, to + d * cache_size, multiply(x, splat(factor)), dim - d)
-
-
-@function
-def _rotary_store_kv(args, row):
-    dim, half = args.head_dim, args.head_dim // 2
-    token, rotated = args.qkv + row * args.qkv_token_stride, args.num_heads + args.num_kv_heads
-    cos, sin = args.cos + row * 4 * half, args.sin + row * 4 * half
-    for i in range(rotated):
-        head = token + i * args.qkv_head_stride
-        if args.query_norm:
-            weight = args.query_norm if i < args.num_heads else args.key_norm
-            _normalise(args.kind, head, weight, args.unit_offset, head, dim, args.eps)
-        _rotate(args.kind, head, cos, sin, half)
-    slot = get_long(args.slot_mapping + 8 * row)
-    block, place = slot // args.block_size, slot % args.block_size
-    key_to = args.key_cache + block * args.key_block_stride + place * args.key_token_stride
-    value_to = args.value_cache + block * args.value_block_stride + place * args.value_token_stride
-    for i in range(args.num_kv_heads):
-        key = token + (args.num_heads + i) * args.qkv_head_stride
-        value = key + args.num_kv_heads * args.qkv_head_stride
-        to = 4 * ((block * args.num_kv_heads + i) * args.block_size + place)
-        key_scale = args.key_scales + to if args.key_scales else 0
-        value_scale = args.value_scales + to if args.value_scales else 0
-        _store_head(args.kind, key, dim, args.cache_kind, key_to + i * args.key_head_stride, key_scale)
-        _store_head(
-            args.kind, value, dim, args.cache_kind, value_to + i * args.value_head_stride, value_scale
-        )
+_rms_norm, _silu_and_mul, _rotary_store_kv = map(_of_kind, ("rms_norm", "silu_and_mul", "rotary_store_kv"))
 
 
 @function
