@@ -14,7 +14,7 @@ from . import torch_ops
 from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
 from .numba_memory import FLOAT16, FLOAT32, address_of, claim, get_float, load, set_float, set_long, store
 from .numba_paged_attention import KINDS
-from .numba_row_ops import of_bfloat, of_float, of_half
+from .numba_row_ops import RowOps, of_bfloat, of_float, of_half, store_kv_as
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task, is_plain
 from .numba_vectors import (
     LANES,
@@ -70,7 +70,16 @@ def _of_kind(name: str) -> Any:
     return operate
 
 
-_rms_norm, _silu_and_mul, _rotary_store_kv = map(_of_kind, ("rms_norm", "silu_and_mul", "rotary_store_kv"))
+_rms_norm, _silu_and_mul, _rotary, _store_kv = map(_of_kind, RowOps._fields)
+
+
+@function
+def _rotary_store_kv(args, row):
+    _rotary(args, row)
+    if args.kind == args.cache_kind:
+        _store_kv(args, row)
+    else:
+        store_kv_as(args, row)
 
 
 @function

@@ -15,6 +15,7 @@ from .numba_memory import (
     INT8,
     get_long,
     item_size,
+    load_some_as,
     set_float,
     some_of,
     store_some_as,
@@ -37,11 +38,12 @@ load_float, _ = some_of(FLOAT32)
 
 
 class RowOps(NamedTuple):
-    """Functions of (args, row); args is the record of the operation of that name in `numba_ops`."""
+    """Functions of (args, row); args is the record of the operation in `numba_ops`."""
 
     rms_norm: Any
     silu_and_mul: Any
-    rotary_store_kv: Any
+    rotary: Any  # and QK norm
+    store_kv: Any  # into a cache of the same kind; `store_kv_as` into any other
 
 
 def _normaliser(kind: int) -> Any:
@@ -77,42 +79,59 @@ def _normaliser(kind: int) -> Any:
     return normalise
 
 
-def _storer(kind: int) -> Any:
-    size_of, (load, store) = _ITEM_SIZES[kind], some_of(kind)
+@function
+def _scale_of(kind, head, dim, cache_kind, scale):
+    """What a head is multiplied by to fit into a quantised cache; its inverse goes to `scale`."""
+    size, zero = item_size(kind), splat(np.float32(0.0))
+    top, spoilt = zero, zero
+    for d in range(0, dim, LANES):
+        x = load_some_as(kind, head + d * size, dim - d)
+        top = greater(greater(x, subtract(zero, x)), top)
+        spoilt = fma(x, zero, spoilt)  # NaN once there is NaN or infinity, which top does not show
+    largest = highest(top)
+    most = np.float32(127.0) if cache_kind == INT8 else np.float32(448.0)
+    set_float(scale, largest / most + total(spoilt))
+    return most / (largest if largest > np.float32(0.0) else np.float32(1.0))
+
+
+def _storer(store_head: Any) -> Any:
+    """K and V of a row into the cache, a head at a time: store_head(args, head, to, scale)."""
 
     @function
-    def scale_of(head, dim, cache_kind, scale):
-        """What a head is multiplied by to fit into a quantised cache; its inverse goes to `scale`."""
-        zero = splat(np.float32(0.0))
-        top, spoilt = zero, zero
-        for d in range(0, dim, LANES):
-            x = load(head + d * size_of, dim - d)
-            top = greater(greater(x, subtract(zero, x)), top)
-            spoilt = fma(x, zero, spoilt)  # NaN once there is NaN or infinity, which top does not show
-        largest = highest(top)
-        most = np.float32(127.0) if cache_kind == INT8 else np.float32(448.0)
-        set_float(scale, largest / most + total(spoilt))
-        return most / (largest if largest > np.float32(0.0) else np.float32(1.0))
+    def store_kv(args, row):
+        slot = get_long(args.slot_mapping + 8 * row)
+        block, place = slot // args.block_size, slot % args.block_size
+        key_to = args.key_cache + block * args.key_block_stride + place * args.key_token_stride
+        value_to = args.value_cache + block * args.value_block_stride + place * args.value_token_stride
+        for i in range(args.num_kv_heads):
+            key = args.qkv + row * args.qkv_token_stride + (args.num_heads + i) * args.qkv_head_stride
+            value = key + args.num_kv_heads * args.qkv_head_stride
+            to = 4 * ((block * args.num_kv_heads + i) * args.block_size + place)
+            key_scale = args.key_scales + to if args.key_scales else 0
+            value_scale = args.value_scales + to if args.value_scales else 0
+            store_head(args, key, key_to + i * args.key_head_stride, key_scale)
+            store_head(args, value, value_to + i * args.value_head_stride, value_scale)
 
-    @function
-    def store_head(head, dim, cache_kind, to, scale):
-        """K or V of a head into the cache; where there is room for a scale, divided by that."""
-        if cache_kind == kind:
-            for d in range(0, dim, LANES):
-                store(to + d * size_of, load(head + d * size_of, dim - d), dim - d)
-            return
-        factor = splat(scale_of(head, dim, cache_kind, scale) if scale else np.float32(1.0))
-        cache_size = item_size(cache_kind)
-        for d in range(0, dim, LANES):
-            x = multiply(load(head + d * size_of, dim - d), factor)
-            store_some_as(cache_kind, to + d * cache_size, x, dim - d)
+    return store_kv
 
-    return store_head
+
+@function
+def _store_head_as(args, head, to, scale):
+    """Into a cache of another kind; where there is room for a scale, divided by that."""
+    kind, cache_kind, dim = args.kind, args.cache_kind, args.head_dim
+    factor = splat(_scale_of(kind, head, dim, cache_kind, scale) if scale else np.float32(1.0))
+    size, cache_size = item_size(kind), item_size(cache_kind)
+    for d in range(0, dim, LANES):
+        x = multiply(load_some_as(kind, head + d * size, dim - d), factor)
+        store_some_as(cache_kind, to + d * cache_size, x, dim - d)
+
+
+store_kv_as = _storer(_store_head_as)
 
 
 def _of_kind(kind: int) -> RowOps:
     size_of, (load, store) = _ITEM_SIZES[kind], some_of(kind)
-    normalise, store_head = _normaliser(kind), _storer(kind)
+    normalise = _normaliser(kind)
 
     @function
     def rms_norm(args, row):
@@ -140,30 +159,23 @@ def _of_kind(kind: int) -> RowOps:
             store(second, add(multiply(x2, c), multiply(x1, s)), left)
 
     @function
-    def rotary_store_kv(args, row):
-        dim, half, cache_kind = args.head_dim, args.head_dim // 2, args.cache_kind
-        token, rotated = args.qkv + row * args.qkv_token_stride, args.num_heads + args.num_kv_heads
+    def rotary(args, row):
+        half, token = args.head_dim // 2, args.qkv + row * args.qkv_token_stride
         cos, sin = args.cos + row * 4 * half, args.sin + row * 4 * half
-        for i in range(rotated):
+        for i in range(args.num_heads + args.num_kv_heads):
             head = token + i * args.qkv_head_stride
             if args.query_norm:
                 weight = args.query_norm if i < args.num_heads else args.key_norm
-                normalise(head, 0, weight, args.unit_offset, head, dim, args.eps)
+                normalise(head, 0, weight, args.unit_offset, head, args.head_dim, args.eps)
             rotate(head, cos, sin, half)
-        slot = get_long(args.slot_mapping + 8 * row)
-        block, place = slot // args.block_size, slot % args.block_size
-        key_to = args.key_cache + block * args.key_block_stride + place * args.key_token_stride
-        value_to = args.value_cache + block * args.value_block_stride + place * args.value_token_stride
-        for i in range(args.num_kv_heads):
-            key = token + (args.num_heads + i) * args.qkv_head_stride
-            value = key + args.num_kv_heads * args.qkv_head_stride
-            to = 4 * ((block * args.num_kv_heads + i) * args.block_size + place)
-            key_scale = args.key_scales + to if args.key_scales else 0
-            value_scale = args.value_scales + to if args.value_scales else 0
-            store_head(key, dim, cache_kind, key_to + i * args.key_head_stride, key_scale)
-            store_head(value, dim, cache_kind, value_to + i * args.value_head_stride, value_scale)
 
-    return RowOps(rms_norm, silu_and_mul, rotary_store_kv)
+    @function
+    def store_head(args, head, to, scale):  # noqa: ARG001
+        for d in range(0, args.head_dim, LANES):
+            left = args.head_dim - d
+            store(to + d * size_of, load(head + d * size_of, left), left)
+
+    return RowOps(rms_norm, silu_and_mul, rotary, _storer(store_head))
 
 
 of_float, of_half, of_bfloat = map(_of_kind, (FLOAT32, FLOAT16, BFLOAT16))
