@@ -3,9 +3,10 @@
     python -m benchmarks.linear --dtype bfloat16 --threads 2
 
 The linears of one decoder layer, one after the other, with 1 to 1024 rows, in the shapes of a model of 15
-million parameters and of one of 1.1 billion. Every form is held against the product in float64, then all take
-turns. A ratio is the median over the rounds of the time of what `LLMEngine` takes without quantisation, over
-that of this form: above 1, this form is faster. GB/s are of the bytes of this form's weights, read once.
+million parameters and of one of 1.1 billion, with weights that a checkpoint in bfloat16 may have. Every form
+is held against the product in float64, then all take turns. A ratio is the median over the rounds of the time
+of what `LLMEngine` takes without quantisation, over that of this form: above 1, this form is faster. GB/s are
+of the bytes of this form's weights, read once.
 
 "panels" are the engine's own kernel; "torch" is what it takes without numba, and in bfloat16 where the CPU
 multiplies that in a way of its own (AMX, ARM): of int8 and int4 in bfloat16 one of two ways by the number of
@@ -48,7 +49,8 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     results = []
     for model in args.models:
-        weights = [torch.randn(shape).mul_(shape[1] ** -0.5).to(dtype) for shape in layer_shapes(model)]
+        shapes = layer_shapes(model)
+        weights = [torch.randn(shape).mul_(shape[1] ** -0.5).bfloat16().to(dtype) for shape in shapes]
         forms = forms_of(weights, dtype)
         for num_rows in args.rows:
             inputs = [torch.randn(num_rows, weight.shape[1], dtype=dtype) for weight in weights]
@@ -70,15 +72,16 @@ def layer_shapes(model: str) -> list[tuple[int, int]]:
 def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Products, list[Tensor], int]]:
     """For each form: how it multiplies, the weights that it stands for, and its bytes."""
     packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False).layers
-    float_bytes = sum(weight.nbytes for weight in weights)
     unquantised = {"panels": PanelWeight, "torch": packed}
     if dtype == torch.bfloat16 and bfloat16_is_a_librarys():
         unquantised = {"torch": packed, "panels": PanelWeight}
     forms: dict[str, tuple[Products, list[Tensor], int]] = {}
     for name, form in unquantised.items():
         made: list[Any] = [form(weight) for weight in weights]
-        forms[name] = ([lambda x, f=f: f(x, None) for f in made], weights, float_bytes)
-    forms["F.linear"] = ([lambda x, w=w: F.linear(x, w) for w in weights], weights, float_bytes)
+        kept = [f.panels.weight for f in made] if form is PanelWeight else weights
+        forms[name] = ([lambda x, f=f: f(x, None) for f in made], weights, sum(w.nbytes for w in kept))
+    num_bytes = sum(w.nbytes for w in weights)
+    forms["F.linear"] = ([lambda x, w=w: F.linear(x, w) for w in weights], weights, num_bytes)
     for name, form, panel_form in (
         ("int8", Int8Weight, PanelInt8Weight),
         ("int4", Int4Weight, PanelInt4Weight),

@@ -210,9 +210,7 @@ def step_bytes(kind):
         return LANES
     if kind == INT4_PAIRS:
         return 2 * LANES
-    if kind == INT8_PAIRS:
-        return 2 * PANEL
-    if kind == HALVES:
+    if kind in (HALVES, INT8_PAIRS):
         return 2 * PANEL
     return 4 * PANEL if kind == PAIRS else item_size(kind) * PANEL
 

@@ -105,8 +105,8 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
 
     pairs: for x in bfloat16, where `can_pair` holds. gated: see Panels; the first half are the gates. Raises
-    ValueError unless the weight is floating point or int8, in pairs bfloat16 or int8, and has scales just
-    where it is int8.
+    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, and has
+    scales just where it is int8.
     """
     _check_pairs(pairs)
     check_dtype("weight", weight, tuple(_PAIR_KINDS if pairs else _KINDS)[:-1])

@@ -136,7 +136,9 @@ def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
     check_dtype("table", table, (torch.float16, torch.bfloat16))
     check_dtype("indices", indices, (torch.int64,))
     _check_range(indices, len(table))
-    table, indices = table.contiguous(), indices.contiguous()
+    if not table.is_contiguous():
+        raise ValueError(f"table must be contiguous, got strides {table.stride()}")
+    indices = indices.contiguous()  # by a name, see below
     out = table.new_empty(len(indices), table.shape[1], dtype=torch.float32)
     kind = OUT_KINDS[table.dtype]
     WIDEN_ROWS.run(len(indices), table.data_ptr(), indices.data_ptr(), out.data_ptr(), table.shape[1], kind)

@@ -1,6 +1,7 @@
 """Norm, activation, rotary and the store into the cache for one row, for a CPU; for each kind of number.
 
-Every function is made for one kind, so that nothing in its loops asks for it.
+Every function is made for one kind, so that nothing in its loops asks for it; but for the store into a cache
+of another.
 """
 
 from typing import Any, NamedTuple

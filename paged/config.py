@@ -33,8 +33,9 @@ class EngineConfig:
 
     model: a local directory, a Hugging Face hub id, or "demo" for the checkpoint that ships with `paged`.
     tokenizer: where the tokenizer is, if not beside the model.
-    dtype: of weights and activations; "auto" takes the checkpoint's, on a CPU float32 in the place of
-        float16, and of bfloat16 where the CPU has no instructions for it.
+    dtype: of activations, and of weights but where a narrower one holds the same numbers; "auto" takes the
+        checkpoint's, on a CPU float32 in the place of float16, and of bfloat16 where the CPU has no
+        instructions for it.
     quantization: of weights, as a plain checkpoint loads, on a CPU: "int8", with a scale for each output, or
         "int4", with a scale and a zero for every 32 inputs, and the output head in int8.
     kv_cache_dtype: of K and V in the cache; "auto" takes dtype, and where that is float32 there are also

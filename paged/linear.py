@@ -109,7 +109,7 @@ def choose_forms(
     """The forms that weights of this dtype get on this device; in_panels as the CPU's own kernels take them.
 
     A quantised model has its output head in int8, which costs next to nothing in perplexity, and with it the
-    embedding where the two are tied. An embedding alone is only looked up, and stays as it is.
+    embedding where the two are tied. An embedding alone is only looked up, and stays in floating point.
 
     Raises ConfigError where weights cannot be quantised.
     """

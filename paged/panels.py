@@ -15,7 +15,7 @@ from .kernels.numba_lookup import take_panel_rows, take_rows, widen_rows
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
 
-ROWS_AT_A_TIME = 256  # that are compared, so that little memory is taken, and none for most that differ
+ROWS_AT_A_TIME = 256  # that are compared, so that it takes little memory, and of most that differ little time
 
 
 def narrowed(weight: Tensor) -> Tensor:
@@ -25,16 +25,21 @@ def narrowed(weight: Tensor) -> Tensor:
     """
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
-            if all(torch.equal(rows.to(dtype).float(), rows) for rows in torch.split(weight, ROWS_AT_A_TIME)):
+            if all(_are_equal(rows, rows.to(dtype)) for rows in torch.split(weight, ROWS_AT_A_TIME)):
                 return weight.to(dtype)
     return weight
+
+
+def _are_equal(wide: Tensor, narrow: Tensor) -> bool:
+    """By their bits: as numbers, those too small to be normal are all 0 where a thread flushes them."""
+    return torch.equal(wide.view(torch.int32), narrow.float().view(torch.int32))
 
 
 class Table(PlainWeight):
     """A weight that is only looked up."""
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__(narrowed(weight))
+        super().__init__(narrowed(weight).contiguous())
         self.is_narrowed = self.weight.dtype != weight.dtype
 
     def rows(self, indices: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Sizes:
     """The sizes of an engine.
 
     device: "cuda" or "cpu".
-    dtype: of weights and activations.
+    dtype: of activations.
 
     Raises ConfigError for an option that does not go with the model, the device or the dtype, and
     UnsupportedModelError for a dtype that no kernel computes in.

@@ -211,7 +211,7 @@ def test_nan_reaches_its_own_row_alone():
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 37])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rows_of_tables(size, dtype, monkeypatch):
     """Of any number of bytes; numbers that lie apart too. In debug mode a row that is not there is named."""
     table, numbers = torch.randn(50, size).to(dtype), torch.randint(50, (2, 40))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
+from checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts, random_model
 
-from paged import ConfigError, SamplingParams, devices
+from paged import ConfigError, SamplingParams, devices, panels
 from paged.kernels import numba_linear, numba_ops
 from paged.kernels.numba_linear import LINEAR
 from paged.kernels.numba_lookup import widen_rows
@@ -175,9 +176,41 @@ def test_numbers_that_16_bits_hold_are_kept_in_16(shape, kept):
     assert PanelWeight(weight).panels.weight.dtype == Table(weight).weight.dtype == torch.float32
 
 
+def test_what_is_flushed_to_zero_is_no_other_number():
+    weight = torch.tensor([[1e-40, 1.0]])
+    flushes = torch.set_flush_denormal(True)
+    try:
+        assert PanelWeight(weight).panels.weight.dtype == torch.float32
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushes or sys.platform == "darwin"
+
+
 def test_what_is_kept_in_16_bits_is_widened_only():
     with pytest.raises(ValueError, match=r"table must be one of .*, got torch\.int8"):
         widen_rows(torch.zeros(3, 4, dtype=torch.int8), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"table must be contiguous, got strides \(1, 4\)"):
+        widen_rows(torch.zeros(3, 4, dtype=torch.float16).T, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama-tied-bias"])
+def test_an_engine_in_float32_reads_16_bits(name, kept, tmp_path, monkeypatch):
+    """With the bits of float32 weights, its steps recorded too."""
+    random_model(CONFIGS[name]()).to(kept).save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
+    prompts = ragged_prompts([3, 40, 1, 20])
+
+    def bits(engine):
+        return [o.outputs[0].logprobs for o in engine.generate(prompts, params, use_tqdm=False)]
+
+    engine = new_engine(tmp_path, dtype="float32")
+    assert engine.runner.model.head.form.panels.weight.dtype == kept
+    monkeypatch.setattr(panels, "narrowed", lambda weight: weight)
+    wide = new_engine(tmp_path, dtype="float32", enforce_eager=True)
+    assert wide.runner.model.head.form.panels.weight.dtype == torch.float32
+    assert bits(engine) == bits(engine) == bits(wide)
+    assert any(engine.runner.graphs._graphs.values())
 
 
 @pytest.mark.parametrize("form", [PanelWeight, PanelInt8Weight], ids=lambda form: form.__name__)
@@ -197,7 +230,7 @@ def test_rows_are_those_of_the_weight(form, dtype):
         ("llama", "bfloat16", "int8", True),
         ("demo", "float32", "int4", True),
         ("demo", "float32", None, False),
-        ("llama", "float16", None, False),
+        ("llama", "float16", None, True),
         pytest.param("llama-tied-bias", "bfloat16", None, False, marks=needs_dot),
         pytest.param("demo", "bfloat16", "int4", False, marks=needs_dot),
     ],
