@@ -30,30 +30,30 @@ from .numba_rows import copy_row
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_vectors import LANES, VECTOR_BYTES, function
 
-TAKE_ROWS = Task(("table", "indices", "out", "row_bytes"))
-WIDEN_ROWS = Task(("table", "indices", "out", "columns", "table_kind"))
+TAKE_ROWS = Task(("table", "indices", "out", "row_bytes", "kind"))  # FLOAT32: whatever is not widened
 TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out", "in_features", "weight_kind", "out_kind"))
 _ROWS_RECORD, _PANEL_ROWS_RECORD = TAKE_ROWS.record, TAKE_PANEL_ROWS.record
-_WIDEN_RECORD = WIDEN_ROWS.record
+
+
+@function
+def _widen_row(kind, source, to, columns):
+    """Numbers of 16 bits as float32."""
+    for column in range(0, columns, LANES):
+        left = columns - column
+        store_some_as(FLOAT32, to + 4 * column, load_some_as(kind, source + 2 * column, left), left)
 
 
 @function
 def _take_row(args, i):
     source, to = args.table + get_long(args.indices + 8 * i) * args.row_bytes, args.out + i * args.row_bytes
+    if args.kind != FLOAT32:
+        _widen_row(args.kind, source, args.out + 2 * i * args.row_bytes, args.row_bytes // 2)
+        return
     whole = args.row_bytes // VECTOR_BYTES * VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         store(to + at, load(source + at))
     for at in range(whole, args.row_bytes):
         set_byte(to + at, get_byte(source + at))
-
-
-@function
-def _widen_row(args, i):
-    size = item_size(args.table_kind)
-    source = args.table + get_long(args.indices + 8 * i) * args.columns * size
-    for column in range(0, args.columns, LANES):
-        left, to = args.columns - column, args.out + 4 * (i * args.columns + column)
-        store_some_as(FLOAT32, to, load_some_as(args.table_kind, source + column * size, left), left)
 
 
 @function
@@ -97,16 +97,6 @@ def _take_rows_kernel(record):
         unit = claim(counters + NEXT_UNIT)
 
 
-@WIDEN_ROWS.kernel
-def _widen_rows_kernel(record):
-    """All threads: `_widen_row` for each index."""
-    args, counters = carray(record, 1, _WIDEN_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        _widen_row(args, unit)
-        unit = claim(counters + NEXT_UNIT)
-
-
 @TAKE_PANEL_ROWS.kernel
 def _take_panel_rows_kernel(record):
     """All threads: `_take_panel_row` for each index."""
@@ -122,26 +112,23 @@ def take_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Rows of [n, size] by i64[m]: [m, size]; see `reference.take_rows`."""
     if not (table.is_contiguous() and indices.is_contiguous()):
         return table.index_select(0, indices)
-    check_dtype("indices", indices, (torch.int64,))
-    _check_range(indices, len(table))
-    out = table.new_empty(len(indices), table.shape[1])
-    TAKE_ROWS.run(
-        len(indices), table.data_ptr(), indices.data_ptr(), out.data_ptr(), table.shape[1] * table.itemsize
-    )
-    return out
+    return _take_rows(table, indices, table.dtype, FLOAT32)
 
 
 def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Rows of a contiguous [n, size] in 16 bits by i64[m], in float32: f32[m, size]."""
     check_dtype("table", table, (torch.float16, torch.bfloat16))
-    check_dtype("indices", indices, (torch.int64,))
-    _check_range(indices, len(table))
     if not table.is_contiguous():
         raise ValueError(f"table must be contiguous, got strides {table.stride()}")
-    indices = indices.contiguous()  # by a name, see below
-    out = table.new_empty(len(indices), table.shape[1], dtype=torch.float32)
-    kind = OUT_KINDS[table.dtype]
-    WIDEN_ROWS.run(len(indices), table.data_ptr(), indices.data_ptr(), out.data_ptr(), table.shape[1], kind)
+    return _take_rows(table, indices.contiguous(), torch.float32, OUT_KINDS[table.dtype])
+
+
+def _take_rows(table: Tensor, indices: Tensor, dtype: torch.dtype, kind: int) -> Tensor:
+    check_dtype("indices", indices, (torch.int64,))
+    _check_range(indices, len(table))
+    out = table.new_empty(len(indices), table.shape[1], dtype=dtype)
+    row_bytes = table.shape[1] * table.itemsize
+    TAKE_ROWS.run(len(indices), table.data_ptr(), indices.data_ptr(), out.data_ptr(), row_bytes, kind)
     return out
 
 
