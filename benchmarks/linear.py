@@ -9,7 +9,7 @@ of what `LLMEngine` takes without quantisation, over that of this form: above 1,
 of the bytes of this form's weights, read once.
 
 "panels" are the engine's own kernel; "torch" is what it takes without numba, and in bfloat16 where the CPU
-multiplies that in a way of its own (AMX, ARM): of int8 and int4 in bfloat16 one of two ways by the number of
+multiplies that in a way of its own (ARM): of int8 and int4 in bfloat16 one of two ways by the number of
 rows, "kernel" and "tiles".
 """
 

@@ -15,6 +15,7 @@ from numba import carray
 from torch import Tensor
 
 from .checks import KERNEL_DTYPES, check_dtype, check_shape
+from .numba_amx import HAS_TILES, INPUTS, THIRDS, TILES, rows_of_unit, scratch_bytes
 from .numba_codes import (
     GROUP,
     HALVES,
@@ -35,9 +36,8 @@ from .numba_memory import (
     INT8,
     address_of,
     claim,
-    get_byte,
+    copy_columns,
     item_size,
-    set_byte,
     store,
 )
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
@@ -97,8 +97,14 @@ class Panels(NamedTuple):
 
 
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:
-    """Whether this CPU multiplies rows of that dtype and width two numbers at a time."""
+    """Whether this CPU multiplies rows of that dtype and width by weights in pairs."""
+    if dtype == torch.float32:
+        return _fills_tiles(in_features)
     return HAS_DOT and dtype == torch.bfloat16 and in_features % 2 == 0
+
+
+def _fills_tiles(in_features: int) -> bool:
+    return HAS_TILES and in_features % INPUTS == 0
 
 
 def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, gated: bool = False) -> Panels:
@@ -198,14 +204,15 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     where x has another width or dtype.
     """
     check_shape("x", x, (None, weight.in_features))
-    check_dtype("x", x, (torch.bfloat16,) if weight.in_pairs else KERNEL_DTYPES)
+    in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
+    in_pairs = (torch.bfloat16, torch.float32) if in_tiles else (torch.bfloat16,)
+    check_dtype("x", x, in_pairs if weight.in_pairs else KERNEL_DTYPES)
     num_rows, num_panels = x.shape[0], len(weight.weight)
     out_features = weight.out_features // (1 + weight.gated)
     out = x.new_empty(num_rows, out_features, dtype=dtype or x.dtype)
     rows = x if weight.in_pairs else x.float()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    LINEAR.run(
-        num_panels * -(-num_rows // ROWS),
+    fields = (
         rows.data_ptr(),
         weight.weight.data_ptr(),
         weight.scales.data_ptr(),
@@ -219,8 +226,15 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         weight.kind,
         OUT_KINDS[out.dtype],
         GATED if weight.gated else 0,
-        scratch_size=(ROWS + 1 + DEPTH) * _WIDTH,
     )
+    if in_tiles:
+        thirds, depth = THIRDS if rows.dtype == torch.float32 else 1, weight.in_features
+        unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, torch.get_num_threads())
+        size = scratch_bytes(unit_rows, depth, thirds)
+        TILES.run(num_panels * -(-num_rows // unit_rows), *fields, unit_rows, thirds, scratch_size=size)
+    else:
+        size = (ROWS + 1 + DEPTH) * _WIDTH
+        LINEAR.run(num_panels * -(-num_rows // ROWS), *fields, scratch_size=size)
     return out
 
 
@@ -261,9 +275,7 @@ def _linear(args, unit, next_unit, scratch):
         same = c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace
         multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
     if columns < width:  # the rows end within the panel
-        for row in range(rows):
-            for byte in range(columns * size):
-                set_byte(out + row * out_stride + byte, get_byte(scratch + row * _WIDTH + byte))
+        copy_columns(out, out_stride, scratch, _WIDTH, rows, columns * size)
 
 
 @LINEAR.kernel

@@ -9,6 +9,7 @@ from .checks import check_dtype, in_debug_mode
 from .numba_codes import HALVES, INT8_PAIRS, PAIRS, PANEL
 from .numba_linear import OUT_KINDS, Panels
 from .numba_memory import (
+    BFLOAT16,
     FLOAT32,
     address_of,
     claim,
@@ -62,13 +63,19 @@ def _take_panel_row(args, i, scratch):
     index = get_long(args.indices + 8 * i)
     panel, place, out_size = index // PANEL, index % PANEL, item_size(args.out_kind)
     to = args.out + i * args.in_features * out_size
-    if args.weight_kind == PAIRS:
+    if args.weight_kind == PAIRS and args.out_kind == BFLOAT16:
         weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * place
         for k in range(args.in_features // 2):
             set_int(to + 4 * k, get_int(weight + k * 4 * PANEL))
         return
     numbers = scratch + VECTOR_BYTES
-    if args.weight_kind == INT8_PAIRS:
+    if args.weight_kind == PAIRS:
+        weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * place
+        for k in range(0, args.in_features, 2):
+            both = get_int(weight + k * 2 * PANEL)
+            set_int(numbers + 4 * k, both << 16)
+            set_int(numbers + 4 * k + 4, both >> 16 << 16)
+    elif args.weight_kind == INT8_PAIRS:
         weight = args.panels + panel * args.in_features * PANEL + 2 * place
         for k in range(args.in_features):
             set_float(numbers + 4 * k, np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2)))
@@ -133,9 +140,7 @@ def _take_rows(table: Tensor, indices: Tensor, dtype: torch.dtype, kind: int) ->
 
 
 def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a weight by i64[m]: [m, in_features] in this dtype, of plain pairs their own. Not of int4."""
-    if panels.kind == PAIRS:
-        check_dtype("rows", panels.weight, (dtype,))
+    """Rows of a weight by i64[m]: [m, in_features], in a dtype that has room for its numbers. Not of int4."""
     weight, size = panels.weight, panels.in_features
     if size < LANES:
         places = indices % PANEL
@@ -147,6 +152,8 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     _check_range(indices, panels.out_features)
     indices = indices.contiguous()  # by a name: what only its address is taken of would be gone
     out = torch.empty(len(indices), size, dtype=dtype)
+    if panels.kind == PAIRS:
+        check_dtype("rows", out, (torch.bfloat16, torch.float32))
     TAKE_PANEL_ROWS.run(
         len(indices),
         weight.data_ptr(),

@@ -68,7 +68,7 @@ class EngineConfig:
         takes OMP_NUM_THREADS or torch.set_num_threads where they were used, else the cores there are within
         the process's affinity and its container's limit.
     deterministic: the bits of a request do not depend on what it is batched with. On a CPU with numba, else
-        an error; there it is so without it too, but in bfloat16 where the CPU has AMX or is an ARM.
+        an error; there it is so without it too, but in bfloat16 on an ARM.
     enforce_eager: compute every step anew; else small steps on a CPU with numba are recorded and repeated.
     seed: from which requests without a seed of their own derive one.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.

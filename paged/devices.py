@@ -65,10 +65,8 @@ def cpu_has_bfloat16() -> bool:
 
 
 def bfloat16_is_a_librarys() -> bool:
-    """Whether the CPU multiplies bfloat16 in a way that libraries know and our kernels do not: AMX's tiles,
-    which do more at a time than AVX-512's vectors, and ARM's instructions.
-    """
-    return bool(cpu_flags() & {"amx_bf16", "bf16"})
+    """Whether the CPU multiplies bfloat16 as libraries can and our kernels cannot: in ARM's way."""
+    return "bf16" in cpu_flags()
 
 
 def cpu_flags() -> set[str]:

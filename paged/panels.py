@@ -61,7 +61,8 @@ class PanelWeight:
         self._bias: Tensor | None = None
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
-        return numba_linear.pack(narrowed(weight), pairs=pairs, gated=gated)
+        kept = narrowed(weight)
+        return numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""
@@ -89,6 +90,8 @@ class PanelInt4Weight(PanelWeight):
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
+        # In float32 these are finer than the bfloat16 of pairs.
+        pairs = pairs and weight.dtype == torch.bfloat16
         return numba_linear.pack_int4(codes.flatten(1), scales, zeros, pairs=pairs, gated=gated)
 
 

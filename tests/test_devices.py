@@ -74,7 +74,7 @@ def test_dtype_in_which_the_cpu_is_slow_works_and_is_said_once(monkeypatch, capl
     [
         ({"avx2"}, True),
         ({"avx512_bf16"}, True),
-        ({"avx512_bf16", "amx_bf16"}, False),
+        ({"avx512_bf16", "amx_bf16"}, True),
         ({"asimd", "bf16"}, False),
     ],
 )

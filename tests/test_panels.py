@@ -12,6 +12,7 @@ from checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged
 
 from paged import ConfigError, SamplingParams, devices, panels
 from paged.kernels import numba_linear, numba_ops
+from paged.kernels.numba_amx import HAS_TILES, TILES
 from paged.kernels.numba_linear import LINEAR
 from paged.kernels.numba_lookup import widen_rows
 from paged.kernels.numba_vectors import HAS_DOT
@@ -28,6 +29,16 @@ forms = pytest.mark.parametrize("form", PANEL_FORMS.values(), ids=lambda form: f
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
+@pytest.fixture(params=["vectors", "tiles"])
+def unit(request, monkeypatch):
+    """What multiplies, where a CPU has both."""
+    if request.param == "vectors":
+        monkeypatch.setattr(numba_linear, "HAS_TILES", False)
+    elif not HAS_TILES:
+        pytest.skip("this CPU has no tiles of bfloat16 (AMX), or this process may not use them")
+    return request.param
+
+
 def dequantized(form: type[PanelWeight], weight: torch.Tensor) -> torch.Tensor:
     """What the form stands for, in float64."""
     if form is PanelInt8Weight:
@@ -42,24 +53,30 @@ def dequantized(form: type[PanelWeight], weight: torch.Tensor) -> torch.Tensor:
 @forms
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_and_bits(form, dtype, shape):
+def test_products_and_bits(form, dtype, shape, unit):
     num_outputs, num_inputs = shape
     linear = Linear(num_inputs, num_outputs, bias=num_outputs != 33).to(dtype)
     for parameter in linear.parameters():
         parameter.data.normal_()
+        if unit == "tiles":
+            parameter.data.copy_(parameter.bfloat16())
     weight = dequantized(form, linear.weight.detach())
     linear.take_form(form)
     assert not hasattr(linear, "weight")
     bias = 0 if linear.bias is None else linear.bias.double()
-    x = torch.randn(140, num_inputs, dtype=dtype)  # more than two units of rows
+    x = torch.randn(300, num_inputs, dtype=dtype)  # more than a unit of rows
     out = linear(x)
+    is_wide = dtype == torch.float16 or (dtype == torch.float32 and form is PanelInt4Weight)
+    assert linear.form.panels.in_pairs == (
+        HAS_DOT and dtype == torch.bfloat16 if unit == "vectors" else not is_wide
+    )
     size, eps = x.double().abs() @ weight.abs().T + 1, torch.finfo(dtype).eps
     expected = x.double() @ weight.T + bias
     # Only int4's weights are rounded: to bfloat16, where they are multiplied in that.
     is_rounded = form is PanelInt4Weight and dtype == torch.bfloat16
     allowed = eps * expected.abs() + (eps / 2 if is_rounded else 1e-6) * size
     assert ((out.double() - expected).abs() <= allowed).all()
-    for first, end in ((0, 1), (1, 3), (3, 8), (60, 70), (139, 140)):
+    for first, end in ((0, 1), (1, 3), (3, 8), (60, 70), (100, 240), (299, 300)):
         assert torch.equal(linear(x[first:end]), out[first:end])
 
 
@@ -75,17 +92,20 @@ def test_an_odd_number_of_inputs(dtype):
 
 @forms
 @needs_dot
-def test_weights_of_bfloat16_are_in_pairs(form):
+def test_weights_of_bfloat16_are_in_pairs(form, monkeypatch):
     weight = torch.randn(40, 64)
     assert form(weight.bfloat16()).panels.in_pairs
+    assert form(weight).panels.in_pairs == (HAS_TILES and form is PanelInt8Weight)
+    monkeypatch.setattr(numba_linear, "HAS_TILES", False)
     assert not form(weight).panels.in_pairs
     with pytest.raises(ValueError, match=r"x must be one of torch\.bfloat16, got torch.float32"):
         form(weight.bfloat16())(torch.randn(2, 64), None)
 
 
 @dtypes
+@pytest.mark.usefixtures("unit")
 def test_rows_that_are_not_side_by_side(dtype):
-    weight, x = torch.randn(40, 64).to(dtype), torch.randn(7, 130).to(dtype)
+    weight, x = torch.randn(40, 64).bfloat16().to(dtype), torch.randn(7, 130).to(dtype)
     form = PanelWeight(weight)
     assert torch.equal(form(x[:, 1:65], None), form(x[:, 1:65].clone(), None))
     assert torch.equal(form(x[:, ::2][:, :64], None), form(x[:, ::2][:, :64].clone(), None))
@@ -94,11 +114,13 @@ def test_rows_that_are_not_side_by_side(dtype):
 @forms
 @dtypes
 @pytest.mark.parametrize("size", [5, 16, 100])
-def test_gates_are_applied(form, dtype, size):
+def test_gates_are_applied(form, dtype, size, unit):
     """The bits of float32 are those of the product and what gates it, one after the other."""
     linear = Linear(64, 2 * size, bias=size != 16, gated=True).to(dtype)
     for parameter in linear.parameters():
         parameter.data.normal_()
+        if unit == "tiles":
+            parameter.data.copy_(parameter.bfloat16())
     plain, x = copy.deepcopy(linear), torch.randn(75, 64, dtype=dtype)
     linear.take_form(partial(form, gated=True))
     plain.take_form(partial(form, out_dtype=torch.float32))
@@ -111,9 +133,10 @@ def test_gates_are_applied(form, dtype, size):
 
 
 @dtypes
+@pytest.mark.usefixtures("unit")
 def test_a_head_gives_float32(dtype):
     """Which is not rounded on the way."""
-    weight, x = torch.randn(40, 64).to(dtype), torch.randn(7, 64).to(dtype)
+    weight, x = torch.randn(40, 64).bfloat16().to(dtype), torch.randn(7, 64).to(dtype)
     out = PanelWeight(weight, out_dtype=torch.float32)(x, None)
     assert out.dtype == torch.float32
     assert torch.equal(out.to(dtype), PanelWeight(weight)(x, None))
@@ -131,16 +154,42 @@ def test_the_default_dtype_changes_nothing():
 
 
 @forms
+@pytest.mark.usefixtures("unit")
 def test_no_rows(form):
-    assert form(torch.randn(40, 64))(torch.randn(0, 64), None).shape == (0, 40)
+    assert form(torch.randn(40, 64).bfloat16().float())(torch.randn(0, 64), None).shape == (0, 40)
 
 
-def test_a_thread_that_finds_no_unit_leaves_scratch_memory_alone():
+def test_float32_in_tiles_is_float32(unit):
+    """Of numbers of any size, and of those that are none; a sum of thirds loses no bit of a number."""
+    x = torch.randn(40, 96) * 2.0 ** torch.randint(-60, 60, (40, 1))
+    weight = torch.randn(70, 96).bfloat16().float()
+    form, expected = PanelWeight(weight), x.double() @ weight.double().T
+    assert form.panels.in_pairs == (unit == "tiles")
+    size = x.double().abs() @ weight.double().abs().T
+    assert ((form(x, None).double() - expected).abs() <= 4e-7 * size).all()
+    eye, limits = PanelWeight(torch.eye(96)), torch.finfo(torch.float32)
+    x[0, :6] = torch.tensor([limits.max, -limits.max, 1 + limits.eps, 1 - limits.eps / 2, 2.0**-100, 0.1])
+    assert torch.equal(eye(x, None), x)
+    x[1, 3], x[2, 5], x[3, 7] = float("inf"), float("-inf"), float("nan")
+    x[3, 7] = torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)  # NaN by its last bit alone
+    out = PanelWeight(torch.ones(5, 96))(x, None)
+    assert (out[1] == float("inf")).all()
+    assert (out[2] == float("-inf")).all()
+    assert out[3].isnan().all()
+    assert out[4:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "task",
+    [LINEAR, pytest.param(TILES, marks=pytest.mark.skipif(not HAS_TILES, reason="this CPU has no AMX"))],
+    ids=["vectors", "tiles"],
+)
+def test_a_thread_that_finds_no_unit_leaves_scratch_memory_alone(task):
     """By then it may be the next kernel's: in a recording no thread waits for one that comes late."""
     scratch = torch.full((2**18,), 7, dtype=torch.uint8)
-    record = np.zeros(1, LINEAR.record)
+    record = np.zeros(1, task.record)
     record["scratch"], record["num_units"], record["next_unit"] = scratch.data_ptr(), 5, 5
-    LINEAR._call(record.ctypes.data)
+    task._call(record.ctypes.data)
     assert (scratch == 7).all()
 
 
@@ -157,8 +206,9 @@ def test_what_the_kernel_would_misread_is_refused():
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(70, 96), (34, 5)], ids=str)
-def test_numbers_that_16_bits_hold_are_kept_in_16(shape, kept):
+def test_numbers_that_16_bits_hold_are_kept_in_16(shape, kept, monkeypatch):
     """With the bits of float32 in all that is done with them; a single number that is finer keeps all."""
+    monkeypatch.setattr(numba_linear, "HAS_TILES", False)  # which add up in another order
     weight, limits = torch.randn(shape).to(kept), torch.finfo(kept)
     weight[1, :4] = torch.tensor([limits.max**0.5, limits.smallest_normal / 2, -0.0, limits.smallest_normal])
     weight, indices = weight.float(), torch.tensor([33, 1, 0, 16, 1])
@@ -196,6 +246,7 @@ def test_what_is_kept_in_16_bits_is_widened_only():
 @pytest.mark.parametrize("name", ["llama", "llama-tied-bias"])
 def test_an_engine_in_float32_reads_16_bits(name, kept, tmp_path, monkeypatch):
     """With the bits of float32 weights, its steps recorded too."""
+    monkeypatch.setattr(numba_linear, "HAS_TILES", False)
     random_model(CONFIGS[name]()).to(kept).save_pretrained(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
     prompts = ragged_prompts([3, 40, 1, 20])
@@ -214,8 +265,9 @@ def test_an_engine_in_float32_reads_16_bits(name, kept, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", [PanelWeight, PanelInt8Weight], ids=lambda form: form.__name__)
 @dtypes
+@pytest.mark.usefixtures("unit")
 def test_rows_are_those_of_the_weight(form, dtype):
-    weight = torch.randn(70, 48).to(dtype)
+    weight = torch.randn(70, 96).bfloat16().to(dtype)
     indices = torch.tensor([69, 0, 16, 15, 16])
     expected = dequantized(form, weight)[indices].to(dtype)
     torch.testing.assert_close(form(weight).rows(indices), expected, rtol=torch.finfo(dtype).eps, atol=0)
@@ -234,6 +286,7 @@ def test_rows_are_those_of_the_weight(form, dtype):
         pytest.param("demo", "bfloat16", "int4", False, marks=needs_dot),
     ],
 )
+@pytest.mark.usefixtures("unit")
 def test_the_same_bits_alone_batched_and_in_chunks(name, dtype, quantization, deterministic, monkeypatch):
     """Tokens, and the log-probabilities to the last bit; with `deterministic`, and where it is so without."""
     monkeypatch.setattr(devices, "cpu_flags", lambda: {"avx512_bf16"})  # and nothing that libraries do better

@@ -1,0 +1,305 @@
+"""x Wᵀ by AMX, Intel's matrix unit: tiles of 16 rows of 64 bytes, whose products are sums in float32.
+
+They hold bfloat16, and are multiplied some eight times as fast as vectors of float32 are. Where the weight
+is made of bfloat16, x in float32 is too: three of these add up to it exactly, so that each product is exact
+and what comes out is as good as a sum in float32. Numbers too small to be normal count as 0.
+
+Every number is a chain of products of tiles in the order of the depth, each in the order that the unit has:
+the bits of a row do not depend on how many rows are beside it.
+"""
+
+import ctypes
+import platform
+from itertools import product
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils, config
+
+from .numba_codes import INT4_PAIRS, INT8_PAIRS, PAIRS, PANEL, group_bytes, step_bytes, unpack
+from .numba_memory import (
+    FLOAT32,
+    LINE,
+    _load,
+    _prefetch,
+    _store,
+    address_of,
+    claim,
+    copy_columns,
+    item_size,
+    load,
+    set_byte,
+    store,
+)
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
+from .numba_tiles import multiply_floats
+from .numba_vectors import (
+    _I64,
+    _INTS,
+    _VECTOR,
+    HAS_DOT,
+    LANES,
+    VECTOR_BYTES,
+    _at,
+    _call,
+    _narrow,
+    _operation,
+    _same,
+    add,
+    function,
+)
+
+TILE_ROWS = 16  # of 64 bytes
+STEPS = 16  # of the depth, in a product of tiles: two inputs each
+INPUTS = 2 * STEPS
+THIRDS = 3
+DEPTH = 128  # steps that a panel is gone through at a time, at most: 40 KiB of it
+ROWS_BYTES = 2**20  # of the rows of a unit, at most: half of a core's second cache
+_LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit
+_WIDTH = 4 * PANEL
+
+# Which tile is what: sums of two groups of rows and either half of a panel, the rows, the panel.
+_SUMS, _ROWS, _HALVES = ((0, 1), (2, 3)), (4, 5), (6, 7)
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), as a system call.
+_ASK_FOR_TILES = 158, 0x1023, 18
+
+
+def _has_tiles() -> bool:
+    """Whether the CPU has tiles, by what numba compiles for, and Linux lets this process use them."""
+    features = config.CPU_FEATURES
+    if features is None:
+        features = llvm.get_host_cpu_features().flatten()
+    if not HAS_DOT or not {"+amx-bf16", "+amx-tile"} <= set(features.split(",")):
+        return False
+    if platform.system() != "Linux":
+        return False
+    return bool(ctypes.CDLL(None).syscall(*_ASK_FOR_TILES) == 0)
+
+
+HAS_TILES = _has_tiles()
+
+TILES = Task(
+    (
+        "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features", "num_panels",
+        "weight_kind", "out_kind", "gated", "unit_rows", "thirds",
+    )
+)  # fmt: skip
+_RECORD = TILES.record
+
+
+def scratch_bytes(unit_rows: int, in_features: int, thirds: int) -> int:
+    """What a thread needs for units of so many rows of x, of which each is so many rows of tiles."""
+    brought = unit_rows * thirds * _brought_stride(in_features) if thirds > 1 else 0
+    return LINE + (unit_rows * thirds + DEPTH) * _WIDTH + brought
+
+
+def _brought_stride(in_features: int) -> int:
+    """Bytes from row to row, so many that those of a tile do not share few sets of the first cache."""
+    return 2 * in_features + LINE
+
+
+def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, num_threads: int) -> int:
+    """As many rows as a core keeps at hand while panels go by, but enough units for all threads."""
+    most = max(_LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
+    while most > _LEAST_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
+        most //= 2
+    equal = -(-num_rows // max(1, -(-num_rows // most)))
+    return max(1, -(-equal // _LEAST_ROWS)) * _LEAST_ROWS
+
+
+def _do(builder: Any, name: str, *args: Any) -> None:
+    """One of LLVM's functions for tiles; an int is the number of a tile."""
+    values = [ir.Constant(ir.IntType(8), arg) if isinstance(arg, int) else arg for arg in args]
+    _call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return _at(builder, ir.IntType(8), address)
+
+
+@_operation(types.void, types.int64)
+def _configure(builder: Any, address: Any) -> None:
+    _do(builder, "ldtilecfg", _pointer(builder, address))
+
+
+@_operation(types.void)
+def _release(builder: Any) -> None:
+    """No tile is in use any more: saving and restoring them would slow the system down."""
+    _do(builder, "tilerelease")
+
+
+def _block_product(groups: int) -> Any:
+    """C += A B for one or two groups of rows and two vectors: C [16 groups, PANEL] in float32, or 0 at first.
+
+    Memory that comes next is on its way from `ahead` on, `pace` bytes with each step of tiles.
+    """
+
+    @_operation(types.void, *[types.int64] * 9)
+    def block_product(
+        builder: Any, c: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, tiles: Any,
+        ahead: Any, pace: Any,
+    ) -> None:  # fmt: skip
+        width, line = ir.Constant(_I64, _WIDTH), ir.Constant(_I64, LINE)
+        a_group, b_step = (builder.mul(stride, ir.Constant(_I64, 16)) for stride in (a_stride, b_stride))
+        places = []
+        for g, v in product(range(groups), range(2)):
+            place = builder.add(c, ir.Constant(_I64, TILE_ROWS * _WIDTH * g + VECTOR_BYTES * v))
+            places.append((_SUMS[g][v], _pointer(builder, place)))
+        with builder.if_else(builder.icmp_signed("!=", at_first, ir.Constant(_I64, 0))) as (empty, go_on):
+            with empty:
+                for tile, _ in places:
+                    _do(builder, "tilezero", tile)
+            with go_on:
+                for tile, place in places:
+                    _do(builder, "tileloadd64", tile, place, width)
+        with cgutils.for_range(builder, tiles) as loop:
+            at_b = builder.add(b, builder.mul(loop.index, b_step))
+            at_a = builder.add(a, builder.mul(loop.index, line))
+            for v, tile in enumerate(_HALVES):
+                half = builder.add(at_b, ir.Constant(_I64, VECTOR_BYTES * v))
+                _do(builder, "tileloadd64", tile, _pointer(builder, half), b_stride)
+            for g in range(groups):
+                _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, at_a), a_stride)
+                for v in range(2):
+                    _do(builder, "tdpbf16ps", _SUMS[g][v], _ROWS[g], _HALVES[v])
+                at_a = builder.add(at_a, a_group)
+            fetched = builder.add(ahead, builder.mul(loop.index, pace))
+            with cgutils.for_range(builder, builder.udiv(pace, line)) as lines:
+                _prefetch(builder, builder.add(fetched, builder.mul(lines.index, line)))
+        for tile, place in places:
+            _do(builder, "tilestored64", tile, place, width)
+
+    return block_product
+
+
+_one_group, _two_groups = _block_product(1), _block_product(2)
+
+
+@_operation(types.void, *[types.int64] * 4)
+def _split(builder: Any, source: Any, first: Any, second: Any, third: Any) -> None:
+    """INPUTS numbers of float32 as the upper, the middle and the lower 8 bits of what they are made of.
+
+    What is not finite stays that in all three.
+    """
+    halves = [
+        _load(builder, FLOAT32, builder.add(source, ir.Constant(_I64, VECTOR_BYTES * v))) for v in range(2)
+    ]
+    for to in (first, second, third):
+        parts = []
+        for v, x in enumerate(halves):
+            bits, exponent = builder.bitcast(x, _INTS), _same(0x7F800000, _INTS)
+            is_finite = builder.icmp_signed("!=", builder.and_(bits, exponent), exponent)
+            upper = builder.bitcast(builder.and_(bits, _same(0xFFFF0000, _INTS)), _VECTOR)
+            parts.append(builder.select(is_finite, upper, x))
+            halves[v] = builder.select(is_finite, builder.fsub(x, upper), x)
+        _store(builder, FLOAT32, to, _narrow(builder, *parts))
+
+
+@function
+def _bring_thirds(args, first, rows, to, stride):
+    """Rows of x, each as three of bfloat16."""
+    for row in range(rows):
+        x, at = args.x + (first + row) * args.x_stride, to + THIRDS * row * stride
+        for k in range(args.depth // STEPS):
+            place = at + LINE * k
+            _split(x + 2 * LINE * k, place, place + stride, place + 2 * stride)
+
+
+@function
+def _configure_rows(settings, rows):
+    """Tiles for so many rows, of two groups."""
+    for at in range(LINE):
+        set_byte(settings + at, 0)
+    set_byte(settings, 1)
+    for tile in range(8):
+        set_byte(settings + 16 + 2 * tile, 64)
+        set_byte(settings + 48 + tile, STEPS)
+    first, second = min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1)
+    for tile in (0, 1, 4):
+        set_byte(settings + 48 + tile, first)
+    for tile in (2, 3, 5):
+        set_byte(settings + 48 + tile, second)
+    _configure(settings)
+
+
+@function
+def _add_thirds(c, rows):
+    """Each three rows of sums become one."""
+    for row in range(rows):
+        for v in range(0, _WIDTH, VECTOR_BYTES):
+            at = c + THIRDS * row * _WIDTH + v
+            rest = add(load(at + _WIDTH), load(at + 2 * _WIDTH))
+            store(c + row * _WIDTH + v, add(load(at), rest))
+
+
+@function
+def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
+    """A panel's product with rows in bfloat16. Returns for how many of them tiles are made now."""
+    panel, first = unit % args.num_panels, unit // args.num_panels * args.unit_rows
+    rows = min(args.unit_rows, args.num_rows - first)
+    kind, stride = args.weight_kind, step_bytes(args.weight_kind)
+    weight = args.panels + panel * args.depth * stride
+    c, unpacked = scratch + LINE, scratch + LINE + args.unit_rows * args.thirds * _WIDTH
+    # In equal parts, of whole groups.
+    step = -(-args.depth // (-(-args.depth // DEPTH) * STEPS)) * STEPS
+    for start in range(0, args.depth, step):
+        depth = min(step, args.depth - start)
+        b, b_stride = weight + start * stride, stride
+        ahead = b + depth * stride
+        if start + depth == args.depth:
+            ahead = args.panels + next_unit % args.num_panels * args.depth * stride
+        if kind != PAIRS:
+            factors = 0
+            if kind == INT4_PAIRS:
+                factors = args.scales + group_bytes(kind, panel * args.depth + start)
+            unpack(kind, unpacked, b, stride, factors, depth)
+            b, b_stride = unpacked, _WIDTH
+        for row in range(0, rows * args.thirds, 2 * TILE_ROWS):
+            left, pace = min(rows * args.thirds - row, 2 * TILE_ROWS), STEPS * stride if row == 0 else 0
+            if left != configured:
+                _configure_rows(scratch, left)
+                configured = left
+            to, x, num_tiles = c + row * _WIDTH, a + row * a_stride + 4 * start, depth // STEPS
+            if left > TILE_ROWS:
+                _two_groups(to, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace)
+            else:
+                _one_group(to, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace)
+    if args.thirds > 1:
+        _add_thirds(c, rows)
+    width, size = LANES if args.gated else PANEL, item_size(args.out_kind)  # of a panel's results
+    columns = min(width, args.out_features - panel * width)
+    out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
+    to, to_stride = (out, out_stride) if columns == width else (c, _WIDTH)
+    scale = args.scales + panel * _WIDTH if kind == INT8_PAIRS else 0
+    bias = args.bias + panel * _WIDTH if args.bias else 0
+    same = _WIDTH, to_stride, args.out_kind + args.gated, scale, bias, 0, 0, 0, 0, 0
+    multiply_floats(rows, c, to, 0, 0, same)
+    if columns < width:  # the rows end within the panel
+        copy_columns(out, out_stride, c, _WIDTH, rows, columns * size)
+    return configured
+
+
+if HAS_TILES:  # elsewhere LLVM has nothing to make of it
+
+    @TILES.kernel
+    def _tiles_kernel(record):
+        args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+        thirds = scratch + LINE + (args.unit_rows * args.thirds + DEPTH) * _WIDTH
+        brought, configured = -1, 0
+        unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            next_unit, block = claim(counters + NEXT_UNIT), unit // args.num_panels
+            first = block * args.unit_rows
+            a, a_stride = args.x + first * args.x_stride, args.x_stride
+            if args.thirds > 1:
+                a, a_stride = thirds, 4 * args.depth + LINE
+                if block != brought:  # once for all panels that this thread comes to
+                    _bring_thirds(args, first, min(args.unit_rows, args.num_rows - first), a, a_stride)
+                    brought = block
+            configured = _multiply(args, unit, next_unit, scratch, a, a_stride, configured)
+            unit = next_unit
+        if configured:
+            _release()
