@@ -59,6 +59,7 @@ DEPTH = 128  # steps that a panel is gone through at a time, at most: 40 KiB of 
 ROWS_BYTES = 2**20  # of the rows of a unit, at most: half of a core's second cache
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit
 _WIDTH = 4 * PANEL
+BLOCK = 2 * TILE_ROWS
 
 # Which tile is what: sums of two groups of rows and either half of a panel, the rows, the panel.
 _SUMS, _ROWS, _HALVES = ((0, 1), (2, 3)), (4, 5), (6, 7)
@@ -91,8 +92,8 @@ _RECORD = TILES.record
 
 def scratch_bytes(unit_rows: int, in_features: int, thirds: int) -> int:
     """What a thread needs for units of so many rows of x, of which each is so many rows of tiles."""
-    brought = unit_rows * thirds * _brought_stride(in_features) if thirds > 1 else 0
-    return LINE + (unit_rows * thirds + DEPTH) * _WIDTH + brought
+    brought = _brought_stride(in_features) if thirds > 1 else 0
+    return LINE + DEPTH * _WIDTH + unit_rows * thirds * (_WIDTH + brought)
 
 
 def _brought_stride(in_features: int) -> int:
@@ -236,49 +237,55 @@ def _add_thirds(c, rows):
 
 @function
 def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
-    """A panel's product with rows in bfloat16. Returns for how many of them tiles are made now."""
+    """A panel's product with rows in bfloat16. Returns for how many of these tiles are made now."""
     panel, first = unit % args.num_panels, unit // args.num_panels * args.unit_rows
     rows = min(args.unit_rows, args.num_rows - first)
-    kind, stride = args.weight_kind, step_bytes(args.weight_kind)
-    weight = args.panels + panel * args.depth * stride
-    c, unpacked = scratch + LINE, scratch + LINE + args.unit_rows * args.thirds * _WIDTH
+    kind, stride, c = args.weight_kind, step_bytes(args.weight_kind), scratch + LINE
+    unpacked = c + args.unit_rows * args.thirds * _WIDTH
     # In equal parts, of whole groups.
     step = -(-args.depth // (-(-args.depth // DEPTH) * STEPS)) * STEPS
+    num_blocks = -(-rows * args.thirds // BLOCK)
+    pace = -(-stride * STEPS // num_blocks // LINE) * LINE
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
-        b, b_stride = weight + start * stride, stride
+        b, b_stride = args.panels + (panel * args.depth + start) * stride, stride
         ahead = b + depth * stride
         if start + depth == args.depth:
             ahead = args.panels + next_unit % args.num_panels * args.depth * stride
         if kind != PAIRS:
-            factors = 0
-            if kind == INT4_PAIRS:
-                factors = args.scales + group_bytes(kind, panel * args.depth + start)
+            factors = args.scales + group_bytes(kind, panel * args.depth + start) if kind == INT4_PAIRS else 0
             unpack(kind, unpacked, b, stride, factors, depth)
             b, b_stride = unpacked, _WIDTH
-        for row in range(0, rows * args.thirds, 2 * TILE_ROWS):
-            left, pace = min(rows * args.thirds - row, 2 * TILE_ROWS), STEPS * stride if row == 0 else 0
+        for row in range(0, rows * args.thirds, BLOCK):
+            left = min(rows * args.thirds - row, BLOCK)
             if left != configured:
                 _configure_rows(scratch, left)
                 configured = left
-            to, x, num_tiles = c + row * _WIDTH, a + row * a_stride + 4 * start, depth // STEPS
+            to, x = c + row * _WIDTH, a + row * a_stride + 4 * start
             if left > TILE_ROWS:
-                _two_groups(to, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace)
+                _two_groups(to, start == 0, x, a_stride, b, b_stride, depth // STEPS, ahead, pace)
             else:
-                _one_group(to, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace)
+                _one_group(to, start == 0, x, a_stride, b, b_stride, depth // STEPS, ahead, pace)
+            ahead += pace * (depth // STEPS)
+    _finish(args, first, rows, panel, c)
+    return configured
+
+
+@function
+def _finish(args, first, rows, panel, c):
+    """What is made of a panel's sums."""
     if args.thirds > 1:
         _add_thirds(c, rows)
     width, size = LANES if args.gated else PANEL, item_size(args.out_kind)  # of a panel's results
     columns = min(width, args.out_features - panel * width)
     out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
     to, to_stride = (out, out_stride) if columns == width else (c, _WIDTH)
-    scale = args.scales + panel * _WIDTH if kind == INT8_PAIRS else 0
+    scale = args.scales + panel * _WIDTH if args.weight_kind == INT8_PAIRS else 0
     bias = args.bias + panel * _WIDTH if args.bias else 0
     same = _WIDTH, to_stride, args.out_kind + args.gated, scale, bias, 0, 0, 0, 0, 0
     multiply_floats(rows, c, to, 0, 0, same)
     if columns < width:  # the rows end within the panel
         copy_columns(out, out_stride, c, _WIDTH, rows, columns * size)
-    return configured
 
 
 if HAS_TILES:  # elsewhere LLVM has nothing to make of it
@@ -287,7 +294,7 @@ if HAS_TILES:  # elsewhere LLVM has nothing to make of it
     def _tiles_kernel(record):
         args, counters = carray(record, 1, _RECORD)[0], address_of(record)
         scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-        thirds = scratch + LINE + (args.unit_rows * args.thirds + DEPTH) * _WIDTH
+        thirds = scratch + args.scratch_size - args.unit_rows * args.thirds * (4 * args.depth + LINE)
         brought, configured = -1, 0
         unit = claim(counters + NEXT_UNIT)
         while unit < args.num_units:
