@@ -27,14 +27,12 @@ from .numba_memory import (
     _store,
     address_of,
     claim,
-    copy_columns,
     item_size,
     load,
     set_byte,
-    store,
+    store_some_as,
 )
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
-from .numba_tiles import multiply_floats
 from .numba_vectors import (
     _I64,
     _INTS,
@@ -49,6 +47,8 @@ from .numba_vectors import (
     _same,
     add,
     function,
+    multiply,
+    silu,
 )
 
 TILE_ROWS = 16  # of 64 bytes
@@ -226,16 +226,6 @@ def _configure_rows(settings, rows):
 
 
 @function
-def _add_thirds(c, rows):
-    """Each three rows of sums become one."""
-    for row in range(rows):
-        for v in range(0, _WIDTH, VECTOR_BYTES):
-            at = c + THIRDS * row * _WIDTH + v
-            rest = add(load(at + _WIDTH), load(at + 2 * _WIDTH))
-            store(c + row * _WIDTH + v, add(load(at), rest))
-
-
-@function
 def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     """A panel's product with rows in bfloat16. Returns for how many of these tiles are made now."""
     panel, first = unit % args.num_panels, unit // args.num_panels * args.unit_rows
@@ -273,19 +263,28 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
 
 @function
 def _finish(args, first, rows, panel, c):
-    """What is made of a panel's sums."""
-    if args.thirds > 1:
-        _add_thirds(c, rows)
-    width, size = LANES if args.gated else PANEL, item_size(args.out_kind)  # of a panel's results
+    """What becomes of a panel's sums: scale, bias, gates, and their place in the result."""
+    width, size, thirds = LANES if args.gated else PANEL, item_size(args.out_kind), args.thirds
     columns = min(width, args.out_features - panel * width)
-    out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
-    to, to_stride = (out, out_stride) if columns == width else (c, _WIDTH)
-    scale = args.scales + panel * _WIDTH if args.weight_kind == INT8_PAIRS else 0
-    bias = args.bias + panel * _WIDTH if args.bias else 0
-    same = _WIDTH, to_stride, args.out_kind + args.gated, scale, bias, 0, 0, 0, 0, 0
-    multiply_floats(rows, c, to, 0, 0, same)
-    if columns < width:  # the rows end within the panel
-        copy_columns(out, out_stride, c, _WIDTH, rows, columns * size)
+    to = args.out + (first * args.out_features + panel * width) * size
+    scale, bias = args.scales + panel * _WIDTH, args.bias + panel * _WIDTH
+    for row in range(rows):
+        at = c + thirds * row * _WIDTH
+        left, right = load(at), load(at + VECTOR_BYTES)
+        if thirds > 1:
+            left = add(left, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
+            at += VECTOR_BYTES
+            right = add(right, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
+        if args.weight_kind == INT8_PAIRS:
+            left, right = multiply(left, load(scale)), multiply(right, load(scale + VECTOR_BYTES))
+        if args.bias:
+            left, right = add(left, load(bias)), add(right, load(bias + VECTOR_BYTES))
+        if args.gated:
+            left = multiply(silu(left), right)
+        store_some_as(args.out_kind, to, left, columns)
+        if columns > LANES:
+            store_some_as(args.out_kind, to + LANES * size, right, columns - LANES)
+        to += args.out_features * size
 
 
 if HAS_TILES:  # elsewhere LLVM has nothing to make of it

@@ -1,9 +1,9 @@
 """x Wᵀ + b for a CPU, with the bits of a row the same whatever is beside it.
 
 A library's product picks its way of summing up by the number of rows. Here each number is one chain of fused
-multiply-adds in the order of the inputs, of x in bfloat16 a chain of pairs of them where the CPU has those.
-The weight lies in panels of PANEL outputs, each read from end to end by one thread; it may be narrower than
-the sums, which are float32.
+multiply-adds in the order of the inputs, of x in bfloat16 a chain of pairs of them where the CPU has those;
+a CPU with AMX multiplies by tiles (`numba_amx`). The weight lies in panels of PANEL outputs, each read from
+end to end by one thread; it may be narrower than the sums, which are float32.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,8 @@ _RECORD = LINEAR.record
 class Panels(NamedTuple):
     """A weight [out_features, in_features] as this product reads it, and what multiplies and shifts it.
 
-    In pairs, which x in bfloat16 multiplies, the weights of inputs 2 i and 2 i + 1 lie side by side.
+    In pairs, for x in bfloat16, and by tiles in float32 too, the weights of inputs 2 i and 2 i + 1 lie side by
+    side.
     """
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
@@ -86,7 +87,7 @@ class Panels(NamedTuple):
 
     @property
     def in_pairs(self) -> bool:
-        """Whether x in bfloat16 multiplies it, two inputs at a time."""
+        """Whether two inputs lie side by side."""
         return self.weight.dim() == 4
 
     @property
@@ -110,8 +111,8 @@ def _fills_tiles(in_features: int) -> bool:
 def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, gated: bool = False) -> Panels:
     """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
 
-    pairs: for x in bfloat16, where `can_pair` holds. gated: see Panels; the first half are the gates. Raises
-    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, and has
+    pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises ValueError
+    unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, and has
     scales just where it is int8.
     """
     _check_pairs(pairs)

@@ -243,9 +243,9 @@ def _panel_product(weight: Rows) -> Any:
 multiply_add = multiply_add_pairs = _product(pairs=False)
 if HAS_DOT:  # elsewhere nothing is in pairs
     multiply_add_pairs = _product(pairs=True)
-multiply_floats, _by_half, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, FLOAT16, INT8))
+_by_float, _by_half, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, FLOAT16, INT8))
 _by_halves, _by_int4 = _panel_product(Halves()), _panel_product(Int4())
-_by_pairs = _by_int8_pairs = _by_int4_pairs = multiply_floats
+_by_pairs = _by_int8_pairs = _by_int4_pairs = _by_float
 if HAS_DOT:
     _by_pairs, _by_int8_pairs, _by_int4_pairs = map(_panel_product, (Pairs(), Int8Pairs(), Int4Pairs()))
 
@@ -254,7 +254,7 @@ if HAS_DOT:
 def multiply_panel(kind, rows, c, to, a, ahead, same):
     """A panel's product, of any kind: see `_panel_product`."""
     if kind == FLOAT32:
-        multiply_floats(rows, c, to, a, ahead, same)
+        _by_float(rows, c, to, a, ahead, same)
     elif kind == FLOAT16:
         _by_half(rows, c, to, a, ahead, same)
     elif kind == HALVES:
