@@ -69,8 +69,7 @@ _RECORD = LINEAR.record
 class Panels(NamedTuple):
     """A weight [out_features, in_features] as this product reads it, and what multiplies and shifts it.
 
-    In pairs, for x in bfloat16, and by tiles in float32 too, the weights of inputs 2 i and 2 i + 1 lie side by
-    side.
+    In pairs, for x in bfloat16 or, by tiles, in float32, weights of inputs 2 i and 2 i + 1 lie side by side.
     """
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
@@ -111,8 +110,8 @@ def _fills_tiles(in_features: int) -> bool:
 def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, gated: bool = False) -> Panels:
     """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
 
-    pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises ValueError
-    unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, and has
+    pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises
+    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, and has
     scales just where it is int8.
     """
     _check_pairs(pairs)
