@@ -1,14 +1,16 @@
 """x Wᵀ by AMX, Intel's matrix unit: tiles of 16 rows of 64 bytes, whose products are sums in float32.
 
-They hold bfloat16, and are multiplied some eight times as fast as vectors of float32 are. Where the weight
-is made of bfloat16, x in float32 is too: three of these add up to it exactly, so that each product is exact
-and what comes out is as good as a sum in float32. Numbers too small to be normal count as 0.
+They hold bfloat16, and are multiplied several times as fast as vectors of float32 are. Where bfloat16 holds
+the weight, x in float32 is made of it too: three of these add up to it exactly, so that each product is exact
+and what comes out is as good as a sum in float32. Thirds and products too small to be normal count as 0, so
+that x below 2^-102 and products below that lose bits; an infinite weight times a finite x may be NaN.
 
 Every number is a chain of products of tiles in the order of the depth, each in the order that the unit has:
 the bits of a row do not depend on how many rows are beside it.
 """
 
 import ctypes
+import logging
 import platform
 from itertools import product
 from typing import Any
@@ -18,7 +20,19 @@ from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils, config
 
-from .numba_codes import INT4_PAIRS, INT8_PAIRS, PAIRS, PANEL, group_bytes, step_bytes, unpack
+from .numba_codes import (
+    GROUP_BYTES,
+    INT4_PAIRS,
+    INT8_PAIRS,
+    PAIRS,
+    PANEL,
+    Int4Pairs,
+    Int8Pairs,
+    Rows,
+    group_bytes,
+    step_bytes,
+    unpack,
+)
 from .numba_memory import (
     FLOAT32,
     LINE,
@@ -51,13 +65,15 @@ from .numba_vectors import (
     silu,
 )
 
+logger = logging.getLogger(__name__)
+
 TILE_ROWS = 16  # of 64 bytes
 STEPS = 16  # of the depth, in a product of tiles: two inputs each
 INPUTS = 2 * STEPS
 THIRDS = 3
-DEPTH = 128  # steps that a panel is gone through at a time, at most: 40 KiB of it
-ROWS_BYTES = 2**20  # of the rows of a unit, at most: half of a core's second cache
-_LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit
+DEPTH = 128  # steps that a panel is gone through at a time, at most: 16 KiB of it
+ROWS_BYTES = 2**20  # of the rows of a unit, or not many more: half of a core's second cache
+_LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
 _WIDTH = 4 * PANEL
 BLOCK = 2 * TILE_ROWS
 
@@ -68,7 +84,10 @@ _ASK_FOR_TILES = 158, 0x1023, 18
 
 
 def _has_tiles() -> bool:
-    """Whether the CPU has tiles, by what numba compiles for, and Linux lets this process use them."""
+    """Whether the CPU has tiles, by what numba compiles for, and Linux lets this process use them.
+
+    From then on it lets no thread handle signals on a stack too small for tiles (sigaltstack).
+    """
     features = config.CPU_FEATURES
     if features is None:
         features = llvm.get_host_cpu_features().flatten()
@@ -76,7 +95,10 @@ def _has_tiles() -> bool:
         return False
     if platform.system() != "Linux":
         return False
-    return bool(ctypes.CDLL(None).syscall(*_ASK_FOR_TILES) == 0)
+    if ctypes.CDLL(None).syscall(*_ASK_FOR_TILES) == 0:
+        return True
+    logger.warning("this CPU has AMX, which Linux does not let this process use: linears go without")
+    return False
 
 
 HAS_TILES = _has_tiles()
@@ -84,30 +106,32 @@ HAS_TILES = _has_tiles()
 TILES = Task(
     (
         "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features", "num_panels",
-        "weight_kind", "out_kind", "gated", "unit_rows", "thirds",
+        "weight_kind", "out_kind", "gated", "unit_rows", "thirds", "thirds_stride",
     )
 )  # fmt: skip
 _RECORD = TILES.record
 
 
-def scratch_bytes(unit_rows: int, in_features: int, thirds: int) -> int:
-    """What a thread needs for units of so many rows of x, of which each is so many rows of tiles."""
-    brought = _brought_stride(in_features) if thirds > 1 else 0
-    return LINE + DEPTH * _WIDTH + unit_rows * thirds * (_WIDTH + brought)
+def scratch_bytes(unit_rows: int, thirds: int, thirds_stride: int) -> int:
+    """What a thread needs for units of so many rows of x: sums, what is unpacked of a panel, and thirds."""
+    return LINE + DEPTH * _WIDTH + unit_rows * thirds * (_WIDTH + thirds_stride)
 
 
-def _brought_stride(in_features: int) -> int:
-    """Bytes from row to row, so many that those of a tile do not share few sets of the first cache."""
-    return 2 * in_features + LINE
+def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
+    """How many rows a row of x becomes, and their bytes from one to the next where they are kept.
+
+    The stride is no power of two: rows of a tile would share few sets of the first cache.
+    """
+    return (THIRDS, 2 * in_features + LINE) if x_is_wide else (1, 0)
 
 
 def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, num_threads: int) -> int:
-    """As many rows as a core keeps at hand while panels go by, but enough units for all threads."""
+    """As many rows as a core keeps at hand while panels go by, and fewer where threads would have no unit."""
     most = max(_LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
     while most > _LEAST_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
-        most //= 2
+        most = max(_LEAST_ROWS, most // 2)
     equal = -(-num_rows // max(1, -(-num_rows // most)))
-    return max(1, -(-equal // _LEAST_ROWS)) * _LEAST_ROWS
+    return max(1, min(num_rows, -(-equal // _LEAST_ROWS) * _LEAST_ROWS))
 
 
 def _do(builder: Any, name: str, *args: Any) -> None:
@@ -131,16 +155,17 @@ def _release(builder: Any) -> None:
     _do(builder, "tilerelease")
 
 
-def _block_product(groups: int) -> Any:
+def _block_product(groups: int, weight: Rows | None = None) -> Any:
     """C += A B for one or two groups of rows and two vectors: C [16 groups, PANEL] in float32, or 0 at first.
 
-    Memory that comes next is on its way from `ahead` on, `pace` bytes with each step of tiles.
+    Memory that comes next is on its way from `ahead` on, `pace` bytes with each step of tiles. weight: what B
+    is unpacked of on the way, for each step of tiles; factors: of its groups.
     """
 
-    @_operation(types.void, *[types.int64] * 9)
+    @_operation(types.void, *[types.int64] * 11)
     def block_product(
         builder: Any, c: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, tiles: Any,
-        ahead: Any, pace: Any,
+        ahead: Any, pace: Any, unpacked: Any, factors: Any,
     ) -> None:  # fmt: skip
         width, line = ir.Constant(_I64, _WIDTH), ir.Constant(_I64, LINE)
         a_group, b_step = (builder.mul(stride, ir.Constant(_I64, 16)) for stride in (a_stride, b_stride))
@@ -156,11 +181,15 @@ def _block_product(groups: int) -> Any:
                 for tile, place in places:
                     _do(builder, "tileloadd64", tile, place, width)
         with cgutils.for_range(builder, tiles) as loop:
-            at_b = builder.add(b, builder.mul(loop.index, b_step))
+            at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
+            if weight is not None:
+                group = builder.add(factors, builder.mul(loop.index, ir.Constant(_I64, GROUP_BYTES)))
+                weight.unpack(builder, unpacked, at_b, b_stride, group, ir.Constant(_I64, STEPS))
+                at_b, stride = unpacked, width
             at_a = builder.add(a, builder.mul(loop.index, line))
             for v, tile in enumerate(_HALVES):
                 half = builder.add(at_b, ir.Constant(_I64, VECTOR_BYTES * v))
-                _do(builder, "tileloadd64", tile, _pointer(builder, half), b_stride)
+                _do(builder, "tileloadd64", tile, _pointer(builder, half), stride)
             for g in range(groups):
                 _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, at_a), a_stride)
                 for v in range(2):
@@ -175,7 +204,20 @@ def _block_product(groups: int) -> Any:
     return block_product
 
 
-_one_group, _two_groups = _block_product(1), _block_product(2)
+def _one_or_two(weight: Rows | None = None) -> Any:
+    one_group, two_groups = _block_product(1, weight), _block_product(2, weight)
+
+    @function
+    def multiply_block(rows, *args):
+        if rows > TILE_ROWS:
+            two_groups(*args)
+        else:
+            one_group(*args)
+
+    return multiply_block
+
+
+_by_pairs, _by_int8, _by_int4 = _one_or_two(), _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
 
 
 @_operation(types.void, *[types.int64] * 4)
@@ -232,9 +274,11 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     rows = min(args.unit_rows, args.num_rows - first)
     kind, stride, c = args.weight_kind, step_bytes(args.weight_kind), scratch + LINE
     unpacked = c + args.unit_rows * args.thirds * _WIDTH
-    # In equal parts, of whole groups.
-    step = -(-args.depth // (-(-args.depth // DEPTH) * STEPS)) * STEPS
     num_blocks = -(-rows * args.thirds // BLOCK)
+    # In equal parts, of whole groups; what a single block needs is unpacked on the way.
+    step = -(-args.depth // (-(-args.depth // DEPTH) * STEPS)) * STEPS
+    if kind != PAIRS and num_blocks == 1:
+        step = args.depth
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
@@ -242,8 +286,8 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
         ahead = b + depth * stride
         if start + depth == args.depth:
             ahead = args.panels + next_unit % args.num_panels * args.depth * stride
-        if kind != PAIRS:
-            factors = args.scales + group_bytes(kind, panel * args.depth + start) if kind == INT4_PAIRS else 0
+        factors = args.scales + group_bytes(kind, panel * args.depth + start) if kind == INT4_PAIRS else 0
+        if kind != PAIRS and num_blocks > 1:
             unpack(kind, unpacked, b, stride, factors, depth)
             b, b_stride = unpacked, _WIDTH
         for row in range(0, rows * args.thirds, BLOCK):
@@ -251,12 +295,15 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
             if left != configured:
                 _configure_rows(scratch, left)
                 configured = left
-            to, x = c + row * _WIDTH, a + row * a_stride + 4 * start
-            if left > TILE_ROWS:
-                _two_groups(to, start == 0, x, a_stride, b, b_stride, depth // STEPS, ahead, pace)
+            to, x, num_tiles = c + row * _WIDTH, a + row * a_stride + 4 * start, depth // STEPS
+            same = to, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace, unpacked, factors
+            if kind == PAIRS or num_blocks > 1:
+                _by_pairs(left, *same)
+            elif kind == INT8_PAIRS:
+                _by_int8(left, *same)
             else:
-                _one_group(to, start == 0, x, a_stride, b, b_stride, depth // STEPS, ahead, pace)
-            ahead += pace * (depth // STEPS)
+                _by_int4(left, *same)
+            ahead += pace * num_tiles
     _finish(args, first, rows, panel, c)
     return configured
 
@@ -293,7 +340,7 @@ if HAS_TILES:  # elsewhere LLVM has nothing to make of it
     def _tiles_kernel(record):
         args, counters = carray(record, 1, _RECORD)[0], address_of(record)
         scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-        thirds = scratch + args.scratch_size - args.unit_rows * args.thirds * (4 * args.depth + LINE)
+        thirds = scratch + LINE + (DEPTH + args.unit_rows * args.thirds) * _WIDTH
         brought, configured = -1, 0
         unit = claim(counters + NEXT_UNIT)
         while unit < args.num_units:
@@ -301,7 +348,7 @@ if HAS_TILES:  # elsewhere LLVM has nothing to make of it
             first = block * args.unit_rows
             a, a_stride = args.x + first * args.x_stride, args.x_stride
             if args.thirds > 1:
-                a, a_stride = thirds, 4 * args.depth + LINE
+                a, a_stride = thirds, args.thirds_stride
                 if block != brought:  # once for all panels that this thread comes to
                     _bring_thirds(args, first, min(args.unit_rows, args.num_rows - first), a, a_stride)
                     brought = block

@@ -68,6 +68,18 @@ class Rows:
             with cgutils.for_range(builder, steps) as loop:
                 body(builder.add(first, loop.index), own)
 
+    def unpack(self, builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any) -> None:
+        """So many steps as two vectors each, one behind the other."""
+
+        def step(index: Any, own: Any) -> None:
+            source = builder.add(panel, builder.mul(stride, index))
+            row = builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
+            for vector in self.read(builder, source, own):
+                _store(builder, FLOAT32, row, vector)
+                row = builder.add(row, ir.Constant(_I64, VECTOR_BYTES))
+
+        self.each_step(builder, depth, factors, step)
+
 
 class Halves(Rows):
     """bfloat16, of an output of either half of the panel side by side: float32 is a shift away."""
@@ -165,15 +177,8 @@ def _dequantized(builder: Any, codes: Any, half: int, scale: Any, least: Any) ->
 def _unpacker(rows: Rows) -> Any:
 
     @_operation(types.void, *[types.int64] * 5)
-    def unpack(builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any) -> None:
-        def step(index: Any, own: Any) -> None:
-            source = builder.add(panel, builder.mul(stride, index))
-            row = builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
-            for vector in rows.read(builder, source, own):
-                _store(builder, FLOAT32, row, vector)
-                row = builder.add(row, ir.Constant(_I64, VECTOR_BYTES))
-
-        rows.each_step(builder, depth, factors, step)
+    def unpack(builder: Any, *args: Any) -> None:
+        rows.unpack(builder, *args)
 
     return unpack
 

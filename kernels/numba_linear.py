@@ -15,7 +15,7 @@ from numba import carray
 from torch import Tensor
 
 from .checks import KERNEL_DTYPES, check_dtype, check_shape
-from .numba_amx import HAS_TILES, INPUTS, THIRDS, TILES, rows_of_unit, scratch_bytes
+from .numba_amx import HAS_TILES, INPUTS, TILES, rows_of_unit, scratch_bytes, thirds_of
 from .numba_codes import (
     GROUP,
     HALVES,
@@ -111,8 +111,8 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
 
     pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises
-    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, and has
-    scales just where it is int8.
+    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, has
+    inputs, and has scales just where it is int8.
     """
     _check_pairs(pairs)
     check_dtype("weight", weight, tuple(_PAIR_KINDS if pairs else _KINDS)[:-1])
@@ -122,6 +122,8 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
             f"scales go with a weight in int8 and with no other, got {given} with {weight.dtype}"
         )
     out_features, in_features = weight.shape
+    if not in_features:
+        raise ValueError(f"a weight must have inputs, got one of shape {list(weight.shape)}")
     num_panels = _num_panels(out_features, gated)
     panels = weight.new_zeros(num_panels, in_features // (1 + pairs), PANEL, 1 + pairs)
     by_halves = weight.dtype == torch.bfloat16 and not pairs
@@ -228,10 +230,11 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         GATED if weight.gated else 0,
     )
     if in_tiles:
-        thirds, depth = THIRDS if rows.dtype == torch.float32 else 1, weight.in_features
+        depth = weight.in_features
+        thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
         unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, torch.get_num_threads())
-        size = scratch_bytes(unit_rows, depth, thirds)
-        TILES.run(num_panels * -(-num_rows // unit_rows), *fields, unit_rows, thirds, scratch_size=size)
+        num_units, size = num_panels * -(-num_rows // unit_rows), scratch_bytes(unit_rows, thirds, stride)
+        TILES.run(num_units, *fields, unit_rows, thirds, stride, scratch_size=size)
     else:
         size = (ROWS + 1 + DEPTH) * _WIDTH
         LINEAR.run(num_panels * -(-num_rows // ROWS), *fields, scratch_size=size)

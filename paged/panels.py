@@ -21,7 +21,8 @@ ROWS_AT_A_TIME = 256  # that are compared, so that it takes little memory, and o
 def narrowed(weight: Tensor) -> Tensor:
     """A weight in float32 in 16 bits, where these hold all its numbers, as of most checkpoints.
 
-    What is computed is the same, bit for bit, and reading it takes half the time.
+    Reading it takes half the time, and what is computed is the same, bit for bit, but by tiles: see
+    `kernels.numba_amx`.
     """
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):

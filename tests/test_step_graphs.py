@@ -87,9 +87,10 @@ def test_lengths_over_a_split(long_checkpoint):
     assert len(graphs_of(engines[1])) >= 2
 
 
-def test_other_number_of_threads():
+@pytest.mark.parametrize("name", ["llama", "demo"])
+def test_other_number_of_threads(name):
     params = SamplingParams(temperature=0.0, max_tokens=30, logprobs=1)
-    engine = new_engine(checkpoint("llama"))
+    engine = new_engine(name if name == "demo" else checkpoint(name))
     before, expected = torch.get_num_threads(), None
     try:
         for num_threads in (1, 2, 7):  # more than there are cores: some come late
