@@ -38,7 +38,7 @@ from .numba_tiles import multiply_add, multiply_add_pairs
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function
 
 SPLIT = 1024  # tokens that one softmax is over
-MAX_ROWS = 64  # query rows (tokens x heads that share K and V) of a unit for each KV head, or one token's
+MAX_ROWS = 128
 BLOCK = 12  # of these, that go no further in a tile than the last of them sees
 
 _ADDRESSES = (
@@ -216,11 +216,9 @@ def _attend(args, unit, scratch):
     scores = keys + args.head_dim * TILE_BYTES
     addresses = scores + max(MAX_ROWS, num_rows) * TILE_BYTES
     queries = addresses + 8 * (2 * TILE + LANES)
-    sums = queries + num_rows * 4 * args.head_dim  # of the split at hand
-    totals = sums + num_rows * 4 * width
-    states = totals + num_rows * 4 * width  # each row's highest score and sum of weights, twice
-    total_states = states + num_rows * 8
-    scales = total_states + num_rows * 8  # of K, and then of V, of a tile's tokens in one head
+    totals = queries + num_rows * 4 * args.head_dim
+    total_states = totals + 2 * num_rows * 4 * width  # each row's highest score and sum of weights, twice
+    scales = total_states + 2 * num_rows * 8  # of K, and then of V, of a tile's tokens in one head
 
     for i in range(num_rows):
         head = (first_head + i // rows) * group + i % group
@@ -231,11 +229,13 @@ def _attend(args, unit, scratch):
             copy_words(to, source, depth)
         else:
             copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
-        set_float(total_states + 8 * i, NOTHING)
-        set_float(total_states + 8 * i + 4, ZERO)
-    fill(totals, num_rows * num_vectors, ZERO)
 
-    for split in range(max(first_split, low // SPLIT), end_split):
+    # One at least, though all of it may have fallen out of the window.
+    first_split = min(max(first_split, low // SPLIT), end_split - 1)
+    for split in range(first_split, end_split):
+        sums, states = totals, total_states  # of the split at hand
+        if split > first_split:
+            sums, states = totals + num_rows * 4 * width, total_states + 8 * num_rows
         fill(sums, num_rows * num_vectors, ZERO)
         for i in range(num_rows):
             set_float(states + 8 * i, NOTHING)
@@ -305,14 +305,15 @@ def _attend(args, unit, scratch):
                             head, block, end, tile, skip, seen, start + first_token, position, new_position,
                             hidden, in_pairs,
                         )  # fmt: skip
-        for i in range(num_rows):
-            merge_softmax(
-                total_states + 8 * i,
-                totals + i * 4 * width,
-                states + 8 * i,
-                sums + i * 4 * width,
-                num_vectors,
-            )
+        if split > first_split:
+            for i in range(num_rows):
+                merge_softmax(
+                    total_states + 8 * i,
+                    totals + i * 4 * width,
+                    states + 8 * i,
+                    sums + i * 4 * width,
+                    num_vectors,
+                )
 
     for i in range(num_rows):
         head = (first_head + i // rows) * group + i % group

@@ -15,13 +15,17 @@ from .numba_vectors import (
     VECTOR_BYTES,
     add,
     exp2,
+    exp2_of_negative,
     fma,
     function,
     greater,
     highest,
+    highest_number,
+    lane_numbers,
     multiply,
     splat,
     total,
+    where_from,
 )
 
 TILE = 64  # keys
@@ -90,8 +94,9 @@ def _hide(args, scores, tile, count, width, token, query_position, new_position)
     start = max(0, query_position - args.window + 1 - tile) if args.window else 0
     for j in range(min(start, width)):
         set_float(scores + 4 * j, NOTHING)
-    for j in range(max(0, end), width):
-        set_float(scores + 4 * j, NOTHING)
+    for first in range(max(0, end) // LANES * LANES, width, LANES):
+        at = scores + 4 * first
+        store(at, where_from(lane_numbers(), splat(np.float32(end - first)), splat(NOTHING), load(at)))
 
 
 @function
@@ -103,7 +108,7 @@ def _find_highest(scores, width, state, sums, num_vectors):
     for i in range(1, width // LANES):
         top = greater(load(scores + i * VECTOR_BYTES), top)
     before = get_float(state)
-    now = max(before, highest(top))
+    now = max(before, highest_number(top))
     kept = _weight(before, now)
     set_float(state, now)
     if kept != ONE:
@@ -119,10 +124,11 @@ def _take_weights(scores, width, state, in_pairs):
     """
     now = get_float(state)
     log2e, base = splat(_LOG2E), splat(-now * _LOG2E if now > NOTHING else ZERO)
-    weights = splat(ZERO)
+    weights, lowest = splat(ZERO), splat(np.float32(-127.0))
     for i in range(width // LANES):
         at = scores + i * VECTOR_BYTES
-        weight = exp2(fma(load(at), log2e, base))
+        # Never above 0, but for rounding; a NaN is not below anything.
+        weight = exp2_of_negative(greater(lowest, fma(load(at), log2e, base)))
         if in_pairs:
             store_bfloat(scores + i * (VECTOR_BYTES // 2), weight)
         else:

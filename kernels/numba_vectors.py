@@ -117,6 +117,12 @@ def splat(builder: Any, x: Any) -> Any:
     return _splat(builder, x)
 
 
+@_operation(vector)
+def lane_numbers(builder: Any) -> Any:  # noqa: ARG001
+    """0 to LANES - 1."""
+    return ir.Constant(_VECTOR, [float(lane) for lane in range(LANES)])
+
+
 @_operation(vector, vector, vector)
 def add(builder: Any, x: Any, y: Any) -> Any:
     """x + y."""
@@ -202,6 +208,17 @@ def lanes_from(builder: Any, x: Any, y: Any) -> Any:
 def highest(builder: Any, x: Any) -> Any:
     """The greatest lane; NaN is passed over."""
     return _call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", _F32, x)
+
+
+@_operation(types.float32, vector)
+def highest_number(builder: Any, x: Any) -> Any:
+    """The same in a third of the instructions; it may be NaN where a lane is."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        swapped = builder.shuffle_vector(x, x, ir.Constant(_INTS, [lane ^ width for lane in range(LANES)]))
+        x = builder.select(builder.fcmp_ordered(">", x, swapped), x, swapped)
+    return builder.extract_element(x, ir.Constant(_I32, 0))
 
 
 @_operation(types.float32, vector)
