@@ -54,6 +54,20 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dt
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_splits_that_fell_out_of_the_window_weigh_nothing(num_threads):
+    """Also where one is all of a unit, whatever was in its memory."""
+    before = torch.get_num_threads()
+    case = ragged_case([4 * SPLIT + 9], [1], num_heads=6, num_kv_heads=2, head_dim=32, sliding_window=100)
+    try:
+        torch.set_num_threads(num_threads)
+        numba_threads._scratch(2**20)
+        numba_threads._local.buffer.fill_(255)  # NaN, as float32
+        assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("dtype", "head_dim"), SHAPES, ids=str)
 def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, num_kv_heads):
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
