@@ -53,7 +53,6 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dt
             assert torch.equal(paged_attention(**alone), together[first:end])
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_splits_that_fell_out_of_the_window_weigh_nothing(num_threads):
     """Also where one is all of a unit, whatever was in its memory."""
@@ -68,6 +67,7 @@ def test_splits_that_fell_out_of_the_window_weigh_nothing(num_threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
 @pytest.mark.parametrize(("dtype", "head_dim"), SHAPES, ids=str)
 def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, num_kv_heads):
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
