@@ -36,8 +36,9 @@ from .numba_memory import (
     INT8,
     address_of,
     claim,
-    copy_columns,
+    get_byte,
     item_size,
+    set_byte,
     store,
 )
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
@@ -278,7 +279,9 @@ def _linear(args, unit, next_unit, scratch):
         same = c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace
         multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
     if columns < width:  # the rows end within the panel
-        copy_columns(out, out_stride, scratch, _WIDTH, rows, columns * size)
+        for row in range(rows):
+            for byte in range(columns * size):
+                set_byte(out + row * out_stride + byte, get_byte(scratch + row * _WIDTH + byte))
 
 
 @LINEAR.kernel

@@ -321,14 +321,6 @@ def load_up_to(address, count, other):
 
 
 @function
-def copy_columns(to, to_stride, source, stride, rows, num_bytes):
-    """The first so many bytes of every row."""
-    for row in range(rows):
-        for at in range(num_bytes):
-            set_byte(to + row * to_stride + at, get_byte(source + row * stride + at))
-
-
-@function
 def item_size(kind):
     """Bytes of a number of that kind."""
     return 4 if kind == FLOAT32 else 2 if kind == FLOAT16 or kind == BFLOAT16 else 1  # noqa: SIM109

@@ -212,7 +212,7 @@ def highest(builder: Any, x: Any) -> Any:
 
 @_operation(types.float32, vector)
 def highest_number(builder: Any, x: Any) -> Any:
-    """The same in a third of the instructions; it may be NaN where a lane is."""
+    """The same in fewer instructions; it may be NaN where a lane is."""
     width = LANES
     while width > 1:
         width //= 2

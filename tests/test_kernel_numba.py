@@ -11,7 +11,7 @@ from kernel_cases import DEVICE, ragged_case, take_sequences
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
 from paged.kernels import numba_linear, numba_lookup, numba_ops, numba_threads, reference, torch_ops
-from paged.kernels.numba_attention import SPLIT
+from paged.kernels.numba_attention import MAX_ROWS, SPLIT
 from paged.kernels.numba_paged_attention import paged_attention, plan_units
 
 pytestmark = pytest.mark.skipif(
@@ -138,10 +138,10 @@ def test_openmp_is_the_one_that_torch_computes_with():
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 12, [3, 1, 20], [0, 0]], ids=str)
-def test_a_group_of_more_heads_than_a_unit_has_rows(query_lens):
-    """A unit has at least one token, with all the heads that share its K and V."""
+def test_a_group_of_as_many_heads_as_a_unit_has_rows(query_lens):
+    """Then it has one token, with all the heads that share its K and V."""
     seq_lens = [20 if query_len else 0 for query_len in query_lens]
-    case = ragged_case(seq_lens, query_lens, num_heads=128, num_kv_heads=1, head_dim=16)
+    case = ragged_case(seq_lens, query_lens, num_heads=MAX_ROWS, num_kv_heads=1, head_dim=16)
     assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
 
 
