@@ -135,7 +135,9 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 
 
 def _do(builder: Any, name: str, *args: Any) -> None:
-    """One of LLVM's functions for tiles; an int is the number of a tile."""
+    """One of LLVM's functions for tiles; an int is the number of a tile. Without tiles nothing comes here."""
+    if not HAS_TILES:  # and LLVM would have nothing to make of it
+        return
     values = [ir.Constant(ir.IntType(8), arg) if isinstance(arg, int) else arg for arg in args]
     _call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
 
@@ -145,12 +147,12 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 
 @_operation(types.void, types.int64)
-def _configure(builder: Any, address: Any) -> None:
+def configure(builder: Any, address: Any) -> None:
     _do(builder, "ldtilecfg", _pointer(builder, address))
 
 
 @_operation(types.void)
-def _release(builder: Any) -> None:
+def release(builder: Any) -> None:
     """No tile is in use any more: saving and restoring them would slow the system down."""
     _do(builder, "tilerelease")
 
@@ -251,20 +253,25 @@ def _bring_thirds(args, first, rows, to, stride):
 
 
 @function
-def _configure_rows(settings, rows):
-    """Tiles for so many rows, of two groups."""
+def write_settings(settings, first, second):
+    """Tiles for so many rows in either of two groups, to configure."""
     for at in range(LINE):
         set_byte(settings + at, 0)
     set_byte(settings, 1)
     for tile in range(8):
         set_byte(settings + 16 + 2 * tile, 64)
         set_byte(settings + 48 + tile, STEPS)
-    first, second = min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1)
     for tile in (0, 1, 4):
         set_byte(settings + 48 + tile, first)
     for tile in (2, 3, 5):
         set_byte(settings + 48 + tile, second)
-    _configure(settings)
+
+
+@function
+def configure_rows(settings, rows):
+    """Tiles for so many rows, of two groups."""
+    write_settings(settings, min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1))
+    configure(settings)
 
 
 @function
@@ -293,7 +300,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
         for row in range(0, rows * args.thirds, BLOCK):
             left = min(rows * args.thirds - row, BLOCK)
             if left != configured:
-                _configure_rows(scratch, left)
+                configure_rows(scratch, left)
                 configured = left
             to, x, num_tiles = c + row * _WIDTH, a + row * a_stride + 4 * start, depth // STEPS
             same = to, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace, unpacked, factors
@@ -334,7 +341,7 @@ def _finish(args, first, rows, panel, c):
         to += args.out_features * size
 
 
-if HAS_TILES:  # elsewhere LLVM has nothing to make of it
+if HAS_TILES:
 
     @TILES.kernel
     def _tiles_kernel(record):
@@ -355,4 +362,4 @@ if HAS_TILES:  # elsewhere LLVM has nothing to make of it
             configured = _multiply(args, unit, next_unit, scratch, a, a_stride, configured)
             unit = next_unit
         if configured:
-            _release()
+            release()

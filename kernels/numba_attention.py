@@ -14,11 +14,23 @@ not on the batch, on how its prompt was cut into chunks, or on what was shared o
 import numpy as np
 from numba import carray
 
+from .numba_amx import HAS_TILES, TILE_ROWS, configure_rows, release
+from .numba_amx_attention import (
+    KEYS,
+    add_by_tiles,
+    attend_in_place,
+    clear_pairs,
+    in_place_bytes,
+    multiply_tiles,
+    prepare_in_place,
+    whole_keys,
+)
 from .numba_codes import PAIRS
 from .numba_decode import add_values, reads_in_place, score_keys
 from .numba_memory import (
     BFLOAT16,
     FLOAT32,
+    LINE,
     address_of,
     claim,
     get_float,
@@ -27,12 +39,26 @@ from .numba_memory import (
     item_size,
     load,
     set_float,
-    set_long,
     store,
     transpose,
 )
+from .numba_pages import fill_addresses, fill_blocks, fill_next, fill_scales
 from .numba_rows import copy_row, copy_rows, copy_words, pair_rows
-from .numba_softmax import NOTHING, TILE, TILE_BYTES, ZERO, fill, finish, merge_softmax, padded, weigh
+from .numba_softmax import (
+    TILE,
+    TILE_BYTES,
+    WORK_VECTORS,
+    ZERO,
+    State,
+    View,
+    fill,
+    finish,
+    merge_softmax,
+    padded,
+    rows_from,
+    start,
+    weigh,
+)
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_tiles import multiply_add, multiply_add_pairs
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function
@@ -40,6 +66,8 @@ from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function
 SPLIT = 1024  # tokens that one softmax is over
 MAX_ROWS = 128  # query rows (tokens x heads that share K and V) of a unit for each KV head, or one token's
 BLOCK = 12  # of these, that go no further in a tile than the last of them sees
+TILE_BLOCK = 2 * TILE_ROWS  # the same by tiles
+BY_FLOATS, BY_PAIRS, BY_TILES = range(3)  # products of float32, of pairs of bfloat16, of tiles of these
 
 _ADDRESSES = (
     "units",  # i64[num_units, 8]: seq, first and end token, KV head and split, and the number of its part
@@ -78,50 +106,26 @@ _ATTEND_RECORD, _MERGE_RECORD = ATTEND.record, MERGE.record
 def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_heads: int) -> int:
     """Bytes for a unit of so many rows, all its heads together; group: heads that share K and V."""
     width: int = padded.py_func(value_dim)
-    score_rows = max(MAX_ROWS, group, max_rows)
-    tiles = TILE * (max_heads * (head_dim + width) + 2 * 16 + head_dim + score_rows + 2 * 2 + 2)
-    return 4 * (tiles + 2 * LANES + max_rows * (head_dim + 2 * width + 4))
+    score_rows = max(MAX_ROWS, group, max_rows) + TILE_ROWS
+    tiles = TILE * (max_heads * (head_dim + width + 2) + 2 * 16 + head_dim + score_rows + 2 * 2)
+    size = 4 * (tiles + 2 * LANES + WORK_VECTORS * LANES + max_rows * (head_dim + 2 * width + 4))
+    if HAS_TILES:
+        size += in_place_bytes(max_rows, head_dim)
+    return size
 
 
 @function
-def _in_pairs(args):
-    """Whether products are of pairs of bfloat16: of neighbours in a head, and then of neighbouring tokens.
+def _way(args):
+    """What products are of. Pairs of bfloat16 are neighbours in a head, and then neighbouring tokens.
 
     Weights are rounded to bfloat16 for it, as they are where attention is in that dtype elsewhere.
     """
-    both = args.query_kind == BFLOAT16 and args.cache_kind == BFLOAT16
+    if args.query_kind != BFLOAT16 or args.cache_kind != BFLOAT16:
+        return BY_FLOATS
+    if HAS_TILES and args.head_dim % KEYS == 0 and args.value_dim % KEYS == 0:
+        return BY_TILES
     whole = args.head_dim % LANES == 0 and args.head_dim >= 2 * LANES and args.value_dim >= LANES
-    return HAS_DOT and both and whole
-
-
-@function
-def _fill_addresses(args, seq, tile, skip, count, to):
-    """Where K and V of the tile's tokens from `skip` to `count` are; neighbours that make pairs even get
-    the same.
-    """
-    table = args.block_tables + seq * args.table_stride
-    for place in range(skip, count):
-        offset = (tile + place) % args.block_size
-        if place == skip or offset == 0:
-            number = get_int(table + 4 * ((tile + place) // args.block_size))
-            key = args.key_cache + number * args.key_block_stride
-            value = args.value_cache + number * args.value_block_stride
-        set_long(to + 8 * place, key + offset * args.key_token_stride)
-        set_long(to + 8 * (TILE + place), value + offset * args.value_token_stride)
-    if skip % 2:
-        set_long(to + 8 * (TILE + skip - 1), get_long(to + 8 * (TILE + skip)))
-    if count % 2:
-        set_long(to + 8 * (TILE + count), get_long(to + 8 * (TILE + count - 1)))
-
-
-@function
-def _fill_next(args, seq, first, end, to):
-    """Where K of the tokens from `first` on is, or of the last one before `end`: what is fetched ahead."""
-    for place in range(LANES):
-        token = min(first + place, end - 1)
-        number = get_int(args.block_tables + seq * args.table_stride + 4 * (token // args.block_size))
-        key = args.key_cache + number * args.key_block_stride
-        set_long(to + 8 * place, key + token % args.block_size * args.key_token_stride)
+    return BY_PAIRS if HAS_DOT and whole else BY_FLOATS
 
 
 @function
@@ -134,51 +138,82 @@ def _transpose_keys(keys, tile_keys, stride, depth, count):
 
 
 @function
-def _fill_scales(args, seq, tile, skip, count, key_head, to):
-    """The scales of one head's K in the tile's tokens from `skip` to `count`, and behind them those of V."""
-    table = args.block_tables + seq * args.table_stride
-    for place in range(skip, count):
-        offset = (tile + place) % args.block_size
-        if place == skip or offset == 0:
-            number = get_int(table + 4 * ((tile + place) // args.block_size))
-            first = 4 * (number * args.num_kv_heads + key_head) * args.block_size
-        set_float(to + 4 * place, get_float(args.key_scales + first + 4 * offset))
-        set_float(to + 4 * (TILE + place), get_float(args.value_scales + first + 4 * offset))
+def _attend_block(
+    args, view, state, way, queries, keys, values, value_stride, first, rows, tile, skip, count, hidden
+):  # fmt: skip
+    """Some rows of a unit, from the first on, with one head's first `count` keys of a tile."""
+    vectors = state.num_vectors
+    if way == BY_TILES:
+        width, steps = whole_keys(count), args.head_dim // KEYS
+        scores, q_stride, columns = state.scores, 2 * args.head_dim, width // LANES
+        multiply_tiles(rows, columns, scores, TILE_BYTES, 1, queries, q_stride, keys, TILE_BYTES, steps)
+        weigh(args, view, state, first, rows, tile, count, width, hidden, True)
+        add_by_tiles(state.sums, vectors, scores, values, value_stride, rows, skip, count)
+        return
+    width, row_bytes = padded(count), vectors * VECTOR_BYTES
+    fill(state.scores, rows * (TILE // LANES), ZERO)
+    if way == BY_PAIRS:
+        multiply_add_pairs(
+            state.scores, TILE_BYTES, queries, 2 * args.head_dim, keys, TILE_BYTES, rows, width // LANES,
+            args.head_dim // 2,
+        )  # fmt: skip
+    else:
+        multiply_add(
+            state.scores, TILE_BYTES, queries, 4 * args.head_dim, keys, TILE_BYTES, rows, width // LANES,
+            args.head_dim,
+        )  # fmt: skip
+    weigh(args, view, state, first, rows, tile, count, width, hidden, way == BY_PAIRS)
+    if way == BY_PAIRS:
+        pair, end = skip // 2, (count + 1) // 2
+        multiply_add_pairs(
+            state.sums, row_bytes, state.scores + 4 * pair, TILE_BYTES, values + pair * value_stride,
+            value_stride, rows, vectors, end - pair,
+        )  # fmt: skip
+    else:
+        multiply_add(
+            state.sums, row_bytes, state.scores + 4 * skip, TILE_BYTES, values + skip * value_stride,
+            value_stride, rows, vectors, count - skip,
+        )  # fmt: skip
 
 
 @function
-def _attend_block(
-    args, scores, queries, keys, values, value_stride, sums, states, scales,
-    head, block, end, tile, skip, count, token, position, new_position, hidden, in_pairs,
-):  # fmt: skip
-    """Some rows of a unit with one head's first `count` keys of a tile."""
-    rows, row_bytes = end - block, 4 * padded(args.value_dim)
-    fill(scores, rows * (TILE // LANES), ZERO)
-    if in_pairs:
-        multiply_add_pairs(
-            scores, TILE_BYTES, queries, 2 * args.head_dim, keys,
-            TILE_BYTES, rows, padded(count) // LANES, args.head_dim // 2,
-        )  # fmt: skip
-    else:
-        multiply_add(
-            scores, TILE_BYTES, queries, 4 * args.head_dim, keys,
-            TILE_BYTES, rows, padded(count) // LANES, args.head_dim,
-        )  # fmt: skip
-    weigh(
-        args, scores, states, sums, row_bytes // VECTOR_BYTES, scales, head, block, rows, tile, count,
-        token, position, new_position, hidden, in_pairs,
-    )  # fmt: skip
-    if in_pairs:
-        first, end = skip // 2, (count + 1) // 2
-        multiply_add_pairs(
-            sums, row_bytes, scores + 4 * first, TILE_BYTES, values + first * value_stride, value_stride,
-            rows, row_bytes // VECTOR_BYTES, end - first,
-        )  # fmt: skip
-    else:
-        multiply_add(
-            sums, row_bytes, scores + 4 * skip, TILE_BYTES, values + skip * value_stride, value_stride,
-            rows, row_bytes // VECTOR_BYTES, count - skip,
-        )  # fmt: skip
+def _bring_queries(args, to, in_pairs, first_token, num_tokens, first_head, end_head):
+    """Q of a unit's rows: of its KV heads one after the other, each with its tokens, each with a group."""
+    group = args.num_heads // args.num_kv_heads
+    for key_head in range(first_head, end_head):
+        for token in range(first_token, first_token + num_tokens):
+            source = args.query + token * args.query_token_stride + key_head * group * args.query_head_stride
+            for _ in range(group):
+                if in_pairs:
+                    copy_words(to, source, args.head_dim // 2)
+                    to += 2 * args.head_dim
+                else:
+                    copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
+                    to += 4 * args.head_dim
+                source += args.query_head_stride
+
+
+@function
+def _deliver(args, state, first_token, num_tokens, first_head, end_head, part):
+    """What a unit's rows come to, in the same order: to its place, or from `part` on to what is merged."""
+    group, width = args.num_heads // args.num_kv_heads, state.num_vectors * LANES
+    highest, weights, sums = state.highest, state.weights, state.sums
+    out_size = args.value_dim * item_size(args.query_kind)
+    for key_head in range(first_head, end_head):
+        for token in range(first_token, first_token + num_tokens):
+            for head in range(key_head * group, (key_head + 1) * group):
+                score, weight = get_float(highest), get_float(weights)
+                if part < 0:
+                    out = args.out + (token * args.num_heads + head) * out_size
+                    finish(score, weight, sums, out, args.query_kind, args.value_dim, args.sinks, head)
+                else:
+                    to = args.parts + part * 4 * (width + 2)
+                    set_float(to, score)
+                    set_float(to + 4, weight)
+                    for v in range(0, 4 * width, VECTOR_BYTES):
+                        store(to + 8 + v, load(sums + v))
+                    part += 1
+                highest, weights, sums = highest + 4, weights + 4, sums + 4 * width
 
 
 @function
@@ -186,19 +221,26 @@ def _attend(args, unit, scratch):
     seq, first_token, end_token = get_long(unit), get_long(unit + 8), get_long(unit + 16)
     first_head, end_head = get_long(unit + 24), get_long(unit + 32)
     first_split, end_split, part = get_long(unit + 40), get_long(unit + 48), get_long(unit + 56)
-    group = args.num_heads // args.num_kv_heads
+    group, num_heads, num_tokens = (
+        args.num_heads // args.num_kv_heads,
+        end_head - first_head,
+        end_token - first_token,
+    )
     width = padded(args.value_dim)
-    num_vectors = width // LANES
-    rows = (end_token - first_token) * group  # for each KV head
-    num_rows = rows * (end_head - first_head)
-    in_pairs = _in_pairs(args)
+    rows = num_tokens * group  # for each KV head
+    num_rows = rows * num_heads
+    way = _way(args)
+    by_tiles, in_pairs = way == BY_TILES, way != BY_FLOATS
     kind, depth = (PAIRS, args.head_dim // 2) if in_pairs else (args.cache_kind, args.head_dim)
-    in_place = end_token - first_token == 1 and reads_in_place(kind, rows, args.head_dim, args.value_dim)
+    in_place = num_tokens == 1 and reads_in_place(kind, rows, args.head_dim, args.value_dim)
+    if by_tiles:
+        in_place = num_tokens == 1 and rows <= TILE_ROWS and args.block_size % TILE_ROWS == 0
 
-    start = get_int(args.cu_seqlens_q + 4 * seq)
+    first_row = get_int(args.cu_seqlens_q + 4 * seq)
     seq_len = get_int(args.seq_lens + 4 * seq)
-    new_position = seq_len - (get_int(args.cu_seqlens_q + 4 * seq + 4) - start)
-    position = new_position + first_token
+    new_position = seq_len - (get_int(args.cu_seqlens_q + 4 * seq + 4) - first_row)
+    token, position = first_row + first_token, new_position + first_token
+    view = View(first_head, rows, token, position, new_position)
     low, high, seen_by_all = 0, seq_len, seq_len
     if args.tree_mask:
         seen_by_all = new_position
@@ -208,133 +250,106 @@ def _attend(args, unit, scratch):
         low = max(0, position - args.window + 1)
 
     # Rows of a tile's K and V, a cache line apart so that they do not share its sets.
-    key_stride = 4 * (end_head - first_head) * args.head_dim + 64
-    value_stride = 4 * (end_head - first_head) * width + 64
+    key_stride, value_stride = 4 * num_heads * depth + LINE, 4 * num_heads * width + LINE
     tile_keys = scratch
     tile_values = tile_keys + TILE * key_stride
     keys = tile_values + TILE * value_stride  # transposed
-    scores = keys + args.head_dim * TILE_BYTES
-    addresses = scores + max(MAX_ROWS, num_rows) * TILE_BYTES
-    queries = addresses + 8 * (2 * TILE + LANES)
-    totals = queries + num_rows * 4 * args.head_dim
-    total_states = totals + 2 * num_rows * 4 * width  # each row's highest score and sum of weights, twice
-    scales = total_states + 2 * num_rows * 8  # of K, and then of V, of a tile's tokens in one head
+    scores = keys + depth * TILE_BYTES
+    addresses = scores + (max(MAX_ROWS, num_rows) + TILE_ROWS) * TILE_BYTES
+    others = addresses + 16 * TILE  # of what is fetched ahead, or of every 16th key
+    queries = others + 8 * LANES
+    sums = queries + num_rows * 4 * depth
+    states = sums + 2 * num_rows * 4 * width
+    work = states + 4 * num_rows * 4
+    scales = work + WORK_VECTORS * VECTOR_BYTES
+    settings = (scales + 2 * TILE_BYTES * num_heads) // LINE * LINE + LINE
+    total = State(scores, states, states + 4 * num_rows, sums, width // LANES, scales, work)
+    apart = State(
+        scores, states + 8 * num_rows, states + 12 * num_rows, sums + num_rows * 4 * width, width // LANES,
+        scales, work,
+    )  # fmt: skip
 
-    for i in range(num_rows):
-        head = (first_head + i // rows) * group + i % group
-        token = start + first_token + i % rows // group
-        source = args.query + token * args.query_token_stride + head * args.query_head_stride
-        to = queries + i * 4 * depth
-        if in_pairs:
-            copy_words(to, source, depth)
-        else:
-            copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
+    _bring_queries(args, queries, in_pairs, token, num_tokens, first_head, end_head)
+    if by_tiles and in_place:
+        prepare_in_place(settings, queries, num_heads, rows, args.head_dim)
 
+    key_offset, value_offset = first_head * args.key_head_stride, first_head * args.value_head_stride
+    configured = 0
     # One at least, though all of it may have fallen out of the window.
     first_split = min(max(first_split, low // SPLIT), end_split - 1)
     for split in range(first_split, end_split):
-        sums, states = totals, total_states  # of the split at hand
-        if split > first_split:
-            sums, states = totals + num_rows * 4 * width, total_states + 8 * num_rows
-        fill(sums, num_rows * num_vectors, ZERO)
-        for i in range(num_rows):
-            set_float(states + 8 * i, NOTHING)
-            set_float(states + 8 * i + 4, ZERO)
+        state = total if split == first_split else apart
+        start(state, num_rows)
         for tile in range(max(split * SPLIT, low // TILE * TILE), min((split + 1) * SPLIT, high), TILE):
             skip, count = max(0, low - tile), min(TILE, high - tile)
-            _fill_addresses(args, seq, tile, skip, count, addresses)
-            if in_place:
-                _fill_next(args, seq, tile + TILE, high, addresses + 16 * TILE)
             hidden = tile + TILE > seen_by_all or args.window > 0
-            if in_place:
-                score_keys(
-                    kind, scores, TILE_BYTES, queries, 4 * depth, addresses,
-                    first_head * args.key_head_stride, args.key_head_stride, skip, count,
-                    end_head - first_head, rows, depth,
-                    addresses + 8 * TILE, first_head * args.value_head_stride, args.value_head_stride,
+            fill_addresses(args, seq, tile, skip, count, addresses)
+            if args.key_scales:
+                fill_scales(args, seq, tile, skip, count, first_head, end_head, scales)
+            if in_place and by_tiles:
+                fill_blocks(args, seq, tile, skip, count, others)
+                attend_in_place(
+                    args, view, state, settings, tile_values, others, addresses + 8 * TILE, num_heads, tile,
+                    skip, count, hidden,
                 )  # fmt: skip
-                for head in range(first_head, end_head):
-                    row = (head - first_head) * rows
-                    if args.key_scales:
-                        _fill_scales(args, seq, tile, skip, count, head, scales)
-                    weigh(
-                        args, scores + row * TILE_BYTES, states + 8 * row, sums + row * 4 * width,
-                        num_vectors, scales, head, 0, rows, tile, count, start + first_token,
-                        position, new_position, hidden, in_pairs,
-                    )  # fmt: skip
+                continue
+            if in_place:
+                fill_next(args, seq, tile + TILE, high, others)
+                score_keys(
+                    kind, scores, TILE_BYTES, queries, 4 * depth, addresses, key_offset,
+                    args.key_head_stride, skip, count, num_heads, rows, depth,
+                    addresses + 8 * TILE, value_offset, args.value_head_stride,
+                )  # fmt: skip
+                weigh(args, view, state, 0, num_rows, tile, count, padded(count), hidden, in_pairs)
                 even = skip // 2 * 2 if in_pairs else skip
                 add_values(
-                    kind, sums, 4 * width, scores, TILE_BYTES, addresses + 8 * TILE,
-                    first_head * args.value_head_stride, args.value_head_stride, even, count,
-                    end_head - first_head, rows, num_vectors,
-                    addresses + 16 * TILE, first_head * args.key_head_stride, args.key_head_stride,
+                    kind, state.sums, 4 * width, scores, TILE_BYTES, addresses + 8 * TILE, value_offset,
+                    args.value_head_stride, even, count, num_heads, rows, width // LANES,
+                    others, key_offset, args.key_head_stride,
                 )  # fmt: skip
                 continue
             copy_rows(
-                FLOAT32 if in_pairs else args.cache_kind, tile_keys, key_stride, addresses,
-                first_head * args.key_head_stride, skip, count,
-                end_head - first_head, args.key_head_stride, depth, depth,
+                FLOAT32 if in_pairs else args.cache_kind, tile_keys, key_stride, addresses, key_offset,
+                skip, count, num_heads, args.key_head_stride, depth, depth,
             )  # fmt: skip
             if in_pairs:
                 pair_rows(
-                    tile_values, value_stride, addresses + 8 * TILE,
-                    first_head * args.value_head_stride, skip, count,
-                    end_head - first_head, args.value_head_stride, args.value_dim, width,
+                    tile_values, value_stride, addresses + 8 * TILE, value_offset, skip, count,
+                    num_heads, args.value_head_stride, args.value_dim, width,
                 )  # fmt: skip
             else:
                 copy_rows(
-                    args.cache_kind, tile_values, value_stride, addresses + 8 * TILE,
-                    first_head * args.value_head_stride, skip, count,
-                    end_head - first_head, args.value_head_stride, args.value_dim, width,
+                    args.cache_kind, tile_values, value_stride, addresses + 8 * TILE, value_offset,
+                    skip, count, num_heads, args.value_head_stride, args.value_dim, width,
                 )  # fmt: skip
-            for head in range(first_head, end_head):
-                row = (head - first_head) * rows
-                _transpose_keys(keys, tile_keys + 4 * depth * (head - first_head), key_stride, depth, count)
-                if args.key_scales:
-                    _fill_scales(args, seq, tile, skip, count, head, scales)
-                for block in range(0, rows, BLOCK):
-                    end = min(block + BLOCK, rows)
-                    seen = count  # by the last row of the block: weights behind that are 0
-                    if args.causal and not args.tree_mask:
-                        seen = min(count, position + (end - 1) // group + 1 - tile)
-                    if seen > skip:
-                        _attend_block(
-                            args, scores, queries + (row + block) * 4 * depth, keys,
-                            tile_values + 4 * width * (head - first_head), value_stride,
-                            sums + (row + block) * 4 * width, states + 8 * (row + block), scales,
-                            head, block, end, tile, skip, seen, start + first_token, position, new_position,
-                            hidden, in_pairs,
-                        )  # fmt: skip
+            if by_tiles:
+                clear_pairs(tile_values, value_stride, skip, count, num_heads * width // LANES)
+            for head in range(num_heads):
+                _transpose_keys(keys, tile_keys + 4 * depth * head, key_stride, depth, count)
+                step = TILE_BLOCK if by_tiles else BLOCK
+                for block in range(0, rows, step):
+                    some, seen = min(step, rows - block), count
+                    if args.causal and not args.tree_mask:  # by the last row: weights behind that are 0
+                        seen = min(count, position + (block + some - 1) // group + 1 - tile)
+                    if seen <= skip:
+                        continue
+                    if by_tiles and some != configured:
+                        configure_rows(settings, some)
+                        configured = some
+                    row = head * rows + block
+                    _attend_block(
+                        args, view, rows_from(state, row, scores), way, queries + row * 4 * depth, keys,
+                        tile_values + 4 * width * head, value_stride, row, some, tile, skip, seen, hidden,
+                    )  # fmt: skip
         if split > first_split:
-            for i in range(num_rows):
-                merge_softmax(
-                    total_states + 8 * i,
-                    totals + i * 4 * width,
-                    states + 8 * i,
-                    sums + i * 4 * width,
-                    num_vectors,
-                )
+            for row in range(num_rows):
+                to, part_of = rows_from(total, row, scores), rows_from(apart, row, scores)
+                score, weight = get_float(part_of.highest), get_float(part_of.weights)
+                merge_softmax(to.highest, to.weights, to.sums, score, weight, part_of.sums, width // LANES)
 
-    for i in range(num_rows):
-        head = (first_head + i // rows) * group + i % group
-        token = start + first_token + i % rows // group
-        if part < 0:
-            out = args.out + (token * args.num_heads + head) * args.value_dim * item_size(args.query_kind)
-            finish(
-                total_states + 8 * i,
-                totals + i * 4 * width,
-                out,
-                args.query_kind,
-                args.value_dim,
-                args.sinks,
-                head,
-            )
-        else:
-            to = args.parts + (part + i) * 4 * (width + 2)
-            set_float(to, get_float(total_states + 8 * i))
-            set_float(to + 4, get_float(total_states + 8 * i + 4))
-            for v in range(num_vectors):
-                store(to + 8 + v * VECTOR_BYTES, load(totals + i * 4 * width + v * VECTOR_BYTES))
+    if by_tiles:
+        release()
+    _deliver(args, total, token, num_tokens, first_head, end_head, part)
 
 
 @function
@@ -348,11 +363,13 @@ def _merge_parts(args, unit):
         state = args.parts + (first_part + i) * size
         for number in range(1, num_parts):
             part = state + number * num_rows * size
-            merge_softmax(state, state + 8, part, part + 8, width // LANES)
+            score, weight = get_float(part), get_float(part + 4)
+            merge_softmax(state, state + 4, state + 8, score, weight, part + 8, width // LANES)
         head = (first_head + i // rows) * group + i % group
         token = first_token + i % rows // group
         out = args.out + (token * args.num_heads + head) * args.value_dim * item_size(args.query_kind)
-        finish(state, state + 8, out, args.query_kind, args.value_dim, args.sinks, head)
+        score, weight = get_float(state), get_float(state + 4)
+        finish(score, weight, state + 8, out, args.query_kind, args.value_dim, args.sinks, head)
 
 
 @ATTEND.kernel

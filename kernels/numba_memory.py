@@ -15,9 +15,12 @@ from .numba_vectors import (
     _I64,
     _INTS,
     _VECTOR,
+    HAS_DOT,
     LANES,
     _at,
     _call,
+    _narrow,
+    _of_rows,
     _operation,
     _same,
     _splat,
@@ -196,7 +199,7 @@ _LOADERS, _STORERS = [_loaders(kind) for kind in range(5)], [_storers(kind) for 
     (load_float8, _load_some_float8),
 ) = _LOADERS
 (
-    (store, _store_some),
+    (store, store_some),
     (store_half, _store_some_half),
     (store_bfloat, _store_some_bfloat),
     (store_int8, _store_some_int8),
@@ -234,6 +237,34 @@ def transpose(builder: Any, to: Any, to_stride: Any, source: Any, stride: Any) -
     rows = [_load(builder, FLOAT32, row(source, stride, lane)) for lane in range(LANES)]
     for lane, column in enumerate(_transpose(builder, rows)):
         _store(builder, FLOAT32, row(to, to_stride, lane), column)
+
+
+def _rows_at(builder: Any, address: Any) -> list[Any]:
+    places = [builder.add(address, ir.Constant(_I64, 4 * LANES * row)) for row in range(LANES)]
+    return [_load(builder, FLOAT32, place) for place in places]
+
+
+@_operation(vector, types.int64)
+def highest_of_rows(builder: Any, address: Any) -> Any:
+    """The greatest number of each of LANES vectors; it may be NaN where one of them is."""
+
+    def greater(x: Any, y: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+    return _of_rows(builder, _rows_at(builder, address), greater)
+
+
+@_operation(vector, types.int64)
+def totals_of_rows(builder: Any, address: Any) -> Any:
+    """The sum of each of LANES vectors."""
+    return _of_rows(builder, _rows_at(builder, address), builder.fadd)
+
+
+@_operation(types.void, types.int64, vector, vector)
+def store_narrow(builder: Any, address: Any, x: Any, y: Any) -> None:
+    """The numbers of x and then of y in bfloat16, where HAS_DOT."""
+    if HAS_DOT:
+        _store(builder, FLOAT32, address, _narrow(builder, x, y))
 
 
 @_operation(vector, types.int64, types.int64)
@@ -373,7 +404,7 @@ def store_some_as(kind, address, x, count):
     if count >= LANES:
         store_as(kind, address, x)
     elif kind == FLOAT32:
-        _store_some(address, x, count)
+        store_some(address, x, count)
     elif kind == BFLOAT16:
         _store_some_bfloat(address, x, count)
     elif kind == FLOAT16:

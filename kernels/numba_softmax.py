@@ -1,14 +1,28 @@
 """Softmax for numba, online (Dao 2023): scores become weights a tile of keys at a time.
 
 A row's state is its highest score so far and the sum of the weights relative to that; its sums are of V by
-those weights. Addresses are int64, `args` is attention's record.
+those weights. Rows go by vectors' lanes where it is about one number of each. Addresses are int64, `args` is
+attention's record.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from .numba_memory import FLOAT32, get_float, get_long, load, set_float, store, store_bfloat
+from .numba_memory import (
+    FLOAT32,
+    get_float,
+    get_long,
+    highest_of_rows,
+    load,
+    load_up_to,
+    set_float,
+    store,
+    store_narrow,
+    store_some,
+    totals_of_rows,
+)
 from .numba_rows import copy_row
 from .numba_vectors import (
     LANES,
@@ -16,23 +30,46 @@ from .numba_vectors import (
     add,
     exp2,
     exp2_of_negative,
+    first_lane,
     fma,
     function,
     greater,
-    highest,
-    highest_number,
     lane_numbers,
     multiply,
     splat,
-    total,
+    subtract,
     where_from,
+    where_greater,
 )
 
 TILE = 64  # keys
 TILE_BYTES = 4 * TILE
+WORK_VECTORS = LANES + 2
 NOTHING = np.float32(-math.inf)
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 _LOG2E = np.float32(1.4426950408889634)
+
+
+class View(NamedTuple):
+    """Which rows a unit has, KV head by KV head, in these token by token."""
+
+    first_head: int
+    rows: int  # of each KV head
+    token: int  # of row 0
+    position: int  # the same in its sequence
+    new_position: int  # of the first new token there
+
+
+class State(NamedTuple):
+    """What some rows have so far: addresses, of a number a row or of so many vectors each."""
+
+    scores: int  # TILE of a row, which become weights
+    highest: int
+    weights: int  # their sum
+    sums: int  # of V by them
+    num_vectors: int
+    scales: int  # of each KV head's K and then V in the tile's tokens, where these are quantised
+    work: int  # memory for WORK_VECTORS
 
 
 @function
@@ -55,7 +92,7 @@ def _weight(score, highest_score):
         return ZERO
     if score == highest_score:  # as it mostly is
         return ONE
-    return highest(exp2(splat((score - highest_score) * _LOG2E)))
+    return first_lane(exp2(splat((score - highest_score) * _LOG2E)))
 
 
 @function
@@ -79,90 +116,156 @@ def _edit_scores(args, scores, head, tile, count, query_position):
 
 
 @function
-def _hide(args, scores, tile, count, width, token, query_position, new_position):
-    """-inf for the keys of the tile, up to `width`, that a token does not see; new_position is that of the
-    first new one.
-    """
-    end = count
-    if args.tree_mask:
-        bits = get_long(args.tree_mask + 8 * token)
-        for j in range(max(0, new_position - tile), count):
-            if not (bits >> (tile + j - new_position)) & 1:
-                set_float(scores + 4 * j, NOTHING)
-    elif args.causal:
-        end = min(count, query_position + 1 - tile)
-    start = max(0, query_position - args.window + 1 - tile) if args.window else 0
-    for j in range(min(start, width)):
-        set_float(scores + 4 * j, NOTHING)
-    for first in range(max(0, end) // LANES * LANES, width, LANES):
-        at = scores + 4 * first
-        store(at, where_from(lane_numbers(), splat(np.float32(end - first)), splat(NOTHING), load(at)))
+def _hide_tree(args, scores, tile, count, token, new_position):
+    """-inf for the new keys of the tile that are no ancestors of a token; new_position: of the first."""
+    bits = get_long(args.tree_mask + 8 * token)
+    for j in range(max(0, new_position - tile), count):
+        if not (bits >> (tile + j - new_position)) & 1:
+            set_float(scores + 4 * j, NOTHING)
 
 
 @function
-def _find_highest(scores, width, state, sums, num_vectors):
-    """The highest score so far becomes a row's state, and what was summed up relative to the one before it
-    relative to that.
+def _bring_down(scores, width, start, end, factor):
+    """The highest number in each lane of a row's scores times the factor, which they become; -inf for those
+    before `start` and from `end` on.
     """
-    top = load(scores)
-    for i in range(1, width // LANES):
-        top = greater(load(scores + i * VECTOR_BYTES), top)
-    before = get_float(state)
-    now = max(before, highest_number(top))
-    kept = _weight(before, now)
-    set_float(state, now)
-    if kept != ONE:
-        set_float(state + 4, get_float(state + 4) * kept)
-        _scale_row(sums, num_vectors, kept)
+    top, times = splat(NOTHING), splat(factor)
+    for j in range(0, width, LANES):
+        x = load(scores + 4 * j)
+        is_cut = j < start or j + LANES > end
+        if factor != ONE:
+            x = multiply(x, times)
+        if is_cut:
+            lanes = lane_numbers()
+            x = where_from(lanes, splat(np.float32(end - j)), splat(NOTHING), x)
+            x = where_greater(splat(np.float32(start - j)), lanes, splat(NOTHING), x)
+        if is_cut or factor != ONE:
+            store(scores + 4 * j, x)
+        top = greater(x, top)
+    return top
 
 
 @function
-def _take_weights(scores, width, state, in_pairs):
-    """A row's scores become weights relative to the highest; their sum is added to the state.
+def _take_weights(scores, width, base, in_pairs):
+    """A row's scores become weights, 2^(score log2 e + base). Returns their sum in each lane.
 
     in_pairs: they become bfloat16, after that.
     """
-    now = get_float(state)
-    log2e, base = splat(_LOG2E), splat(-now * _LOG2E if now > NOTHING else ZERO)
-    weights, lowest = splat(ZERO), splat(np.float32(-127.0))
-    for i in range(width // LANES):
-        at = scores + i * VECTOR_BYTES
+    log2e, base, lowest = splat(_LOG2E), splat(base), splat(np.float32(-127.0))
+    weights, step = splat(ZERO), 2 * LANES if in_pairs else LANES
+    for j in range(0, width // step * step, step):
+        at = scores + 4 * j
         # Never above 0, but for rounding; a NaN is not below anything.
         weight = exp2_of_negative(greater(lowest, fma(load(at), log2e, base)))
+        weights = add(weights, weight)
         if in_pairs:
-            store_bfloat(scores + i * (VECTOR_BYTES // 2), weight)
+            other = exp2_of_negative(greater(lowest, fma(load(at + VECTOR_BYTES), log2e, base)))
+            weights = add(weights, other)
+            store_narrow(scores + 2 * j, weight, other)
         else:
             store(at, weight)
+    if width % step:
+        last = width // step * step
+        weight = exp2_of_negative(greater(lowest, fma(load(scores + 4 * last), log2e, base)))
         weights = add(weights, weight)
-    set_float(state + 4, get_float(state + 4) + total(weights))
+        store_narrow(scores + 2 * last, weight, splat(ZERO))
+    return weights
 
 
 @function
-def weigh(
-    args, scores, states, sums, num_vectors, scales, key_head, first, rows, tile, count,
-    token, position, new_position, hidden, in_pairs,
-):  # fmt: skip
-    """Scores of some rows, from the first on, with a head's first `count` keys of a tile become what V is
-    multiplied by, and their sums so far are adapted. token, position: of row 0. in_pairs: the scores are yet
-    to be scaled, the weights become bfloat16.
+def rows_from(state, row, scores):
+    """The state of the rows from one on, and where their scores are."""
+    sums = state.sums + row * state.num_vectors * VECTOR_BYTES
+    highest, weights = state.highest + 4 * row, state.weights + 4 * row
+    return State(scores, highest, weights, sums, state.num_vectors, state.scales, state.work)
+
+
+@function
+def start(state, rows):
+    """No key so far."""
+    fill(state.sums, rows * state.num_vectors, ZERO)
+    for row in range(rows):
+        set_float(state.highest + 4 * row, NOTHING)
+        set_float(state.weights + 4 * row, ZERO)
+
+
+@function
+def weigh(args, view, state, first, rows, tile, count, width, hidden, in_pairs):
+    """Scores of some rows of a unit, from the first on, with their heads' first `count` keys of a tile become
+    what V is multiplied by, up to `width` of them, and the rows' state so far is adapted.
+
+    hidden: not all see all. in_pairs: the scores are yet to be scaled, the weights become bfloat16.
     """
-    width, group = padded(count), args.num_heads // args.num_kv_heads
+    for i in range(0, rows, LANES):
+        group = rows_from(state, i, state.scores + i * TILE_BYTES)
+        some = min(LANES, rows - i)
+        _weigh_group(args, view, group, first + i, some, tile, count, width, hidden, in_pairs)
+
+
+@function
+def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_pairs):
+    """`weigh` for up to LANES rows: what is done with a number a row is done with a vector of them."""
+    group, work = args.num_heads // args.num_kv_heads, state.work
+    factor = np.float32(args.scale) if in_pairs else ONE
+    is_edited = args.softcap or args.alibi_slopes
+    # Of a row: its KV head in the unit, how many tokens it is later than row 0, its number in the group.
+    head, later, number = first // view.rows, first % view.rows // group, first % group
     for i in range(rows):
-        row, in_group, later = scores + i * TILE_BYTES, (first + i) % group, (first + i) // group
-        if in_pairs:
-            _scale_row(row, width // LANES, np.float32(args.scale))
+        row, begin, end = state.scores + i * TILE_BYTES, 0, width
+        if is_edited and in_pairs:
+            _scale_row(row, width // LANES, factor)
         if args.key_scales:
-            _multiply_row(row, scales, width // LANES)
-        if args.softcap or args.alibi_slopes:
-            _edit_scores(args, row, key_head * group + in_group, tile, count, position + later)
+            _multiply_row(row, state.scales + 2 * TILE_BYTES * head, width // LANES)
+        if is_edited:
+            query_head = (view.first_head + head) * group + number
+            _edit_scores(args, row, query_head, tile, count, view.position + later)
         if hidden:
-            _hide(args, row, tile, count, width, token + later, position + later, new_position)
-        _find_highest(row, width, states + 8 * i, sums + i * num_vectors * VECTOR_BYTES, num_vectors)
-    # Apart, so that a row's long chains of instructions run beside those of the next ones.
+            end = count
+            if args.tree_mask:
+                _hide_tree(args, row, tile, count, view.token + later, view.new_position)
+            elif args.causal:
+                end = max(0, min(count, view.position + later + 1 - tile))
+            if args.window:
+                begin = max(0, view.position + later - args.window + 1 - tile)
+        top = _bring_down(row, width, begin, end, ONE if is_edited else factor)
+        store(work + i * VECTOR_BYTES, top)
+        number += 1
+        if number == group:
+            number, later = 0, later + 1
+            if later * group == view.rows:
+                head, later = head + 1, 0
+
+    none, bases, kept = splat(NOTHING), work + LANES * VECTOR_BYTES, work + (LANES + 1) * VECTOR_BYTES
+    before = load_up_to(state.highest, rows, NOTHING)
+    now = greater(highest_of_rows(work), before)
+    change = multiply(subtract(before, now), splat(_LOG2E))
+    power = exp2_of_negative(greater(splat(np.float32(-127.0)), change))
+    keep = where_greater(before, none, power, splat(ZERO))
+    store(bases, where_greater(now, none, multiply(now, splat(-_LOG2E)), splat(ZERO)))
+    store(kept, keep)
+    store_some_of(state.highest, now, rows)
     for i in range(rows):
-        _take_weights(scores + i * TILE_BYTES, width, states + 8 * i, in_pairs)
+        share = get_float(kept + 4 * i)
+        if share != ONE:
+            _scale_row(state.sums + i * state.num_vectors * VECTOR_BYTES, state.num_vectors, share)
+
+    for i in range(rows):
+        row = state.scores + i * TILE_BYTES
+        store(work + i * VECTOR_BYTES, _take_weights(row, width, get_float(bases + 4 * i), in_pairs))
         if args.value_scales:
-            _multiply_row(scores + i * TILE_BYTES, scales + TILE_BYTES, width // LANES)
+            head = (first + i) // view.rows
+            _multiply_row(row, state.scales + TILE_BYTES * (2 * head + 1), width // LANES)
+    weights = load_up_to(state.weights, rows, ZERO)
+    store_some_of(state.weights, fma(weights, load(kept), totals_of_rows(work)), rows)
+
+
+@function
+def store_some_of(address, x, count):
+    """The first `count` numbers, or all."""
+    if count >= LANES:
+        store(address, x)
+    else:
+        store_some(address, x, count)
 
 
 @function
@@ -174,12 +277,13 @@ def _scale_row(address, num_vectors, factor):
 
 
 @function
-def merge_softmax(state, sums, part_state, part_sums, num_vectors):
+def merge_softmax(highest, weights, sums, part_score, part_weight, part_sums, num_vectors):
     """Add the softmax over some keys to that over the ones before them."""
-    now = max(get_float(state), get_float(part_state))
-    kept, added = _weight(get_float(state), now), _weight(get_float(part_state), now)
-    set_float(state, now)
-    set_float(state + 4, get_float(state + 4) * kept + get_float(part_state + 4) * added)
+    score, weight = get_float(highest), get_float(weights)
+    now = max(score, part_score)
+    kept, added = _weight(score, now), _weight(part_score, now)
+    set_float(highest, now)
+    set_float(weights, weight * kept + part_weight * added)
     for i in range(num_vectors):
         at = i * VECTOR_BYTES
         old = multiply(load(sums + at), splat(kept))
@@ -187,9 +291,8 @@ def merge_softmax(state, sums, part_state, part_sums, num_vectors):
 
 
 @function
-def finish(state, sums, out, out_kind, value_dim, sinks, head):
+def finish(score, weight, sums, out, out_kind, value_dim, sinks, head):
     """The weighted mean of V, in its place. A sink is one more weight, without a value."""
-    score, weight = get_float(state), get_float(state + 4)
     if sinks:
         sink = get_float(sinks + 4 * head)
         now = max(score, sink)

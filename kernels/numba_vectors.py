@@ -211,14 +211,27 @@ def highest(builder: Any, x: Any) -> Any:
 
 
 @_operation(types.float32, vector)
-def highest_number(builder: Any, x: Any) -> Any:
-    """The same in fewer instructions; it may be NaN where a lane is."""
+def first_lane(builder: Any, x: Any) -> Any:
+    """What is in the first lane."""
+    return builder.extract_element(x, ir.Constant(_I32, 0))
+
+
+def _of_rows(builder: Any, rows: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """In each lane what the lanes of one of LANES vectors come to, combined by halves: x, x ^ LANES / 2, …"""
     width = LANES
     while width > 1:
         width //= 2
-        swapped = builder.shuffle_vector(x, x, ir.Constant(_INTS, [lane ^ width for lane in range(LANES)]))
-        x = builder.select(builder.fcmp_ordered(">", x, swapped), x, swapped)
-    return builder.extract_element(x, ir.Constant(_I32, 0))
+        half = len(rows) // 2
+        places = [
+            (lane // width % 2 * LANES + lane // (2 * width) * 2 * width + lane % width)
+            for lane in range(LANES)
+        ]
+        low, high = (ir.Constant(_INTS, [place + first for place in places]) for first in (0, width))
+        pairs = [*zip(rows[:half], rows[half:], strict=True)]
+        rows = [
+            combine(builder.shuffle_vector(*pair, low), builder.shuffle_vector(*pair, high)) for pair in pairs
+        ]
+    return rows[0]
 
 
 @_operation(types.float32, vector)

@@ -1,0 +1,61 @@
+"""Where attention finds the tokens of a tile: the block table for numba. Addresses are int64."""
+
+from .numba_amx import TILE_ROWS
+from .numba_memory import get_float, get_int, get_long, set_float, set_long
+from .numba_softmax import TILE
+from .numba_vectors import LANES, function
+
+
+@function
+def fill_addresses(args, seq, tile, skip, count, to):
+    """Where K and V of the tile's tokens from `skip` to `count` are; neighbours that make pairs even get
+    the same.
+    """
+    table = args.block_tables + seq * args.table_stride
+    for place in range(skip, count):
+        offset = (tile + place) % args.block_size
+        if place == skip or offset == 0:
+            number = get_int(table + 4 * ((tile + place) // args.block_size))
+            key = args.key_cache + number * args.key_block_stride
+            value = args.value_cache + number * args.value_block_stride
+        set_long(to + 8 * place, key + offset * args.key_token_stride)
+        set_long(to + 8 * (TILE + place), value + offset * args.value_token_stride)
+    if skip % 2:
+        set_long(to + 8 * (TILE + skip - 1), get_long(to + 8 * (TILE + skip)))
+    if count % 2:
+        set_long(to + 8 * (TILE + count), get_long(to + 8 * (TILE + count - 1)))
+
+
+@function
+def fill_next(args, seq, first, end, to):
+    """Where K of the tokens from `first` on is, or of the last one before `end`: what is fetched ahead."""
+    for place in range(LANES):
+        token = min(first + place, end - 1)
+        number = get_int(args.block_tables + seq * args.table_stride + 4 * (token // args.block_size))
+        key = args.key_cache + number * args.key_block_stride
+        set_long(to + 8 * place, key + token % args.block_size * args.key_token_stride)
+
+
+@function
+def fill_scales(args, seq, tile, skip, count, first_head, end_head, to):
+    """Each head's scales of K in the tile's tokens from `skip` to `count`, and behind them those of V."""
+    table = args.block_tables + seq * args.table_stride
+    for head in range(first_head, end_head):
+        for place in range(skip, count):
+            offset = (tile + place) % args.block_size
+            if place == skip or offset == 0:
+                number = get_int(table + 4 * ((tile + place) // args.block_size))
+                first = 4 * (number * args.num_kv_heads + head) * args.block_size
+            set_float(to + 4 * place, get_float(args.key_scales + first + 4 * offset))
+            set_float(to + 4 * (TILE + place), get_float(args.value_scales + first + 4 * offset))
+        to += 8 * TILE
+
+
+@function
+def fill_blocks(args, seq, tile, skip, count, to):
+    """Where K of four times 16 of the tile's tokens is, those there are; a block holds a multiple of 16."""
+    for block in range(TILE // TILE_ROWS):
+        token = tile + TILE_ROWS * max(skip // TILE_ROWS, min(block, (count - 1) // TILE_ROWS))
+        number = get_int(args.block_tables + seq * args.table_stride + 4 * (token // args.block_size))
+        key = args.key_cache + number * args.key_block_stride
+        set_long(to + 8 * block, key + token % args.block_size * args.key_token_stride)
