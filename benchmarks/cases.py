@@ -81,7 +81,12 @@ def attention_case(shape: AttentionShape, dtype: torch.dtype, device: torch.devi
     own = order[num_shared:].split([n - num_shared for n in needed])
     for i, blocks in enumerate(own):
         tables[i, num_shared : needed[i]] = blocks
-    options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "max_seqlen_q": max(shape.query_lens)}
+    # Planned once, as for all layers of a step.
+    options: dict[str, Any] = {
+        "scale": shape.head_dim**-0.5,
+        "max_seqlen_q": max(shape.query_lens),
+        "plans": {},
+    }
     caches = []
     for name in ("key", "value"):
         cache_shape = (num_blocks, size, shape.num_kv_heads, shape.head_dim)

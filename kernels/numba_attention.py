@@ -51,12 +51,12 @@ from .numba_softmax import (
     ZERO,
     State,
     View,
+    clear,
     fill,
     finish,
     merge_softmax,
     padded,
     rows_from,
-    start,
     weigh,
 )
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
@@ -221,11 +221,8 @@ def _attend(args, unit, scratch):
     seq, first_token, end_token = get_long(unit), get_long(unit + 8), get_long(unit + 16)
     first_head, end_head = get_long(unit + 24), get_long(unit + 32)
     first_split, end_split, part = get_long(unit + 40), get_long(unit + 48), get_long(unit + 56)
-    group, num_heads, num_tokens = (
-        args.num_heads // args.num_kv_heads,
-        end_head - first_head,
-        end_token - first_token,
-    )
+    num_heads, num_tokens = end_head - first_head, end_token - first_token
+    group = args.num_heads // args.num_kv_heads
     width = padded(args.value_dim)
     rows = num_tokens * group  # for each KV head
     num_rows = rows * num_heads
@@ -279,7 +276,7 @@ def _attend(args, unit, scratch):
     first_split = min(max(first_split, low // SPLIT), end_split - 1)
     for split in range(first_split, end_split):
         state = total if split == first_split else apart
-        start(state, num_rows)
+        clear(state, num_rows)
         for tile in range(max(split * SPLIT, low // TILE * TILE), min((split + 1) * SPLIT, high), TILE):
             skip, count = max(0, low - tile), min(TILE, high - tile)
             hidden = tile + TILE > seen_by_all or args.window > 0

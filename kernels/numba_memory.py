@@ -199,7 +199,7 @@ _LOADERS, _STORERS = [_loaders(kind) for kind in range(5)], [_storers(kind) for 
     (load_float8, _load_some_float8),
 ) = _LOADERS
 (
-    (store, store_some),
+    (store, _store_some),
     (store_half, _store_some_half),
     (store_bfloat, _store_some_bfloat),
     (store_int8, _store_some_int8),
@@ -404,7 +404,7 @@ def store_some_as(kind, address, x, count):
     if count >= LANES:
         store_as(kind, address, x)
     elif kind == FLOAT32:
-        store_some(address, x, count)
+        _store_some(address, x, count)
     elif kind == BFLOAT16:
         _store_some_bfloat(address, x, count)
     elif kind == FLOAT16:

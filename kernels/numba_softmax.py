@@ -20,7 +20,7 @@ from .numba_memory import (
     set_float,
     store,
     store_narrow,
-    store_some,
+    store_some_as,
     totals_of_rows,
 )
 from .numba_rows import copy_row
@@ -181,7 +181,7 @@ def rows_from(state, row, scores):
 
 
 @function
-def start(state, rows):
+def clear(state, rows):
     """No key so far."""
     fill(state.sums, rows * state.num_vectors, ZERO)
     for row in range(rows):
@@ -243,7 +243,7 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
     keep = where_greater(before, none, power, splat(ZERO))
     store(bases, where_greater(now, none, multiply(now, splat(-_LOG2E)), splat(ZERO)))
     store(kept, keep)
-    store_some_of(state.highest, now, rows)
+    store_some_as(FLOAT32, state.highest, now, rows)
     for i in range(rows):
         share = get_float(kept + 4 * i)
         if share != ONE:
@@ -256,16 +256,8 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
             head = (first + i) // view.rows
             _multiply_row(row, state.scales + TILE_BYTES * (2 * head + 1), width // LANES)
     weights = load_up_to(state.weights, rows, ZERO)
-    store_some_of(state.weights, fma(weights, load(kept), totals_of_rows(work)), rows)
-
-
-@function
-def store_some_of(address, x, count):
-    """The first `count` numbers, or all."""
-    if count >= LANES:
-        store(address, x)
-    else:
-        store_some(address, x, count)
+    total = fma(weights, load(kept), totals_of_rows(work))
+    store_some_as(FLOAT32, state.weights, total, rows)
 
 
 @function

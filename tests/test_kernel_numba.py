@@ -18,9 +18,17 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU"
 )
 
-# In bfloat16 some CPUs multiply pairs, of which these are one and a half vectors, two, two and a half.
-SHAPES = [(torch.float32, 32), (torch.bfloat16, 48), (torch.bfloat16, 64), (torch.bfloat16, 80)]
+# In bfloat16 some CPUs multiply pairs, of which these are one and a half vectors, two, two and a half; the
+# whole ones fill AMX's tiles, as do the three of the last.
+SHAPES = [(torch.float32, 32), *((torch.bfloat16, head_dim) for head_dim in (48, 64, 80, 96))]
 SEQ_LENS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129]  # around the edges of a tile
+
+
+def paged_attention_from_nan(**case):
+    """With NaN wherever the kernel has not written in its own memory."""
+    numba_threads._scratch(2**22)
+    numba_threads._local.buffer.fill_(255)
+    return paged_attention(**case)
 
 
 @pytest.mark.parametrize("chosen", [(), *((option,) for option in OPTIONS), *PAIRS], ids="-".join)
@@ -40,7 +48,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dt
         seq_len = 2 * SPLIT + 70
         options = {"num_heads": 6, "head_dim": head_dim, "dtype": dtype, "sliding_window": window}
         case = ragged_case([seq_len, 5, 300], [90, 1, 300], **options)
-        together = paged_attention(**case)
+        together = paged_attention_from_nan(**case)
         assert_exact_enough(together, case, reference.paged_attention, "numba")
         for first, end in ((0, 1), (1, 2), (0, 33), (33, 90), (89, 90)):
             alone = {
@@ -50,7 +58,7 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dt
                 "cu_seqlens_q": torch.tensor([0, end - first], dtype=torch.int32),
                 "max_seqlen_q": end - first,
             }
-            assert torch.equal(paged_attention(**alone), together[first:end])
+            assert torch.equal(paged_attention_from_nan(**alone), together[first:end])
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
@@ -60,9 +68,7 @@ def test_splits_that_fell_out_of_the_window_weigh_nothing(num_threads):
     case = ragged_case([4 * SPLIT + 9], [1], num_heads=6, num_kv_heads=2, head_dim=32, sliding_window=100)
     try:
         torch.set_num_threads(num_threads)
-        numba_threads._scratch(2**20)
-        numba_threads._local.buffer.fill_(255)  # NaN, as float32
-        assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
+        assert_exact_enough(paged_attention_from_nan(**case), case, reference.paged_attention, "numba")
     finally:
         torch.set_num_threads(before)
 
@@ -77,6 +83,37 @@ def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, num_kv_heads)
     assert_exact_enough(together, case, reference.paged_attention, "numba")
     for i in range(len(seq_lens)):
         assert torch.equal(paged_attention(**take_sequences(case, [i])), together[i : i + 1])
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16, 20])
+@pytest.mark.parametrize("window", [None, 37])
+def test_decodes_have_the_same_bits_over_blocks_of_any_size(group, window):
+    """A CPU with AMX reads K where it lies if that is 16 tokens at a time, and up to 16 rows share it."""
+    seq_lens, shape = [1, 16, 17, 47, 100, 129, 1030], {"num_heads": 2 * group, "num_kv_heads": 2}
+    case = ragged_case(
+        seq_lens, [1] * 7, head_dim=64, dtype=torch.bfloat16, block_size=8, sliding_window=window, **shape
+    )
+    expected = paged_attention_from_nan(**case)
+    assert_exact_enough(expected, case, reference.paged_attention, "numba")
+    for block_size in (16, 48, 128):
+        other = ragged_case(
+            seq_lens,
+            [1] * 7,
+            head_dim=64,
+            dtype=torch.bfloat16,
+            block_size=block_size,
+            sliding_window=window,
+            **shape,
+        )
+        for seq, seq_len in enumerate(seq_lens):
+            tokens = torch.arange(0 if window is None else max(0, seq_len - window), seq_len)
+            to, source = (
+                (c["block_tables"][seq, tokens // size].long(), tokens % size)
+                for c, size in ((other, block_size), (case, 8))
+            )
+            for name in ("key_cache", "value_cache"):
+                other[name][to] = case[name][source]
+        assert torch.equal(paged_attention_from_nan(**{**other, "query": case["query"]}), expected)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 8])
