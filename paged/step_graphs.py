@@ -34,7 +34,6 @@ class StepGraphs:
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
         self._graphs: dict[tuple[int, ...], _StepGraph | None] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._seen: set[tuple[int, ...]] = set()
         self._last: _Last | None = None
 
     def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
@@ -54,18 +53,13 @@ class StepGraphs:
             seq_lens, batch.queries.cu_seqlens_q.numpy(), self._num_heads, self._num_kv_heads, num_threads
         )
         key = (batch.is_decode, batch.num_tokens, *where, plan.num_parts, plan.max_rows, len(plan.merges))
-        if key not in self._graphs:
-            if key not in self._seen:  # what comes once is not worth it
-                if len(self._seen) == 8 * MOST_GRAPHS:
-                    self._seen.clear()
-                self._seen.add(key)
-                return compute(batch, kv_cache)
+        if key in self._graphs:
+            graph = self._graphs.pop(key)
+        else:  # at once: to record and repeat takes no longer than Python and kernels in turns
             graph = self._record(compute, batch, kv_cache)
             if len(self._graphs) == MOST_GRAPHS:
-                self._graphs.clear()
-                self._seen.clear()
-            self._graphs[key] = graph
-        graph = self._graphs[key]
+                del self._graphs[next(iter(self._graphs))]
+        self._graphs[key] = graph  # the last one that was needed
         if graph is None:
             return compute(batch, kv_cache)
         graph.use(plan, batch)

@@ -143,6 +143,15 @@ def test_without_memory_to_record_in_steps_go_on(monkeypatch):
     assert not graphs_of(engine)
 
 
+def test_steps_are_recorded_at_once_and_the_last_needed_are_kept(monkeypatch):
+    monkeypatch.setattr("paged.step_graphs.MOST_GRAPHS", 2)
+    engine = new_engine(checkpoint("llama"), enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
+    for length, kept in ((5, [5]), (9, [5, 9]), (5, [9, 5]), (17, [5, 17])):
+        run(engine, ragged_prompts([length]), params)
+        assert [key[1] for key in engine.runner.graphs._graphs] == kept
+
+
 def test_numbers_that_are_needed_at_once_share_no_place():
     """Of random launches, each finds what it reads as it was written, and the output is whole in the end."""
     generator, task = random.Random(0), Task(("out", "first", "second"))
