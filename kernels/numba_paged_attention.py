@@ -22,6 +22,7 @@ KINDS = {
     torch.float8_e4m3fn: FLOAT8,
 }
 UNITS_PER_THREAD = 2  # at least, so that no thread waits long for the last
+LEAST_ROWS = 64  # of a unit of a prompt, where it has as many
 MAX_DECODE = 4  # new tokens of a sequence whose heads go together
 
 
@@ -146,6 +147,17 @@ def paged_attention(
     return out
 
 
+def _tile_of_prompts(query_lens: NDArray[np.int32], group: int, num_kv_heads: int, num_threads: int) -> int:
+    """Query tokens of a unit: as many as pay for bringing K and V, fewer where threads would have no unit."""
+    rows = MAX_ROWS
+    while rows > LEAST_ROWS:
+        num_units = int((-(-query_lens // max(1, rows // group))).sum()) * num_kv_heads
+        if num_units >= 2 * UNITS_PER_THREAD * num_threads:
+            break
+        rows //= 2
+    return max(1, rows // group)
+
+
 def plan_units(
     seq_lens: NDArray[np.int32],
     cu_seqlens_q: NDArray[np.int32],
@@ -169,7 +181,7 @@ def plan_units(
         units[:, 6] = -(-seq_lens[units[:, 0]] // SPLIT)
         return Plan(units, np.empty((0, 8), np.int64), 0, num_heads)
     group = num_heads // num_kv_heads
-    tile = max(1, MAX_ROWS // group)  # query tokens
+    tile = _tile_of_prompts(query_lens, group, num_kv_heads, num_threads)
     rows, merges, num_parts = [], [], 0
     max_rows = tile * group if query_lens.max(initial=0) > 1 else 1  # a recorded step fits others
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):

@@ -146,30 +146,29 @@ def _bring_down(scores, width, start, end, factor):
 
 
 @function
-def _take_weights(scores, width, base, in_pairs):
-    """A row's scores become weights, 2^(score log2 e + base). Returns their sum in each lane.
+def _weights_of(scores, base):
+    """2^(score log2 e + base) of a vector of scores: never above 1, but for rounding."""
+    power = fma(load(scores), splat(_LOG2E), splat(base))
+    return exp2_of_negative(greater(splat(np.float32(-127.0)), power))  # a NaN is not below anything
 
-    in_pairs: they become bfloat16, after that.
-    """
-    log2e, base, lowest = splat(_LOG2E), splat(base), splat(np.float32(-127.0))
-    weights, step = splat(ZERO), 2 * LANES if in_pairs else LANES
-    for j in range(0, width // step * step, step):
-        at = scores + 4 * j
-        # Never above 0, but for rounding; a NaN is not below anything.
-        weight = exp2_of_negative(greater(lowest, fma(load(at), log2e, base)))
-        weights = add(weights, weight)
-        if in_pairs:
-            other = exp2_of_negative(greater(lowest, fma(load(at + VECTOR_BYTES), log2e, base)))
-            weights = add(weights, other)
-            store_narrow(scores + 2 * j, weight, other)
-        else:
-            store(at, weight)
-    if width % step:
-        last = width // step * step
-        weight = exp2_of_negative(greater(lowest, fma(load(scores + 4 * last), log2e, base)))
-        weights = add(weights, weight)
-        store_narrow(scores + 2 * last, weight, splat(ZERO))
-    return weights
+
+@function
+def _take_weights(scores, width, base, in_pairs):
+    """A row's scores become weights, in_pairs in bfloat16. Returns the sum in each lane, before that."""
+    total = splat(ZERO)
+    if not in_pairs:
+        for at in range(scores, scores + 4 * width, VECTOR_BYTES):
+            weights = _weights_of(at, base)
+            store(at, weights)
+            total = add(total, weights)
+        return total
+    for j in range(0, width, 2 * LANES):
+        weights, others = _weights_of(scores + 4 * j, base), splat(ZERO)
+        if j + LANES < width:
+            others = _weights_of(scores + 4 * (j + LANES), base)
+        store_narrow(scores + 2 * j, weights, others)
+        total = add(add(total, weights), others)
+    return total
 
 
 @function

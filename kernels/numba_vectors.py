@@ -217,13 +217,14 @@ def first_lane(builder: Any, x: Any) -> Any:
 
 
 def _of_rows(builder: Any, rows: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    """In each lane what the lanes of one of LANES vectors come to, combined by halves: x, x ^ LANES / 2, …"""
+    """What the lanes of each of LANES vectors come to, by halves as in `total`: one in every lane."""
     width = LANES
     while width > 1:
         width //= 2
         half = len(rows) // 2
+        # A block of 2 width lanes of one is followed by that of the other: its first half, its second half.
         places = [
-            (lane // width % 2 * LANES + lane // (2 * width) * 2 * width + lane % width)
+            lane // width % 2 * LANES + lane // (2 * width) * 2 * width + lane % width
             for lane in range(LANES)
         ]
         low, high = (ir.Constant(_INTS, [place + first for place in places]) for first in (0, width))

@@ -11,8 +11,9 @@ from kernel_cases import DEVICE, ragged_case, take_sequences
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
 from paged.kernels import numba_linear, numba_lookup, numba_ops, numba_threads, reference, torch_ops
-from paged.kernels.numba_attention import MAX_ROWS, SPLIT
-from paged.kernels.numba_paged_attention import paged_attention, plan_units
+from paged.kernels.attention_checks import MAX_GROUP
+from paged.kernels.numba_attention import SPLIT
+from paged.kernels.numba_paged_attention import LEAST_ROWS, paged_attention, plan_units
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU"
@@ -140,6 +141,12 @@ def test_units_cover_every_row_head_and_split_once(num_threads):
         assert len(parts) == len(set(parts)) == sum(int(merge[1]) for merge in plan.merges)
 
 
+@pytest.mark.parametrize(("num_threads", "num_units"), [(1, 64), (16, 64), (17, 128), (100, 256)])
+def test_a_prompt_is_cut_smaller_where_threads_would_have_no_unit(num_threads, num_units):
+    plan = plan_units(np.array([512], np.int32), np.array([0, 512], np.int32), 32, 4, num_threads)
+    assert len(plan.units) == num_units
+
+
 def test_without_openmp_a_pool_of_threads_gives_the_same(monkeypatch):
     case = ragged_case([300, 70, 5, 200], [300, 1, 1, 20])
     expected = paged_attention(**case)
@@ -175,10 +182,11 @@ def test_openmp_is_the_one_that_torch_computes_with():
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 12, [3, 1, 20], [0, 0]], ids=str)
-def test_a_group_of_as_many_heads_as_a_unit_has_rows(query_lens):
-    """Then it has one token, with all the heads that share its K and V."""
+def test_more_heads_share_keys_than_a_unit_has_rows(query_lens):
+    """Then it has one token, with all of them."""
+    assert MAX_GROUP > LEAST_ROWS
     seq_lens = [20 if query_len else 0 for query_len in query_lens]
-    case = ragged_case(seq_lens, query_lens, num_heads=MAX_ROWS, num_kv_heads=1, head_dim=16)
+    case = ragged_case(seq_lens, query_lens, num_heads=MAX_GROUP, num_kv_heads=1, head_dim=16)
     assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
 
 
