@@ -1,8 +1,8 @@
 """Where attention finds the tokens of a tile: the block table for numba. Addresses are int64."""
 
 from .numba_amx import TILE_ROWS
-from .numba_memory import get_float, get_int, get_long, set_float, set_long
-from .numba_softmax import TILE
+from .numba_memory import FLOAT32, get_int, get_long, load_up_to, set_long, store_some_as
+from .numba_softmax import TILE, ZERO
 from .numba_vectors import LANES, function
 
 
@@ -39,16 +39,19 @@ def fill_next(args, seq, first, end, to):
 @function
 def fill_scales(args, seq, tile, skip, count, first_head, end_head, to):
     """Each head's scales of K in the tile's tokens from `skip` to `count`, and behind them those of V."""
-    table = args.block_tables + seq * args.table_stride
-    for head in range(first_head, end_head):
-        for place in range(skip, count):
-            offset = (tile + place) % args.block_size
-            if place == skip or offset == 0:
-                number = get_int(table + 4 * ((tile + place) // args.block_size))
-                first = 4 * (number * args.num_kv_heads + head) * args.block_size
-            set_float(to + 4 * place, get_float(args.key_scales + first + 4 * offset))
-            set_float(to + 4 * (TILE + place), get_float(args.value_scales + first + 4 * offset))
-        to += 8 * TILE
+    table, place = args.block_tables + seq * args.table_stride, skip
+    while place < count:  # a block at a time
+        offset = (tile + place) % args.block_size
+        number = get_int(table + 4 * ((tile + place) // args.block_size))
+        size = min(args.block_size - offset, count - place)
+        for head in range(first_head, end_head):
+            at = to + 4 * place + 8 * TILE * (head - first_head)
+            first = 4 * ((number * args.num_kv_heads + head) * args.block_size + offset)
+            for j in range(0, size, LANES):
+                keys, values = args.key_scales + first + 4 * j, args.value_scales + first + 4 * j
+                store_some_as(FLOAT32, at + 4 * j, load_up_to(keys, size - j, ZERO), size - j)
+                store_some_as(FLOAT32, at + 4 * (TILE + j), load_up_to(values, size - j, ZERO), size - j)
+        place += size
 
 
 @function
