@@ -225,9 +225,7 @@ def without_cascade(case: Case) -> Call:
 
     if "shared_prefix_len" not in case.options:
         raise Skip("no shared prefix")
-    options = {
-        name: value for name, value in case.options.items() if name not in ("shared_prefix_len", "plans")
-    }
+    options = {name: value for name, value in case.options.items() if name != "shared_prefix_len"}
     return lambda: paged_attention(*case.args, **options)
 
 

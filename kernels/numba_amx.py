@@ -83,25 +83,30 @@ _SUMS, _ROWS, _HALVES = ((0, 1), (2, 3)), (4, 5), (6, 7)
 _ASK_FOR_TILES = 158, 0x1023, 18
 
 
-def _has_tiles() -> bool:
-    """Whether the CPU has tiles, by what numba compiles for, and Linux lets this process use them.
-
-    From then on it lets no thread handle signals on a stack too small for tiles (sigaltstack).
-    """
+def _cpu_has_tiles() -> bool:
+    """Whether what numba compiles for has tiles."""
     features = config.CPU_FEATURES
     if features is None:
         features = llvm.get_host_cpu_features().flatten()
-    if not HAS_DOT or not {"+amx-bf16", "+amx-tile"} <= set(features.split(",")):
-        return False
+    return HAS_DOT and {"+amx-bf16", "+amx-tile"} <= set(features.split(","))
+
+
+def _may_use_tiles() -> bool:
+    """Whether Linux lets this process use them.
+
+    From then on it lets no thread handle signals on a stack too small for tiles (sigaltstack).
+    """
     if platform.system() != "Linux":
         return False
     if ctypes.CDLL(None).syscall(*_ASK_FOR_TILES) == 0:
         return True
-    logger.warning("this CPU has AMX, which Linux does not let this process use: linears go without")
+    logger.warning("this CPU has AMX, which Linux does not let this process use: it goes without")
     return False
 
 
-HAS_TILES = _has_tiles()
+# What is compiled, and kept for other processes, depends on the CPU alone.
+_CPU_HAS_TILES = _cpu_has_tiles()
+HAS_TILES = _CPU_HAS_TILES and _may_use_tiles()
 
 TILES = Task(
     (
@@ -135,8 +140,8 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 
 
 def _do(builder: Any, name: str, *args: Any) -> None:
-    """One of LLVM's functions for tiles; an int is the number of a tile. Without tiles nothing comes here."""
-    if not HAS_TILES:  # and LLVM would have nothing to make of it
+    """One of LLVM's functions for tiles, where there are any; an int is the number of a tile."""
+    if not _CPU_HAS_TILES:
         return
     values = [ir.Constant(ir.IntType(8), arg) if isinstance(arg, int) else arg for arg in args]
     _call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)

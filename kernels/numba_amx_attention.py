@@ -13,6 +13,7 @@ from numba import types
 from numba.core import cgutils
 
 from .numba_amx import _ROWS, _SUMS, STEPS, TILE_ROWS, _do, _pointer, configure, write_settings
+from .numba_decode import _long
 from .numba_memory import FLOAT32, LINE, _load, _store, get_int, set_byte, set_int
 from .numba_rows import pair_rows
 from .numba_softmax import TILE, TILE_BYTES, ZERO, fill, weigh
@@ -21,10 +22,6 @@ from .numba_vectors import _I64, _INTS, LANES, VECTOR_BYTES, _at, _operation, fu
 KEYS = 2 * LANES  # that a product of tiles goes over, and columns of scores: both are in whole ones
 _HALVES = (6, 7)
 _KEY_SUMS, _QUERY, _KEY = (0, 1, 2, 3), 4, 5  # where scores are K Qᵀ
-
-
-def _long(number: int) -> ir.Constant:
-    return ir.Constant(_I64, number)
 
 
 def _block_product(groups: int) -> Any:
@@ -192,7 +189,7 @@ def add_by_tiles(sums, num_vectors, weights, values, value_stride, rows, skip, c
 
 
 def in_place_bytes(num_rows: int, head_dim: int) -> int:
-    """Memory that `attend_in_place` needs for so many rows, all heads together."""
+    """Memory for `attend_in_place` with so many rows, all heads together, or for `configure_rows`."""
     return 3 * LINE + TILE * LINE + 2 * num_rows * 2 * head_dim
 
 

@@ -2,19 +2,21 @@
 
 FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32, or where all is bfloat16 and the
 CPU multiplies pairs of it, of those. A tile's keys come into scratch memory transposed, once for all query
-heads that share them, so that scores and output are both products of the register tile of `numba_tiles`; a
-decode reads them in place (`numba_decode`). A unit of work is some query tokens of one sequence with some of
-its heads, over all their keys or SPLIT of them.
+heads that share them, so that scores and output are both products of the register tile of `numba_tiles`, or
+of AMX's tiles (`numba_amx_attention`); a decode reads them in place (`numba_decode`), or K alone by AMX. A
+unit of work is some query tokens of one sequence with some of its heads, over all their keys or SPLIT of
+them.
 
 Exact: tiles start at multiples of 64 tokens, each SPLIT tokens have a softmax of their own, merged in order,
 and every sum of a row is a chain of its own. So the bits of a token's output depend on its own keys alone:
-not on the batch, on how its prompt was cut into chunks, or on what was shared out over threads.
+not on the batch, on how its prompt was cut into chunks, or on what was shared out over threads. (Where V is
+infinite or NaN, tokens of the chunk shortly before it may be NaN too, as 0 times that is.)
 """
 
 import numpy as np
 from numba import carray
 
-from .numba_amx import HAS_TILES, TILE_ROWS, configure_rows, release
+from .numba_amx import TILE_ROWS, configure_rows, release
 from .numba_amx_attention import (
     KEYS,
     add_by_tiles,
@@ -64,7 +66,7 @@ from .numba_tiles import multiply_add, multiply_add_pairs
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function
 
 SPLIT = 1024  # tokens that one softmax is over
-MAX_ROWS = 256  # query rows (tokens x heads that share K and V) of a unit for each KV head, or one token's
+MAX_ROWS = 256  # query rows (tokens x heads that share K and V) of a unit for each KV head
 BLOCK = 12  # of these, that go no further in a tile than the last of them sees
 TILE_BLOCK = 2 * TILE_ROWS  # the same by tiles
 BY_FLOATS, BY_PAIRS, BY_TILES = range(3)  # products of float32, of pairs of bfloat16, of tiles of these
@@ -86,7 +88,7 @@ _ADDRESSES = (
     "value_scales",
 )
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "block_size", "window", "causal")
-_KINDS = ("query_kind", "cache_kind")
+_KINDS = ("query_kind", "cache_kind", "tiles")  # tiles: 1 where they may be used
 _STRIDES = (  # bytes
     "table_stride",
     "query_token_stride",
@@ -103,15 +105,15 @@ MERGE = Task(("merges", "parts", "out", "num_heads", "value_dim", "query_kind", 
 _ATTEND_RECORD, _MERGE_RECORD = ATTEND.record, MERGE.record
 
 
-def scratch_size(head_dim: int, value_dim: int, group: int, max_rows: int, max_heads: int) -> int:
-    """Bytes for a unit of so many rows, all its heads together; group: heads that share K and V."""
+def scratch_size(
+    head_dim: int, value_dim: int, num_heads: int, max_rows: int, max_heads: int, tiles: bool
+) -> int:
+    """Bytes for a unit of so many rows, all its KV heads together, up to max_heads; tiles: for these too."""
     width: int = padded.py_func(value_dim)
-    score_rows = max(MAX_ROWS, group, max_rows) + TILE_ROWS
-    tiles = TILE * (max_heads * (head_dim + width + 2) + 2 * 16 + head_dim + score_rows + 2 * 2)
-    size = 4 * (tiles + 2 * LANES + WORK_VECTORS * LANES + max_rows * (head_dim + 2 * width + 4))
-    if HAS_TILES:
-        size += in_place_bytes(max_rows, head_dim)
-    return size
+    score_rows = max(TILE_BLOCK, max_rows) + TILE_ROWS
+    words = TILE * (max_heads * (head_dim + width + 2) + 2 * 16 + head_dim + score_rows + 2 * 2)
+    size: int = 4 * (words + 2 * LANES + WORK_VECTORS * LANES + max_rows * (head_dim + 2 * width + 4))
+    return size + (in_place_bytes(min(max_rows, num_heads), head_dim) if tiles else 0)
 
 
 @function
@@ -122,7 +124,7 @@ def _way(args):
     """
     if args.query_kind != BFLOAT16 or args.cache_kind != BFLOAT16:
         return BY_FLOATS
-    if HAS_TILES and args.head_dim % KEYS == 0 and args.value_dim % KEYS == 0:
+    if args.tiles and args.head_dim % KEYS == 0 and args.value_dim % KEYS == 0:
         return BY_TILES
     whole = args.head_dim % LANES == 0 and args.head_dim >= 2 * LANES and args.value_dim >= LANES
     return BY_PAIRS if HAS_DOT and whole else BY_FLOATS
@@ -252,7 +254,7 @@ def _attend(args, unit, scratch):
     tile_values = tile_keys + TILE * key_stride
     keys = tile_values + TILE * value_stride  # transposed
     scores = keys + depth * TILE_BYTES
-    addresses = scores + (max(MAX_ROWS, num_rows) + TILE_ROWS) * TILE_BYTES
+    addresses = scores + (max(TILE_BLOCK, num_rows) + TILE_ROWS) * TILE_BYTES
     others = addresses + 16 * TILE  # of what is fetched ahead, or of every 16th key
     queries = others + 8 * LANES
     sums = queries + num_rows * 4 * depth

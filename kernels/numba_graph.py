@@ -129,13 +129,17 @@ class Graph:
     def _lay_out(self, allocated: Sequence[Tensor], start: int) -> None:
         """Find places from `start` on, which tensors share that are not needed at the same time."""
         needed, results = [], [output.data_ptr() for output in self._outputs]
-        for tensor in allocated:
-            first = tensor.data_ptr()
-            where = np.flatnonzero((self._flat >= first) & (self._flat < first + tensor.nbytes))
-            if len(where):
-                rows = where // self._table.shape[1]
-                last = len(self._table) if first in results else int(rows[-1])
-                needed.append((int(rows[0]), last, first, _whole_lines(tensor.nbytes), where))
+        tensors = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in allocated)
+        firsts, sizes = np.array(tensors, np.int64).reshape(-1, 2).T
+        # Which tensor every number of the table would be in, and whether it is.
+        owners = np.searchsorted(firsts, self._flat, side="right") - 1
+        found = np.flatnonzero((owners >= 0) & (self._flat < (firsts + sizes)[owners]))
+        found = found[np.argsort(owners[found], kind="stable")]
+        for where in np.split(found, np.flatnonzero(np.diff(owners[found])) + 1) if len(found) else ():
+            first, num_bytes = tensors[owners[where[0]]]
+            begin, end = (int(place) // self._table.shape[1] for place in where[[0, -1]])
+            last = len(self._table) if first in results else end
+            needed.append((begin, last, first, _whole_lines(num_bytes), where))
         taken: list[tuple[int, int, int]] = []  # start, end, and the last row that needs it
         inside, offsets, self.num_bytes = [], [], start
         places: dict[int, int] = {}

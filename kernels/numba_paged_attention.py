@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .attention_checks import AttentionOptions, check_attention, check_own_plan, check_plans
 from .checks import check_device, in_debug_mode
+from .numba_amx import HAS_TILES
 from .numba_attention import ATTEND, MAX_ROWS, MERGE, SPLIT, scratch_size
 from .numba_memory import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 from .numba_softmax import padded
@@ -99,14 +100,14 @@ def paged_attention(
         plan = plan_units(seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, num_threads)
         same = (
             *(num_heads, num_kv_heads, head_dim, value_dim, block_size, sliding_window or 0, causal),
-            *(KINDS[query.dtype], KINDS[key_cache.dtype]),
+            *(KINDS[query.dtype], KINDS[key_cache.dtype], HAS_TILES),
             block_tables.stride(0) * block_tables.itemsize,
             *(stride * query.itemsize for stride in query.stride()[:2]),
             *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
             *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
             *(scale, softcap or 0.0),
         )
-        size = scratch_size(head_dim, value_dim, num_heads // num_kv_heads, plan.max_rows, num_kv_heads)
+        size = scratch_size(head_dim, value_dim, num_heads, plan.max_rows, num_kv_heads, HAS_TILES)
         known = plan, same, plan.units.ctypes.data, size
         if plans is not None:
             plans[key] = known
@@ -147,13 +148,16 @@ def paged_attention(
     return out
 
 
-def _tile_of_prompts(query_lens: NDArray[np.int32], group: int, num_kv_heads: int, num_threads: int) -> int:
-    """Query tokens of a unit: as many as pay for bringing K and V, fewer where threads would have no unit."""
-    rows = MAX_ROWS
-    while rows > LEAST_ROWS:
-        num_units = int((-(-query_lens // max(1, rows // group))).sum()) * num_kv_heads
-        if num_units >= 2 * UNITS_PER_THREAD * num_threads:
-            break
+def _tile_of_prompts(
+    seq_lens: NDArray[np.int32], query_lens: NDArray[np.int32], group: int, share: int
+) -> int:
+    """Query tokens of a unit: as many as pay for bringing K and V, and fewer where one is more than a share.
+
+    share: of the work, in keys x query tokens of a KV head.
+    """
+    prompts, rows = query_lens > MAX_DECODE, MAX_ROWS
+    keys, tokens = seq_lens[prompts].astype(np.int64), query_lens[prompts]
+    while rows > LEAST_ROWS and (keys * np.minimum(tokens, max(1, rows // group))).max(initial=0) > share:
         rows //= 2
     return max(1, rows // group)
 
@@ -181,7 +185,7 @@ def plan_units(
         units[:, 6] = -(-seq_lens[units[:, 0]] // SPLIT)
         return Plan(units, np.empty((0, 8), np.int64), 0, num_heads)
     group = num_heads // num_kv_heads
-    tile = _tile_of_prompts(query_lens, group, num_kv_heads, num_threads)
+    tile = _tile_of_prompts(seq_lens, query_lens, group, limit * num_kv_heads // 2)
     rows, merges, num_parts = [], [], 0
     max_rows = tile * group if query_lens.max(initial=0) > 1 else 1  # a recorded step fits others
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):

@@ -146,26 +146,26 @@ def _bring_down(scores, width, start, end, factor):
 
 
 @function
-def _weights_of(scores, base):
-    """2^(score log2 e + base) of a vector of scores: never above 1, but for rounding."""
-    power = fma(load(scores), splat(_LOG2E), splat(base))
+def _weights_of(scores, highest_score):
+    """e^(score - highest_score) of a vector of scores; subtracted first, however large they are."""
+    power = multiply(subtract(load(scores), splat(highest_score)), splat(_LOG2E))
     return exp2_of_negative(greater(splat(np.float32(-127.0)), power))  # a NaN is not below anything
 
 
 @function
-def _take_weights(scores, width, base, in_pairs):
+def _take_weights(scores, width, highest_score, in_pairs):
     """A row's scores become weights, in_pairs in bfloat16. Returns the sum in each lane, before that."""
     total = splat(ZERO)
     if not in_pairs:
         for at in range(scores, scores + 4 * width, VECTOR_BYTES):
-            weights = _weights_of(at, base)
+            weights = _weights_of(at, highest_score)
             store(at, weights)
             total = add(total, weights)
         return total
     for j in range(0, width, 2 * LANES):
-        weights, others = _weights_of(scores + 4 * j, base), splat(ZERO)
+        weights, others = _weights_of(scores + 4 * j, highest_score), splat(ZERO)
         if j + LANES < width:
-            others = _weights_of(scores + 4 * (j + LANES), base)
+            others = _weights_of(scores + 4 * (j + LANES), highest_score)
         store_narrow(scores + 2 * j, weights, others)
         total = add(add(total, weights), others)
     return total
@@ -234,13 +234,13 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
             if later * group == view.rows:
                 head, later = head + 1, 0
 
-    none, bases, kept = splat(NOTHING), work + LANES * VECTOR_BYTES, work + (LANES + 1) * VECTOR_BYTES
+    none, tops, kept = splat(NOTHING), work + LANES * VECTOR_BYTES, work + (LANES + 1) * VECTOR_BYTES
     before = load_up_to(state.highest, rows, NOTHING)
     now = greater(highest_of_rows(work), before)
     change = multiply(subtract(before, now), splat(_LOG2E))
     power = exp2_of_negative(greater(splat(np.float32(-127.0)), change))
     keep = where_greater(before, none, power, splat(ZERO))
-    store(bases, where_greater(now, none, multiply(now, splat(-_LOG2E)), splat(ZERO)))
+    store(tops, where_greater(now, none, now, splat(ZERO)))
     store(kept, keep)
     store_some_as(FLOAT32, state.highest, now, rows)
     for i in range(rows):
@@ -250,7 +250,7 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
 
     for i in range(rows):
         row = state.scores + i * TILE_BYTES
-        store(work + i * VECTOR_BYTES, _take_weights(row, width, get_float(bases + 4 * i), in_pairs))
+        store(work + i * VECTOR_BYTES, _take_weights(row, width, get_float(tops + 4 * i), in_pairs))
         if args.value_scales:
             head = (first + i) // view.rows
             _multiply_row(row, state.scales + TILE_BYTES * (2 * head + 1), width // LANES)

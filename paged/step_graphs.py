@@ -1,4 +1,4 @@
-"""StepGraphs: steps of a model on a CPU, recorded once for each number of tokens."""
+"""StepGraphs: steps of a model on a CPU, recorded for each number of tokens and repeated."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StepGraphs:
         key = (batch.is_decode, batch.num_tokens, *where, plan.num_parts, plan.max_rows, len(plan.merges))
         if key in self._graphs:
             graph = self._graphs.pop(key)
-        else:  # at once: to record and repeat takes no longer than Python and kernels in turns
+        else:  # At once: what recording takes, a model of some size saves already in this step.
             graph = self._record(compute, batch, kv_cache)
             if len(self._graphs) == MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]

@@ -10,8 +10,16 @@ from error_bounds import assert_exact_enough
 from kernel_cases import DEVICE, ragged_case, take_sequences
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
-from paged.kernels import numba_linear, numba_lookup, numba_ops, numba_threads, reference, torch_ops
+from paged.kernels import (
+    numba_linear,
+    numba_lookup,
+    numba_ops,
+    numba_threads,
+    reference,
+    torch_ops,
+)
 from paged.kernels.attention_checks import MAX_GROUP
+from paged.kernels.numba_amx import HAS_TILES
 from paged.kernels.numba_attention import SPLIT
 from paged.kernels.numba_paged_attention import LEAST_ROWS, paged_attention, plan_units
 
@@ -26,8 +34,14 @@ SEQ_LENS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129]  # around the edge
 
 
 def paged_attention_from_nan(**case):
-    """With NaN wherever the kernel has not written in its own memory."""
-    numba_threads._scratch(2**22)
+    """With NaN wherever the kernel has not written in its own memory, and no block where none is needed."""
+    sizes, case["block_tables"] = case["seq_lens"].tolist(), case["block_tables"].clone()
+    for seq, (table, size) in enumerate(zip(case["block_tables"], sizes, strict=True)):
+        block_size, new = case["key_cache"].shape[1], case["cu_seqlens_q"].diff()[seq]
+        table[-(-size // block_size) :] = 2**31 - 1
+        if case["sliding_window"] is not None:
+            table[: max(0, size - new - case["sliding_window"] + 1) // block_size] = 2**31 - 1
+    paged_attention(**case)  # whose memory it keeps
     numba_threads._local.buffer.fill_(255)
     return paged_attention(**case)
 
@@ -86,6 +100,16 @@ def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, num_kv_heads)
         assert torch.equal(paged_attention(**take_sequences(case, [i])), together[i : i + 1])
 
 
+def test_tiles_that_linux_refuses_are_not_used(monkeypatch):
+    """By code that a process compiled which was allowed them."""
+    case = ragged_case([300, 70], [300, 1], head_dim=64, dtype=torch.bfloat16)
+    allowed = paged_attention(**case)
+    monkeypatch.setattr("paged.kernels.numba_paged_attention.HAS_TILES", False)
+    refused = paged_attention(**case)
+    assert_exact_enough(refused, case, reference.paged_attention, "numba")
+    assert torch.equal(refused, allowed) is not HAS_TILES, "by vectors some last bits are others"
+
+
 @pytest.mark.parametrize("group", [1, 3, 8, 16, 20])
 @pytest.mark.parametrize("window", [None, 37])
 def test_decodes_have_the_same_bits_over_blocks_of_any_size(group, window):
@@ -142,9 +166,12 @@ def test_units_cover_every_row_head_and_split_once(num_threads):
 
 
 @pytest.mark.parametrize(("num_threads", "num_units"), [(1, 64), (16, 64), (17, 128), (100, 256)])
-def test_a_prompt_is_cut_smaller_where_threads_would_have_no_unit(num_threads, num_units):
-    plan = plan_units(np.array([512], np.int32), np.array([0, 512], np.int32), 32, 4, num_threads)
-    assert len(plan.units) == num_units
+@pytest.mark.parametrize("num_decodes", [0, 50])
+def test_a_prompt_is_cut_smaller_where_threads_would_have_no_unit(num_threads, num_units, num_decodes):
+    """Whatever little there is beside it."""
+    lengths = np.array([512] + [1] * num_decodes, np.int32)
+    plan = plan_units(lengths, np.concatenate([[0], lengths.cumsum()]).astype(np.int32), 32, 4, num_threads)
+    assert (plan.units[:, 0] == 0).sum() == num_units
 
 
 def test_without_openmp_a_pool_of_threads_gives_the_same(monkeypatch):
