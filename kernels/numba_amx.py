@@ -165,20 +165,24 @@ def release(builder: Any) -> None:
 def _block_product(groups: int, weight: Rows | None = None) -> Any:
     """C += A B for one or two groups of rows and two vectors: C [16 groups, PANEL] in float32, or 0 at first.
 
-    Memory that comes next is on its way from `ahead` on, `pace` bytes with each step of tiles. weight: what B
-    is unpacked of on the way, for each step of tiles; factors: of its groups.
+    A and B are in pairs of bfloat16. Memory that comes next is on its way from `ahead` on, `pace` bytes with
+    each step of tiles. weight: what B is unpacked of on the way, for each step of tiles; factors: of its
+    groups.
     """
 
-    @_operation(types.void, *[types.int64] * 11)
+    @_operation(types.void, *[types.int64] * 12)
     def block_product(
-        builder: Any, c: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, tiles: Any,
-        ahead: Any, pace: Any, unpacked: Any, factors: Any,
+        builder: Any, c: Any, c_stride: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
+        tiles: Any, ahead: Any, pace: Any, unpacked: Any, factors: Any,
     ) -> None:  # fmt: skip
         width, line = ir.Constant(_I64, _WIDTH), ir.Constant(_I64, LINE)
-        a_group, b_step = (builder.mul(stride, ir.Constant(_I64, 16)) for stride in (a_stride, b_stride))
+        c_group, a_group, b_step = (
+            builder.mul(stride, ir.Constant(_I64, 16)) for stride in (c_stride, a_stride, b_stride)
+        )
         places = []
         for g, v in product(range(groups), range(2)):
-            place = builder.add(c, ir.Constant(_I64, TILE_ROWS * _WIDTH * g + VECTOR_BYTES * v))
+            place = builder.add(c, builder.mul(c_group, ir.Constant(_I64, g)))
+            place = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
             places.append((_SUMS[g][v], _pointer(builder, place)))
         with builder.if_else(builder.icmp_signed("!=", at_first, ir.Constant(_I64, 0))) as (empty, go_on):
             with empty:
@@ -186,7 +190,7 @@ def _block_product(groups: int, weight: Rows | None = None) -> Any:
                     _do(builder, "tilezero", tile)
             with go_on:
                 for tile, place in places:
-                    _do(builder, "tileloadd64", tile, place, width)
+                    _do(builder, "tileloadd64", tile, place, c_stride)
         with cgutils.for_range(builder, tiles) as loop:
             at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
             if weight is not None:
@@ -206,7 +210,7 @@ def _block_product(groups: int, weight: Rows | None = None) -> Any:
             with cgutils.for_range(builder, builder.udiv(pace, line)) as lines:
                 _prefetch(builder, builder.add(fetched, builder.mul(lines.index, line)))
         for tile, place in places:
-            _do(builder, "tilestored64", tile, place, width)
+            _do(builder, "tilestored64", tile, place, c_stride)
 
     return block_product
 
@@ -224,7 +228,7 @@ def _one_or_two(weight: Rows | None = None) -> Any:
     return multiply_block
 
 
-_by_pairs, _by_int8, _by_int4 = _one_or_two(), _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
+multiply_pairs, _by_int8, _by_int4 = _one_or_two(), _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
 
 
 @_operation(types.void, *[types.int64] * 4)
@@ -308,9 +312,9 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 configure_rows(scratch, left)
                 configured = left
             to, x, num_tiles = c + row * _WIDTH, a + row * a_stride + 4 * start, depth // STEPS
-            same = to, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace, unpacked, factors
+            same = to, _WIDTH, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace, unpacked, factors
             if kind == PAIRS or num_blocks > 1:
-                _by_pairs(left, *same)
+                multiply_pairs(left, *same)
             elif kind == INT8_PAIRS:
                 _by_int8(left, *same)
             else:

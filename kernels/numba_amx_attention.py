@@ -5,14 +5,13 @@ numbers and the order of a sum are the same in both, and so are the bits. Weight
 both.
 """
 
-from itertools import product
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_amx import _ROWS, _SUMS, STEPS, TILE_ROWS, _do, _pointer, configure, write_settings
+from .numba_amx import STEPS, TILE_ROWS, _do, _pointer, configure, multiply_pairs, write_settings
 from .numba_decode import _long
 from .numba_memory import FLOAT32, LINE, _load, _store, get_int, set_byte, set_int
 from .numba_rows import pair_rows
@@ -20,50 +19,7 @@ from .numba_softmax import TILE, TILE_BYTES, ZERO, fill, weigh
 from .numba_vectors import _I64, _INTS, LANES, VECTOR_BYTES, _at, _operation, function
 
 KEYS = 2 * LANES  # that a product of tiles goes over, and columns of scores: both are in whole ones
-_HALVES = (6, 7)
 _KEY_SUMS, _QUERY, _KEY = (0, 1, 2, 3), 4, 5  # where scores are K Qᵀ
-
-
-def _block_product(groups: int) -> Any:
-    """C += A B for one or two groups of rows and two vectors; tiles are as `configure_rows` has them."""
-
-    @_operation(types.void, *[types.int64] * 8)
-    def block_product(
-        builder: Any, c: Any, c_stride: Any, is_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
-        steps: Any,
-    ) -> None:  # fmt: skip
-        c_group, a_group, b_step = (
-            builder.mul(stride, _long(TILE_ROWS)) for stride in (c_stride, a_stride, b_stride)
-        )
-        places = []
-        for g, v in product(range(groups), range(2)):
-            place = builder.add(builder.add(c, builder.mul(c_group, _long(g))), _long(VECTOR_BYTES * v))
-            places.append((_SUMS[g][v], _pointer(builder, place)))
-        with builder.if_else(builder.icmp_signed("!=", is_first, _long(0))) as (empty, go_on):
-            with empty:
-                for tile, _ in places:
-                    _do(builder, "tilezero", tile)
-            with go_on:
-                for tile, place in places:
-                    _do(builder, "tileloadd64", tile, place, c_stride)
-        with cgutils.for_range(builder, steps) as loop:
-            at_a = builder.add(a, builder.mul(loop.index, _long(LINE)))
-            at_b = builder.add(b, builder.mul(loop.index, b_step))
-            for v, tile in enumerate(_HALVES):
-                half = builder.add(at_b, _long(VECTOR_BYTES * v))
-                _do(builder, "tileloadd64", tile, _pointer(builder, half), b_stride)
-            for g in range(groups):
-                _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, at_a), a_stride)
-                for v in range(2):
-                    _do(builder, "tdpbf16ps", _SUMS[g][v], _ROWS[g], _HALVES[v])
-                at_a = builder.add(at_a, a_group)
-        for tile, place in places:
-            _do(builder, "tilestored64", tile, place, c_stride)
-
-    return block_product
-
-
-_one_group, _two_groups = _block_product(1), _block_product(2)
 
 
 @function
@@ -74,10 +30,7 @@ def multiply_tiles(rows, vectors, c, c_stride, is_first, a, a_stride, b, b_strid
     """
     for v in range(0, vectors, 2):
         to, at = c + v * VECTOR_BYTES, b + v * VECTOR_BYTES
-        if rows > TILE_ROWS:
-            _two_groups(to, c_stride, is_first, a, a_stride, at, b_stride, steps)
-        else:
-            _one_group(to, c_stride, is_first, a, a_stride, at, b_stride, steps)
+        multiply_pairs(rows, to, c_stride, is_first, a, a_stride, at, b_stride, steps, 0, 0, 0, 0)
 
 
 @_operation(types.void, *[types.int64] * 7)

@@ -20,7 +20,6 @@ from .numba_vectors import (
     _at,
     _call,
     _narrow,
-    _of_rows,
     _operation,
     _same,
     _splat,
@@ -237,27 +236,6 @@ def transpose(builder: Any, to: Any, to_stride: Any, source: Any, stride: Any) -
     rows = [_load(builder, FLOAT32, row(source, stride, lane)) for lane in range(LANES)]
     for lane, column in enumerate(_transpose(builder, rows)):
         _store(builder, FLOAT32, row(to, to_stride, lane), column)
-
-
-def _rows_at(builder: Any, address: Any) -> list[Any]:
-    places = [builder.add(address, ir.Constant(_I64, 4 * LANES * row)) for row in range(LANES)]
-    return [_load(builder, FLOAT32, place) for place in places]
-
-
-@_operation(vector, types.int64)
-def highest_of_rows(builder: Any, address: Any) -> Any:
-    """The greatest number of each of LANES vectors; it may be NaN where one of them is."""
-
-    def greater(x: Any, y: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
-
-    return _of_rows(builder, _rows_at(builder, address), greater)
-
-
-@_operation(vector, types.int64)
-def totals_of_rows(builder: Any, address: Any) -> Any:
-    """The sum of each of LANES vectors."""
-    return _of_rows(builder, _rows_at(builder, address), builder.fadd)
 
 
 @_operation(types.void, types.int64, vector, vector)

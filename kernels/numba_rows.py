@@ -1,10 +1,19 @@
-"""Rows of numbers of any kind, moved as float32: what attention brings into scratch memory, and out of it."""
+"""Rows of numbers of any kind, moved as float32: what attention brings into scratch memory, and out of it.
+
+And what the lanes of LANES rows at a time come to.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
 
 from .numba_memory import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
     INT8,
+    _load,
     get_long,
     item_size,
     load,
@@ -17,7 +26,7 @@ from .numba_memory import (
     store,
     store_as,
 )
-from .numba_vectors import LANES, function, multiply, splat
+from .numba_vectors import _I64, LANES, _of_rows, _operation, function, multiply, splat, vector
 
 
 def _copier(load_vector, size):
@@ -96,3 +105,24 @@ def copy_row(to_kind, to, from_kind, source, columns, factor):
         d = min(column, columns - LANES)
         x = load_as(from_kind, source + d * item_size(from_kind))
         store_as(to_kind, to + d * item_size(to_kind), multiply(x, times))
+
+
+def _rows_at(builder: Any, address: Any) -> list[Any]:
+    places = [builder.add(address, ir.Constant(_I64, 4 * LANES * row)) for row in range(LANES)]
+    return [_load(builder, FLOAT32, place) for place in places]
+
+
+@_operation(vector, types.int64)
+def highest_of_rows(builder: Any, address: Any) -> Any:
+    """The greatest number of each of LANES vectors; it may be NaN where one of them is."""
+
+    def greater(x: Any, y: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+    return _of_rows(builder, _rows_at(builder, address), greater)
+
+
+@_operation(vector, types.int64)
+def totals_of_rows(builder: Any, address: Any) -> Any:
+    """The sum of each of LANES vectors."""
+    return _of_rows(builder, _rows_at(builder, address), builder.fadd)

@@ -14,16 +14,14 @@ from .numba_memory import (
     FLOAT32,
     get_float,
     get_long,
-    highest_of_rows,
     load,
     load_up_to,
     set_float,
     store,
     store_narrow,
     store_some_as,
-    totals_of_rows,
 )
-from .numba_rows import copy_row
+from .numba_rows import copy_row, highest_of_rows, totals_of_rows
 from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
