@@ -13,8 +13,9 @@ from numba.core import cgutils
 
 from .numba_amx import STEPS, TILE_ROWS, _do, _pointer, configure, multiply_pairs, write_settings
 from .numba_decode import _long
-from .numba_memory import FLOAT32, LINE, _load, _store, get_int, set_byte, set_int
-from .numba_rows import pair_rows
+from .numba_memory import BFLOAT16, FLOAT32, LINE, _load, _store, get_int, set_byte, set_int, set_long
+from .numba_pages import fill_blocks
+from .numba_rows import copy_pairs, pair_rows
 from .numba_softmax import TILE, TILE_BYTES, ZERO, fill, weigh
 from .numba_vectors import _I64, _INTS, LANES, VECTOR_BYTES, _at, _operation, function
 
@@ -164,24 +165,41 @@ def prepare_in_place(memory, queries, heads, rows, head_dim):
 
 
 @function
-def attend_in_place(args, view, state, memory, values, keys, addresses, heads, tile, skip, count, hidden):
-    """A tile's keys with the rows of one token: K is read where it lies, V brought into memory head by head.
+def attend_in_place(
+    args, view, state, memory, keys, values, addresses, blocks, heads, seq, tile, skip, count, hidden
+):  # fmt: skip
+    """A tile's keys with the rows of one token: K is read where it lies if it is bfloat16, else brought into
+    memory, as V is head by head.
 
-    memory: what is prepared. values: room for a head's V. keys: where four times 16 keys of the tile are;
-    addresses: where V of each of its tokens is.
+    memory: what is prepared. keys: room for all heads' K, values: for a head's V, blocks: for four addresses.
+    addresses: where K and V of each of the tile's tokens are.
     """
     rows, vectors, turned = view.rows, state.num_vectors, memory + 2 * LINE
     offset = view.first_head * args.key_head_stride
+    head_stride, stride = args.key_head_stride, args.key_token_stride
+    if args.cache_kind == BFLOAT16:
+        fill_blocks(args, seq, tile, skip, count, blocks)
+    else:
+        stride = 2 * heads * args.head_dim + LINE
+        copy_pairs(
+            args.cache_kind, keys, stride, addresses, offset, skip, count, heads, head_stride, args.head_dim
+        )
+        offset, head_stride = 0, 2 * args.head_dim
+        for block in range(len(_KEY_SUMS)):
+            set_long(blocks + 8 * block, keys + TILE_ROWS * block * stride)
     configure(memory)
     _score_keys(
-        state.scores, keys, offset, args.key_head_stride, args.key_token_stride, turned + TILE * LINE,
-        columns_for(rows), args.head_dim, heads, rows, turned,
+        state.scores, blocks, offset, head_stride, stride, turned + TILE * LINE, columns_for(rows),
+        args.head_dim, heads, rows, turned,
     )  # fmt: skip
     weigh(args, view, state, 0, heads * rows, tile, count, whole_keys(count), hidden, True)
     configure(memory + LINE)
     offset, stride = view.first_head * args.value_head_stride, vectors * VECTOR_BYTES + LINE
     for head in range(heads):
-        pair_rows(values, stride, addresses, offset, skip, count, 1, 0, args.value_dim, args.value_dim)
+        pair_rows(
+            args.cache_kind, values, stride, addresses + 8 * TILE, offset, skip, count, 1, 0, args.value_dim,
+            args.value_dim,
+        )  # fmt: skip
         clear_pairs(values, stride, skip, count, vectors)
         weights = state.scores + head * rows * TILE_BYTES
         sums = state.sums + head * rows * vectors * VECTOR_BYTES

@@ -31,7 +31,9 @@ from .numba_codes import PAIRS
 from .numba_decode import add_values, reads_in_place, score_keys
 from .numba_memory import (
     BFLOAT16,
+    FLOAT8,
     FLOAT32,
+    INT8,
     LINE,
     address_of,
     claim,
@@ -44,8 +46,8 @@ from .numba_memory import (
     store,
     transpose,
 )
-from .numba_pages import fill_addresses, fill_blocks, fill_next, fill_scales
-from .numba_rows import copy_row, copy_rows, copy_words, pair_rows
+from .numba_pages import fill_addresses, fill_next, fill_scales
+from .numba_rows import copy_pairs, copy_row, copy_rows, copy_words, pair_rows
 from .numba_softmax import (
     TILE,
     TILE_BYTES,
@@ -120,14 +122,16 @@ def scratch_size(
 def _way(args):
     """What products are of. Pairs of bfloat16 are neighbours in a head, and then neighbouring tokens.
 
-    Weights are rounded to bfloat16 for it, as they are where attention is in that dtype elsewhere.
+    Weights are rounded to bfloat16 for it, as they are where attention is in that dtype elsewhere; it holds
+    all numbers of 8 bits.
     """
-    if args.query_kind != BFLOAT16 or args.cache_kind != BFLOAT16:
+    if args.query_kind != BFLOAT16:
         return BY_FLOATS
-    if args.tiles and args.head_dim % KEYS == 0 and args.value_dim % KEYS == 0:
+    is_whole = args.head_dim % KEYS == 0 and args.value_dim % KEYS == 0
+    if args.tiles and is_whole and args.cache_kind in (BFLOAT16, INT8, FLOAT8):
         return BY_TILES
-    whole = args.head_dim % LANES == 0 and args.head_dim >= 2 * LANES and args.value_dim >= LANES
-    return BY_PAIRS if HAS_DOT and whole else BY_FLOATS
+    is_whole = args.head_dim % LANES == 0 and args.head_dim >= 2 * LANES and args.value_dim >= LANES
+    return BY_PAIRS if HAS_DOT and is_whole and args.cache_kind == BFLOAT16 else BY_FLOATS
 
 
 @function
@@ -233,7 +237,8 @@ def _attend(args, unit, scratch):
     kind, depth = (PAIRS, args.head_dim // 2) if in_pairs else (args.cache_kind, args.head_dim)
     in_place = num_tokens == 1 and reads_in_place(kind, rows, args.head_dim, args.value_dim)
     if by_tiles:
-        in_place = num_tokens == 1 and rows <= TILE_ROWS and args.block_size % TILE_ROWS == 0
+        in_place = num_tokens == 1 and rows <= TILE_ROWS
+        in_place &= args.cache_kind != BFLOAT16 or args.block_size % TILE_ROWS == 0
 
     first_row = get_int(args.cu_seqlens_q + 4 * seq)
     seq_len = get_int(args.seq_lens + 4 * seq)
@@ -286,10 +291,9 @@ def _attend(args, unit, scratch):
             if args.key_scales:
                 fill_scales(args, seq, tile, skip, count, first_head, end_head, scales)
             if in_place and by_tiles:
-                fill_blocks(args, seq, tile, skip, count, others)
                 attend_in_place(
-                    args, view, state, settings, tile_values, others, addresses + 8 * TILE, num_heads, tile,
-                    skip, count, hidden,
+                    args, view, state, settings, tile_keys, tile_values, addresses, others, num_heads, seq,
+                    tile, skip, count, hidden,
                 )  # fmt: skip
                 continue
             if in_place:
@@ -307,16 +311,20 @@ def _attend(args, unit, scratch):
                     others, key_offset, args.key_head_stride,
                 )  # fmt: skip
                 continue
-            copy_rows(
-                FLOAT32 if in_pairs else args.cache_kind, tile_keys, key_stride, addresses, key_offset,
-                skip, count, num_heads, args.key_head_stride, depth, depth,
-            )  # fmt: skip
             if in_pairs:
+                copy_pairs(
+                    args.cache_kind, tile_keys, key_stride, addresses, key_offset, skip, count, num_heads,
+                    args.key_head_stride, args.head_dim,
+                )  # fmt: skip
                 pair_rows(
-                    tile_values, value_stride, addresses + 8 * TILE, value_offset, skip, count,
-                    num_heads, args.value_head_stride, args.value_dim, width,
+                    args.cache_kind, tile_values, value_stride, addresses + 8 * TILE, value_offset, skip,
+                    count, num_heads, args.value_head_stride, args.value_dim, width,
                 )  # fmt: skip
             else:
+                copy_rows(
+                    args.cache_kind, tile_keys, key_stride, addresses, key_offset, skip, count, num_heads,
+                    args.key_head_stride, depth, depth,
+                )  # fmt: skip
                 copy_rows(
                     args.cache_kind, tile_values, value_stride, addresses + 8 * TILE, value_offset,
                     skip, count, num_heads, args.value_head_stride, args.value_dim, width,

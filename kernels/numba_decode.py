@@ -124,7 +124,7 @@ def _value_tile(rows: int, vectors: int, kind: int) -> Any:
         if kind != PAIRS:
             return [_load(builder, kind, builder.add(places[0], _long(v * size))) for v in range(vectors)]
         return [
-            _side_by_side(builder, *(builder.add(place, _long(v * size)) for place in places))
+            _side_by_side(builder, BFLOAT16, *(builder.add(place, _long(v * size)) for place in places))
             for v in range(vectors)
         ]
 

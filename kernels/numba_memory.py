@@ -69,7 +69,11 @@ def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = No
 
 def _load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
     """LANES numbers stored as `kind`; count: the first so many, and zeros."""
-    stored = _read(builder, 8 * _ITEM_SIZES[kind], address, count)
+    return _numbers(builder, kind, _read(builder, 8 * _ITEM_SIZES[kind], address, count))
+
+
+def _numbers(builder: Any, kind: int, stored: Any) -> Any:
+    """The numbers that are stored in LANES integers."""
     if kind == FLOAT32:
         return builder.bitcast(stored, _VECTOR)
     if kind == INT8:
@@ -86,12 +90,22 @@ def _load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
     return builder.bitcast(builder.or_(builder.bitcast(number, _INTS), sign), _VECTOR)
 
 
-def _side_by_side(builder: Any, first: Any, second: Any) -> Any:
-    """LANES numbers of bfloat16 from two places: the first of both, the second of both and so on."""
+def _side_by_side(builder: Any, kind: int, first: Any, second: Any) -> Any:
+    """LANES numbers from two places in bfloat16, which holds them all: the first of both, the second of both
+    and so on.
+    """
+    if kind != BFLOAT16:
+        return _in_pairs(builder, *(_load(builder, kind, place) for place in (first, second)))
     rows = [_read(builder, 16, place, None) for place in (first, second)]
     lanes = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
     both = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), lanes))
     return builder.bitcast(both, _VECTOR)
+
+
+def _in_pairs(builder: Any, x: Any, y: Any) -> Any:
+    """Numbers that bfloat16 holds as such, in pairs of one of x and one of y."""
+    low, high = builder.bitcast(x, _INTS), builder.bitcast(y, _INTS)
+    return builder.bitcast(builder.or_(builder.lshr(low, _same(16, _INTS)), high), _VECTOR)
 
 
 def _store(builder: Any, kind: int, address: Any, x: Any, count: Any = None) -> None:
@@ -243,12 +257,6 @@ def store_narrow(builder: Any, address: Any, x: Any, y: Any) -> None:
     """The numbers of x and then of y in bfloat16, where HAS_DOT."""
     if HAS_DOT:
         _store(builder, FLOAT32, address, _narrow(builder, x, y))
-
-
-@_operation(vector, types.int64, types.int64)
-def load_side_by_side(builder: Any, first: Any, second: Any) -> Any:
-    """LANES numbers of bfloat16 from two places, in pairs."""
-    return _side_by_side(builder, first, second)
 
 
 def _scalar(kind: Any, llvm_kind: ir.Type) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 from .numba_amx import TILE_ROWS
 from .numba_memory import FLOAT32, get_int, get_long, load_up_to, set_long, store_some_as
-from .numba_softmax import TILE, ZERO
+from .numba_softmax import TILE, ZERO, fill
 from .numba_vectors import LANES, function
 
 
@@ -38,7 +38,11 @@ def fill_next(args, seq, first, end, to):
 
 @function
 def fill_scales(args, seq, tile, skip, count, first_head, end_head, to):
-    """Each head's scales of K in the tile's tokens from `skip` to `count`, and behind them those of V."""
+    """Each head's scales of K in the tile's tokens from `skip` to `count`, and behind them those of V; 0 for
+    others, whose weights are 0.
+    """
+    if count - skip < TILE:
+        fill(to, (end_head - first_head) * 2 * TILE // LANES, ZERO)
     table, place = args.block_tables + seq * args.table_stride, skip
     while place < count:  # a block at a time
         offset = (tile + place) % args.block_size

@@ -10,10 +10,15 @@ from numba import types
 
 from .numba_memory import (
     BFLOAT16,
+    FLOAT8,
     FLOAT16,
     FLOAT32,
     INT8,
+    _in_pairs,
     _load,
+    _numbers,
+    _read,
+    _side_by_side,
     get_long,
     item_size,
     load,
@@ -22,7 +27,6 @@ from .numba_memory import (
     load_float8,
     load_half,
     load_int8,
-    load_side_by_side,
     store,
     store_as,
 )
@@ -79,22 +83,87 @@ def copy_words(to, source, words):
         store(to + d, load(source + d))
 
 
+def _narrower(kind):
+    """A function that copies rows of K in 8 bits, as `_copier`, to bfloat16: it holds all their numbers."""
+
+    @_operation(vector, types.int64)
+    def load_narrow(builder: Any, address: Any) -> Any:
+        both = _read(builder, 16, address)
+        bytes_, eight = ir.VectorType(ir.IntType(8), LANES), ir.Constant(both.type, [8] * LANES)
+        parts = (builder.trunc(x, bytes_) for x in (both, builder.lshr(both, eight)))
+        return _in_pairs(builder, *(_numbers(builder, kind, x) for x in parts))
+
+    @function
+    def narrow(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns):
+        for place in range(skip, count):
+            source, at = get_long(addresses + 8 * place) + offset, to + place * stride
+            for _ in range(num_heads):
+                for d in range(0, columns, 2 * LANES):
+                    store(at + 2 * d, load_narrow(source + d))
+                source += head_stride
+                at += 2 * columns
+
+    return narrow
+
+
+_narrow_int8, _narrow_float8 = _narrower(INT8), _narrower(FLOAT8)
+
+
 @function
-def pair_rows(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
-    """Rows of bfloat16 from `skip` to `count`, two and two: the first number of both, the second, and so on.
+def copy_pairs(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns):
+    """Rows of K from `skip` to `count` as bfloat16, which they are or which holds them: those of 8 bits.
+
+    Those of 8 bits have whole pairs of vectors.
+    """
+    if kind == BFLOAT16:
+        words = columns // 2
+        _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, words, words)
+    elif kind == INT8:
+        _narrow_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns)
+    else:
+        _narrow_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns)
+
+
+def _pairer(kind):
+    """A function that copies rows of V, as `_copier`, in pairs of two rows."""
+    size = item_size.py_func(kind)
+
+    @_operation(vector, types.int64, types.int64)
+    def load_side_by_side(builder: Any, first: Any, second: Any) -> Any:
+        return _side_by_side(builder, kind, first, second)
+
+    @function
+    def pair(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+        for pair in range(skip // 2, (count + 1) // 2):
+            first = get_long(addresses + 16 * pair) + offset
+            second, at = get_long(addresses + 16 * pair + 8) + offset, to + pair * stride
+            for _ in range(num_heads):
+                for column in range(0, columns, LANES):
+                    d = min(column, columns - LANES)
+                    store(at + 4 * d, load_side_by_side(first + size * d, second + size * d))
+                first += head_stride
+                second += head_stride
+                at += 4 * width
+
+    return pair
+
+
+_pair_bfloat, _pair_int8, _pair_float8 = _pairer(BFLOAT16), _pairer(INT8), _pairer(FLOAT8)
+
+
+@function
+def pair_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+    """Rows of V from `skip` to `count` in bfloat16, two and two: the first number of both, the second, and
+    so on. No other kind than it and those of 8 bits.
 
     The rows that are even and odd neighbours of these have addresses too.
     """
-    for pair in range(skip // 2, (count + 1) // 2):
-        first = get_long(addresses + 16 * pair) + offset
-        second, at = get_long(addresses + 16 * pair + 8) + offset, to + pair * stride
-        for _ in range(num_heads):
-            for column in range(0, columns, LANES):
-                d = min(column, columns - LANES)
-                store(at + 4 * d, load_side_by_side(first + 2 * d, second + 2 * d))
-            first += head_stride
-            second += head_stride
-            at += 4 * width
+    if kind == BFLOAT16:
+        _pair_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == INT8:
+        _pair_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    else:
+        _pair_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
 
 
 @function

@@ -151,21 +151,28 @@ def _weights_of(scores, highest_score):
 
 
 @function
-def _take_weights(scores, width, highest_score, in_pairs):
-    """A row's scores become weights, in_pairs in bfloat16. Returns the sum in each lane, before that."""
+def _take_weights(scores, width, highest_score, in_pairs, scales):
+    """A row's scores become weights, times the scales of V if any, in_pairs in bfloat16. Returns the sum in
+    each lane, before either.
+    """
     total = splat(ZERO)
     if not in_pairs:
         for at in range(scores, scores + 4 * width, VECTOR_BYTES):
             weights = _weights_of(at, highest_score)
-            store(at, weights)
             total = add(total, weights)
+            if scales:
+                weights = multiply(weights, load(scales + at - scores))
+            store(at, weights)
         return total
     for j in range(0, width, 2 * LANES):
         weights, others = _weights_of(scores + 4 * j, highest_score), splat(ZERO)
         if j + LANES < width:
             others = _weights_of(scores + 4 * (j + LANES), highest_score)
-        store_narrow(scores + 2 * j, weights, others)
         total = add(add(total, weights), others)
+        if scales:  # in_pairs they lie behind each other up to whole pairs of vectors, as scores do
+            weights = multiply(weights, load(scales + 4 * j))
+            others = multiply(others, load(scales + 4 * (j + LANES)))
+        store_narrow(scores + 2 * j, weights, others)
     return total
 
 
@@ -248,10 +255,11 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
 
     for i in range(rows):
         row = state.scores + i * TILE_BYTES
-        store(work + i * VECTOR_BYTES, _take_weights(row, width, get_float(tops + 4 * i), in_pairs))
+        scales = 0
         if args.value_scales:
-            head = (first + i) // view.rows
-            _multiply_row(row, state.scales + TILE_BYTES * (2 * head + 1), width // LANES)
+            scales = state.scales + TILE_BYTES * (2 * ((first + i) // view.rows) + 1)
+        top = _take_weights(row, width, get_float(tops + 4 * i), in_pairs, scales)
+        store(work + i * VECTOR_BYTES, top)
     weights = load_up_to(state.weights, rows, ZERO)
     total = fma(weights, load(kept), totals_of_rows(work))
     store_some_as(FLOAT32, state.weights, total, rows)

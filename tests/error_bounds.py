@@ -50,8 +50,9 @@ def assert_exact_enough(
     It reaches the output times sum(weight |v|). Queries, keys and values come as they are in the cache, or
     times one scale, and the output is rounded once.
     Where half precision is multiplied as such (Triton on a GPU, not in the interpreter, torch, and numba in
-    bfloat16 on some CPUs), weights are rounded to it first, in float16 to multiples of 2^-24 at most, or to
-    bfloat16 where a scale multiplies them; torch rounds the keys and values that a scale has multiplied.
+    bfloat16 on some CPUs, over 8 bits too where they have AMX), weights are rounded to it first, in float16
+    to multiples of 2^-24 at most, or to bfloat16 where a scale multiplies them; torch rounds the keys and
+    values that a scale has multiplied.
     """
     exact_case = in_float64(case)
     values = exact_case["value_cache"].double()
@@ -75,7 +76,7 @@ def assert_exact_enough(
         "triton": got.dtype != torch.float32 and got.is_cuda,
         "numba": name == "numba" and _multiplies_pairs(case),
     }[name]
-    if in_half and quantized and name == "triton":
+    if in_half and quantized and name in ("triton", "numba"):
         weight_error = weight_error + unit_roundoff(torch.bfloat16)
     elif in_half:
         weight_error = weight_error + (2 * u * score + 2 * u if quantized else u)
@@ -84,11 +85,15 @@ def assert_exact_enough(
 
 
 def _multiplies_pairs(case: dict[str, Any]) -> bool:
+    from paged.kernels.numba_amx import HAS_TILES
     from paged.kernels.numba_vectors import HAS_DOT, LANES
 
     head_dim, value_dim = case["query"].shape[2], case["value_cache"].shape[3]
-    whole = head_dim % LANES == 0 and head_dim >= 2 * LANES and value_dim >= LANES
-    return HAS_DOT and whole and case["query"].dtype == case["key_cache"].dtype == torch.bfloat16
+    if case["query"].dtype != torch.bfloat16:
+        return False
+    if case["key_cache"].dtype != torch.bfloat16:
+        return HAS_TILES and head_dim % 32 == 0 and value_dim % 32 == 0
+    return HAS_DOT and head_dim % LANES == 0 and head_dim >= 2 * LANES and value_dim >= LANES
 
 
 def _largest(x: Tensor | None) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from error_bounds import assert_exact_enough
-from kernel_cases import DEVICE, ragged_case, take_sequences
+from kernel_cases import DEVICE, quantized, ragged_case, take_sequences
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
 from paged.kernels import (
@@ -27,10 +27,22 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU"
 )
 
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 # In bfloat16 some CPUs multiply pairs, of which these are one and a half vectors, two, two and a half; the
-# whole ones fill AMX's tiles, as do the three of the last.
-SHAPES = [(torch.float32, 32), *((torch.bfloat16, head_dim) for head_dim in (48, 64, 80, 96))]
+# whole ones fill AMX's tiles, as do the three of the last. Caches of 8 bits become such tiles.
+SHAPES = [
+    (torch.float32, 32, None),
+    *((torch.bfloat16, head_dim, None) for head_dim in (48, 64, 80, 96)),
+    *((torch.float32, 32, kind) for kind in QUANTIZED),
+    *((torch.bfloat16, head_dim, kind) for kind in QUANTIZED for head_dim in (64, 80, 96)),
+]
 SEQ_LENS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129]  # around the edges of a tile
+
+
+def case_over(cache, seq_lens, query_lens, **options):
+    """A ragged batch over a cache of the same dtype, or one of 8 bits."""
+    case = ragged_case(seq_lens, query_lens, **options)
+    return case if cache is None else quantized(case, cache)
 
 
 def paged_attention_from_nan(**case):
@@ -56,13 +68,13 @@ def test_options_alone_and_in_pairs(chosen):
     assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES, ids=str)
-def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dtype, head_dim):
+@pytest.mark.parametrize(("dtype", "head_dim", "cache"), SHAPES, ids=str)
+def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dtype, head_dim, cache):
     """Over a split, at a window, with many heads or one for a unit, whatever number of threads."""
     for window in (None, 700):
         seq_len = 2 * SPLIT + 70
         options = {"num_heads": 6, "head_dim": head_dim, "dtype": dtype, "sliding_window": window}
-        case = ragged_case([seq_len, 5, 300], [90, 1, 300], **options)
+        case = case_over(cache, [seq_len, 5, 300], [90, 1, 300], **options)
         together = paged_attention_from_nan(**case)
         assert_exact_enough(together, case, reference.paged_attention, "numba")
         for first, end in ((0, 1), (1, 2), (0, 33), (33, 90), (89, 90)):
@@ -89,11 +101,11 @@ def test_splits_that_fell_out_of_the_window_weigh_nothing(num_threads):
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
-@pytest.mark.parametrize(("dtype", "head_dim"), SHAPES, ids=str)
-def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, num_kv_heads):
+@pytest.mark.parametrize(("dtype", "head_dim", "cache"), SHAPES, ids=str)
+def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, cache, num_kv_heads):
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
     options = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
-    case = ragged_case(seq_lens, [1] * len(seq_lens), **options)
+    case = case_over(cache, seq_lens, [1] * len(seq_lens), **options)
     together = paged_attention(**case)
     assert_exact_enough(together, case, reference.paged_attention, "numba")
     for i in range(len(seq_lens)):
