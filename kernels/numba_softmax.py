@@ -32,6 +32,7 @@ from .numba_vectors import (
     fma,
     function,
     greater,
+    inlined,
     lane_numbers,
     multiply,
     splat,
@@ -122,7 +123,7 @@ def _hide_tree(args, scores, tile, count, token, new_position):
             set_float(scores + 4 * j, NOTHING)
 
 
-@function
+@inlined
 def _bring_down(scores, width, start, end, factor):
     """The highest number in each lane of a row's scores times the factor, which they become; -inf for those
     before `start` and from `end` on.
@@ -143,14 +144,14 @@ def _bring_down(scores, width, start, end, factor):
     return top
 
 
-@function
+@inlined
 def _weights_of(scores, highest_score):
     """e^(score - highest_score) of a vector of scores; subtracted first, however large they are."""
     power = multiply(subtract(load(scores), splat(highest_score)), splat(_LOG2E))
     return exp2_of_negative(greater(splat(np.float32(-127.0)), power))  # a NaN is not below anything
 
 
-@function
+@inlined
 def _take_weights(scores, width, highest_score, in_pairs, scales):
     """A row's scores become weights, times the scales of V if any, in_pairs in bfloat16. Returns the sum in
     each lane, before either.
@@ -244,7 +245,7 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
     now = greater(highest_of_rows(work), before)
     change = multiply(subtract(before, now), splat(_LOG2E))
     power = exp2_of_negative(greater(splat(np.float32(-127.0)), change))
-    keep = where_greater(before, none, power, splat(ZERO))
+    keep = where_greater(before, none, power, splat(ONE))  # nothing is 0, times whatever
     store(tops, where_greater(now, none, now, splat(ZERO)))
     store(kept, keep)
     store_some_as(FLOAT32, state.highest, now, rows)

@@ -155,9 +155,9 @@ def _product(*, pairs: bool) -> Any:
 
     pairs: a number of A and B is two of bfloat16, neighbours in the depth.
     """
-    tile_6x3, tile_6x2, tile_4x2, tile_4x1, tile_2x4, tile_2x1, tile_1x8, tile_1x2, tile_1x1 = (
+    tile_12x1, tile_6x3, tile_6x2, tile_4x2, tile_4x1, tile_2x4, tile_2x1, tile_1x8, tile_1x2, tile_1x1 = (
         _register_tile(*shape, pairs=pairs)
-        for shape in ((6, 3), (6, 2), (4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 2), (1, 1))
+        for shape in ((12, 1), (6, 3), (6, 2), (4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 2), (1, 1))
     )
 
     @function
@@ -170,6 +170,9 @@ def _product(*, pairs: bool) -> Any:
                     tile_6x3(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 3 * VECTOR_BYTES, at_b + 3 * VECTOR_BYTES, left - 3
                 row += 6
+            elif LANES == 16 and rows - row >= 12 and vectors == 1 and a_stride % 4096:
+                tile_12x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                row += 12
             # As many chains at a time as hide how long one multiply-add takes, in 16 registers. Rows that are
             # whole pages apart share few sets of the first cache: six of them and B would not fit.
             elif rows - row >= 6 and vectors % 2 == 0 and a_stride % 4096:

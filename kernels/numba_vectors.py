@@ -58,6 +58,8 @@ _BFLOAT = _BFloat()
 
 # Called by kernels alone: without Python's checks of divisors, and what Python would call them by.
 function = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# The same where loops call it: what it needs of constants is then loaded once.
+inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 class Vector(types.Type):  # type: ignore[misc]
