@@ -71,14 +71,16 @@ TILE_ROWS = 16  # of 64 bytes
 STEPS = 16  # of the depth, in a product of tiles: two inputs each
 INPUTS = 2 * STEPS
 THIRDS = 3
-DEPTH = 128  # steps that a panel is gone through at a time, at most: 16 KiB of it
+DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
+_FEW_ROWS = 64  # of a unit, that go with half of it: they leave little to do while panels come from memory
 ROWS_BYTES = 2**20  # of the rows of a unit, or not many more: half of a core's second cache
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
 _WIDTH = 4 * PANEL
 BLOCK = 2 * TILE_ROWS
 
-# Which tile is what: sums of two groups of rows and either half of a panel, the rows, the panel.
-_SUMS, _ROWS, _HALVES = ((0, 1), (2, 3)), (4, 5), (6, 7)
+# Which tile is what: sums of two groups of rows and either half of a panel, or of one group and two panels,
+# the rows, the halves of panels.
+_SUMS, _ROWS, _HALVES = (0, 1, 2, 3), (4, 5), (6, 7)
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), as a system call.
 _ASK_FOR_TILES = 158, 0x1023, 18
 
@@ -111,15 +113,15 @@ HAS_TILES = _CPU_HAS_TILES and _may_use_tiles()
 TILES = Task(
     (
         "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features", "num_panels",
-        "weight_kind", "out_kind", "gated", "unit_rows", "thirds", "thirds_stride",
+        "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "thirds", "thirds_stride",
     )
 )  # fmt: skip
 _RECORD = TILES.record
 
 
-def scratch_bytes(unit_rows: int, thirds: int, thirds_stride: int) -> int:
-    """What a thread needs for units of so many rows of x: sums, what is unpacked of a panel, and thirds."""
-    return LINE + DEPTH * _WIDTH + unit_rows * thirds * (_WIDTH + thirds_stride)
+def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int) -> int:
+    """What a thread needs for units of so many rows of x and panels: sums, what is unpacked, and thirds."""
+    return LINE + unit_panels * DEPTH * _WIDTH + unit_rows * thirds * (unit_panels * _WIDTH + thirds_stride)
 
 
 def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
@@ -137,6 +139,18 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
         most = max(_LEAST_ROWS, most // 2)
     equal = -(-num_rows // max(1, -(-num_rows // most)))
     return max(1, min(num_rows, -(-equal // _LEAST_ROWS) * _LEAST_ROWS))
+
+
+def panels_of_unit(num_rows: int, num_panels: int, unit_rows: int, kind: int, num_threads: int) -> int:
+    """Two, for which each tile of rows is read once: the rows of a unit come from the second cache all the
+    time, on the same few ways into the first that memory takes. One where threads would be done later than
+    with single panels, or where few rows leave all of the time to unpacking.
+    """
+    if kind != PAIRS and unit_rows <= BLOCK:
+        return 1
+    blocks = -(-num_rows // unit_rows)
+    singles, pairs = (-(-n * blocks // num_threads) for n in (num_panels, -(-num_panels // 2)))
+    return 2 if 2 * pairs <= 1.1 * singles else 1
 
 
 def _do(builder: Any, name: str, *args: Any) -> None:
@@ -162,28 +176,29 @@ def release(builder: Any) -> None:
     _do(builder, "tilerelease")
 
 
-def _block_product(groups: int, weight: Rows | None = None) -> Any:
-    """C += A B for one or two groups of rows and two vectors: C [16 groups, PANEL] in float32, or 0 at first.
+def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> Any:
+    """C += A B for one or two groups of rows and two vectors of a panel each, or one group and two panels.
 
-    A and B are in pairs of bfloat16. Memory that comes next is on its way from `ahead` on, `pace` bytes with
-    each step of tiles. weight: what B is unpacked of on the way, for each step of tiles; factors: of its
-    groups.
+    C [16 groups, panels * PANEL] is in float32, or 0 at first, A and B are in pairs of bfloat16; the second
+    panel is `apart` from the first. Memory that comes next is on its way from `ahead` on, and of the second
+    panel `far` behind that, `pace` bytes with each step of tiles. weight: what B is unpacked of on the way,
+    for each step of tiles; factors: of its groups.
     """
 
-    @_operation(types.void, *[types.int64] * 12)
+    @_operation(types.void, *[types.int64] * 14)
     def block_product(
         builder: Any, c: Any, c_stride: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
-        tiles: Any, ahead: Any, pace: Any, unpacked: Any, factors: Any,
+        apart: Any, tiles: Any, ahead: Any, far: Any, pace: Any, unpacked: Any, factors: Any,
     ) -> None:  # fmt: skip
         width, line = ir.Constant(_I64, _WIDTH), ir.Constant(_I64, LINE)
         c_group, a_group, b_step = (
             builder.mul(stride, ir.Constant(_I64, 16)) for stride in (c_stride, a_stride, b_stride)
         )
         places = []
-        for g, v in product(range(groups), range(2)):
+        for g, v in product(range(groups), range(2 * panels)):
             place = builder.add(c, builder.mul(c_group, ir.Constant(_I64, g)))
             place = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
-            places.append((_SUMS[g][v], _pointer(builder, place)))
+            places.append((_SUMS[2 * g + v], _pointer(builder, place)))
         with builder.if_else(builder.icmp_signed("!=", at_first, ir.Constant(_I64, 0))) as (empty, go_on):
             with empty:
                 for tile, _ in places:
@@ -198,17 +213,22 @@ def _block_product(groups: int, weight: Rows | None = None) -> Any:
                 weight.unpack(builder, unpacked, at_b, b_stride, group, ir.Constant(_I64, STEPS))
                 at_b, stride = unpacked, width
             at_a = builder.add(a, builder.mul(loop.index, line))
-            for v, tile in enumerate(_HALVES):
-                half = builder.add(at_b, ir.Constant(_I64, VECTOR_BYTES * v))
-                _do(builder, "tileloadd64", tile, _pointer(builder, half), stride)
             for g in range(groups):
-                _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, at_a), a_stride)
-                for v in range(2):
-                    _do(builder, "tdpbf16ps", _SUMS[g][v], _ROWS[g], _HALVES[v])
-                at_a = builder.add(at_a, a_group)
+                place = builder.add(at_a, builder.mul(a_group, ir.Constant(_I64, g)))
+                _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, place), a_stride)
+            for p in range(panels):
+                for v, tile in enumerate(_HALVES):
+                    half = builder.add(at_b, ir.Constant(_I64, VECTOR_BYTES * v))
+                    _do(builder, "tileloadd64", tile, _pointer(builder, half), stride)
+                    for g in range(groups):
+                        _do(builder, "tdpbf16ps", _SUMS[2 * (g + p) + v], _ROWS[g], tile)
+                at_b = builder.add(at_b, apart)
             fetched = builder.add(ahead, builder.mul(loop.index, pace))
             with cgutils.for_range(builder, builder.udiv(pace, line)) as lines:
-                _prefetch(builder, builder.add(fetched, builder.mul(lines.index, line)))
+                place = builder.add(fetched, builder.mul(lines.index, line))
+                for _ in range(panels):
+                    _prefetch(builder, place)
+                    place = builder.add(place, far)
         for tile, place in places:
             _do(builder, "tilestored64", tile, place, c_stride)
 
@@ -216,7 +236,7 @@ def _block_product(groups: int, weight: Rows | None = None) -> Any:
 
 
 def _one_or_two(weight: Rows | None = None) -> Any:
-    one_group, two_groups = _block_product(1, weight), _block_product(2, weight)
+    one_group, two_groups = (_block_product(groups, 1, weight) for groups in (1, 2))
 
     @function
     def multiply_block(rows, *args):
@@ -229,6 +249,7 @@ def _one_or_two(weight: Rows | None = None) -> Any:
 
 
 multiply_pairs, _by_int8, _by_int4 = _one_or_two(), _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
+_two_panels = _block_product(1, 2)
 
 
 @_operation(types.void, *[types.int64] * 4)
@@ -285,59 +306,81 @@ def configure_rows(settings, rows):
 
 @function
 def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
-    """A panel's product with rows in bfloat16. Returns for how many of these tiles are made now."""
-    panel, first = unit % args.num_panels, unit // args.num_panels * args.unit_rows
-    rows = min(args.unit_rows, args.num_rows - first)
+    """The product of a panel or two with rows in bfloat16. Returns what tiles are configured for now."""
+    across = -(-args.num_panels // args.unit_panels)
+    panel, first = unit % across * args.unit_panels, unit // across * args.unit_rows
+    rows, panels = min(args.unit_rows, args.num_rows - first), min(args.unit_panels, args.num_panels - panel)
     kind, stride, c = args.weight_kind, step_bytes(args.weight_kind), scratch + LINE
-    unpacked = c + args.unit_rows * args.thirds * _WIDTH
-    num_blocks = -(-rows * args.thirds // BLOCK)
+    width = args.unit_panels * _WIDTH
+    unpacked = c + args.unit_rows * args.thirds * width
+    block = BLOCK // panels
+    num_blocks = -(-rows * args.thirds // block)
     # In equal parts, of whole groups; what a single block needs is unpacked on the way.
-    step = -(-args.depth // (-(-args.depth // DEPTH) * STEPS)) * STEPS
+    most = DEPTH // 2 if panels > 1 and rows <= _FEW_ROWS else DEPTH
+    step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
     if kind != PAIRS and num_blocks == 1:
         step = args.depth
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
+    far = args.depth * stride
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
-        b, b_stride = args.panels + (panel * args.depth + start) * stride, stride
+        b, b_stride, apart = args.panels + panel * far + start * stride, stride, far
         ahead = b + depth * stride
         if start + depth == args.depth:
-            ahead = args.panels + next_unit % args.num_panels * args.depth * stride
-        factors = args.scales + group_bytes(kind, panel * args.depth + start) if kind == INT4_PAIRS else 0
+            ahead = args.panels + next_unit % across * args.unit_panels * far
+        factors = 0
+        if kind == INT4_PAIRS:
+            factors = args.scales + group_bytes(kind, panel * args.depth + start)
         if kind != PAIRS and num_blocks > 1:
-            unpack(kind, unpacked, b, stride, factors, depth)
+            apart = DEPTH * _WIDTH
+            for p in range(panels):
+                unpack(kind, unpacked + p * apart, b + p * far, stride, factors, depth)
+                if kind == INT4_PAIRS:
+                    factors += group_bytes(kind, args.depth)
             b, b_stride = unpacked, _WIDTH
-        for row in range(0, rows * args.thirds, BLOCK):
-            left = min(rows * args.thirds - row, BLOCK)
-            if left != configured:
-                configure_rows(scratch, left)
-                configured = left
-            to, x, num_tiles = c + row * _WIDTH, a + row * a_stride + 4 * start, depth // STEPS
-            same = to, _WIDTH, start == 0, x, a_stride, b, b_stride, num_tiles, ahead, pace, unpacked, factors
-            if kind == PAIRS or num_blocks > 1:
+        for row in range(0, rows * args.thirds, block):
+            left = min(rows * args.thirds - row, block)
+            if left + panels * BLOCK != configured:
+                if panels > 1:
+                    write_settings(scratch, left, left)
+                    configure(scratch)
+                else:
+                    configure_rows(scratch, left)
+                configured = left + panels * BLOCK
+            to, x, num_tiles = c + row * width, a + row * a_stride + 4 * start, depth // STEPS
+            same = (
+                to, width, start == 0, x, a_stride, b, b_stride, apart, num_tiles, ahead, far, pace,
+                unpacked, factors,
+            )  # fmt: skip
+            if panels > 1:
+                _two_panels(*same)
+            elif kind == PAIRS or num_blocks > 1:
                 multiply_pairs(left, *same)
             elif kind == INT8_PAIRS:
                 _by_int8(left, *same)
             else:
                 _by_int4(left, *same)
             ahead += pace * num_tiles
-    _finish(args, first, rows, panel, c)
+    for p in range(panels):
+        _finish(args, first, rows, panel + p, c + p * _WIDTH)
     return configured
 
 
 @function
 def _finish(args, first, rows, panel, c):
     """What becomes of a panel's sums: scale, bias, gates, and their place in the result."""
-    width, size, thirds = LANES if args.gated else PANEL, item_size(args.out_kind), args.thirds
+    width, size = LANES if args.gated else PANEL, item_size(args.out_kind)
+    thirds, stride = args.thirds, args.unit_panels * _WIDTH
     columns = min(width, args.out_features - panel * width)
     to = args.out + (first * args.out_features + panel * width) * size
     scale, bias = args.scales + panel * _WIDTH, args.bias + panel * _WIDTH
     for row in range(rows):
-        at = c + thirds * row * _WIDTH
+        at = c + thirds * row * stride
         left, right = load(at), load(at + VECTOR_BYTES)
         if thirds > 1:
-            left = add(left, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
+            left = add(left, add(load(at + stride), load(at + 2 * stride)))
             at += VECTOR_BYTES
-            right = add(right, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
+            right = add(right, add(load(at + stride), load(at + 2 * stride)))
         if args.weight_kind == INT8_PAIRS:
             left, right = multiply(left, load(scale)), multiply(right, load(scale + VECTOR_BYTES))
         if args.bias:
@@ -356,11 +399,12 @@ if HAS_TILES:
     def _tiles_kernel(record):
         args, counters = carray(record, 1, _RECORD)[0], address_of(record)
         scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-        thirds = scratch + LINE + (DEPTH + args.unit_rows * args.thirds) * _WIDTH
+        thirds = scratch + LINE + (DEPTH + args.unit_rows * args.thirds) * args.unit_panels * _WIDTH
         brought, configured = -1, 0
         unit = claim(counters + NEXT_UNIT)
         while unit < args.num_units:
-            next_unit, block = claim(counters + NEXT_UNIT), unit // args.num_panels
+            across = -(-args.num_panels // args.unit_panels)
+            next_unit, block = claim(counters + NEXT_UNIT), unit // across
             first = block * args.unit_rows
             a, a_stride = args.x + first * args.x_stride, args.x_stride
             if args.thirds > 1:

@@ -15,7 +15,15 @@ from numba import carray
 from torch import Tensor
 
 from .checks import KERNEL_DTYPES, check_dtype, check_shape
-from .numba_amx import HAS_TILES, INPUTS, TILES, rows_of_unit, scratch_bytes, thirds_of
+from .numba_amx import (
+    HAS_TILES,
+    INPUTS,
+    TILES,
+    panels_of_unit,
+    rows_of_unit,
+    scratch_bytes,
+    thirds_of,
+)
 from .numba_codes import (
     GROUP,
     HALVES,
@@ -233,9 +241,12 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     if in_tiles:
         depth = weight.in_features
         thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
-        unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, torch.get_num_threads())
-        num_units, size = num_panels * -(-num_rows // unit_rows), scratch_bytes(unit_rows, thirds, stride)
-        TILES.run(num_units, *fields, unit_rows, thirds, stride, scratch_size=size)
+        num_threads = torch.get_num_threads()
+        unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, num_threads)
+        unit_panels = panels_of_unit(num_rows, num_panels, unit_rows, weight.kind, num_threads)
+        num_units = -(-num_panels // unit_panels) * -(-num_rows // unit_rows)
+        size = scratch_bytes(unit_rows, unit_panels, thirds, stride)
+        TILES.run(num_units, *fields, unit_rows, unit_panels, thirds, stride, scratch_size=size)
     else:
         size = (ROWS + 1 + DEPTH) * _WIDTH
         LINEAR.run(num_panels * -(-num_rows // ROWS), *fields, scratch_size=size)
