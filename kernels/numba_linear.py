@@ -15,15 +15,8 @@ from numba import carray
 from torch import Tensor
 
 from .checks import KERNEL_DTYPES, check_dtype, check_shape
-from .numba_amx import (
-    HAS_TILES,
-    INPUTS,
-    TILES,
-    panels_of_unit,
-    rows_of_unit,
-    scratch_bytes,
-    thirds_of,
-)
+from .numba_amx import HAS_TILES, INPUTS
+from .numba_amx_linear import TILES, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
 from .numba_codes import (
     GROUP,
     HALVES,

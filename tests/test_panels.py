@@ -15,7 +15,8 @@ from checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged
 
 from paged import ConfigError, SamplingParams, devices, panels
 from paged.kernels import numba_linear, numba_ops
-from paged.kernels.numba_amx import HAS_TILES, TILES
+from paged.kernels.numba_amx import HAS_TILES
+from paged.kernels.numba_amx_linear import TILES
 from paged.kernels.numba_linear import LINEAR
 from paged.kernels.numba_lookup import widen_rows
 from paged.kernels.numba_vectors import HAS_DOT
@@ -81,6 +82,23 @@ def test_products_and_bits(form, dtype, shape, unit):
     assert ((out.double() - expected).abs() <= allowed).all()
     for first, end in ((0, 1), (1, 3), (3, 8), (60, 70), (100, 240), (299, 300)):
         assert torch.equal(linear(x[first:end]), out[first:end])
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_two_panels_at_a_time_have_the_bits_of_one(form, dtype, gated, monkeypatch):
+    """Of an odd number of panels, in several parts of the depth, and for a last unit of few rows."""
+    if not HAS_TILES:
+        pytest.skip("this CPU has no tiles of bfloat16 (AMX), or this process may not use them")
+    panels = form(torch.randn(2 * 70, 608).bfloat16().to(dtype), gated=gated)
+    for num_rows in (1, 16, 17, 40, 97, 300):
+        x, out = torch.randn(num_rows, 608).to(dtype), []
+        monkeypatch.setattr(numba_linear, "rows_of_unit", lambda *_: 48)
+        for number in (1, 2):
+            monkeypatch.setattr(numba_linear, "panels_of_unit", lambda *_, number=number: number)
+            out.append(panels(x, None))
+        assert torch.equal(*out)
 
 
 @dtypes

@@ -1,0 +1,255 @@
+"""x Wᵀ by AMX's tiles of bfloat16 (`numba_amx`).
+
+Where bfloat16 holds the weight, x in float32 is made of it too: three of these add up to it exactly, so that
+each product is exact and what comes out is as good as a sum in float32. Thirds too small to be normal count
+as 0, so that x below 2^-102 and products below that lose bits; an infinite weight times a finite x may be
+NaN.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import carray, types
+
+from .numba_amx import (
+    BLOCK,
+    HAS_TILES,
+    STEPS,
+    by_int4,
+    by_int8,
+    by_two_panels,
+    configure,
+    configure_rows,
+    multiply_pairs,
+    release,
+    write_settings,
+)
+from .numba_codes import (
+    INT4_PAIRS,
+    INT8_PAIRS,
+    PAIRS,
+    PANEL,
+    group_bytes,
+    step_bytes,
+    unpack,
+)
+from .numba_memory import (
+    FLOAT32,
+    LINE,
+    _load,
+    _store,
+    address_of,
+    claim,
+    item_size,
+    load,
+    store_some_as,
+)
+from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
+from .numba_vectors import (
+    _I64,
+    _INTS,
+    _VECTOR,
+    LANES,
+    VECTOR_BYTES,
+    _narrow,
+    _operation,
+    _same,
+    add,
+    function,
+    multiply,
+    silu,
+)
+
+THIRDS = 3
+DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
+_FEW_ROWS = 64  # of a unit, that go with half of it: they leave little to do while panels come from memory
+ROWS_BYTES = 2**20  # of the rows of a unit, or not many more: half of a core's second cache
+_LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
+_WIDTH = 4 * PANEL
+
+TILES = Task(
+    (
+        "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features", "num_panels",
+        "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "thirds", "thirds_stride",
+    )
+)  # fmt: skip
+_RECORD = TILES.record
+
+
+def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int) -> int:
+    """What a thread needs for units of so many rows of x and panels: sums, what is unpacked, and thirds."""
+    return LINE + unit_panels * DEPTH * _WIDTH + unit_rows * thirds * (unit_panels * _WIDTH + thirds_stride)
+
+
+def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
+    """How many rows a row of x becomes, and their bytes from one to the next where they are kept.
+
+    The stride is no power of two: rows of a tile would share few sets of the first cache.
+    """
+    return (THIRDS, 2 * in_features + LINE) if x_is_wide else (1, 0)
+
+
+def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, num_threads: int) -> int:
+    """As many rows as a core keeps at hand while panels go by, and fewer where threads would have no unit."""
+    most = max(_LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
+    while most > _LEAST_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
+        most = max(_LEAST_ROWS, most // 2)
+    equal = -(-num_rows // max(1, -(-num_rows // most)))
+    return max(1, min(num_rows, -(-equal // _LEAST_ROWS) * _LEAST_ROWS))
+
+
+def panels_of_unit(num_rows: int, num_panels: int, unit_rows: int, kind: int, num_threads: int) -> int:
+    """Two, for which each tile of rows is read once: the rows of a unit come from the second cache all the
+    time, on the same few ways into the first that memory takes. One where threads would be done later than
+    with single panels, or where few rows leave all of the time to unpacking.
+    """
+    if kind != PAIRS and unit_rows <= BLOCK:
+        return 1
+    blocks = -(-num_rows // unit_rows)
+    singles, pairs = (-(-n * blocks // num_threads) for n in (num_panels, -(-num_panels // 2)))
+    return 2 if 2 * pairs <= 1.1 * singles else 1
+
+
+@_operation(types.void, *[types.int64] * 4)
+def _split(builder: Any, source: Any, first: Any, second: Any, third: Any) -> None:
+    """INPUTS numbers of float32 as the upper, the middle and the lower 8 bits of what they are made of.
+
+    What is not finite stays that in all three.
+    """
+    halves = [
+        _load(builder, FLOAT32, builder.add(source, ir.Constant(_I64, VECTOR_BYTES * v))) for v in range(2)
+    ]
+    for to in (first, second, third):
+        parts = []
+        for v, x in enumerate(halves):
+            bits, exponent = builder.bitcast(x, _INTS), _same(0x7F800000, _INTS)
+            is_finite = builder.icmp_signed("!=", builder.and_(bits, exponent), exponent)
+            upper = builder.bitcast(builder.and_(bits, _same(0xFFFF0000, _INTS)), _VECTOR)
+            parts.append(builder.select(is_finite, upper, x))
+            halves[v] = builder.select(is_finite, builder.fsub(x, upper), x)
+        _store(builder, FLOAT32, to, _narrow(builder, *parts))
+
+
+@function
+def _bring_thirds(args, first, rows, to, stride):
+    """Rows of x, each as three of bfloat16."""
+    for row in range(rows):
+        x, at = args.x + (first + row) * args.x_stride, to + THIRDS * row * stride
+        for k in range(args.depth // STEPS):
+            place = at + LINE * k
+            _split(x + 2 * LINE * k, place, place + stride, place + 2 * stride)
+
+
+@function
+def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
+    """The product of a panel or two with rows in bfloat16. Returns what tiles are configured for now."""
+    across = -(-args.num_panels // args.unit_panels)
+    panel, first = unit % across * args.unit_panels, unit // across * args.unit_rows
+    rows, panels = min(args.unit_rows, args.num_rows - first), min(args.unit_panels, args.num_panels - panel)
+    kind, stride, c = args.weight_kind, step_bytes(args.weight_kind), scratch + LINE
+    width = args.unit_panels * _WIDTH
+    unpacked = c + args.unit_rows * args.thirds * width
+    block = BLOCK // panels
+    num_blocks = -(-rows * args.thirds // block)
+    # In equal parts, of whole groups; what a single block of one panel needs is unpacked on the way.
+    is_unpacked = kind != PAIRS and (num_blocks > 1 or panels > 1)
+    most = DEPTH // 2 if panels > 1 and rows <= _FEW_ROWS else DEPTH
+    step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
+    if kind != PAIRS and not is_unpacked:
+        step = args.depth
+    pace = -(-stride * STEPS // num_blocks // LINE) * LINE
+    far = args.depth * stride
+    for start in range(0, args.depth, step):
+        depth = min(step, args.depth - start)
+        b, b_stride, apart = args.panels + panel * far + start * stride, stride, far
+        ahead = b + depth * stride
+        if start + depth == args.depth:
+            ahead = args.panels + next_unit % across * args.unit_panels * far
+        factors = 0
+        if kind == INT4_PAIRS:
+            factors = args.scales + group_bytes(kind, panel * args.depth + start)
+        if is_unpacked:
+            apart = DEPTH * _WIDTH
+            for p in range(panels):
+                unpack(kind, unpacked + p * apart, b + p * far, stride, factors, depth)
+                if kind == INT4_PAIRS:
+                    factors += group_bytes(kind, args.depth)
+            b, b_stride = unpacked, _WIDTH
+        for row in range(0, rows * args.thirds, block):
+            left = min(rows * args.thirds - row, block)
+            if left + panels * BLOCK != configured:
+                if panels > 1:
+                    write_settings(scratch, left, left)
+                    configure(scratch)
+                else:
+                    configure_rows(scratch, left)
+                configured = left + panels * BLOCK
+            to, x, num_tiles = c + row * width, a + row * a_stride + 4 * start, depth // STEPS
+            same = (
+                to, width, start == 0, x, a_stride, b, b_stride, apart, num_tiles, ahead, far, pace,
+                unpacked, factors,
+            )  # fmt: skip
+            if panels > 1:
+                by_two_panels(*same)
+            elif kind == PAIRS or is_unpacked:
+                multiply_pairs(left, *same)
+            elif kind == INT8_PAIRS:
+                by_int8(left, *same)
+            else:
+                by_int4(left, *same)
+            ahead += pace * num_tiles
+    for p in range(panels):
+        _finish(args, first, rows, panel + p, c + p * _WIDTH)
+    return configured
+
+
+@function
+def _finish(args, first, rows, panel, c):
+    """What becomes of a panel's sums: scale, bias, gates, and their place in the result."""
+    width, size = LANES if args.gated else PANEL, item_size(args.out_kind)
+    thirds, stride = args.thirds, args.unit_panels * _WIDTH
+    columns = min(width, args.out_features - panel * width)
+    to = args.out + (first * args.out_features + panel * width) * size
+    scale, bias = args.scales + panel * _WIDTH, args.bias + panel * _WIDTH
+    for row in range(rows):
+        at = c + thirds * row * stride
+        left, right = load(at), load(at + VECTOR_BYTES)
+        if thirds > 1:
+            left = add(left, add(load(at + stride), load(at + 2 * stride)))
+            at += VECTOR_BYTES
+            right = add(right, add(load(at + stride), load(at + 2 * stride)))
+        if args.weight_kind == INT8_PAIRS:
+            left, right = multiply(left, load(scale)), multiply(right, load(scale + VECTOR_BYTES))
+        if args.bias:
+            left, right = add(left, load(bias)), add(right, load(bias + VECTOR_BYTES))
+        if args.gated:
+            left = multiply(silu(left), right)
+        store_some_as(args.out_kind, to, left, columns)
+        if columns > LANES:
+            store_some_as(args.out_kind, to + LANES * size, right, columns - LANES)
+        to += args.out_features * size
+
+
+if HAS_TILES:
+
+    @TILES.kernel
+    def _tiles_kernel(record):
+        args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+        thirds = scratch + LINE + (DEPTH + args.unit_rows * args.thirds) * args.unit_panels * _WIDTH
+        brought, configured = -1, 0
+        unit = claim(counters + NEXT_UNIT)
+        while unit < args.num_units:
+            across = -(-args.num_panels // args.unit_panels)
+            next_unit, block = claim(counters + NEXT_UNIT), unit // across
+            first = block * args.unit_rows
+            a, a_stride = args.x + first * args.x_stride, args.x_stride
+            if args.thirds > 1:
+                a, a_stride = thirds, args.thirds_stride
+                if block != brought:  # once for all panels that this thread comes to
+                    _bring_thirds(args, first, min(args.unit_rows, args.num_rows - first), a, a_stride)
+                    brought = block
+            configured = _multiply(args, unit, next_unit, scratch, a, a_stride, configured)
+            unit = next_unit
+        if configured:
+            release()
