@@ -91,9 +91,7 @@ def _numbers(builder: Any, kind: int, stored: Any) -> Any:
 
 
 def _side_by_side(builder: Any, kind: int, first: Any, second: Any) -> Any:
-    """LANES numbers from two places in bfloat16, which holds them all: the first of both, the second of both
-    and so on.
-    """
+    """LANES numbers from two places in bfloat16, which holds them all: the first of both and so on."""
     if kind != BFLOAT16:
         return _in_pairs(builder, *(_load(builder, kind, place) for place in (first, second)))
     rows = [_read(builder, 16, place, None) for place in (first, second)]
