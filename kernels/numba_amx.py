@@ -16,27 +16,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config
 
-from .numba_codes import (
-    GROUP_BYTES,
-    PANEL,
-    Int4Pairs,
-    Int8Pairs,
-    Rows,
-)
-from .numba_memory import (
-    LINE,
-    _prefetch,
-    set_byte,
-)
-from .numba_vectors import (
-    _I64,
-    HAS_DOT,
-    VECTOR_BYTES,
-    _at,
-    _call,
-    _operation,
-    function,
-)
+from .numba_codes import GROUP_BYTES, PANEL, Int4Pairs, Int8Pairs, Rows
+from .numba_memory import LINE, _prefetch, set_byte
+from .numba_vectors import _I64, HAS_DOT, VECTOR_BYTES, _at, _call, _operation, function
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,7 @@ from error_bounds import assert_exact_enough
 from kernel_cases import DEVICE, quantized, ragged_case, take_sequences
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
-from paged.kernels import (
-    numba_linear,
-    numba_lookup,
-    numba_ops,
-    numba_threads,
-    reference,
-    torch_ops,
-)
+from paged.kernels import numba_linear, numba_lookup, numba_ops, numba_threads, reference, torch_ops
 from paged.kernels.attention_checks import MAX_GROUP
 from paged.kernels.numba_amx import HAS_TILES
 from paged.kernels.numba_attention import SPLIT
