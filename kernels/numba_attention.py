@@ -3,9 +3,9 @@
 FlashAttention's online softmax (Dao 2023) over tiles of 64 keys, in float32, or where all is bfloat16 and the
 CPU multiplies pairs of it, of those. A tile's keys come into scratch memory transposed, once for all query
 heads that share them, so that scores and output are both products of the register tile of `numba_tiles`, or
-of AMX's tiles (`numba_amx_attention`); a decode reads them in place (`numba_decode`), or by AMX
-K of bfloat16 alone. A unit of work is some query tokens of one sequence with some of its heads, over all their keys or SPLIT of
-them.
+of AMX's tiles (`numba_amx_attention`); a decode reads them in place (`numba_decode`), or by AMX K of bfloat16
+alone. A unit of work is some query tokens of one sequence with some of its heads, over all their keys or
+SPLIT of them.
 
 Exact: tiles start at multiples of 64 tokens, each SPLIT tokens have a softmax of their own, merged in order,
 and every sum of a row is a chain of its own. So the bits of a token's output depend on its own keys alone:
