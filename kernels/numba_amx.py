@@ -8,6 +8,7 @@ do not depend on how many rows are beside it. Products too small to be normal co
 import ctypes
 import logging
 import platform
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -85,28 +86,27 @@ def release(builder: Any) -> None:
 
 
 def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> Any:
-    """C += A B for one or two groups of rows and two vectors of a panel each, or one group and two panels.
+    """C += A B for one or two groups of rows and a panel, or one group and two panels.
 
-    C [16 groups, panels * PANEL] is in float32, or 0 at first, A and B are in pairs of bfloat16; the second
-    panel is `apart` from the first. Memory that comes next is on its way from `ahead` on, and of the second
-    panel `far` behind that, `pace` bytes with each step of tiles. weight: what B is unpacked of on the way,
-    for each step of tiles; factors: of its groups.
+    C [panels, 16 groups, PANEL] is in float32, or 0 at first, A and B are in pairs of bfloat16. Memory that
+    comes next is on its way from `ahead` on, `pace` bytes with each step of tiles. weight: what B is unpacked
+    of on the way; factors: of its groups. A second panel's C, B and memory that comes next lie c_far, b_far
+    and `far` behind the first one's.
     """
 
-    @_operation(types.void, *[types.int64] * 14)
+    @_operation(types.void, *[types.int64] * 15)
     def block_product(
         builder: Any, c: Any, c_stride: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
-        apart: Any, tiles: Any, ahead: Any, far: Any, pace: Any, unpacked: Any, factors: Any,
+        tiles: Any, ahead: Any, pace: Any, unpacked: Any, factors: Any, c_far: Any, b_far: Any, far: Any,
     ) -> None:  # fmt: skip
-        width, line = ir.Constant(_I64, _WIDTH), ir.Constant(_I64, LINE)
         c_group, a_group, b_step = (
-            builder.mul(stride, ir.Constant(_I64, 16)) for stride in (c_stride, a_stride, b_stride)
+            builder.mul(stride, ir.Constant(_I64, TILE_ROWS)) for stride in (c_stride, a_stride, b_stride)
         )
         places = []
-        for g, v in product(range(groups), range(2 * panels)):
-            place = builder.add(c, builder.mul(c_group, ir.Constant(_I64, g)))
+        for g, p, v in product(range(groups), range(panels), range(2)):
+            place = builder.add(c, builder.mul(c_far if p else c_group, ir.Constant(_I64, g + p)))
             place = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
-            places.append((_SUMS[2 * g + v], _pointer(builder, place)))
+            places.append((_SUMS[2 * (g + p) + v], _pointer(builder, place)))
         with builder.if_else(builder.icmp_signed("!=", at_first, ir.Constant(_I64, 0))) as (empty, go_on):
             with empty:
                 for tile, _ in places:
@@ -114,13 +114,15 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
             with go_on:
                 for tile, place in places:
                     _do(builder, "tileloadd64", tile, place, c_stride)
+        if weight is not None:
+            bring = _unpack_ahead(builder, weight, b, b_stride, tiles, ahead, unpacked, factors)
         with cgutils.for_range(builder, tiles) as loop:
-            at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
-            if weight is not None:
-                group = builder.add(factors, builder.mul(loop.index, ir.Constant(_I64, GROUP_BYTES)))
-                weight.unpack(builder, unpacked, at_b, b_stride, group, ir.Constant(_I64, STEPS))
-                at_b, stride = unpacked, width
-            at_a = builder.add(a, builder.mul(loop.index, line))
+            fetched = builder.add(ahead, builder.mul(loop.index, pace))
+            if weight is None:
+                at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
+            else:
+                at_b, stride = bring(loop.index, fetched), ir.Constant(_I64, _WIDTH)
+            at_a = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, LINE)))
             for g in range(groups):
                 place = builder.add(at_a, builder.mul(a_group, ir.Constant(_I64, g)))
                 _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, place), a_stride)
@@ -130,17 +132,43 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
                     _do(builder, "tileloadd64", tile, _pointer(builder, half), stride)
                     for g in range(groups):
                         _do(builder, "tdpbf16ps", _SUMS[2 * (g + p) + v], _ROWS[g], tile)
-                at_b = builder.add(at_b, apart)
-            fetched = builder.add(ahead, builder.mul(loop.index, pace))
-            with cgutils.for_range(builder, builder.udiv(pace, line)) as lines:
-                place = builder.add(fetched, builder.mul(lines.index, line))
-                for _ in range(panels):
-                    _prefetch(builder, place)
-                    place = builder.add(place, far)
+                at_b = builder.add(at_b, b_far)
+            if weight is None:
+                with cgutils.for_range(builder, builder.udiv(pace, ir.Constant(_I64, LINE))) as lines:
+                    place = builder.add(fetched, builder.mul(lines.index, ir.Constant(_I64, LINE)))
+                    for _ in range(panels):
+                        _prefetch(builder, place)
+                        place = builder.add(place, far)
         for tile, place in places:
             _do(builder, "tilestored64", tile, place, c_stride)
 
     return block_product
+
+
+def _unpack_ahead(
+    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, ahead: Any, unpacked: Any, factors: Any
+) -> Callable[[Any, Any], Any]:
+    """Unpack the first step of tiles. Returns bring(step, ahead), which unpacks the next one, to the other
+    of two places, and returns where this one is: a tile that is loaded right behind what is stored there
+    would wait for that.
+    """
+    steps, size = ir.Constant(_I64, STEPS), ir.Constant(_I64, STEPS * _WIDTH)
+    one = ir.Constant(_I64, 1)
+
+    def unpack(step: Any, place: Any, ahead: Any) -> None:
+        source = builder.add(b, builder.mul(step, builder.mul(b_stride, steps)))
+        group = builder.add(factors, builder.mul(step, ir.Constant(_I64, GROUP_BYTES)))
+        weight.unpack(builder, place, source, b_stride, group, steps, ahead)
+
+    def bring(step: Any, ahead: Any) -> Any:
+        odd = builder.and_(step, one)
+        following, last = builder.add(step, one), builder.sub(tiles, one)
+        following = builder.select(builder.icmp_signed("<", following, tiles), following, last)
+        unpack(following, builder.add(unpacked, builder.mul(builder.xor(odd, one), size)), ahead)
+        return builder.add(unpacked, builder.mul(odd, size))
+
+    unpack(ir.Constant(_I64, 0), unpacked, ahead)
+    return bring
 
 
 def _one_or_two(weight: Rows | None = None) -> Any:
@@ -156,8 +184,8 @@ def _one_or_two(weight: Rows | None = None) -> Any:
     return multiply_block
 
 
-multiply_pairs, by_int8, by_int4 = _one_or_two(), _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
 by_two_panels = _block_product(1, 2)
+multiply_pairs, by_int8, by_int4 = _one_or_two(), _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
 
 
 @function
@@ -176,7 +204,7 @@ def write_settings(settings, first, second):
 
 
 @function
-def configure_rows(settings, rows):
-    """Tiles for so many rows, of two groups."""
-    write_settings(settings, min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1))
+def configure_rows(settings, rows, panels=1):
+    """Tiles for so many rows: of two groups, or of one for two panels."""
+    write_settings(settings, min(rows, TILE_ROWS), rows if panels > 1 else max(rows - TILE_ROWS, 1))
     configure(settings)

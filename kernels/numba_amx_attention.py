@@ -31,7 +31,7 @@ def multiply_tiles(rows, vectors, c, c_stride, is_first, a, a_stride, b, b_strid
     """
     for v in range(0, vectors, 2):
         to, at = c + v * VECTOR_BYTES, b + v * VECTOR_BYTES
-        multiply_pairs(rows, to, c_stride, is_first, a, a_stride, at, b_stride, 0, steps, 0, 0, 0, 0, 0)
+        multiply_pairs(rows, to, c_stride, is_first, a, a_stride, at, b_stride, steps, 0, 0, 0, 0, 0, 0, 0)
 
 
 @_operation(types.void, *[types.int64] * 7)

@@ -18,11 +18,9 @@ from .numba_amx import (
     by_int4,
     by_int8,
     by_two_panels,
-    configure,
     configure_rows,
     multiply_pairs,
     release,
-    write_settings,
 )
 from .numba_codes import (
     INT4_PAIRS,
@@ -62,9 +60,11 @@ from .numba_vectors import (
 
 THIRDS = 3
 DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
+_TOGETHER = 2  # panels that rows are multiplied by while they are in the first cache
 _FEW_ROWS = 64  # of a unit, that go with half of it: they leave little to do while panels come from memory
-ROWS_BYTES = 2**20  # of the rows of a unit, or not many more: half of a core's second cache
+ROWS_BYTES = 2**20  # of the rows of a unit in thirds, or not many more: half of a core's second cache
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
+_MOST_PANELS = 8  # of a unit: as much of its sums as of rows, in a part of the depth, is in the second cache
 _WIDTH = 4 * PANEL
 
 TILES = Task(
@@ -78,7 +78,8 @@ _RECORD = TILES.record
 
 def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int) -> int:
     """What a thread needs for units of so many rows of x and panels: sums, what is unpacked, and thirds."""
-    return LINE + unit_panels * DEPTH * _WIDTH + unit_rows * thirds * (unit_panels * _WIDTH + thirds_stride)
+    rows = unit_rows * thirds
+    return LINE + _TOGETHER * DEPTH * _WIDTH + rows * (unit_panels * _WIDTH + thirds_stride)
 
 
 def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
@@ -91,7 +92,9 @@ def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
 
 def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, num_threads: int) -> int:
     """As many rows as a core keeps at hand while panels go by, and fewer where threads would have no unit."""
-    most = max(_LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
+    most = _MOST_ROWS
+    if thirds > 1:
+        most = max(_LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
     while most > _LEAST_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
         most = max(_LEAST_ROWS, most // 2)
     equal = -(-num_rows // max(1, -(-num_rows // most)))
@@ -99,15 +102,22 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 
 
 def panels_of_unit(num_rows: int, num_panels: int, unit_rows: int, kind: int, num_threads: int) -> int:
-    """Two, for which each tile of rows is read once: the rows of a unit come from the second cache all the
-    time, on the same few ways into the first that memory takes. One where threads would be done later than
-    with single panels, or where few rows leave all of the time to unpacking.
+    """As many as a unit may have, between which a part of its rows need not be brought into the second cache
+    again, and two at least, for which it comes into the first once. Fewer where threads would be done later
+    than with single panels, and one where few rows leave all of the time to unpacking.
     """
     if kind != PAIRS and unit_rows <= BLOCK:
         return 1
     blocks = -(-num_rows // unit_rows)
-    singles, pairs = (-(-n * blocks // num_threads) for n in (num_panels, -(-num_panels // 2)))
-    return 2 if 2 * pairs <= 1.1 * singles else 1
+
+    def passes(number: int) -> int:
+        units = -(-num_panels // number) * blocks
+        return -(-units // num_threads) * number
+
+    number = _MOST_PANELS if num_rows > _FEW_ROWS else _TOGETHER
+    while passes(number) > 1.1 * passes(1):
+        number //= 2
+    return number
 
 
 @_operation(types.void, *[types.int64] * 4)
@@ -141,65 +151,72 @@ def _bring_thirds(args, first, rows, to, stride):
 
 
 @function
+def _multiply_block(kind, panels, rows, c, at_first, x, x_stride, same, ahead, more):
+    """Of a block of rows, for which tiles are configured; see `_block_product`."""
+    args = c, _WIDTH, at_first, x, x_stride, *same, ahead, *more
+    if panels > 1:
+        by_two_panels(*args)
+    elif kind == PAIRS:
+        multiply_pairs(rows, *args)
+    elif kind == INT8_PAIRS:
+        by_int8(rows, *args)
+    else:
+        by_int4(rows, *args)
+
+
+@function
 def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
-    """The product of a panel or two with rows in bfloat16. Returns what tiles are configured for now."""
+    """The product of a unit's panels with its rows in bfloat16. Returns what tiles are configured for now."""
     across = -(-args.num_panels // args.unit_panels)
     panel, first = unit % across * args.unit_panels, unit // across * args.unit_rows
     rows, panels = min(args.unit_rows, args.num_rows - first), min(args.unit_panels, args.num_panels - panel)
-    kind, stride, c = args.weight_kind, step_bytes(args.weight_kind), scratch + LINE
-    width = args.unit_panels * _WIDTH
-    unpacked = c + args.unit_rows * args.thirds * width
-    block = BLOCK // panels
+    kind, stride = args.weight_kind, step_bytes(args.weight_kind)
+    sums, panel_sums = scratch + LINE, args.unit_rows * args.thirds * _WIDTH
+    unpacked, far = sums + args.unit_panels * panel_sums, args.depth * stride
+    together = min(_TOGETHER, args.unit_panels)
+    block = BLOCK // together
     num_blocks = -(-rows * args.thirds // block)
+    pace = -(-stride * STEPS // num_blocks // LINE) * LINE
     # In equal parts, of whole groups; what a single block of one panel needs is unpacked on the way.
-    is_unpacked = kind != PAIRS and (num_blocks > 1 or panels > 1)
-    most = DEPTH // 2 if panels > 1 and rows <= _FEW_ROWS else DEPTH
+    is_unpacked = kind != PAIRS and (num_blocks > 1 or together > 1)
+    most = DEPTH // 2 if together > 1 and rows <= _FEW_ROWS else DEPTH
     step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
     if kind != PAIRS and not is_unpacked:
         step = args.depth
-    pace = -(-stride * STEPS // num_blocks // LINE) * LINE
-    far = args.depth * stride
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
-        b, b_stride, apart = args.panels + panel * far + start * stride, stride, far
-        ahead = b + depth * stride
-        if start + depth == args.depth:
-            ahead = args.panels + next_unit % across * args.unit_panels * far
-        factors = 0
-        if kind == INT4_PAIRS:
-            factors = args.scales + group_bytes(kind, panel * args.depth + start)
-        if is_unpacked:
-            apart = DEPTH * _WIDTH
-            for p in range(panels):
-                unpack(kind, unpacked + p * apart, b + p * far, stride, factors, depth)
-                if kind == INT4_PAIRS:
-                    factors += group_bytes(kind, args.depth)
-            b, b_stride = unpacked, _WIDTH
-        for row in range(0, rows * args.thirds, block):
-            left = min(rows * args.thirds - row, block)
-            if left + panels * BLOCK != configured:
-                if panels > 1:
-                    write_settings(scratch, left, left)
-                    configure(scratch)
-                else:
-                    configure_rows(scratch, left)
-                configured = left + panels * BLOCK
-            to, x, num_tiles = c + row * width, a + row * a_stride + 4 * start, depth // STEPS
-            same = (
-                to, width, start == 0, x, a_stride, b, b_stride, apart, num_tiles, ahead, far, pace,
-                unpacked, factors,
-            )  # fmt: skip
-            if panels > 1:
-                by_two_panels(*same)
-            elif kind == PAIRS or is_unpacked:
-                multiply_pairs(left, *same)
-            elif kind == INT8_PAIRS:
-                by_int8(left, *same)
-            else:
-                by_int4(left, *same)
-            ahead += pace * num_tiles
+        for near in range(0, panels, together):
+            end = min(near + together, panels)
+            b = args.panels + (panel + near) * far + start * stride
+            # What is multiplied next: the next panels, the next part of the first ones, or the next unit.
+            ahead = b + together * far
+            if end == panels:
+                ahead = args.panels + panel * far + (start + depth) * stride
+                if start + depth == args.depth:
+                    ahead = args.panels + next_unit % across * args.unit_panels * far
+            factors = 0
+            if kind == INT4_PAIRS:
+                factors = args.scales + group_bytes(kind, (panel + near) * args.depth + start)
+            b_kind, b_stride, b_far = kind, stride, far
+            if is_unpacked:
+                b_kind, b_stride, b_far = PAIRS, _WIDTH, DEPTH * _WIDTH
+                for p in range(end - near):
+                    own = factors + p * group_bytes(kind, args.depth)
+                    unpack(kind, unpacked + p * b_far, b + p * far, stride, own, depth)
+                b = unpacked
+            c, x = sums + near * panel_sums, a + 4 * start
+            same = b, b_stride, depth // STEPS
+            more = pace, unpacked, factors, panel_sums, b_far, far
+            for row in range(0, rows * args.thirds, block):
+                left = min(rows * args.thirds - row, block)
+                if left + (end - near) * BLOCK != configured:
+                    configure_rows(scratch, left, end - near)
+                    configured = left + (end - near) * BLOCK
+                _multiply_block(b_kind, end - near, left, c, start == 0, x, a_stride, same, ahead, more)
+                c, x = c + block * _WIDTH, x + block * a_stride
+                ahead += pace * (depth // STEPS)
     for p in range(panels):
-        _finish(args, first, rows, panel + p, c + p * _WIDTH)
+        _finish(args, first, rows, panel + p, sums + p * panel_sums)
     return configured
 
 
@@ -207,17 +224,17 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
 def _finish(args, first, rows, panel, c):
     """What becomes of a panel's sums: scale, bias, gates, and their place in the result."""
     width, size = LANES if args.gated else PANEL, item_size(args.out_kind)
-    thirds, stride = args.thirds, args.unit_panels * _WIDTH
+    thirds = args.thirds
     columns = min(width, args.out_features - panel * width)
     to = args.out + (first * args.out_features + panel * width) * size
     scale, bias = args.scales + panel * _WIDTH, args.bias + panel * _WIDTH
     for row in range(rows):
-        at = c + thirds * row * stride
+        at = c + thirds * row * _WIDTH
         left, right = load(at), load(at + VECTOR_BYTES)
         if thirds > 1:
-            left = add(left, add(load(at + stride), load(at + 2 * stride)))
+            left = add(left, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
             at += VECTOR_BYTES
-            right = add(right, add(load(at + stride), load(at + 2 * stride)))
+            right = add(right, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
         if args.weight_kind == INT8_PAIRS:
             left, right = multiply(left, load(scale)), multiply(right, load(scale + VECTOR_BYTES))
         if args.bias:
@@ -236,7 +253,8 @@ if HAS_TILES:
     def _tiles_kernel(record):
         args, counters = carray(record, 1, _RECORD)[0], address_of(record)
         scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-        thirds = scratch + LINE + (DEPTH + args.unit_rows * args.thirds) * args.unit_panels * _WIDTH
+        sums = args.unit_panels * args.unit_rows * args.thirds
+        thirds = scratch + LINE + (_TOGETHER * DEPTH + sums) * _WIDTH
         brought, configured = -1, 0
         unit = claim(counters + NEXT_UNIT)
         while unit < args.num_units:

@@ -12,14 +12,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _read, _store, item_size
+from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _prefetch, _read, _store, item_size
 from .numba_vectors import (
     _I64,
     _INTS,
     _VECTOR,
     HAS_DOT,
+    HAS_HALVES,
     LANES,
     VECTOR_BYTES,
+    _at,
     _fma,
     _narrow,
     _operation,
@@ -33,6 +35,7 @@ INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS = range(5, 10)
 PANEL = 2 * LANES  # outputs
 GROUP = 32  # inputs that share a scale and a zero in int4
 GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
+INT8_UNIT = 2.0**8 if HAS_HALVES else 1.0  # what 1 in int8 becomes in pairs: by float16 in less instructions
 
 
 class Rows:
@@ -68,11 +71,19 @@ class Rows:
             with cgutils.for_range(builder, steps) as loop:
                 body(builder.add(first, loop.index), own)
 
-    def unpack(self, builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any) -> None:
-        """So many steps as two vectors each, one behind the other."""
+    def unpack(
+        self, builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any, ahead: Any = None
+    ) -> None:
+        """So many steps as two vectors each, one behind the other.
+
+        ahead: have as much memory on its way from there, a little with each step: a core has few places for
+        lines that it waits for.
+        """
 
         def step(index: Any, own: Any) -> None:
             source = builder.add(panel, builder.mul(stride, index))
+            if ahead is not None:
+                _prefetch(builder, builder.add(ahead, builder.mul(stride, index)))
             row = builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
             for vector in self.read(builder, source, own):
                 _store(builder, FLOAT32, row, vector)
@@ -105,7 +116,7 @@ class Pairs(Rows):
 
 
 class Int8Pairs(Rows):
-    """Two of int8, which bfloat16 can all hold."""
+    """Two of int8 in units of 1 / INT8_UNIT, all of which bfloat16 can hold."""
 
     in_pairs = True
 
@@ -114,9 +125,24 @@ class Int8Pairs(Rows):
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
         """See Rows."""
-        second = builder.add(address, ir.Constant(_I64, PANEL))
-        parts = [super(Int8Pairs, self).read(builder, place, factors) for place in (address, second)]
-        return [_narrow(builder, *part) for part in parts]
+        places = address, builder.add(address, ir.Constant(_I64, PANEL))
+        if HAS_HALVES:
+            return [_int8_by_halves(builder, place) for place in places]
+        return [_narrow(builder, *super(Int8Pairs, self).read(builder, place, factors)) for place in places]
+
+
+def _int8_by_halves(builder: Any, address: Any) -> Any:
+    """PANEL numbers of int8, 2^8 times as large, in bfloat16.
+
+    As float16 those that are not 0 have an exponent field of 23 to 30, 16 and what 4 bits hold; bfloat16's is
+    112 larger, 128 and the same 4 bits: so sign and leading bit stay in place, and the others move down by 3.
+    """
+    bits, halves = ir.VectorType(ir.IntType(16), PANEL), ir.VectorType(ir.HalfType(), PANEL)
+    stored = builder.load(_at(builder, ir.VectorType(ir.IntType(8), PANEL), address), align=1)
+    wide, down, kept, moved = (ir.Constant(bits, [n] * PANEL) for n in (8, 3, 0xC000, 0x07FF))
+    number = builder.bitcast(builder.sitofp(builder.shl(builder.zext(stored, bits), wide), halves), bits)
+    rest = builder.and_(builder.lshr(number, down), moved)
+    return builder.bitcast(builder.or_(builder.and_(number, kept), rest), _VECTOR)
 
 
 class Int4(Rows):

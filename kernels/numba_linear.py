@@ -23,6 +23,7 @@ from .numba_codes import (
     INT4,
     INT4_PAIRS,
     INT8_PAIRS,
+    INT8_UNIT,
     PAIRS,
     PANEL,
     group_bytes,
@@ -77,7 +78,9 @@ class Panels(NamedTuple):
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
     # and has LANES in the place of PANEL; of bfloat16 not in pairs the halves of a panel alternate
     weight: Tensor
-    scales: Tensor  # f32[num_panels * PANEL], for int4 bf16[num_panels, num_groups, 2, PANEL]: and zeros
+    # f32[num_panels * PANEL], of int8 in pairs a unit's; for int4 bf16[num_panels, num_groups, 2, PANEL]: and
+    # zeros
+    scales: Tensor
     out_features: int
     gated: bool = False  # silu of one half of the outputs times the other comes of it
 
@@ -133,6 +136,8 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
         ordered = _alternate_halves(rows) if by_halves else rows
         panels[i, :, : len(ordered)] = _by_depth(ordered, pairs)
     factors = torch.ones(out_features, dtype=torch.float32) if scales is None else scales
+    if scales is not None and pairs:
+        factors = scales / INT8_UNIT
     padded = pad(factors, gated=gated)
     return Panels(panels if pairs else panels.squeeze(3), padded, out_features, gated)
 

@@ -6,7 +6,7 @@ from numba import carray
 from torch import Tensor
 
 from .checks import check_dtype, in_debug_mode
-from .numba_codes import HALVES, INT8_PAIRS, PAIRS, PANEL
+from .numba_codes import HALVES, INT8_PAIRS, INT8_UNIT, PAIRS, PANEL
 from .numba_linear import OUT_KINDS, Panels
 from .numba_memory import (
     BFLOAT16,
@@ -78,7 +78,8 @@ def _take_panel_row(args, i, scratch):
     elif args.weight_kind == INT8_PAIRS:
         weight = args.panels + panel * args.in_features * PANEL + 2 * place
         for k in range(args.in_features):
-            set_float(numbers + 4 * k, np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2)))
+            number = np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2))
+            set_float(numbers + 4 * k, np.float32(INT8_UNIT) * number)
     elif args.weight_kind == HALVES:
         weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * (place % LANES)
         for k in range(args.in_features):
@@ -147,7 +148,8 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         if panels.kind == HALVES:
             places = places % LANES * 2 + places // LANES
         rows = weight[indices // PANEL, :, places].flatten(1)
-        return (rows * panels.scales[indices, None]).to(dtype)
+        unit = INT8_UNIT if panels.kind == INT8_PAIRS else 1.0
+        return (rows * (unit * panels.scales[indices, None])).to(dtype)
     check_dtype("indices", indices, (torch.int64,))
     _check_range(indices, panels.out_features)
     indices = indices.contiguous()  # by a name: what only its address is taken of would be gone
