@@ -317,9 +317,10 @@ def test_an_engine_in_float32_reads_16_bits(name, kept, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", [PanelWeight, PanelInt8Weight], ids=lambda form: form.__name__)
 @dtypes
+@pytest.mark.parametrize("num_inputs", [8, 96])
 @pytest.mark.usefixtures("unit")
-def test_rows_are_those_of_the_weight(form, dtype):
-    weight = torch.randn(70, 96).bfloat16().to(dtype)
+def test_rows_are_those_of_the_weight(form, dtype, num_inputs):
+    weight = torch.randn(70, num_inputs).bfloat16().to(dtype)
     indices = torch.tensor([69, 0, 16, 15, 16])
     expected = dequantized(form, weight)[indices].to(dtype)
     torch.testing.assert_close(form(weight).rows(indices), expected, rtol=torch.finfo(dtype).eps, atol=0)
