@@ -64,7 +64,7 @@ _TOGETHER = 2  # panels that rows are multiplied by while they are in the first 
 _FEW_ROWS = 64  # of a unit, that go with half of it: they leave little to do while panels come from memory
 ROWS_BYTES = 2**20  # of the rows of a unit in thirds, or not many more: half of a core's second cache
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
-_MOST_PANELS = 8  # of a unit: as much of its sums as of rows, in a part of the depth, is in the second cache
+_MOST_PANELS = 8  # of a unit, whose sums are in the second cache beside a part of the rows
 _WIDTH = 4 * PANEL
 
 TILES = Task(
@@ -186,11 +186,11 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
         for near in range(0, panels, together):
-            end = min(near + together, panels)
+            some = min(together, panels - near)
             b = args.panels + (panel + near) * far + start * stride
             # What is multiplied next: the next panels, the next part of the first ones, or the next unit.
             ahead = b + together * far
-            if end == panels:
+            if near + some == panels:
                 ahead = args.panels + panel * far + (start + depth) * stride
                 if start + depth == args.depth:
                     ahead = args.panels + next_unit % across * args.unit_panels * far
@@ -200,7 +200,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
             b_kind, b_stride, b_far = kind, stride, far
             if is_unpacked:
                 b_kind, b_stride, b_far = PAIRS, _WIDTH, DEPTH * _WIDTH
-                for p in range(end - near):
+                for p in range(some):
                     own = factors + p * group_bytes(kind, args.depth)
                     unpack(kind, unpacked + p * b_far, b + p * far, stride, own, depth)
                 b = unpacked
@@ -209,10 +209,10 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
             more = pace, unpacked, factors, panel_sums, b_far, far
             for row in range(0, rows * args.thirds, block):
                 left = min(rows * args.thirds - row, block)
-                if left + (end - near) * BLOCK != configured:
-                    configure_rows(scratch, left, end - near)
-                    configured = left + (end - near) * BLOCK
-                _multiply_block(b_kind, end - near, left, c, start == 0, x, a_stride, same, ahead, more)
+                if left + some * BLOCK != configured:
+                    configure_rows(scratch, left, some)
+                    configured = left + some * BLOCK
+                _multiply_block(b_kind, some, left, c, start == 0, x, a_stride, same, ahead, more)
                 c, x = c + block * _WIDTH, x + block * a_stride
                 ahead += pace * (depth // STEPS)
     for p in range(panels):

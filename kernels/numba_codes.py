@@ -35,7 +35,7 @@ INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS = range(5, 10)
 PANEL = 2 * LANES  # outputs
 GROUP = 32  # inputs that share a scale and a zero in int4
 GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
-INT8_UNIT = 2.0**8 if HAS_HALVES else 1.0  # what 1 in int8 becomes in pairs: by float16 in less instructions
+INT8_UNIT = 2.0**8 if HAS_HALVES else 1.0  # what 1 in int8 becomes in pairs: see `_int8_by_halves`
 
 
 class Rows:
