@@ -62,7 +62,7 @@ THIRDS = 3
 DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the first cache
 _FEW_ROWS = 64  # of a unit, that go with half of it: they leave little to do while panels come from memory
-ROWS_BYTES = 2**20  # of the rows of a unit in thirds, or not many more: half of a core's second cache
+ROWS_BYTES = 2**20  # half of a core's second cache: rows of a unit in thirds, or not many more
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
 _MOST_PANELS = 8  # of a unit, whose sums are in the second cache beside a part of the rows
 _WIDTH = 4 * PANEL
@@ -101,10 +101,12 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
     return max(1, min(num_rows, -(-equal // _LEAST_ROWS) * _LEAST_ROWS))
 
 
-def panels_of_unit(num_rows: int, num_panels: int, unit_rows: int, kind: int, num_threads: int) -> int:
-    """As many as a unit may have, between which a part of its rows need not be brought into the second cache
-    again, and two at least, for which it comes into the first once. Fewer where threads would be done later
-    than with single panels, and one where few rows leave all of the time to unpacking.
+def panels_of_unit(
+    num_rows: int, num_panels: int, in_features: int, unit_rows: int, kind: int, num_threads: int
+) -> int:
+    """Two, for which a part of the rows comes into the first cache once, and of many and wide rows more, for
+    which it comes into the second cache once. Fewer where threads would be done later than with single
+    panels, and one where few rows leave all of the time to unpacking.
     """
     if kind != PAIRS and unit_rows <= BLOCK:
         return 1
@@ -114,7 +116,8 @@ def panels_of_unit(num_rows: int, num_panels: int, unit_rows: int, kind: int, nu
         units = -(-num_panels // number) * blocks
         return -(-units // num_threads) * number
 
-    number = _MOST_PANELS if num_rows > _FEW_ROWS else _TOGETHER
+    are_many = num_rows > _FEW_ROWS and 2 * in_features * unit_rows >= ROWS_BYTES // 2
+    number = _MOST_PANELS if are_many else _TOGETHER
     while passes(number) > 1.1 * passes(1):
         number //= 2
     return number

@@ -241,7 +241,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
         num_threads = torch.get_num_threads()
         unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, num_threads)
-        unit_panels = panels_of_unit(num_rows, num_panels, unit_rows, weight.kind, num_threads)
+        unit_panels = panels_of_unit(num_rows, num_panels, depth, unit_rows, weight.kind, num_threads)
         num_units = -(-num_panels // unit_panels) * -(-num_rows // unit_rows)
         size = scratch_bytes(unit_rows, unit_panels, thirds, stride)
         TILES.run(num_units, *fields, unit_rows, unit_panels, thirds, stride, scratch_size=size)
