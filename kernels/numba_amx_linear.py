@@ -60,8 +60,8 @@ from .numba_vectors import (
 
 THIRDS = 3
 DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
+_FEW_ROWS = 64  # that go with half of it: they leave little to do while panels come from memory
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the first cache
-_FEW_ROWS = 64  # of a unit, that go with half of it: they leave little to do while panels come from memory
 ROWS_BYTES = 2**20  # half of a core's second cache: rows of a unit in thirds, or not many more
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
 _MOST_PANELS = 8  # of a unit, whose sums are in the second cache beside a part of the rows
@@ -91,7 +91,9 @@ def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
 
 
 def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, num_threads: int) -> int:
-    """As many rows as a core keeps at hand while panels go by, and fewer where threads would have no unit."""
+    """As many rows, or parts of these, as a core keeps at hand while panels go by, and fewer where threads
+    would have no unit. Thirds of rows are made once for all panels, and kept whole.
+    """
     most = _MOST_ROWS
     if thirds > 1:
         most = max(_LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
@@ -104,9 +106,9 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 def panels_of_unit(
     num_rows: int, num_panels: int, in_features: int, unit_rows: int, kind: int, num_threads: int
 ) -> int:
-    """Two, for which a part of the rows comes into the first cache once, and of many and wide rows more, for
-    which it comes into the second cache once. Fewer where threads would be done later than with single
-    panels, and one where few rows leave all of the time to unpacking.
+    """One where few rows leave all of the time to unpacking. Else two, between which a part of the rows stays
+    in the first cache; for many wide rows up to _MOST_PANELS, between which it stays in the second. Fewer
+    where threads would be done later than with single panels.
     """
     if kind != PAIRS and unit_rows <= BLOCK:
         return 1

@@ -35,7 +35,7 @@ INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS = range(5, 10)
 PANEL = 2 * LANES  # outputs
 GROUP = 32  # inputs that share a scale and a zero in int4
 GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
-INT8_UNIT = 2.0**8 if HAS_HALVES else 1.0  # what 1 in int8 becomes in pairs: see `_int8_by_halves`
+INT8_UNIT = 2.0 if HAS_HALVES else 1.0  # what 1 in int8 becomes in pairs: see `_int8_by_halves`
 
 
 class Rows:
@@ -132,15 +132,16 @@ class Int8Pairs(Rows):
 
 
 def _int8_by_halves(builder: Any, address: Any) -> Any:
-    """PANEL numbers of int8, 2^8 times as large, in bfloat16.
+    """PANEL numbers of int8, twice as large, in bfloat16.
 
-    As float16 those that are not 0 have an exponent field of 23 to 30, 16 and what 4 bits hold; bfloat16's is
+    As float16 those that are not 0 have an exponent field of 16 to 23, 16 and what 4 bits hold; bfloat16's is
     112 larger, 128 and the same 4 bits: so sign and leading bit stay in place, and the others move down by 3.
     """
     bits, halves = ir.VectorType(ir.IntType(16), PANEL), ir.VectorType(ir.HalfType(), PANEL)
     stored = builder.load(_at(builder, ir.VectorType(ir.IntType(8), PANEL), address), align=1)
-    wide, down, kept, moved = (ir.Constant(bits, [n] * PANEL) for n in (8, 3, 0xC000, 0x07FF))
-    number = builder.bitcast(builder.sitofp(builder.shl(builder.zext(stored, bits), wide), halves), bits)
+    down, kept, moved = (ir.Constant(bits, [n] * PANEL) for n in (3, 0xC000, 0x07FF))
+    single = builder.sext(stored, bits)
+    number = builder.bitcast(builder.sitofp(builder.add(single, single), halves), bits)
     rest = builder.and_(builder.lshr(number, down), moved)
     return builder.bitcast(builder.or_(builder.and_(number, kept), rest), _VECTOR)
 
