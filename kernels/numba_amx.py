@@ -12,14 +12,13 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 
 from .numba_codes import GROUP_BYTES, PANEL, Int4Pairs, Int8Pairs, Rows
 from .numba_memory import LINE, _prefetch, set_byte
-from .numba_vectors import _I64, HAS_DOT, VECTOR_BYTES, _at, _call, _operation, function
+from .numba_vectors import _I64, HAS_DOT, VECTOR_BYTES, _at, _call, _has, _operation, function
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +35,6 @@ _SUMS, _ROWS, _HALVES = (0, 1, 2, 3), (4, 5), (6, 7)
 _ASK_FOR_TILES = 158, 0x1023, 18
 
 
-def _cpu_has_tiles() -> bool:
-    """Whether what numba compiles for has tiles."""
-    features = config.CPU_FEATURES
-    if features is None:
-        features = llvm.get_host_cpu_features().flatten()
-    return HAS_DOT and {"+amx-bf16", "+amx-tile"} <= set(features.split(","))
-
-
 def _may_use_tiles() -> bool:
     """Whether Linux lets this process use them.
 
@@ -58,7 +49,7 @@ def _may_use_tiles() -> bool:
 
 
 # What is compiled, and kept for other processes, depends on the CPU alone.
-_CPU_HAS_TILES = _cpu_has_tiles()
+_CPU_HAS_TILES = HAS_DOT and _has("amx-bf16") and _has("amx-tile")
 HAS_TILES = _CPU_HAS_TILES and _may_use_tiles()
 
 
@@ -115,7 +106,7 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
                 for tile, place in places:
                     _do(builder, "tileloadd64", tile, place, c_stride)
         if weight is not None:
-            bring = _unpack_ahead(builder, weight, b, b_stride, tiles, ahead, unpacked, factors)
+            bring = _unpack_ahead(builder, weight, b, b_stride, tiles, unpacked, factors)
         with cgutils.for_range(builder, tiles) as loop:
             fetched = builder.add(ahead, builder.mul(loop.index, pace))
             if weight is None:
@@ -146,7 +137,7 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
 
 
 def _unpack_ahead(
-    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, ahead: Any, unpacked: Any, factors: Any
+    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any
 ) -> Callable[[Any, Any], Any]:
     """Unpack the first step of tiles. Returns bring(step, ahead), which unpacks the next one, to the other
     of two places, and returns where this one is: a tile that is loaded right behind what is stored there
@@ -155,7 +146,7 @@ def _unpack_ahead(
     steps, size = ir.Constant(_I64, STEPS), ir.Constant(_I64, STEPS * _WIDTH)
     one = ir.Constant(_I64, 1)
 
-    def unpack(step: Any, place: Any, ahead: Any) -> None:
+    def unpack(step: Any, place: Any, ahead: Any = None) -> None:
         source = builder.add(b, builder.mul(step, builder.mul(b_stride, steps)))
         group = builder.add(factors, builder.mul(step, ir.Constant(_I64, GROUP_BYTES)))
         weight.unpack(builder, place, source, b_stride, group, steps, ahead)
@@ -167,7 +158,7 @@ def _unpack_ahead(
         unpack(following, builder.add(unpacked, builder.mul(builder.xor(odd, one), size)), ahead)
         return builder.add(unpacked, builder.mul(odd, size))
 
-    unpack(ir.Constant(_I64, 0), unpacked, ahead)
+    unpack(ir.Constant(_I64, 0), unpacked)
     return bring
 
 

@@ -157,7 +157,7 @@ def _bring_thirds(args, first, rows, to, stride):
 
 @function
 def _multiply_block(kind, panels, rows, c, at_first, x, x_stride, same, ahead, more):
-    """Of a block of rows, for which tiles are configured; see `_block_product`."""
+    """Of a block of rows, for which tiles are configured; see `_block_product` in `numba_amx`."""
     args = c, _WIDTH, at_first, x, x_stride, *same, ahead, *more
     if panels > 1:
         by_two_panels(*args)
