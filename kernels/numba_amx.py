@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_codes import GROUP_BYTES, PANEL, Int4Pairs, Int8Pairs, Rows
+from .numba_codes import PANEL, Int4Pairs, Int8Pairs, Rows, ShortPairs
 from .numba_memory import LINE, _prefetch, set_byte
 from .numba_vectors import _I64, HAS_DOT, VECTOR_BYTES, _at, _call, _has, _operation, function
 
@@ -148,7 +148,7 @@ def _unpack_ahead(
 
     def unpack(step: Any, place: Any, ahead: Any = None) -> None:
         source = builder.add(b, builder.mul(step, builder.mul(b_stride, steps)))
-        group = builder.add(factors, builder.mul(step, ir.Constant(_I64, GROUP_BYTES)))
+        group = builder.add(factors, builder.mul(step, ir.Constant(_I64, weight.group_bytes)))
         weight.unpack(builder, place, source, b_stride, group, steps, ahead)
 
     def bring(step: Any, ahead: Any) -> Any:
@@ -176,7 +176,8 @@ def _one_or_two(weight: Rows | None = None) -> Any:
 
 
 by_two_panels = _block_product(1, 2)
-multiply_pairs, by_int8, by_int4 = _one_or_two(), _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
+multiply_pairs, by_short = _one_or_two(), _one_or_two(ShortPairs())
+by_int8, by_int4 = _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
 
 
 @function

@@ -17,6 +17,7 @@ from .numba_amx import (
     STEPS,
     by_int4,
     by_int8,
+    by_short,
     by_two_panels,
     configure_rows,
     multiply_pairs,
@@ -104,13 +105,13 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 
 
 def panels_of_unit(
-    num_rows: int, num_panels: int, in_features: int, unit_rows: int, kind: int, num_threads: int
+    num_rows: int, num_panels: int, in_features: int, unit_rows: int, thirds: int, kind: int, num_threads: int
 ) -> int:
     """One where few rows leave all of the time to unpacking. Else two, between which a part of the rows stays
     in the first cache; for many wide rows up to _MOST_PANELS, between which it stays in the second. Fewer
     where threads would be done later than with single panels.
     """
-    if kind != PAIRS and unit_rows <= BLOCK:
+    if kind != PAIRS and unit_rows * thirds <= BLOCK:
         return 1
     blocks = -(-num_rows // unit_rows)
 
@@ -165,8 +166,10 @@ def _multiply_block(kind, panels, rows, c, at_first, x, x_stride, same, ahead, m
         multiply_pairs(rows, *args)
     elif kind == INT8_PAIRS:
         by_int8(rows, *args)
-    else:
+    elif kind == INT4_PAIRS:
         by_int4(rows, *args)
+    else:
+        by_short(rows, *args)
 
 
 @function
@@ -199,9 +202,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 ahead = args.panels + panel * far + (start + depth) * stride
                 if start + depth == args.depth:
                     ahead = args.panels + next_unit % across * args.unit_panels * far
-            factors = 0
-            if kind == INT4_PAIRS:
-                factors = args.scales + group_bytes(kind, (panel + near) * args.depth + start)
+            factors = args.scales + group_bytes(kind, (panel + near) * args.depth + start)
             b_kind, b_stride, b_far = kind, stride, far
             if is_unpacked:
                 b_kind, b_stride, b_far = PAIRS, _WIDTH, DEPTH * _WIDTH

@@ -14,6 +14,7 @@ from numba.core import cgutils
 
 from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _prefetch, _read, _store, item_size
 from .numba_vectors import (
+    _I32,
     _I64,
     _INTS,
     _VECTOR,
@@ -22,6 +23,7 @@ from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
     _at,
+    _call,
     _fma,
     _narrow,
     _operation,
@@ -31,10 +33,13 @@ from .numba_vectors import (
 )
 
 # How a panel is stored, after the kinds of single numbers.
-INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS = range(5, 10)
+INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS, SHORT_PAIRS = range(5, 11)
 PANEL = 2 * LANES  # outputs
 GROUP = 32  # inputs that share a scale and a zero in int4
 GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
+# Of bfloat16 in 12 bits: steps of a group, what it has in front of them, and bytes of a step.
+SHORT_STEPS, TABLE_BYTES, SHORT_HEAD_BYTES, SHORT_STEP_BYTES = 16, 16, 32, 3 * PANEL
+SHORT_GROUP_BYTES = SHORT_HEAD_BYTES + SHORT_STEPS * SHORT_STEP_BYTES
 INT8_UNIT = 2.0 if HAS_HALVES else 1.0  # what 1 in int8 becomes in pairs: see `_int8_by_halves`
 
 
@@ -43,6 +48,7 @@ class Rows:
 
     in_pairs = False
     group_steps = 0  # of the depth, that have factors in common; none have where it is 0
+    group_bytes = 0  # of these, that lie elsewhere
 
     def __init__(self, kind: int) -> None:
         self.kind = kind
@@ -64,7 +70,7 @@ class Rows:
             with cgutils.for_range(builder, depth) as loop:
                 body(loop.index, None)
             return
-        steps, size = ir.Constant(_I64, self.group_steps), ir.Constant(_I64, GROUP_BYTES)
+        steps, size = ir.Constant(_I64, self.group_steps), ir.Constant(_I64, self.group_bytes)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
             own = self.factors(builder, builder.add(factors, builder.mul(groups.index, size)))
             first = builder.mul(groups.index, steps)
@@ -84,12 +90,16 @@ class Rows:
             source = builder.add(panel, builder.mul(stride, index))
             if ahead is not None:
                 _prefetch(builder, builder.add(ahead, builder.mul(stride, index)))
-            row = builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
-            for vector in self.read(builder, source, own):
-                _store(builder, FLOAT32, row, vector)
-                row = builder.add(row, ir.Constant(_I64, VECTOR_BYTES))
+            _store_step(builder, to, index, self.read(builder, source, own))
 
         self.each_step(builder, depth, factors, step)
+
+
+def _store_step(builder: Any, to: Any, index: Any, vectors: list[Any]) -> None:
+    row = builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
+    for vector in vectors:
+        _store(builder, FLOAT32, row, vector)
+        row = builder.add(row, ir.Constant(_I64, VECTOR_BYTES))
 
 
 class Halves(Rows):
@@ -146,10 +156,89 @@ def _int8_by_halves(builder: Any, address: Any) -> Any:
     return builder.bitcast(builder.or_(builder.and_(number, kept), rest), _VECTOR)
 
 
+class ShortPairs(Rows):
+    """Two of bfloat16 in 12 bits each: the lower 8, and 4 that stand for the upper 8.
+
+    Those of a group that are near each other in size have few signs and exponents: a table of the 16 upper
+    halves that are most frequent has nearly all of them. The others are put in their places after that, so
+    that all come out as they were. In the manner of DFloat11 (Zhang et al., 2025), whose codes are shorter
+    and of many lengths.
+
+    In front of a group are its table, where its exceptions begin and their number, as int64. They are at
+    `factors`, 4 bytes each: the place of the upper half in the group as it comes out, times 256, and that.
+    """
+
+    in_pairs = True
+
+    def __init__(self) -> None:
+        super().__init__(BFLOAT16)
+
+    def unpack(
+        self, builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any, ahead: Any = None
+    ) -> None:
+        """See Rows; a step is SHORT_GROUP_BYTES / SHORT_STEPS from the next on average."""
+        steps = ir.Constant(_I64, SHORT_STEPS)
+        with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
+            first = builder.mul(groups.index, steps)
+            group = builder.add(panel, builder.mul(stride, first))
+            table = builder.load(_at(builder, _bytes(TABLE_BYTES), group), align=1)
+            table = _repeated(builder, table, 2 * PANEL)
+            with cgutils.for_range(builder, steps) as loop:
+                index = builder.add(first, loop.index)
+                if ahead is not None:
+                    _prefetch(builder, builder.add(ahead, builder.mul(stride, index)))
+                source = builder.add(group, builder.mul(loop.index, ir.Constant(_I64, SHORT_STEP_BYTES)))
+                source = builder.add(source, ir.Constant(_I64, SHORT_HEAD_BYTES))
+                _store_step(builder, to, index, self.read(builder, source, table))
+            place = builder.add(to, builder.mul(first, ir.Constant(_I64, 2 * VECTOR_BYTES)))
+            _mend(builder, place, group, factors)
+
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
+        """See Rows. The factors are the table, for any 16 bytes of a vector."""
+        width = 2 * PANEL
+        lower = builder.load(_at(builder, _bytes(width), address), align=1)
+        place = builder.add(address, ir.Constant(_I64, width))
+        codes = _repeated(builder, builder.load(_at(builder, _bytes(PANEL), place), align=1), width)
+        longs = ir.VectorType(_I64, width // 8)
+        shifts = ir.Constant(longs, [0] * (width // 16) + [4] * (width // 16))
+        codes = builder.bitcast(builder.lshr(builder.bitcast(codes, longs), shifts), _bytes(width))
+        codes = builder.and_(codes, ir.Constant(_bytes(width), [15] * width))
+        upper = _call(builder, "llvm.x86.avx512.pshuf.b.512", _bytes(width), factors, codes)
+        vectors = []
+        for half in (0, 8):
+            places = [16 * part + half + i + of for part in range(4) for i in range(8) for of in (0, width)]
+            both = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(_I32, width), places))
+            vectors.append(builder.bitcast(both, _VECTOR))
+        return vectors
+
+
+def _mend(builder: Any, place: Any, group: Any, exceptions: Any) -> None:
+    """Put the exceptions of a group where they belong; see ShortPairs."""
+    first, number = (
+        builder.load(_at(builder, _I64, group, ir.Constant(_I64, TABLE_BYTES + at)), align=1) for at in (0, 8)
+    )
+    with cgutils.for_range(builder, number) as loop:
+        at = builder.mul(builder.add(first, loop.index), ir.Constant(_I64, 4))
+        exception = builder.load(_at(builder, _I32, exceptions, at))
+        where = builder.zext(builder.lshr(exception, ir.Constant(_I32, 8)), _I64)
+        upper = builder.trunc(exception, ir.IntType(8))
+        builder.store(upper, _at(builder, upper.type, place, where))
+
+
+def _bytes(number: int) -> ir.VectorType:
+    return ir.VectorType(ir.IntType(8), number)
+
+
+def _repeated(builder: Any, x: Any, length: int) -> Any:
+    """The elements of a vector, again and again."""
+    places = [i % x.type.count for i in range(length)]
+    return builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(_I32, length), places))
+
+
 class Int4(Rows):
     """scale * (code - 8) + zero: a byte has the codes of an output of either half of the panel."""
 
-    group_steps = GROUP
+    group_steps, group_bytes = GROUP, GROUP_BYTES
 
     def __init__(self) -> None:
         super().__init__(INT8)
@@ -211,9 +300,10 @@ def _unpacker(rows: Rows) -> Any:
 
 
 _unpack_int4 = _unpacker(Int4())
-_unpack_int8_pairs = _unpack_int4_pairs = _unpack_int4
+_unpack_int8_pairs = _unpack_int4_pairs = _unpack_short_pairs = _unpack_int4
 if HAS_DOT:  # elsewhere nothing is in pairs
     _unpack_int8_pairs, _unpack_int4_pairs = _unpacker(Int8Pairs()), _unpacker(Int4Pairs())
+    _unpack_short_pairs = _unpacker(ShortPairs())
 
 
 @function
@@ -226,13 +316,15 @@ def unpacked_kind(kind):
 
 @function
 def unpack(kind, to, panel, stride, factors, depth):
-    """So many steps of a quantised panel, in two vectors each."""
+    """So many steps of a quantised or short panel, in two vectors each."""
     if kind == INT4:
         _unpack_int4(to, panel, stride, factors, depth)
     elif kind == INT8_PAIRS:
         _unpack_int8_pairs(to, panel, stride, factors, depth)
-    else:
+    elif kind == INT4_PAIRS:
         _unpack_int4_pairs(to, panel, stride, factors, depth)
+    else:
+        _unpack_short_pairs(to, panel, stride, factors, depth)
 
 
 @function
@@ -242,6 +334,8 @@ def step_bytes(kind):
         return LANES
     if kind == INT4_PAIRS:
         return 2 * LANES
+    if kind == SHORT_PAIRS:
+        return SHORT_GROUP_BYTES // SHORT_STEPS
     if kind in (HALVES, INT8_PAIRS):
         return 2 * PANEL
     return 4 * PANEL if kind == PAIRS else item_size(kind) * PANEL
@@ -249,5 +343,7 @@ def step_bytes(kind):
 
 @function
 def group_bytes(kind, steps):
-    """What panels of int4 have of factors for so many steps of the depth."""
-    return (steps if kind == INT4 else 2 * steps) // GROUP * GROUP_BYTES
+    """What panels of int4 have of factors for so many steps of the depth; nothing of other kinds."""
+    if kind == INT4:
+        return steps // GROUP * GROUP_BYTES
+    return 2 * steps // GROUP * GROUP_BYTES if kind == INT4_PAIRS else 0

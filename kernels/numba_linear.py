@@ -26,6 +26,7 @@ from .numba_codes import (
     INT8_UNIT,
     PAIRS,
     PANEL,
+    SHORT_PAIRS,
     group_bytes,
     step_bytes,
     unpack,
@@ -57,7 +58,12 @@ _KINDS = {
     torch.int8: INT8,
     torch.uint8: INT4,
 }
-_PAIR_KINDS = {torch.bfloat16: PAIRS, torch.int8: INT8_PAIRS, torch.uint8: INT4_PAIRS}
+_PAIR_KINDS = {
+    torch.bfloat16: PAIRS,
+    torch.int8: INT8_PAIRS,
+    torch.uint8: INT4_PAIRS,
+    torch.int16: SHORT_PAIRS,
+}
 _WIDTH = 4 * PANEL
 
 LINEAR = Task(
@@ -73,13 +79,15 @@ class Panels(NamedTuple):
     """A weight [out_features, in_features] as this product reads it, and what multiplies and shifts it.
 
     In pairs, for x in bfloat16 or, by tiles, in float32, weights of inputs 2 i and 2 i + 1 lie side by side.
+    Those may also be short, for tiles: see `numba_short`.
     """
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
-    # and has LANES in the place of PANEL; of bfloat16 not in pairs the halves of a panel alternate
+    # and has LANES in the place of PANEL; of bfloat16 not in pairs the halves of a panel alternate; what is short
+    # is i16[num_panels, in_features // 2, SHORT_GROUP_BYTES / SHORT_STEPS / 2, 1]
     weight: Tensor
     # f32[num_panels * PANEL], of int8 in pairs divided by INT8_UNIT; for int4 bf16[num_panels, num_groups, 2,
-    # PANEL]: and zeros
+    # PANEL]: and zeros; of what is short the exceptions, i32[n]
     scales: Tensor
     out_features: int
     gated: bool = False  # silu of one half of the outputs times the other comes of it
@@ -104,11 +112,12 @@ class Panels(NamedTuple):
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:
     """Whether this CPU multiplies rows of that dtype and width by weights in pairs."""
     if dtype == torch.float32:
-        return _fills_tiles(in_features)
+        return fills_tiles(in_features)
     return HAS_DOT and dtype == torch.bfloat16 and in_features % 2 == 0
 
 
-def _fills_tiles(in_features: int) -> bool:
+def fills_tiles(in_features: int) -> bool:
+    """Whether this CPU multiplies weights of so many inputs, in pairs, by tiles."""
     return HAS_TILES and in_features % INPUTS == 0
 
 
@@ -120,7 +129,7 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     inputs, and has scales just where it is int8.
     """
     _check_pairs(pairs)
-    check_dtype("weight", weight, tuple(_PAIR_KINDS if pairs else _KINDS)[:-1])
+    check_dtype("weight", weight, tuple(_PAIR_KINDS)[:2] if pairs else tuple(_KINDS)[:-1])
     if (scales is not None) != (weight.dtype == torch.int8):
         given = "none" if scales is None else "some"
         raise ValueError(
@@ -213,7 +222,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     where x has another width or dtype.
     """
     check_shape("x", x, (None, weight.in_features))
-    in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
+    in_tiles = weight.in_pairs and fills_tiles(weight.in_features)
     in_pairs = (torch.bfloat16, torch.float32) if in_tiles else (torch.bfloat16,)
     check_dtype("x", x, in_pairs if weight.in_pairs else KERNEL_DTYPES)
     num_rows, num_panels = x.shape[0], len(weight.weight)
@@ -241,7 +250,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
         num_threads = torch.get_num_threads()
         unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, num_threads)
-        unit_panels = panels_of_unit(num_rows, num_panels, depth, unit_rows, weight.kind, num_threads)
+        unit_panels = panels_of_unit(num_rows, num_panels, depth, unit_rows, thirds, weight.kind, num_threads)
         num_units = -(-num_panels // unit_panels) * -(-num_rows // unit_rows)
         size = scratch_bytes(unit_rows, unit_panels, thirds, stride)
         TILES.run(num_units, *fields, unit_rows, unit_panels, thirds, stride, scratch_size=size)

@@ -6,7 +6,7 @@ from numba import carray
 from torch import Tensor
 
 from .checks import check_dtype, in_debug_mode
-from .numba_codes import HALVES, INT8_PAIRS, INT8_UNIT, PAIRS, PANEL
+from .numba_codes import HALVES, INT8_PAIRS, INT8_UNIT, PAIRS, PANEL, SHORT_PAIRS, step_bytes, unpack
 from .numba_linear import OUT_KINDS, Panels
 from .numba_memory import (
     BFLOAT16,
@@ -63,35 +63,38 @@ def _take_panel_row(args, i, scratch):
     index = get_long(args.indices + 8 * i)
     panel, place, out_size = index // PANEL, index % PANEL, item_size(args.out_kind)
     to = args.out + i * args.in_features * out_size
-    if args.weight_kind == PAIRS and args.out_kind == BFLOAT16:
-        weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * place
+    numbers = scratch + VECTOR_BYTES
+    kind, weight = args.weight_kind, args.panels + panel * args.in_features * 2 * PANEL + 4 * place
+    if kind == SHORT_PAIRS:
+        whole, stride, depth = numbers + 4 * args.in_features, step_bytes(kind), args.in_features // 2
+        unpack(kind, whole, args.panels + panel * depth * stride, stride, args.scales, depth)
+        kind, weight = PAIRS, whole + 4 * place
+    if kind == PAIRS and args.out_kind == BFLOAT16:
         for k in range(args.in_features // 2):
             set_int(to + 4 * k, get_int(weight + k * 4 * PANEL))
         return
-    numbers = scratch + VECTOR_BYTES
-    if args.weight_kind == PAIRS:
-        weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * place
+    if kind == PAIRS:
         for k in range(0, args.in_features, 2):
             both = get_int(weight + k * 2 * PANEL)
             set_int(numbers + 4 * k, both << 16)
             set_int(numbers + 4 * k + 4, both >> 16 << 16)
-    elif args.weight_kind == INT8_PAIRS:
+    elif kind == INT8_PAIRS:
         weight = args.panels + panel * args.in_features * PANEL + 2 * place
         for k in range(args.in_features):
             number = np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2))
             set_float(numbers + 4 * k, np.float32(INT8_UNIT) * number)
-    elif args.weight_kind == HALVES:
+    elif kind == HALVES:
         weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * (place % LANES)
         for k in range(args.in_features):
             both = get_int(weight + k * 2 * PANEL)
             set_int(numbers + 4 * k, both << 16 if place < LANES else both >> 16 << 16)
     else:
-        size, lane = item_size(args.weight_kind), place % LANES
+        size, lane = item_size(kind), place % LANES
         weight = args.panels + panel * args.in_features * PANEL * size + (place - lane) * size
         for k in range(args.in_features):
-            store(scratch, load_as(args.weight_kind, weight + k * PANEL * size))
+            store(scratch, load_as(kind, weight + k * PANEL * size))
             set_float(numbers + 4 * k, get_float(scratch + 4 * lane))
-    scale = get_float(args.scales + 4 * index)
+    scale = np.float32(1.0) if args.weight_kind == SHORT_PAIRS else get_float(args.scales + 4 * index)
     copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
 
 
@@ -154,7 +157,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     _check_range(indices, panels.out_features)
     indices = indices.contiguous()  # by a name: what only its address is taken of would be gone
     out = torch.empty(len(indices), size, dtype=dtype)
-    if panels.kind == PAIRS:
+    if panels.kind in (PAIRS, SHORT_PAIRS):
         check_dtype("rows", out, (torch.bfloat16, torch.float32))
     TAKE_PANEL_ROWS.run(
         len(indices),
@@ -165,7 +168,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         size,
         panels.kind,
         OUT_KINDS[dtype],
-        scratch_size=VECTOR_BYTES + 4 * size,
+        scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * (panels.kind == SHORT_PAIRS)) * size,
     )
     return out
 

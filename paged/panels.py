@@ -12,6 +12,7 @@ from .kernels import numba_linear
 from .kernels.numba_codes import GROUP
 from .kernels.numba_linear import Panels, can_pair
 from .kernels.numba_lookup import take_panel_rows, take_rows, widen_rows
+from .kernels.numba_short import shortened
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
 
@@ -50,7 +51,7 @@ class Table(PlainWeight):
 
 
 class PanelWeight:
-    """A weight as it is, or `narrowed`; sums are float32.
+    """A weight as it is, or `narrowed`, and where tiles multiply it `shortened`; sums are float32.
 
     out_dtype: of its products, where that is not the dtype of x. gated: the weight is of gates and of what
     they gate, [2 * n, in_features]; its products are silu(gate) * up, of n numbers.
@@ -63,7 +64,7 @@ class PanelWeight:
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         kept = narrowed(weight)
-        return numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated)
+        return shortened(numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""

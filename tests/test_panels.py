@@ -14,7 +14,7 @@ import torch
 from checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts, random_model
 
 from paged import ConfigError, SamplingParams, devices, panels
-from paged.kernels import numba_linear, numba_ops
+from paged.kernels import numba_linear, numba_ops, numba_short
 from paged.kernels.numba_amx import HAS_TILES
 from paged.kernels.numba_amx_linear import TILES
 from paged.kernels.numba_linear import LINEAR
@@ -33,14 +33,16 @@ forms = pytest.mark.parametrize("form", PANEL_FORMS.values(), ids=lambda form: f
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(params=["vectors", "tiles"])
+@pytest.fixture(params=["vectors", "tiles", "tiles of 12 bits"])
 def unit(request, monkeypatch):
-    """What multiplies, where a CPU has both."""
+    """What multiplies, where a CPU has both, and how it has weights of 16 bits."""
+    if request.param == "tiles of 12 bits":
+        monkeypatch.setattr(numba_short, "_LEAST_WEIGHTS", 0)
     if request.param == "vectors":
         monkeypatch.setattr(numba_linear, "HAS_TILES", False)
     elif not HAS_TILES:
         pytest.skip("this CPU has no tiles of bfloat16 (AMX), or this process may not use them")
-    return request.param
+    return request.param.split()[0]
 
 
 def dequantized(form: type[PanelWeight], weight: torch.Tensor) -> torch.Tensor:
@@ -82,6 +84,40 @@ def test_products_and_bits(form, dtype, shape, unit):
     assert ((out.double() - expected).abs() <= allowed).all()
     for first, end in ((0, 1), (1, 3), (3, 8), (60, 70), (100, 240), (299, 300)):
         assert torch.equal(linear(x[first:end]), out[first:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_12_bits_lose_none(dtype, gated, monkeypatch):
+    """Of any numbers, of those that are none, and where each of a row's is an exception; a weight of bits by
+    chance stays as it is, as a small one does.
+    """
+    if not HAS_TILES:
+        pytest.skip("this CPU has no tiles of bfloat16 (AMX), or this process may not use them")
+    monkeypatch.setattr(numba_short, "_LEAST_WEIGHTS", 0)
+    chance = torch.randint(-(2**15), 2**15, (2, 150, 608), dtype=torch.int16).view(torch.bfloat16)
+    weight = torch.randn(150, 608).bfloat16()
+    weight[5], weight[40:, 0], weight[:, -1] = chance[0, 5], float("-inf"), -0.0
+    weight[70:72, 32:64], weight[149, -2:] = 0.0, chance[1, 149, -2:]
+    if dtype == torch.float32:
+        weight[weight.isnan()] = 3.0  # in float32 that is another NaN
+    whole = numba_linear.pack(weight, pairs=True, gated=gated)
+    form = PanelWeight(weight.to(dtype), gated=gated)
+    short = form.panels
+    assert short.weight.nbytes * 128 == whole.weight.nbytes * 98
+    assert 300 < len(short.scales) < 700
+    for num_rows in (1, 17, 33, 70, 200):
+        x = torch.randn(num_rows, 608).to(dtype)
+        expected, out = (numba_linear.linear(x, panels, None) for panels in (whole, short))
+        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+    indices = torch.tensor([149, 5, 0, 5, 71])
+    assert gated or torch.equal(
+        form.rows(indices).bfloat16().view(torch.int16), weight[indices].view(torch.int16)
+    )
+    assert PanelWeight(chance[0]).panels.weight.dtype == torch.bfloat16
+    monkeypatch.undo()
+    assert PanelWeight(weight).panels.weight.dtype == torch.bfloat16
+    assert PanelWeight(torch.randn(1024, 512).bfloat16()).panels.weight.dtype == torch.int16
 
 
 @forms
