@@ -62,6 +62,7 @@ from .numba_vectors import (
 THIRDS = 3
 DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
 _FEW_ROWS = 64  # that go with half of it: they leave little to do while panels come from memory
+_FEW_UNPACKED = 112  # the same of panels that are unpacked into the first cache
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the first cache
 ROWS_BYTES = 2**20  # half of a core's second cache: rows of a unit in thirds, or not many more
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
@@ -187,7 +188,8 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
     # In equal parts, of whole groups; what a single block of one panel needs is unpacked on the way.
     is_unpacked = kind != PAIRS and (num_blocks > 1 or together > 1)
-    most = DEPTH // 2 if together > 1 and rows <= _FEW_ROWS else DEPTH
+    few = _FEW_UNPACKED if is_unpacked else _FEW_ROWS
+    most = DEPTH // 2 if together > 1 and rows <= few else DEPTH
     step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
     if kind != PAIRS and not is_unpacked:
         step = args.depth

@@ -83,8 +83,8 @@ class Panels(NamedTuple):
     """
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
-    # and has LANES in the place of PANEL; of bfloat16 not in pairs the halves of a panel alternate; what is short
-    # is i16[num_panels, in_features // 2, SHORT_GROUP_BYTES / SHORT_STEPS / 2, 1]
+    # and has LANES in the place of PANEL; of bfloat16 not in pairs the halves of a panel alternate; what is
+    # short is i16[num_panels, in_features // 2, SHORT_GROUP_BYTES / SHORT_STEPS / 2, 1]
     weight: Tensor
     # f32[num_panels * PANEL], of int8 in pairs divided by INT8_UNIT; for int4 bf16[num_panels, num_groups, 2,
     # PANEL]: and zeros; of what is short the exceptions, i32[n]
