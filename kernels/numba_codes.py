@@ -64,8 +64,16 @@ class Rows:
     def _halves(self, builder: Any, address: Any) -> list[Any]:
         return [address, builder.add(address, ir.Constant(_I64, LANES * _ITEM_SIZES[self.kind]))]
 
-    def each_step(self, builder: Any, depth: Any, factors: Any, body: Callable[[Any, Any], None]) -> None:
-        """body(number of the step, factors) for all of the depth, from the start of a group on."""
+    def each_step(
+        self,
+        builder: Any,
+        panel: Any,  # noqa: ARG002
+        stride: Any,  # noqa: ARG002
+        factors: Any,
+        depth: Any,
+        body: Callable[[Any, Any], None],
+    ) -> None:
+        """body(number of the step, factors for `read`) for all of the depth, from the start of a group on."""
         if not self.group_steps:
             with cgutils.for_range(builder, depth) as loop:
                 body(loop.index, None)
@@ -92,11 +100,15 @@ class Rows:
                 _prefetch(builder, builder.add(ahead, builder.mul(stride, index)))
             _store_step(builder, to, index, self.read(builder, source, own))
 
-        self.each_step(builder, depth, factors, step)
+        self.each_step(builder, panel, stride, factors, depth, step)
+
+
+def _step_place(builder: Any, to: Any, index: Any) -> Any:
+    return builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
 
 
 def _store_step(builder: Any, to: Any, index: Any, vectors: list[Any]) -> None:
-    row = builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
+    row = _step_place(builder, to, index)
     for vector in vectors:
         _store(builder, FLOAT32, row, vector)
         row = builder.add(row, ir.Constant(_I64, VECTOR_BYTES))
@@ -169,9 +181,37 @@ class ShortPairs(Rows):
     """
 
     in_pairs = True
+    group_steps = SHORT_STEPS
 
     def __init__(self) -> None:
         super().__init__(BFLOAT16)
+
+    def each_step(
+        self,
+        builder: Any,
+        panel: Any,
+        stride: Any,
+        factors: Any,
+        depth: Any,
+        body: Callable[[Any, Any], None],
+    ) -> None:
+        """See Rows; what `read` takes is where the step is, of a group that is unpacked for itself."""
+        kind = ir.ArrayType(ir.IntType(8), SHORT_STEPS * 2 * VECTOR_BYTES)
+        memory = cgutils.alloca_once(builder, kind)
+        memory.align = VECTOR_BYTES
+        place, steps = builder.ptrtoint(memory, _I64), ir.Constant(_I64, SHORT_STEPS)
+        with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
+            first = builder.mul(groups.index, steps)
+            self.unpack(
+                builder, place, builder.add(panel, builder.mul(stride, first)), stride, factors, steps
+            )
+            with cgutils.for_range(builder, steps) as loop:
+                body(builder.add(first, loop.index), _step_place(builder, place, loop.index))
+
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
+        """See Rows."""
+        behind = builder.add(factors, ir.Constant(_I64, VECTOR_BYTES))
+        return [_load(builder, FLOAT32, place) for place in (factors, behind)]
 
     def unpack(
         self, builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any, ahead: Any = None
@@ -189,27 +229,27 @@ class ShortPairs(Rows):
                     _prefetch(builder, builder.add(ahead, builder.mul(stride, index)))
                 source = builder.add(group, builder.mul(loop.index, ir.Constant(_I64, SHORT_STEP_BYTES)))
                 source = builder.add(source, ir.Constant(_I64, SHORT_HEAD_BYTES))
-                _store_step(builder, to, index, self.read(builder, source, table))
-            place = builder.add(to, builder.mul(first, ir.Constant(_I64, 2 * VECTOR_BYTES)))
-            _mend(builder, place, group, factors)
+                _store_step(builder, to, index, _lengthened(builder, source, table))
+            _mend(builder, _step_place(builder, to, first), group, factors)
 
-    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
-        """See Rows. The factors are the table, for any 16 bytes of a vector."""
-        width = 2 * PANEL
-        lower = builder.load(_at(builder, _bytes(width), address), align=1)
-        place = builder.add(address, ir.Constant(_I64, width))
-        codes = _repeated(builder, builder.load(_at(builder, _bytes(PANEL), place), align=1), width)
-        longs = ir.VectorType(_I64, width // 8)
-        shifts = ir.Constant(longs, [0] * (width // 16) + [4] * (width // 16))
-        codes = builder.bitcast(builder.lshr(builder.bitcast(codes, longs), shifts), _bytes(width))
-        codes = builder.and_(codes, ir.Constant(_bytes(width), [15] * width))
-        upper = _call(builder, "llvm.x86.avx512.pshuf.b.512", _bytes(width), factors, codes)
-        vectors = []
-        for half in (0, 8):
-            places = [16 * part + half + i + of for part in range(4) for i in range(8) for of in (0, width)]
-            both = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(_I32, width), places))
-            vectors.append(builder.bitcast(both, _VECTOR))
-        return vectors
+
+def _lengthened(builder: Any, address: Any, table: Any) -> list[Any]:
+    """A step of what ShortPairs are; table: the group's, for any 16 bytes of a vector."""
+    width = 2 * PANEL
+    lower = builder.load(_at(builder, _bytes(width), address), align=1)
+    place = builder.add(address, ir.Constant(_I64, width))
+    codes = _repeated(builder, builder.load(_at(builder, _bytes(PANEL), place), align=1), width)
+    longs = ir.VectorType(_I64, width // 8)
+    shifts = ir.Constant(longs, [0] * (width // 16) + [4] * (width // 16))
+    codes = builder.bitcast(builder.lshr(builder.bitcast(codes, longs), shifts), _bytes(width))
+    codes = builder.and_(codes, ir.Constant(_bytes(width), [15] * width))
+    upper = _call(builder, "llvm.x86.avx512.pshuf.b.512", _bytes(width), table, codes)
+    vectors = []
+    for half in (0, 8):
+        places = [16 * part + half + i + of for part in range(4) for i in range(8) for of in (0, width)]
+        both = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(_I32, width), places))
+        vectors.append(builder.bitcast(both, _VECTOR))
+    return vectors
 
 
 def _mend(builder: Any, place: Any, group: Any, exceptions: Any) -> None:

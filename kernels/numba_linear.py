@@ -49,6 +49,7 @@ from .numba_tiles import GATED, MOST_TILE_ROWS, multiply_panel
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 
 DEPTH = 320  # steps that a panel is gone through at a time, at most: 20 to 40 KiB of it
+UNPACKED_DEPTH = 128  # the same where it is unpacked into the first cache before
 ROWS = 64  # of a unit
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 _KINDS = {
@@ -79,7 +80,7 @@ class Panels(NamedTuple):
     """A weight [out_features, in_features] as this product reads it, and what multiplies and shifts it.
 
     In pairs, for x in bfloat16 or, by tiles, in float32, weights of inputs 2 i and 2 i + 1 lie side by side.
-    Those may also be short, for tiles: see `numba_short`.
+    Those of bfloat16 may also be short: see `numba_short`.
     """
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
@@ -112,12 +113,11 @@ class Panels(NamedTuple):
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:
     """Whether this CPU multiplies rows of that dtype and width by weights in pairs."""
     if dtype == torch.float32:
-        return fills_tiles(in_features)
+        return _fills_tiles(in_features)
     return HAS_DOT and dtype == torch.bfloat16 and in_features % 2 == 0
 
 
-def fills_tiles(in_features: int) -> bool:
-    """Whether this CPU multiplies weights of so many inputs, in pairs, by tiles."""
+def _fills_tiles(in_features: int) -> bool:
     return HAS_TILES and in_features % INPUTS == 0
 
 
@@ -222,7 +222,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     where x has another width or dtype.
     """
     check_shape("x", x, (None, weight.in_features))
-    in_tiles = weight.in_pairs and fills_tiles(weight.in_features)
+    in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
     in_pairs = (torch.bfloat16, torch.float32) if in_tiles else (torch.bfloat16,)
     check_dtype("x", x, in_pairs if weight.in_pairs else KERNEL_DTYPES)
     num_rows, num_panels = x.shape[0], len(weight.weight)
@@ -270,8 +270,11 @@ def _linear(args, unit, next_unit, scratch):
     out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
     zeros, tile = scratch + ROWS * _WIDTH, scratch + (ROWS + 1) * _WIDTH
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
+    # What several tiles would unpack each for itself is unpacked before, once.
+    is_unpacked = rows > MOST_TILE_ROWS and unpacked_kind(kind) != kind
+    most = UNPACKED_DEPTH if is_unpacked else DEPTH
     # In equal parts, of whole groups.
-    step = -(-args.depth // (-(-args.depth // DEPTH) * GROUP)) * GROUP
+    step = -(-args.depth // (-(-args.depth // most) * GROUP)) * GROUP
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
         b, b_stride, b_kind = weight + start * stride, stride, kind
@@ -280,9 +283,9 @@ def _linear(args, unit, next_unit, scratch):
         if start:
             c, c_stride = scratch, _WIDTH
         to, to_stride, to_kind, scale, bias = scratch, _WIDTH, FLOAT32, 0, 0
-        if kind in (INT4, INT4_PAIRS):
+        if kind in (INT4, INT4_PAIRS, SHORT_PAIRS):
             scale = args.scales + group_bytes(kind, panel * args.depth + start)
-        if rows > MOST_TILE_ROWS and unpacked_kind(kind) != kind:  # once for all tiles
+        if is_unpacked:
             unpack(kind, tile, b, stride, scale, depth)
             b, b_stride, b_kind, scale = tile, _WIDTH, unpacked_kind(kind), 0
         if start + depth == args.depth:

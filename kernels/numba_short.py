@@ -1,4 +1,4 @@
-"""bfloat16 in 12 bits without loss, for tiles: with few rows a product takes as long as reading its weight.
+"""bfloat16 in 12 bits without loss: with few rows a product takes as long as reading its weight.
 
 See `ShortPairs` in `numba_codes`. Of weights that are near each other in size, as those of a model are, one
 in some hundred thousands is an exception.
@@ -17,7 +17,7 @@ from .numba_codes import (
     SHORT_STEPS,
     TABLE_BYTES,
 )
-from .numba_linear import Panels, fills_tiles
+from .numba_linear import Panels
 from .numba_memory import address_of, claim, get_byte, get_int, set_byte, set_int, set_long
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_vectors import function
@@ -36,12 +36,12 @@ _RECORD = SHORTEN.record
 def shortened(panels: Panels) -> Panels:
     """Panels of bfloat16 in pairs in 12.25 bits a weight, whose products have the same bits.
 
-    Others as they are, and where tiles do not multiply them, where it would take longer because they are in a
-    cache, or where so many of the weights would be exceptions that little was left.
+    Others as they are, and so those whose inputs fill no groups, that are so small that a cache has them, or
+    of which so many would be exceptions that little was left.
     """
     num_panels, depth = panels.weight.shape[:2]
     num_weights = panels.weight.numel()
-    if panels.kind != PAIRS or not fills_tiles(panels.in_features) or num_weights < _LEAST_WEIGHTS:
+    if panels.kind != PAIRS or depth % SHORT_STEPS or num_weights < _LEAST_WEIGHTS:
         return panels
     num_groups = depth // SHORT_STEPS
     short = panels.weight.new_empty(num_panels, num_groups, SHORT_GROUP_BYTES, dtype=torch.uint8)

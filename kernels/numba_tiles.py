@@ -10,7 +10,20 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_codes import HALVES, INT4, INT8_PAIRS, PAIRS, Halves, Int4, Int4Pairs, Int8Pairs, Pairs, Rows
+from .numba_codes import (
+    HALVES,
+    INT4,
+    INT4_PAIRS,
+    INT8_PAIRS,
+    PAIRS,
+    Halves,
+    Int4,
+    Int4Pairs,
+    Int8Pairs,
+    Pairs,
+    Rows,
+    ShortPairs,
+)
 from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT16, FLOAT32, INT8, LINE, _load, _prefetch, _store
 from .numba_vectors import (
     _F32,
@@ -116,7 +129,7 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
             row = weight.read(builder, _place(builder, b, b_stride, index), factors)
             tile.add(builder, sums, a, a_stride, index, row)
 
-        weight.each_step(builder, depth, scale, step)
+        weight.each_step(builder, b, b_stride, scale, depth, step)
         ends = [] if weight.group_steps else [(scale, builder.fmul)]
         for factors, combine in (*ends, (bias, builder.fadd)):
             with builder.if_then(_differ(builder, factors, 0)):
@@ -248,9 +261,10 @@ if HAS_DOT:  # elsewhere nothing is in pairs
     multiply_add_pairs = _product(pairs=True)
 _by_float, _by_half, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, FLOAT16, INT8))
 _by_halves, _by_int4 = _panel_product(Halves()), _panel_product(Int4())
-_by_pairs = _by_int8_pairs = _by_int4_pairs = _by_float
+_by_pairs = _by_int8_pairs = _by_int4_pairs = _by_short_pairs = _by_float
 if HAS_DOT:
-    _by_pairs, _by_int8_pairs, _by_int4_pairs = map(_panel_product, (Pairs(), Int8Pairs(), Int4Pairs()))
+    _by_pairs, _by_short_pairs = _panel_product(Pairs()), _panel_product(ShortPairs())
+    _by_int8_pairs, _by_int4_pairs = _panel_product(Int8Pairs()), _panel_product(Int4Pairs())
 
 
 @function
@@ -270,5 +284,7 @@ def multiply_panel(kind, rows, c, to, a, ahead, same):
         _by_pairs(rows, c, to, a, ahead, same)
     elif kind == INT8_PAIRS:
         _by_int8_pairs(rows, c, to, a, ahead, same)
-    else:
+    elif kind == INT4_PAIRS:
         _by_int4_pairs(rows, c, to, a, ahead, same)
+    else:
+        _by_short_pairs(rows, c, to, a, ahead, same)

@@ -20,7 +20,8 @@ proves on a small run that its tokens are those of the model, and then takes tur
 a run of each, with new prompt ids, so that no cache of an earlier round helps. Figures are medians of the
 rounds. `of limit` is the time that no schedule can beat, by bytes and FLOPs (limit.py) at the bandwidth and
 the matrix product measured at the start, over the time it took; a model that fits into the caches, as that
-of 15 million, may pass 1. Who is left out is listed with the reason.
+of 15 million, may pass 1, and so may weights in fewer bits than bfloat16 has, as this engine's are. Who is
+left out is listed with the reason.
 """
 
 from __future__ import annotations

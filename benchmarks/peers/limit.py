@@ -11,7 +11,7 @@ from paged.devices import cpu_has_bfloat16
 from paged.models.config import ModelConfig
 
 # Bytes of a weight; the scales of quantised ones are left out. The checkpoints are in bfloat16, which to
-# compute in float32 need not be wider.
+# compute in float32 need not be wider. In fewer bits without loss (`kernels/numba_short.py`) it may pass 1.
 WEIGHT_BYTES = {"float32": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
