@@ -46,7 +46,7 @@ def shortened(panels: Panels) -> Panels:
     num_groups = depth // SHORT_STEPS
     short = panels.weight.new_empty(num_panels, num_groups, SHORT_GROUP_BYTES, dtype=torch.uint8)
     addresses = panels.weight.data_ptr(), short.data_ptr()
-    SHORTEN.run(num_panels, *addresses, num_groups, scratch_size=4 * _VALUES + _VALUES)
+    SHORTEN.run(num_panels, *addresses, num_groups, scratch_size=(4 + 1 + 1) * _VALUES)
     groups = short.flatten(0, 1)
     numbers = groups[:, TABLE_BYTES:SHORT_HEAD_BYTES].contiguous().view(torch.int64)
     count = numbers[:, 1]
@@ -70,40 +70,50 @@ def _exceptions(upper: Tensor, tables: Tensor) -> Tensor:
 
 
 @function
-def _make_table(source, entry, counts, codes):
-    """The upper halves that are most frequent in a group, and how many weights have another one."""
-    for value in range(_VALUES):
-        set_int(counts + 4 * value, 0)
-        set_byte(codes + value, 0)
+def _make_table(source, entry, counts, codes, found):
+    """The upper halves that are most frequent in a group, and how many weights have another one.
+
+    counts: 0 for each value, as they are left. found: room for the values that there are.
+    """
+    number, left, last = 0, _GROUP, 0
     for i in range(_GROUP):
-        place = counts + 4 * (get_byte(source + 2 * i + 1) & 255)
-        set_int(place, get_int(place) + 1)
-    left, last = _GROUP, 0
+        value = get_byte(source + 2 * i + 1) & 255
+        count = get_int(counts + 4 * value)
+        if not count:
+            set_byte(found + number, value)
+            number += 1
+        set_int(counts + 4 * value, count + 1)
     for code in range(TABLE_BYTES):
-        most, best = 0, 0
-        for value in range(_VALUES):
+        most, best = 0, last
+        for i in range(number):
+            value = get_byte(found + i) & 255
             count = get_int(counts + 4 * value)
             if count > most:
                 most, best = count, value
         if most:
             set_int(counts + 4 * best, 0)
             set_byte(codes + best, code)
-            left -= most
-            last = best
-        set_byte(entry + code, best if most else last)
+        left, last = left - most, best
+        set_byte(entry + code, best)
+    for i in range(number):
+        value = get_byte(found + i) & 255
+        if get_int(counts + 4 * value):  # an exception
+            set_int(counts + 4 * value, 0)
+            set_byte(codes + value, 0)
     set_long(entry + TABLE_BYTES + 8, left)
 
 
 @function
 def _shorten_step(source, to, codes):
     """Lower halves, then codes, in the order in which vectors are put together of them."""
-    for i in range(_STEP):
-        part, at = i // 16, i % 16
-        place = source + 2 * (at // 8 * PANEL + 8 * part + at % 8)
-        set_byte(to + i, get_byte(place))
-        code = get_byte(codes + (get_byte(place + 1) & 255))
-        byte = to + _STEP + i % PANEL
-        set_byte(byte, code if i < PANEL else get_byte(byte) | code << 4)
+    for i in range(PANEL):
+        first = source + 2 * (i // 8 % 2 * PANEL + i // 16 * 8 + i % 8)
+        second = first + PANEL  # bytes: half as many weights
+        set_byte(to + i, get_byte(first))
+        set_byte(to + PANEL + i, get_byte(second))
+        low = get_byte(codes + (get_byte(first + 1) & 255))
+        high = get_byte(codes + (get_byte(second + 1) & 255))
+        set_byte(to + _STEP + i, low | high << 4)
 
 
 @SHORTEN.kernel
@@ -112,12 +122,16 @@ def _shorten_kernel(record):
     args, counters = carray(record, 1, _RECORD)[0], address_of(record)
     counts = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
     codes = counts + 4 * _VALUES
+    found = codes + _VALUES
     panel = claim(counters + NEXT_UNIT)
+    if panel < args.num_units:  # else its scratch memory may be another kernel's by now
+        for at in range(5 * _VALUES):
+            set_byte(counts + at, 0)
     while panel < args.num_units:
         for group in range(panel * args.num_groups, (panel + 1) * args.num_groups):
             source = args.panels + group * 2 * _GROUP
             to = args.short + group * SHORT_GROUP_BYTES
-            _make_table(source, to, counts, codes)
+            _make_table(source, to, counts, codes, found)
             for step in range(SHORT_STEPS):
                 place = to + SHORT_HEAD_BYTES + step * SHORT_STEP_BYTES
                 _shorten_step(source + 2 * step * _STEP, place, codes)
