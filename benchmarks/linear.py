@@ -78,8 +78,8 @@ def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Produ
     forms: dict[str, tuple[Products, list[Tensor], int]] = {}
     for name, form in unquantised.items():
         made: list[Any] = [form(weight) for weight in weights]
-        kept = [f.panels.weight for f in made] if form is PanelWeight else weights
-        forms[name] = ([lambda x, f=f: f(x, None) for f in made], weights, sum(w.nbytes for w in kept))
+        in_panels = [t for f in made for t in f.panels[:2]] if form is PanelWeight else weights
+        forms[name] = ([lambda x, f=f: f(x, None) for f in made], weights, sum(t.nbytes for t in in_panels))
     num_bytes = sum(w.nbytes for w in weights)
     forms["F.linear"] = ([lambda x, w=w: F.linear(x, w) for w in weights], weights, num_bytes)
     for name, form, panel_form in (
@@ -88,9 +88,9 @@ def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Produ
     ):
         made = [form(weight) for weight in weights]
         meant = [f.dequantized() for f in made]
-        in_panels: list[Any] = [panel_form(weight) for weight in weights]
-        num_bytes = sum(f.panels.weight.nbytes + f.panels.scales.nbytes for f in in_panels)
-        forms[f"panels {name}"] = ([lambda x, f=f: f(x, None) for f in in_panels], meant, num_bytes)
+        panels: list[Any] = [panel_form(weight) for weight in weights]
+        num_bytes = sum(t.nbytes for f in panels for t in f.panels[:2])
+        forms[f"panels {name}"] = ([lambda x, f=f: f(x, None) for f in panels], meant, num_bytes)
         num_bytes = sum(t.nbytes for f in made for t in vars(f).values() if isinstance(t, Tensor))
         forms[f"torch {name}"] = ([lambda x, f=f: f(x, None) for f in made], meant, num_bytes)
         if dtype == torch.bfloat16:

@@ -27,21 +27,28 @@ _STEP = 2 * PANEL  # weights
 _GROUP = SHORT_STEPS * _STEP
 _MOST_EXCEPTIONS = 1 / 64  # of all weights: 4 bytes each are half a bit of a weight then
 _GROUPS_AT_A_TIME = 4096  # whose exceptions are looked for, so that it takes little memory
-_LEAST_WEIGHTS = 2**19  # a megabyte: models of smaller ones stay in the caches between two steps
+_LEAST_WEIGHTS = (
+    2**19
+)  # with what fills the last panel, a megabyte: models of smaller ones stay in the caches between two steps
 
 SHORTEN = Task(("panels", "short", "num_groups"))
 _RECORD = SHORTEN.record
 
 
 def shortened(panels: Panels) -> Panels:
-    """Panels of bfloat16 in pairs in 12.25 bits a weight, whose products have the same bits.
+    """Panels of bfloat16 in pairs in 12.25 bits a weight and 32 an exception; products have the same bits.
 
-    Others as they are, and so those whose inputs fill no groups, that are so small that a cache has them, or
-    of which so many would be exceptions that little was left.
+    Others as they are, and so those that are on no CPU, whose inputs fill no groups, that are so small that a
+    cache has them, or of which so many would be exceptions that little was left.
     """
     num_panels, depth = panels.weight.shape[:2]
     num_weights = panels.weight.numel()
-    if panels.kind != PAIRS or depth % SHORT_STEPS or num_weights < _LEAST_WEIGHTS:
+    if (
+        panels.kind != PAIRS
+        or depth % SHORT_STEPS
+        or num_weights < _LEAST_WEIGHTS
+        or not panels.weight.is_cpu
+    ):
         return panels
     num_groups = depth // SHORT_STEPS
     short = panels.weight.new_empty(num_panels, num_groups, SHORT_GROUP_BYTES, dtype=torch.uint8)

@@ -87,6 +87,7 @@ def test_products_and_bits(form, dtype, shape, unit):
 
 
 @needs_dot
+@pytest.mark.parametrize("unit", ["vectors of 12 bits", "tiles of 12 bits"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_12_bits_lose_none(dtype, gated, unit, monkeypatch):
@@ -95,7 +96,6 @@ def test_12_bits_lose_none(dtype, gated, unit, monkeypatch):
     """
     if unit == "vectors" and dtype == torch.float32:
         pytest.skip("float32 is multiplied in pairs by tiles alone")
-    monkeypatch.setattr(numba_short, "_LEAST_WEIGHTS", 0)
     chance = torch.randint(-(2**15), 2**15, (2, 150, 608), dtype=torch.int16).view(torch.bfloat16)
     weight = torch.randn(150, 608).bfloat16()
     weight[5], weight[40:, 0], weight[:, -1] = chance[0, 5], float("-inf"), -0.0
@@ -122,14 +122,14 @@ def test_12_bits_lose_none(dtype, gated, unit, monkeypatch):
 
 
 @forms
+@pytest.mark.parametrize("unit", ["tiles", "tiles of 12 bits"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.usefixtures("unit")
 def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkeypatch):
     """Of an odd number of panels, in several parts of the depth, and for a last unit of few rows; by one
     thread, which goes from two at a time to one and back.
     """
-    if not HAS_TILES:
-        pytest.skip("this CPU has no tiles of bfloat16 (AMX), or this process may not use them")
     before = torch.get_num_threads()
     panels = form(torch.randn(2 * 70, 608).bfloat16().to(dtype), gated=gated)
     monkeypatch.setattr(numba_linear, "rows_of_unit", lambda *_: 48)

@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         """Give a model that was made on the meta device its weights.
 
         One part after the other is allocated, filled and brought into its forms, so that at no time more than
-        one part takes the memory of both. fill: copies what the checkpoint has into tensors, by name.
+        one part takes the memory of several. fill: copies what the checkpoint has into tensors, by name.
         """
         self.rotary.to(device)
         for prefix, part in self._parts().items():
