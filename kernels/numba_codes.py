@@ -218,8 +218,8 @@ class ShortPairs(Rows):
     ) -> None:
         """See Rows; a step is SHORT_GROUP_BYTES / SHORT_STEPS from the next on average.
 
-        Of the lines `ahead` a third is left to the CPU's own fetching of neighbours: to ask for all is quicker
-        with a few rows and slower with 32.
+        Of the lines `ahead` a third is left to the CPU's own fetching of neighbours: to ask for all is
+        quicker with a few rows and slower with 32.
         """
         steps = ir.Constant(_I64, SHORT_STEPS)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
