@@ -12,7 +12,18 @@ from torch import Tensor
 
 from . import torch_ops
 from .checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
-from .numba_memory import FLOAT16, FLOAT32, address_of, claim, get_float, load, set_float, set_long, store
+from .numba_memory import (
+    FLOAT16,
+    FLOAT32,
+    LINE,
+    address_of,
+    claim,
+    get_float,
+    load,
+    set_float,
+    set_long,
+    store,
+)
 from .numba_paged_attention import KINDS
 from .numba_row_ops import RowOps, of_bfloat, of_float, of_half, store_kv_as
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task, is_plain
@@ -28,11 +39,14 @@ from .numba_vectors import (
 )
 
 UNIT_NUMBERS = 16384  # of a unit of rows: work for a few microseconds
+# Rows that are whole pages apart share few sets of a core's first cache, where a product reads many of them
+# side by side: more than so many that have been normalised lie a line further apart.
+PAGE_BYTES, FEW_ROWS = 4096, 64
 
 RMS_NORM = Task(
     (
         "x", "weight", "residual", "out", "kind", "unit_offset", "num_rows", "size", "x_stride",
-        "rows_per_unit",
+        "out_stride", "rows_per_unit",
     ),
     ("eps",),
 )  # fmt: skip
@@ -184,7 +198,10 @@ def rms_norm(
     *,
     unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
-    """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`."""
+    """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`.
+
+    More than FEW_ROWS rows of whole pages do not lie one behind the other.
+    """
     size = weight.shape[0]
     dtype = x.dtype
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -199,8 +216,12 @@ def rms_norm(
     )
     if not regular:
         return torch_ops.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    num_units, per_unit = _units(rows.shape[0], size)
+    num_rows = rows.shape[0]
+    width = size
+    if x.dim() == 2 and num_rows > FEW_ROWS and size * x.itemsize % PAGE_BYTES == 0:
+        width += LINE // x.itemsize
+    out = x.new_empty(num_rows, width)[:, :size].view(x.shape)
+    num_units, per_unit = _units(num_rows, size)
     RMS_NORM.run(
         num_units,
         rows.data_ptr(),
@@ -209,9 +230,10 @@ def rms_norm(
         out.data_ptr(),
         KINDS[x.dtype],
         unit_offset,
-        rows.shape[0],
+        num_rows,
         size,
         rows.stride(0) * x.itemsize,
+        width * x.itemsize,
         per_unit,
         eps,
     )

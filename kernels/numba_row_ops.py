@@ -138,7 +138,7 @@ def _of_kind(kind: int) -> RowOps:
     def rms_norm(args, row):
         x, row_bytes = args.x + row * args.x_stride, args.size * size_of
         residual = args.residual + row * row_bytes if args.residual else 0
-        out = args.out + row * row_bytes
+        out = args.out + row * args.out_stride
         normalise(x, residual, args.weight, args.unit_offset, out, args.size, args.eps)
 
     @function

@@ -229,6 +229,19 @@ def test_a_plan_is_for_tables_of_one_width():
     assert torch.equal(paged_attention(**{**case, "block_tables": wider}, plans=plans), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_normalised_rows_of_whole_pages_lie_apart(dtype):
+    """With the bits of few."""
+    x, weight = torch.randn(70, 2048, dtype=dtype), torch.randn(2048, dtype=dtype)
+    residual = torch.randn_like(x)
+    halves = zip(x.split(35), residual.clone().split(35), strict=True)
+    parts = [numba_ops.rms_norm(half, weight, 1e-6, added) for half, added in halves]
+    out = numba_ops.rms_norm(x, weight, 1e-6, residual)
+    assert out.stride() == (2048 + 64 // x.itemsize, 1)
+    assert torch.equal(out, torch.cat(parts))
+    assert all(part.is_contiguous() for part in parts)
+
+
 def test_rows_the_kernels_would_misread_are_left_to_torch():
     """Each would be read, or written, beyond its end."""
     x, other = torch.randn(5, 64), torch.randn(5, 64, dtype=torch.float64)
