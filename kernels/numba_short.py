@@ -27,9 +27,8 @@ _STEP = 2 * PANEL  # weights
 _GROUP = SHORT_STEPS * _STEP
 _MOST_EXCEPTIONS = 1 / 64  # of all weights: 4 bytes each are half a bit of a weight then
 _GROUPS_AT_A_TIME = 4096  # whose exceptions are looked for, so that it takes little memory
-_LEAST_WEIGHTS = (
-    2**19
-)  # with what fills the last panel, a megabyte: models of smaller ones stay in the caches between two steps
+# A megabyte, with what fills the last panel: models of smaller ones stay in the caches between two steps.
+_LEAST_WEIGHTS = 2**19
 
 SHORTEN = Task(("panels", "short", "num_groups"))
 _RECORD = SHORTEN.record
@@ -43,12 +42,8 @@ def shortened(panels: Panels) -> Panels:
     """
     num_panels, depth = panels.weight.shape[:2]
     num_weights = panels.weight.numel()
-    if (
-        panels.kind != PAIRS
-        or depth % SHORT_STEPS
-        or num_weights < _LEAST_WEIGHTS
-        or not panels.weight.is_cpu
-    ):
+    is_small = num_weights < _LEAST_WEIGHTS
+    if panels.kind != PAIRS or depth % SHORT_STEPS or is_small or not panels.weight.is_cpu:
         return panels
     num_groups = depth // SHORT_STEPS
     short = panels.weight.new_empty(num_panels, num_groups, SHORT_GROUP_BYTES, dtype=torch.uint8)
