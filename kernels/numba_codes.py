@@ -37,6 +37,7 @@ INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS, SHORT_PAIRS = range(5, 11)
 PANEL = 2 * LANES  # outputs
 GROUP = 32  # inputs that share a scale and a zero in int4
 GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
+INT4_STEPS = 8  # of int4 in pairs, that lie in a vector
 # Of bfloat16 in 12 bits: steps of a group, what it has in front of them, and bytes of a step.
 SHORT_STEPS, TABLE_BYTES, SHORT_HEAD_BYTES, SHORT_STEP_BYTES = 16, 16, 32, 3 * PANEL
 SHORT_GROUP_BYTES = SHORT_HEAD_BYTES + SHORT_STEPS * SHORT_STEP_BYTES
@@ -49,6 +50,7 @@ class Rows:
     in_pairs = False
     group_steps = 0  # of the depth, that have factors in common; none have where it is 0
     group_bytes = 0  # of these, that lie elsewhere
+    at_a_time = 1  # steps of a group
 
     def __init__(self, kind: int) -> None:
         self.kind = kind
@@ -67,8 +69,8 @@ class Rows:
     def each_step(
         self,
         builder: Any,
-        panel: Any,  # noqa: ARG002
-        stride: Any,  # noqa: ARG002
+        panel: Any,
+        stride: Any,
         factors: Any,
         depth: Any,
         body: Callable[[Any, Any], None],
@@ -79,11 +81,24 @@ class Rows:
                 body(loop.index, None)
             return
         steps, size = ir.Constant(_I64, self.group_steps), ir.Constant(_I64, self.group_bytes)
+        some = ir.Constant(_I64, self.at_a_time)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
             own = self.factors(builder, builder.add(factors, builder.mul(groups.index, size)))
             first = builder.mul(groups.index, steps)
-            with cgutils.for_range(builder, steps) as loop:
-                body(builder.add(first, loop.index), own)
+            with cgutils.for_range(builder, builder.sdiv(steps, some)) as loop:
+                step = builder.add(first, builder.mul(loop.index, some))
+                self.some_steps(builder, builder.add(panel, builder.mul(stride, step)), step, own, body)
+
+    def some_steps(
+        self,
+        builder: Any,  # noqa: ARG002
+        place: Any,  # noqa: ARG002
+        first: Any,
+        factors: Any,
+        body: Callable[[Any, Any], None],
+    ) -> None:
+        """`at_a_time` of a group, that lie at `place`, for `each_step`."""
+        body(first, factors)
 
     def unpack(
         self, builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any, ahead: Any = None
@@ -181,32 +196,27 @@ class ShortPairs(Rows):
     """
 
     in_pairs = True
-    group_steps = SHORT_STEPS
+    group_steps = at_a_time = SHORT_STEPS
 
     def __init__(self) -> None:
         super().__init__(BFLOAT16)
 
-    def each_step(
-        self,
-        builder: Any,
-        panel: Any,
-        stride: Any,
-        factors: Any,
-        depth: Any,
-        body: Callable[[Any, Any], None],
+    def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
+        """The exceptions of all groups."""
+        return address
+
+    def some_steps(
+        self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
     ) -> None:
-        """See Rows; what `read` takes is where the step is, of a group that is unpacked for itself."""
+        """See Rows; a group is unpacked for itself, and `read` takes where a step of it is."""
         kind = ir.ArrayType(ir.IntType(8), SHORT_STEPS * 2 * VECTOR_BYTES)
         memory = cgutils.alloca_once(builder, kind)
         memory.align = VECTOR_BYTES
-        place, steps = builder.ptrtoint(memory, _I64), ir.Constant(_I64, SHORT_STEPS)
-        with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
-            first = builder.mul(groups.index, steps)
-            self.unpack(
-                builder, place, builder.add(panel, builder.mul(stride, first)), stride, factors, steps
-            )
-            with cgutils.for_range(builder, steps) as loop:
-                body(builder.add(first, loop.index), _step_place(builder, place, loop.index))
+        to, steps = builder.ptrtoint(memory, _I64), ir.Constant(_I64, SHORT_STEPS)
+        stride = ir.Constant(_I64, SHORT_GROUP_BYTES // SHORT_STEPS)
+        self.unpack(builder, to, place, stride, factors, steps)
+        with cgutils.for_range(builder, steps) as loop:
+            body(builder.add(first, loop.index), _step_place(builder, to, loop.index))
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """See Rows."""
@@ -283,6 +293,7 @@ class Int4(Rows):
     """scale * (code - 8) + zero: a byte has the codes of an output of either half of the panel."""
 
     group_steps, group_bytes = GROUP, GROUP_BYTES
+    offset = 8  # by which numbers made of codes are too large
 
     def __init__(self) -> None:
         super().__init__(INT8)
@@ -294,7 +305,7 @@ class Int4(Rows):
             at = builder.add(address, ir.Constant(_I64, 2 * LANES * half))
             scale = _load(builder, BFLOAT16, at)
             zero = _load(builder, BFLOAT16, builder.add(at, ir.Constant(_I64, 2 * PANEL)))
-            values.append((scale, _fma(builder, _same(-8.0), scale, zero)))
+            values.append((scale, _fma(builder, _same(-self.offset), scale, zero)))
         return values
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
@@ -304,10 +315,15 @@ class Int4(Rows):
 
 
 class Int4Pairs(Int4):
-    """The same, rounded to bfloat16; of an output two bytes side by side."""
+    """The same, rounded to bfloat16, by fewer instructions.
+
+    A vector has 8 steps of a quarter of the outputs: of an output two int32 side by side, one for either
+    input of a step, with 4 bits for each step, those of the first one lowest.
+    """
 
     in_pairs = True
-    group_steps = GROUP // 2
+    group_steps, at_a_time = GROUP // 2, INT4_STEPS
+    offset = 16 + 8
 
     def factors(self, builder: Any, address: Any) -> list[tuple[Any, Any]]:
         """For each quarter of the outputs, twice side by side."""
@@ -318,15 +334,28 @@ class Int4Pairs(Int4):
             for first in (0, LANES // 2)
         ]
 
-    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
+    def some_steps(
+        self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
+    ) -> None:
+        """See Rows; with the factors comes for each quarter what they multiply."""
+        places = [builder.add(place, ir.Constant(_I64, VECTOR_BYTES * quarter)) for quarter in range(4)]
+        codes = [_read(builder, 32, quarter) for quarter in places]
+        for step in range(self.at_a_time):
+            numbers = [_from_16(builder, quarter, 4 * step) for quarter in codes]
+            body(builder.add(first, ir.Constant(_I64, step)), (numbers, factors))
+
+    def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """See Rows."""
-        codes = [builder.zext(_read(builder, 8, place), _INTS) for place in self._halves(builder, address)]
-        quarters = [
-            _dequantized(builder, codes[side], half, *factors[2 * half + side])
-            for half in range(2)
-            for side in range(2)
-        ]
+        quarters = [_fma(builder, number, *own) for number, own in zip(*factors, strict=True)]
         return [_narrow(builder, *quarters[:2]), _narrow(builder, *quarters[2:])]
+
+
+def _from_16(builder: Any, codes: Any, first: int) -> Any:
+    """16 and what 4 bits of an int32 hold, from the first on, which become the upper ones of a mantissa."""
+    up = 19 - first
+    move, by = (builder.shl, up) if up > 0 else (builder.lshr, -up)
+    bits = builder.and_(move(codes, _same(by, _INTS)), _same(15 << 19, _INTS))
+    return builder.bitcast(builder.or_(bits, _same(0x41800000, _INTS)), _VECTOR)
 
 
 def _dequantized(builder: Any, codes: Any, half: int, scale: Any, least: Any) -> Any:

@@ -22,6 +22,7 @@ from .numba_codes import (
     HALVES,
     INT4,
     INT4_PAIRS,
+    INT4_STEPS,
     INT8_PAIRS,
     INT8_UNIT,
     PAIRS,
@@ -167,7 +168,7 @@ def pack_int4(
     for i, (rows, scale, zero) in enumerate(tiles):
         halves = codes.new_zeros(PANEL, in_features)
         halves[: len(rows)] = rows
-        panels[i] = _by_depth(halves[:LANES] | halves[LANES:] << 4, pairs)
+        panels[i] = _by_quarters(halves) if pairs else _by_depth(halves[:LANES] | halves[LANES:] << 4, False)
         factors[i, :, 0, : len(rows)], factors[i, :, 1, : len(rows)] = scale.T, zero.T
     return Panels(panels if pairs else panels.squeeze(3), factors, out_features, gated)
 
@@ -211,6 +212,13 @@ def _alternate_halves(rows: Tensor) -> Tensor:
 def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
     """[n, in_features] -> [in_features, n, 1], or [in_features // 2, n, 2]."""
     return rows.reshape(len(rows), -1, 1 + pairs).transpose(0, 1)
+
+
+def _by_quarters(codes: Tensor) -> Tensor:
+    """[PANEL, in_features] -> [in_features // 2, LANES, 2], which is what Int4Pairs are."""
+    quarters = codes.view(4, PANEL // 4, -1, INT4_STEPS // 2, 2, 2)  # .., of 8 steps, of a byte, input
+    low, high = quarters.permute(2, 0, 1, 5, 3, 4).unbind(-1)
+    return (low | high << 4).reshape(-1, LANES, 2)
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
