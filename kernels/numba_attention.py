@@ -52,11 +52,9 @@ from .numba_softmax import (
     TILE,
     TILE_BYTES,
     WORK_VECTORS,
-    ZERO,
     State,
     View,
     clear,
-    fill,
     finish,
     merge_softmax,
     padded,
@@ -157,27 +155,26 @@ def _attend_block(
         add_by_tiles(state.sums, vectors, scores, values, value_stride, rows, skip, count)
         return
     width, row_bytes = padded(count), vectors * VECTOR_BYTES
-    fill(state.scores, rows * (TILE // LANES), ZERO)
     if way == BY_PAIRS:
         multiply_add_pairs(
-            state.scores, TILE_BYTES, queries, 2 * args.head_dim, keys, TILE_BYTES, rows, width // LANES,
-            args.head_dim // 2,
+            True, state.scores, TILE_BYTES, queries, 2 * args.head_dim, keys, TILE_BYTES, rows,
+            width // LANES, args.head_dim // 2,
         )  # fmt: skip
     else:
         multiply_add(
-            state.scores, TILE_BYTES, queries, 4 * args.head_dim, keys, TILE_BYTES, rows, width // LANES,
-            args.head_dim,
+            True, state.scores, TILE_BYTES, queries, 4 * args.head_dim, keys, TILE_BYTES, rows,
+            width // LANES, args.head_dim,
         )  # fmt: skip
     weigh(args, view, state, first, rows, tile, count, width, hidden, way == BY_PAIRS)
     if way == BY_PAIRS:
         pair, end = skip // 2, (count + 1) // 2
         multiply_add_pairs(
-            state.sums, row_bytes, state.scores + 4 * pair, TILE_BYTES, values + pair * value_stride,
+            False, state.sums, row_bytes, state.scores + 4 * pair, TILE_BYTES, values + pair * value_stride,
             value_stride, rows, vectors, end - pair,
         )  # fmt: skip
     else:
         multiply_add(
-            state.sums, row_bytes, state.scores + 4 * skip, TILE_BYTES, values + skip * value_stride,
+            False, state.sums, row_bytes, state.scores + 4 * skip, TILE_BYTES, values + skip * value_stride,
             value_stride, rows, vectors, count - skip,
         )  # fmt: skip
 

@@ -35,6 +35,7 @@ from .numba_vectors import (
     _dot,
     _fma,
     _operation,
+    _same,
     _silu,
     _splat,
     function,
@@ -51,14 +52,15 @@ class _Tile:
         self.places = [(r, v) for r in range(rows) for v in range(vectors)]
         self.multiply_add = _dot if pairs else _fma
 
-    def load(self, builder: Any, c: Any, stride: Any) -> dict[tuple[int, int], Any]:
+    def zeros(self, builder: Any) -> dict[tuple[int, int], Any]:
+        """The sums of nothing."""
+        return {place: cgutils.alloca_once_value(builder, _same(0.0)) for place in self.places}
+
+    def load(self, builder: Any, sums: Any, c: Any, stride: Any) -> None:
         """The sums so far."""
-        return {
-            (r, v): cgutils.alloca_once_value(
-                builder, _load(builder, FLOAT32, _place(builder, c, stride, r, v * VECTOR_BYTES))
-            )
-            for r, v in self.places
-        }
+        for r, v in self.places:
+            place = _place(builder, c, stride, r, v * VECTOR_BYTES)
+            builder.store(_load(builder, FLOAT32, place), sums[r, v])
 
     def add(self, builder: Any, sums: Any, a: Any, a_stride: Any, index: Any, row: list[Any]) -> None:
         """What one step of the depth adds, of which this is the row of B."""
@@ -78,14 +80,17 @@ def _place(builder: Any, address: Any, stride: Any, row: Any, offset: int = 0) -
 
 
 def _register_tile(rows: int, vectors: int, *, pairs: bool) -> Any:
-    """C += A B for so many rows of C and vectors of them."""
+    """C += A B for so many rows of C and vectors of them; C = A B at first."""
     tile = _Tile(rows, vectors, pairs=pairs)
 
-    @_operation(types.void, *[types.int64] * 7)
+    @_operation(types.void, *[types.int64] * 8)
     def register_tile(
-        builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, depth: Any
-    ) -> None:
-        sums = tile.load(builder, c, c_stride)
+        builder: Any, at_first: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
+        depth: Any,
+    ) -> None:  # fmt: skip
+        sums = tile.zeros(builder)
+        with builder.if_then(builder.not_(_differ(builder, at_first, 0))):
+            tile.load(builder, sums, c, c_stride)
         with cgutils.for_range(builder, depth) as loop:
             places = [_place(builder, b, b_stride, loop.index, v * VECTOR_BYTES) for v in range(vectors)]
             row = [_load(builder, FLOAT32, place) for place in places]
@@ -121,7 +126,8 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
                 # Of narrower numbers what is behind is another panel's.
                 for at in range(LINE, 2 * VECTOR_BYTES, LINE):
                     _prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
-        sums = tile.load(builder, c, c_stride)
+        sums = tile.zeros(builder)
+        tile.load(builder, sums, c, c_stride)
 
         def step(index: Any, factors: Any) -> None:
             for at in fetched:
@@ -166,57 +172,66 @@ def _differ(builder: Any, x: Any, y: int) -> Any:
 def _product(*, pairs: bool) -> Any:
     """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES].
 
-    pairs: a number of A and B is two of bfloat16, neighbours in the depth.
+    At first it is C = A B. pairs: a number of A and B is two of bfloat16, neighbours in the depth.
     """
-    tile_12x1, tile_6x3, tile_6x2, tile_4x2, tile_4x1, tile_2x4, tile_2x1, tile_1x8, tile_1x2, tile_1x1 = (
+    tile_12x1, tile_6x4, tile_6x3, tile_6x2, tile_6x1, tile_4x2, tile_4x1, tile_2x4, tile_2x1 = (
         _register_tile(*shape, pairs=pairs)
-        for shape in ((12, 1), (6, 3), (6, 2), (4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 2), (1, 1))
+        for shape in ((12, 1), (6, 4), (6, 3), (6, 2), (6, 1), (4, 2), (4, 1), (2, 4), (2, 1))
     )
+    tile_1x8, tile_1x2, tile_1x1 = (_register_tile(*shape, pairs=pairs) for shape in ((1, 8), (1, 2), (1, 1)))
 
     @function
-    def multiply_add(c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
+    def multiply_add(at_first, c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
         row = 0
+        # Rows that are whole pages apart share few sets of the first cache: six of them and B would not fit.
+        most = 12 if a_stride % 4096 else 4
         while row < rows:
             at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
-            if LANES == 16 and rows - row >= 6 and vectors % 3 == 0 and a_stride % 4096:
-                while left:  # AVX-512 has twice as many registers
-                    tile_6x3(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
-                    at_c, at_b, left = at_c + 3 * VECTOR_BYTES, at_b + 3 * VECTOR_BYTES, left - 3
-                row += 6
-            elif LANES == 16 and rows - row >= 12 and vectors == 1 and a_stride % 4096:
-                tile_12x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+            some = min(most, rows - row)
+            # As many chains at a time as hide how long one multiply-add takes, and as there are registers.
+            if LANES == 16 and some == 12 and vectors == 1:
+                tile_12x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 row += 12
-            # As many chains at a time as hide how long one multiply-add takes, in 16 registers. Rows that are
-            # whole pages apart share few sets of the first cache: six of them and B would not fit.
-            elif rows - row >= 6 and vectors % 2 == 0 and a_stride % 4096:
+            elif LANES == 16 and some >= 6:
+                while left >= 4:
+                    tile_6x4(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
+                if left == 3:
+                    tile_6x3(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                elif left == 2:
+                    tile_6x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                elif left:
+                    tile_6x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                row += 6
+            elif some >= 6 and vectors % 2 == 0:
                 while left:
-                    tile_6x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    tile_6x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
                 row += 6
-            elif rows - row >= 4:
+            elif some >= 4:
                 while left >= 2:
-                    tile_4x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    tile_4x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
                 if left:
-                    tile_4x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    tile_4x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 row += 4
-            elif rows - row >= 2:
+            elif some >= 2:
                 while left >= 4:
-                    tile_2x4(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    tile_2x4(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
                 while left:
-                    tile_2x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    tile_2x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + VECTOR_BYTES, at_b + VECTOR_BYTES, left - 1
                 row += 2
             else:
                 while left >= 8:
-                    tile_1x8(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    tile_1x8(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 8 * VECTOR_BYTES, at_b + 8 * VECTOR_BYTES, left - 8
                 while left >= 2:
-                    tile_1x2(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    tile_1x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                     at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
                 if left:
-                    tile_1x1(at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    tile_1x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 row += 1
 
     return multiply_add
