@@ -66,7 +66,7 @@ from .numba_tiles import multiply_add, multiply_add_pairs
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function
 
 SPLIT = 1024  # tokens that one softmax is over
-MAX_ROWS = 256  # query rows (tokens x heads that share K and V) of a unit for each KV head
+MAX_ROWS = 512  # query rows (tokens x heads that share K and V) of a unit for each KV head
 BLOCK = 12  # of these, that go no further in a tile than the last of them sees
 TILE_BLOCK = 2 * TILE_ROWS  # the same by tiles
 BY_FLOATS, BY_PAIRS, BY_TILES = range(3)  # products of float32, of pairs of bfloat16, of tiles of these

@@ -170,7 +170,7 @@ def test_units_cover_every_row_head_and_split_once(num_threads):
         assert len(parts) == len(set(parts)) == sum(int(merge[1]) for merge in plan.merges)
 
 
-@pytest.mark.parametrize(("num_threads", "num_units"), [(1, 64), (16, 64), (17, 128), (100, 256)])
+@pytest.mark.parametrize(("num_threads", "num_units"), [(1, 32), (16, 64), (17, 128), (100, 256)])
 @pytest.mark.parametrize("num_decodes", [0, 50])
 def test_a_prompt_is_cut_smaller_where_threads_would_have_no_unit(num_threads, num_units, num_decodes):
     """Whatever little there is beside it."""
