@@ -118,7 +118,8 @@ def panels_of_unit(
 
     def passes(number: int) -> int:
         units = -(-num_panels // number) * blocks
-        return -(-units // num_threads) * number
+        # A thread takes its next unit before it begins one: the first may have two where others have none.
+        return max(-(-units // num_threads), min(2, units)) * number
 
     are_many = num_rows > _FEW_ROWS and 2 * in_features * unit_rows >= ROWS_BYTES // 2
     number = _MOST_PANELS if are_many else _TOGETHER

@@ -16,7 +16,8 @@ from checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged
 from paged import ConfigError, SamplingParams, devices, panels
 from paged.kernels import numba_linear, numba_ops, numba_short
 from paged.kernels.numba_amx import HAS_TILES
-from paged.kernels.numba_amx_linear import TILES
+from paged.kernels.numba_amx_linear import TILES, panels_of_unit
+from paged.kernels.numba_codes import PAIRS
 from paged.kernels.numba_linear import LINEAR
 from paged.kernels.numba_lookup import widen_rows
 from paged.kernels.numba_vectors import HAS_DOT
@@ -143,6 +144,12 @@ def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkey
             assert all(torch.equal(out[0], other) for other in out[1:])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("num_panels", "number"), [(320, 8), (32, 4), (16, 2), (8, 1)])
+def test_a_thread_that_takes_two_units_at_once_leaves_some_for_others(num_panels, number):
+    """As many units as threads would be done by half of these."""
+    assert panels_of_unit(256, num_panels, 2048, 256, 1, PAIRS, 4) == number
 
 
 @dtypes
