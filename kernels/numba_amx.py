@@ -16,7 +16,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_codes import PANEL, Int4Pairs, Int8Pairs, Rows, ShortPairs
+from .numba_codes import PANEL, Int8Pairs, Rows
+from .numba_codes_int4 import Int4Pairs
+from .numba_codes_short import ShortPairs
 from .numba_memory import LINE, _prefetch, set_byte
 from .numba_vectors import _I64, HAS_DOT, VECTOR_BYTES, _at, _call, _has, _operation, function
 

@@ -30,7 +30,6 @@ from .numba_codes import (
     PANEL,
     group_bytes,
     step_bytes,
-    unpack,
 )
 from .numba_memory import (
     FLOAT32,
@@ -44,6 +43,7 @@ from .numba_memory import (
     store_some_as,
 )
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
+from .numba_unpack import unpack
 from .numba_vectors import (
     _I64,
     _INTS,

@@ -30,8 +30,6 @@ from .numba_codes import (
     SHORT_PAIRS,
     group_bytes,
     step_bytes,
-    unpack,
-    unpacked_kind,
 )
 from .numba_memory import (
     BFLOAT16,
@@ -47,6 +45,7 @@ from .numba_memory import (
 )
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_tiles import GATED, MOST_TILE_ROWS, multiply_panel
+from .numba_unpack import unpack, unpacked_kind
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 
 DEPTH = 320  # steps that a panel is gone through at a time, at most: 20 to 40 KiB of it

@@ -6,7 +6,7 @@ from numba import carray
 from torch import Tensor
 
 from .checks import check_dtype, in_debug_mode
-from .numba_codes import HALVES, INT8_PAIRS, INT8_UNIT, PAIRS, PANEL, SHORT_PAIRS, step_bytes, unpack
+from .numba_codes import HALVES, INT8_PAIRS, INT8_UNIT, PAIRS, PANEL, SHORT_PAIRS, step_bytes
 from .numba_linear import OUT_KINDS, Panels
 from .numba_memory import (
     BFLOAT16,
@@ -29,6 +29,7 @@ from .numba_memory import (
 )
 from .numba_rows import copy_row
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
+from .numba_unpack import unpack
 from .numba_vectors import LANES, VECTOR_BYTES, function
 
 TAKE_ROWS = Task(("table", "indices", "out", "row_bytes", "kind"))  # FLOAT32: whatever is not widened

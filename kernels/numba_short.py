@@ -1,7 +1,7 @@
 """bfloat16 in 12 bits without loss: with few rows a product takes as long as reading its weight.
 
-See `ShortPairs` in `numba_codes`. Of weights that are near each other in size, as those of a model are, one
-in some hundred thousands is an exception.
+See `ShortPairs` in `numba_codes_short`. Of weights that are near each other in size, as those of a model are,
+one in some hundred thousands is an exception.
 """
 
 import torch

@@ -17,13 +17,12 @@ from .numba_codes import (
     INT8_PAIRS,
     PAIRS,
     Halves,
-    Int4,
-    Int4Pairs,
     Int8Pairs,
     Pairs,
     Rows,
-    ShortPairs,
 )
+from .numba_codes_int4 import Int4, Int4Pairs
+from .numba_codes_short import ShortPairs
 from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT16, FLOAT32, INT8, LINE, _load, _prefetch, _store
 from .numba_vectors import (
     _F32,
