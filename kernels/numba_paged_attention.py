@@ -11,7 +11,8 @@ from torch import Tensor
 from .attention_checks import AttentionOptions, check_attention, check_own_plan, check_plans
 from .checks import check_device, in_debug_mode
 from .numba_amx import HAS_TILES
-from .numba_attention import ATTEND, MAX_ROWS, MERGE, SPLIT, scratch_size
+from .numba_attention import ATTEND, MAX_ROWS, MERGE
+from .numba_attention_units import SPLIT, scratch_size
 from .numba_memory import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 from .numba_softmax import padded
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .kernels.numba_attention import ATTEND, MERGE, SPLIT
+from .kernels.numba_attention import ATTEND, MERGE
+from .kernels.numba_attention_units import SPLIT
 from .kernels.numba_graph import Graph, NotRecordableError, Recorder
 from .kernels.numba_memory import LINE
 from .kernels.numba_paged_attention import Plan, plan_units

@@ -13,7 +13,7 @@ from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 from paged.kernels import numba_linear, numba_lookup, numba_ops, numba_threads, reference, torch_ops
 from paged.kernels.attention_checks import MAX_GROUP
 from paged.kernels.numba_amx import HAS_TILES
-from paged.kernels.numba_attention import SPLIT
+from paged.kernels.numba_attention_units import SPLIT
 from paged.kernels.numba_paged_attention import LEAST_ROWS, paged_attention, plan_units
 
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from paged import SamplingParams
 from paged.kernels import numba_ops, reference
-from paged.kernels.numba_attention import SPLIT
+from paged.kernels.numba_attention_units import SPLIT
 from paged.kernels.numba_graph import Graph, NotRecordableError, Recorder, _column
 from paged.kernels.numba_threads import Launch, Task
 from paged.kernels.numba_vectors import HAS_DOT
