@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _prefetch, _read, _store, item_size
+from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _prefetch, _store, item_size
 from .numba_vectors import (
     _I64,
     _INTS,
@@ -26,14 +26,16 @@ from .numba_vectors import (
 )
 
 # How a panel is stored, after the kinds of single numbers.
-INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS, SHORT_PAIRS = range(5, 11)
+INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS, SHORT_PAIRS, SHORT_HALVES = range(5, 12)
 PANEL = 2 * LANES  # outputs
 GROUP = 32  # inputs that share a scale and a zero in int4
 GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
 INT4_STEPS = 8  # of int4 in pairs, that lie in a vector
-# Of bfloat16 in 12 bits: steps of a group, what it has in front of them, and bytes of a step.
-SHORT_STEPS, TABLE_BYTES, SHORT_HEAD_BYTES, SHORT_STEP_BYTES = 16, 16, 32, 3 * PANEL
-SHORT_GROUP_BYTES = SHORT_HEAD_BYTES + SHORT_STEPS * SHORT_STEP_BYTES
+# Of bfloat16 in 12 bits: numbers of a group, and of a part of it, which becomes two vectors; bytes of a part,
+# and of what a group has in front of them, so that a step has a whole number of bytes.
+SHORT_GROUP, SHORT_PART, SHORT_PART_BYTES = 1024, 2 * PANEL, 3 * PANEL
+SHORT_PARTS, TABLE_BYTES, SHORT_HEAD_BYTES = SHORT_GROUP // SHORT_PART, 16, 32 if LANES == 16 else 64
+SHORT_GROUP_BYTES = SHORT_HEAD_BYTES + SHORT_PARTS * SHORT_PART_BYTES
 INT8_UNIT = 2.0 if HAS_HALVES else 1.0  # what 1 in int8 becomes in pairs: see `_int8_by_halves`
 
 
@@ -130,7 +132,11 @@ class Halves(Rows):
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """See Rows."""
-        both = _read(builder, 32, address)
+        return self.made_of(builder, [_load(builder, FLOAT32, address)])
+
+    def made_of(self, builder: Any, stored: list[Any]) -> list[Any]:
+        """A step's, of the vector that is stored for it."""
+        both = builder.bitcast(stored[0], _INTS)
         first = builder.shl(both, _same(16, _INTS))
         second = builder.and_(both, _same(0xFFFF0000, _INTS))
         return [builder.bitcast(half, _VECTOR) for half in (first, second)]
@@ -143,6 +149,10 @@ class Pairs(Rows):
 
     def __init__(self) -> None:
         super().__init__(FLOAT32)
+
+    def made_of(self, builder: Any, stored: list[Any]) -> list[Any]:  # noqa: ARG002
+        """A step's, of the vectors that are stored for it."""
+        return stored
 
 
 class Int8Pairs(Rows):
@@ -177,14 +187,22 @@ def _int8_by_halves(builder: Any, address: Any) -> Any:
 
 
 @function
+def group_steps(kind):
+    """Steps of the depth that only come together, in panels of that kind."""
+    if kind == SHORT_PAIRS:
+        return SHORT_GROUP // (2 * PANEL)
+    return SHORT_GROUP // PANEL if kind == SHORT_HALVES else GROUP
+
+
+@function
 def step_bytes(kind):
     """What a panel has for a step of the depth."""
     if kind == INT4:
         return LANES
     if kind == INT4_PAIRS:
         return 2 * LANES
-    if kind == SHORT_PAIRS:
-        return SHORT_GROUP_BYTES // SHORT_STEPS
+    if kind in (SHORT_PAIRS, SHORT_HALVES):
+        return SHORT_GROUP_BYTES // group_steps(kind)
     if kind in (HALVES, INT8_PAIRS):
         return 2 * PANEL
     return 4 * PANEL if kind == PAIRS else item_size(kind) * PANEL

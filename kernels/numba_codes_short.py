@@ -1,6 +1,7 @@
 """How bfloat16 in 12 bits comes into registers: see `numba_short`, which makes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -8,21 +9,25 @@ from numba.core import cgutils
 
 from .numba_codes import (
     PANEL,
+    SHORT_GROUP,
     SHORT_GROUP_BYTES,
     SHORT_HEAD_BYTES,
-    SHORT_STEP_BYTES,
-    SHORT_STEPS,
+    SHORT_PART,
+    SHORT_PART_BYTES,
+    SHORT_PARTS,
     TABLE_BYTES,
+    Halves,
+    Pairs,
     Rows,
     _step_place,
     _store_step,
 )
-from .numba_memory import BFLOAT16, FLOAT32, _load, _prefetch
-from .numba_vectors import _I32, _I64, _VECTOR, VECTOR_BYTES, _at, _call
+from .numba_memory import FLOAT32, _load, _prefetch
+from .numba_vectors import _I32, _I64, _VECTOR, LANES, VECTOR_BYTES, _at, _call
 
 
-class ShortPairs(Rows):
-    """Two of bfloat16 in 12 bits each: the lower 8, and 4 that stand for the upper 8.
+class _Short(Rows):
+    """bfloat16 in 12 bits each: the lower 8, and 4 that stand for the upper 8.
 
     Those of a group that are near each other in size have few signs and exponents: a table of the 16 upper
     halves that are most frequent has nearly all of them. The others are put in their places after that, so
@@ -33,11 +38,11 @@ class ShortPairs(Rows):
     `factors`, 4 bytes each: the place of the upper half in the group as it comes out, times 256, and that.
     """
 
-    in_pairs = True
-    group_steps = at_a_time = SHORT_STEPS
-
-    def __init__(self) -> None:
-        super().__init__(BFLOAT16)
+    def __init__(self, plain: Halves | Pairs, step: int) -> None:
+        """plain: what they become, of `step` numbers a step."""
+        super().__init__(plain.kind)
+        self.plain, self.in_pairs, self.step = plain, plain.in_pairs, step
+        self.group_steps = self.at_a_time = SHORT_GROUP // step
 
     def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
         """The exceptions of all groups."""
@@ -46,48 +51,87 @@ class ShortPairs(Rows):
     def some_steps(
         self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
     ) -> None:
-        """See Rows; a group is unpacked for itself, and `read` takes where a step of it is."""
-        kind = ir.ArrayType(ir.IntType(8), SHORT_STEPS * 2 * VECTOR_BYTES)
-        memory = cgutils.alloca_once(builder, kind)
+        """See Rows; what `read` takes is what would be stored for the step.
+
+        A group with exceptions is unpacked for itself; most have none.
+        """
+        memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), 2 * SHORT_GROUP))
         memory.align = VECTOR_BYTES
-        to, steps = builder.ptrtoint(memory, _I64), ir.Constant(_I64, SHORT_STEPS)
-        stride = ir.Constant(_I64, SHORT_GROUP_BYTES // SHORT_STEPS)
-        self.unpack(builder, to, place, stride, factors, steps)
-        with cgutils.for_range(builder, steps) as loop:
-            body(builder.add(first, loop.index), _step_place(builder, to, loop.index))
+        number = builder.load(_at(builder, _I64, place, ir.Constant(_I64, TABLE_BYTES + 8)), align=1)
+        is_whole = builder.icmp_signed("==", number, ir.Constant(_I64, 0))
+        vectors = self.step // (2 * LANES)  # of a step
+        with builder.if_else(is_whole) as (whole, other):
+            with whole, self._each_part(builder, place) as (index, part):
+                step = builder.add(first, builder.mul(index, ir.Constant(_I64, 2 // vectors)))
+                for at in range(0, 2, vectors):
+                    body(builder.add(step, ir.Constant(_I64, at // vectors)), part[at : at + vectors])
+            with other:
+                to, steps = builder.ptrtoint(memory, _I64), ir.Constant(_I64, self.group_steps)
+                self.unpack(builder, to, place, None, factors, steps)
+                with cgutils.for_range(builder, steps) as loop:
+                    step = builder.add(to, builder.mul(loop.index, ir.Constant(_I64, 2 * self.step)))
+                    places = [builder.add(step, ir.Constant(_I64, v * VECTOR_BYTES)) for v in range(vectors)]
+                    body(builder.add(first, loop.index), [_load(builder, FLOAT32, v) for v in places])
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """See Rows."""
-        behind = builder.add(factors, ir.Constant(_I64, VECTOR_BYTES))
-        return [_load(builder, FLOAT32, place) for place in (factors, behind)]
+        return self.plain.made_of(builder, factors)
+
+    @contextmanager
+    def _each_part(self, builder: Any, group: Any) -> Iterator[tuple[Any, list[Any]]]:
+        """In a loop over a group: the number of its part, and what becomes of that but for exceptions."""
+        table = builder.load(_at(builder, _bytes(TABLE_BYTES), group), align=1)
+        table = _repeated(builder, table, SHORT_PART)
+        with cgutils.for_range(builder, ir.Constant(_I64, SHORT_PARTS)) as loop:
+            source = builder.add(group, builder.mul(loop.index, ir.Constant(_I64, SHORT_PART_BYTES)))
+            source = builder.add(source, ir.Constant(_I64, SHORT_HEAD_BYTES))
+            yield loop.index, _lengthened(builder, source, table)
 
     def unpack(
-        self, builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any, ahead: Any = None
+        self,
+        builder: Any,
+        to: Any,
+        panel: Any,
+        stride: Any,  # noqa: ARG002
+        factors: Any,
+        depth: Any,
+        ahead: Any = None,
     ) -> None:
-        """See Rows; a step is SHORT_GROUP_BYTES / SHORT_STEPS from the next on average.
+        """See Rows; what they become lies as it did before it was shortened.
 
         Of the lines `ahead` a third is left to the CPU's own fetching of neighbours: to ask for all is
         quicker with a few rows and slower with 32.
         """
-        steps = ir.Constant(_I64, SHORT_STEPS)
+        parts, steps = ir.Constant(_I64, SHORT_PARTS), ir.Constant(_I64, self.group_steps)
+        pace = ir.Constant(_I64, SHORT_GROUP_BYTES // SHORT_PARTS)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
-            first = builder.mul(groups.index, steps)
-            group = builder.add(panel, builder.mul(stride, first))
-            table = builder.load(_at(builder, _bytes(TABLE_BYTES), group), align=1)
-            table = _repeated(builder, table, 2 * PANEL)
-            with cgutils.for_range(builder, steps) as loop:
-                index = builder.add(first, loop.index)
+            first = builder.mul(groups.index, parts)
+            group = builder.add(panel, builder.mul(groups.index, ir.Constant(_I64, SHORT_GROUP_BYTES)))
+            with self._each_part(builder, group) as (index, part):
+                place = builder.add(first, index)
                 if ahead is not None:
-                    _prefetch(builder, builder.add(ahead, builder.mul(stride, index)))
-                source = builder.add(group, builder.mul(loop.index, ir.Constant(_I64, SHORT_STEP_BYTES)))
-                source = builder.add(source, ir.Constant(_I64, SHORT_HEAD_BYTES))
-                _store_step(builder, to, index, _lengthened(builder, source, table))
+                    _prefetch(builder, builder.add(ahead, builder.mul(pace, place)))
+                _store_step(builder, to, place, part)
             _mend(builder, _step_place(builder, to, first), group, factors)
 
 
+class ShortPairs(_Short):
+    """Of Pairs."""
+
+    def __init__(self) -> None:
+        super().__init__(Pairs(), 2 * PANEL)
+
+
+class ShortHalves(_Short):
+    """Of Halves."""
+
+    def __init__(self) -> None:
+        super().__init__(Halves(), PANEL)
+
+
 def _lengthened(builder: Any, address: Any, table: Any) -> list[Any]:
-    """A step of what ShortPairs are; table: the group's, for any 16 bytes of a vector."""
-    width = 2 * PANEL
+    """A part of a group; table: the group's, for any 16 bytes of a vector."""
+    width = SHORT_PART
     lower = builder.load(_at(builder, _bytes(width), address), align=1)
     place = builder.add(address, ir.Constant(_I64, width))
     codes = _repeated(builder, builder.load(_at(builder, _bytes(PANEL), place), align=1), width)
@@ -95,17 +139,19 @@ def _lengthened(builder: Any, address: Any, table: Any) -> list[Any]:
     shifts = ir.Constant(longs, [0] * (width // 16) + [4] * (width // 16))
     codes = builder.bitcast(builder.lshr(builder.bitcast(codes, longs), shifts), _bytes(width))
     codes = builder.and_(codes, ir.Constant(_bytes(width), [15] * width))
-    upper = _call(builder, "llvm.x86.avx512.pshuf.b.512", _bytes(width), table, codes)
+    look_up = "avx512.pshuf.b.512" if LANES == 16 else "avx2.pshuf.b"
+    upper = _call(builder, f"llvm.x86.{look_up}", _bytes(width), table, codes)
     vectors = []
     for half in (0, 8):
-        places = [16 * part + half + i + of for part in range(4) for i in range(8) for of in (0, width)]
+        parts = range(width // 16)
+        places = [16 * part + half + i + of for part in parts for i in range(8) for of in (0, width)]
         both = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(_I32, width), places))
         vectors.append(builder.bitcast(both, _VECTOR))
     return vectors
 
 
 def _mend(builder: Any, place: Any, group: Any, exceptions: Any) -> None:
-    """Put the exceptions of a group where they belong; see ShortPairs."""
+    """Put the exceptions of a group where they belong; see _Short."""
     first, number = (
         builder.load(_at(builder, _I64, group, ir.Constant(_I64, TABLE_BYTES + at)), align=1) for at in (0, 8)
     )

@@ -27,8 +27,10 @@ from .numba_codes import (
     INT8_UNIT,
     PAIRS,
     PANEL,
+    SHORT_HALVES,
     SHORT_PAIRS,
     group_bytes,
+    group_steps,
     step_bytes,
 )
 from .numba_memory import (
@@ -49,7 +51,7 @@ from .numba_unpack import unpack, unpacked_kind
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 
 DEPTH = 320  # steps that a panel is gone through at a time, at most: 20 to 40 KiB of it
-UNPACKED_DEPTH = 128  # the same where it is unpacked into the first cache before
+UNPACKED_DEPTH = 128  # the same where it is unpacked into the first cache before, to 4 bytes a number
 ROWS = 64  # of a unit
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 _KINDS = {
@@ -58,6 +60,7 @@ _KINDS = {
     torch.bfloat16: HALVES,
     torch.int8: INT8,
     torch.uint8: INT4,
+    torch.int16: SHORT_HALVES,
 }
 _PAIR_KINDS = {
     torch.bfloat16: PAIRS,
@@ -85,7 +88,7 @@ class Panels(NamedTuple):
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
     # and has LANES in the place of PANEL; of bfloat16 not in pairs the halves of a panel alternate; what is
-    # short is i16[num_panels, in_features // 2, SHORT_GROUP_BYTES / SHORT_STEPS / 2, 1]
+    # short is i16[num_panels, num_groups, SHORT_GROUP_BYTES / 2], in pairs with a last dimension of 1
     weight: Tensor
     # f32[num_panels * PANEL], of int8 in pairs divided by INT8_UNIT; for int4 bf16[num_panels, num_groups, 2,
     # PANEL]: and zeros; of what is short the exceptions, i32[n]
@@ -96,7 +99,13 @@ class Panels(NamedTuple):
     @property
     def in_features(self) -> int:
         """Numbers of a row of x."""
-        return self.weight.shape[1] * (1 + self.in_pairs)
+        return self.depth * (1 + self.in_pairs)
+
+    @property
+    def depth(self) -> int:
+        """Steps that products go through."""
+        steps: int = group_steps.py_func(self.kind) if self.weight.dtype == torch.int16 else 1
+        return self.weight.shape[1] * steps
 
     @property
     def in_pairs(self) -> bool:
@@ -129,7 +138,7 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     inputs, and has scales just where it is int8.
     """
     _check_pairs(pairs)
-    check_dtype("weight", weight, tuple(_PAIR_KINDS)[:2] if pairs else tuple(_KINDS)[:-1])
+    check_dtype("weight", weight, tuple(_PAIR_KINDS)[:2] if pairs else tuple(_KINDS)[:4])
     if (scales is not None) != (weight.dtype == torch.int8):
         given = "none" if scales is None else "some"
         raise ValueError(
@@ -245,7 +254,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         out.data_ptr(),
         rows.stride(0) * rows.itemsize,
         num_rows,
-        weight.weight.shape[1],
+        weight.depth,
         out_features,
         num_panels,
         weight.kind,
@@ -279,9 +288,10 @@ def _linear(args, unit, next_unit, scratch):
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
     # What several tiles would unpack each for itself is unpacked before, once.
     is_unpacked = rows > MOST_TILE_ROWS and unpacked_kind(kind) != kind
-    most = UNPACKED_DEPTH if is_unpacked else DEPTH
+    most = UNPACKED_DEPTH if is_unpacked and kind != SHORT_HALVES else DEPTH
     # In equal parts, of whole groups.
-    step = -(-args.depth // (-(-args.depth // most) * GROUP)) * GROUP
+    whole = group_steps(kind)
+    step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
         b, b_stride, b_kind = weight + start * stride, stride, kind
@@ -290,11 +300,12 @@ def _linear(args, unit, next_unit, scratch):
         if start:
             c, c_stride = scratch, _WIDTH
         to, to_stride, to_kind, scale, bias = scratch, _WIDTH, FLOAT32, 0, 0
-        if kind in (INT4, INT4_PAIRS, SHORT_PAIRS):
+        if kind in (INT4, INT4_PAIRS, SHORT_PAIRS, SHORT_HALVES):
             scale = args.scales + group_bytes(kind, panel * args.depth + start)
         if is_unpacked:
             unpack(kind, tile, b, stride, scale, depth)
-            b, b_stride, b_kind, scale = tile, _WIDTH, unpacked_kind(kind), 0
+            b, b_kind, scale = tile, unpacked_kind(kind), 0
+            b_stride = step_bytes(b_kind)
         if start + depth == args.depth:
             ahead = args.panels + next_unit % args.num_panels * args.depth * stride
             to_kind = args.out_kind + args.gated

@@ -6,7 +6,7 @@ from numba import carray
 from torch import Tensor
 
 from .checks import check_dtype, in_debug_mode
-from .numba_codes import HALVES, INT8_PAIRS, INT8_UNIT, PAIRS, PANEL, SHORT_PAIRS, step_bytes
+from .numba_codes import HALVES, INT8_PAIRS, INT8_UNIT, PAIRS, PANEL, SHORT_HALVES, SHORT_PAIRS, step_bytes
 from .numba_linear import OUT_KINDS, Panels
 from .numba_memory import (
     BFLOAT16,
@@ -29,7 +29,7 @@ from .numba_memory import (
 )
 from .numba_rows import copy_row
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
-from .numba_unpack import unpack
+from .numba_unpack import unpack, unpacked_kind
 from .numba_vectors import LANES, VECTOR_BYTES, function
 
 TAKE_ROWS = Task(("table", "indices", "out", "row_bytes", "kind"))  # FLOAT32: whatever is not widened
@@ -65,11 +65,14 @@ def _take_panel_row(args, i, scratch):
     panel, place, out_size = index // PANEL, index % PANEL, item_size(args.out_kind)
     to = args.out + i * args.in_features * out_size
     numbers = scratch + VECTOR_BYTES
-    kind, weight = args.weight_kind, args.panels + panel * args.in_features * 2 * PANEL + 4 * place
-    if kind == SHORT_PAIRS:
-        whole, stride, depth = numbers + 4 * args.in_features, step_bytes(kind), args.in_features // 2
-        unpack(kind, whole, args.panels + panel * depth * stride, stride, args.scales, depth)
-        kind, weight = PAIRS, whole + 4 * place
+    kind, first = args.weight_kind, args.panels + panel * args.in_features * 2 * PANEL
+    is_short = kind in (SHORT_PAIRS, SHORT_HALVES)
+    if is_short:
+        depth = args.in_features // 2 if kind == SHORT_PAIRS else args.in_features
+        stride, first = step_bytes(kind), numbers + 4 * args.in_features
+        unpack(kind, first, args.panels + panel * depth * stride, stride, args.scales, depth)
+        kind = unpacked_kind(kind)
+    weight = first + 4 * place
     if kind == PAIRS and args.out_kind == BFLOAT16:
         for k in range(args.in_features // 2):
             set_int(to + 4 * k, get_int(weight + k * 4 * PANEL))
@@ -85,7 +88,7 @@ def _take_panel_row(args, i, scratch):
             number = np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2))
             set_float(numbers + 4 * k, np.float32(INT8_UNIT) * number)
     elif kind == HALVES:
-        weight = args.panels + panel * args.in_features * 2 * PANEL + 4 * (place % LANES)
+        weight = first + 4 * (place % LANES)
         for k in range(args.in_features):
             both = get_int(weight + k * 2 * PANEL)
             set_int(numbers + 4 * k, both << 16 if place < LANES else both >> 16 << 16)
@@ -95,7 +98,7 @@ def _take_panel_row(args, i, scratch):
         for k in range(args.in_features):
             store(scratch, load_as(kind, weight + k * PANEL * size))
             set_float(numbers + 4 * k, get_float(scratch + 4 * lane))
-    scale = np.float32(1.0) if args.weight_kind == SHORT_PAIRS else get_float(args.scales + 4 * index)
+    scale = np.float32(1.0) if is_short else get_float(args.scales + 4 * index)
     copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
 
 
@@ -158,6 +161,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     _check_range(indices, panels.out_features)
     indices = indices.contiguous()  # by a name: what only its address is taken of would be gone
     out = torch.empty(len(indices), size, dtype=dtype)
+    is_short = panels.kind in (SHORT_PAIRS, SHORT_HALVES)
     if panels.kind in (PAIRS, SHORT_PAIRS):
         check_dtype("rows", out, (torch.bfloat16, torch.float32))
     TAKE_PANEL_ROWS.run(
@@ -169,7 +173,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         size,
         panels.kind,
         OUT_KINDS[dtype],
-        scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * (panels.kind == SHORT_PAIRS)) * size,
+        scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * is_short) * size,
     )
     return out
 

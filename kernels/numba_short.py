@@ -9,22 +9,26 @@ from numba import carray
 from torch import Tensor
 
 from .numba_codes import (
+    HALVES,
     PAIRS,
     PANEL,
+    SHORT_GROUP,
     SHORT_GROUP_BYTES,
+    SHORT_HALVES,
     SHORT_HEAD_BYTES,
-    SHORT_STEP_BYTES,
-    SHORT_STEPS,
+    SHORT_PAIRS,
+    SHORT_PART,
+    SHORT_PART_BYTES,
+    SHORT_PARTS,
     TABLE_BYTES,
+    group_steps,
 )
 from .numba_linear import Panels
 from .numba_memory import address_of, claim, get_byte, get_int, set_byte, set_int, set_long
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
-from .numba_vectors import function
+from .numba_vectors import HAS_LOOKUP, function
 
 _VALUES = 256  # of a byte
-_STEP = 2 * PANEL  # weights
-_GROUP = SHORT_STEPS * _STEP
 _MOST_EXCEPTIONS = 1 / 64  # of all weights: 4 bytes each are half a bit of a weight then
 _GROUPS_AT_A_TIME = 4096  # whose exceptions are looked for, so that it takes little memory
 # A megabyte, with what fills the last panel: models of smaller ones stay in the caches between two steps.
@@ -35,17 +39,20 @@ _RECORD = SHORTEN.record
 
 
 def shortened(panels: Panels) -> Panels:
-    """Panels of bfloat16 in pairs in 12.25 bits a weight and 32 an exception; products have the same bits.
+    """Panels of bfloat16 in 12.25 bits a weight, 12.5 with AVX2, and 32 an exception; products have the same
+    bits.
 
-    Others as they are, and so those that are on no CPU, whose inputs fill no groups, that are so small that a
-    cache has them, or of which so many would be exceptions that little was left.
+    Others as they are, and so those that are on no CPU or on one that looks no bytes up, whose inputs fill no
+    groups, that are so small that a cache has them, or of which so many would be exceptions that little was
+    left.
     """
-    num_panels, depth = panels.weight.shape[:2]
-    num_weights = panels.weight.numel()
-    is_small = num_weights < _LEAST_WEIGHTS
-    if panels.kind != PAIRS or depth % SHORT_STEPS or is_small or not panels.weight.is_cpu:
+    num_panels, num_weights, kinds = len(panels.weight), panels.weight.numel(), (PAIRS, HALVES)
+    if panels.kind not in kinds or num_weights < _LEAST_WEIGHTS or not panels.weight.is_cpu or not HAS_LOOKUP:
         return panels
-    num_groups = depth // SHORT_STEPS
+    steps = group_steps.py_func(SHORT_PAIRS if panels.in_pairs else SHORT_HALVES)
+    if panels.depth % steps:
+        return panels
+    num_groups = panels.depth // steps
     short = panels.weight.new_empty(num_panels, num_groups, SHORT_GROUP_BYTES, dtype=torch.uint8)
     addresses = panels.weight.data_ptr(), short.data_ptr()
     SHORTEN.run(num_panels, *addresses, num_groups, scratch_size=(4 + 1 + 1) * _VALUES)
@@ -56,15 +63,16 @@ def shortened(panels: Panels) -> Panels:
         return panels
     numbers[:, 0] = count.cumsum(0) - count
     groups[:, TABLE_BYTES:SHORT_HEAD_BYTES] = numbers.view(torch.uint8)
-    upper = panels.weight.view(torch.uint8).view(-1, _GROUP, 2)[..., 1]
+    upper = panels.weight.view(torch.uint8).view(-1, SHORT_GROUP, 2)[..., 1]
     with_some = count.nonzero().squeeze(1).split(_GROUPS_AT_A_TIME)
     exceptions = [_exceptions(upper[own], groups[own, :TABLE_BYTES]) for own in with_some]
-    weight = short.view(torch.int16).view(num_panels, depth, -1, 1)
+    weight = short.view(torch.int16)
+    weight = weight.unsqueeze(3) if panels.in_pairs else weight
     return Panels(weight, torch.cat(exceptions), panels.out_features, panels.gated)
 
 
 def _exceptions(upper: Tensor, tables: Tensor) -> Tensor:
-    """Of upper halves [groups, _GROUP] those that tables [groups, TABLE_BYTES] lack, with their places."""
+    """Of upper halves [groups, numbers] those that tables [groups, TABLE_BYTES] lack, with their places."""
     is_known = torch.zeros(len(upper), _VALUES, dtype=torch.bool, device="cpu")
     is_known.scatter_(1, tables.long(), True)
     group, place = is_known.gather(1, upper.long()).logical_not_().nonzero(as_tuple=True)
@@ -77,8 +85,8 @@ def _make_table(source, entry, counts, codes, found):
 
     counts: 0 for each value, as they are left. found: room for the values that there are.
     """
-    number, left, last = 0, _GROUP, 0
-    for i in range(_GROUP):
+    number, left, last = 0, SHORT_GROUP, 0
+    for i in range(SHORT_GROUP):
         value = get_byte(source + 2 * i + 1) & 255
         count = get_int(counts + 4 * value)
         if not count:
@@ -106,7 +114,7 @@ def _make_table(source, entry, counts, codes, found):
 
 
 @function
-def _shorten_step(source, to, codes):
+def _shorten_part(source, to, codes):
     """Lower halves, then codes, in the order in which vectors are put together of them."""
     for i in range(PANEL):
         first = source + 2 * (i // 8 % 2 * PANEL + i // 16 * 8 + i % 8)
@@ -115,7 +123,7 @@ def _shorten_step(source, to, codes):
         set_byte(to + PANEL + i, get_byte(second))
         low = get_byte(codes + (get_byte(first + 1) & 255))
         high = get_byte(codes + (get_byte(second + 1) & 255))
-        set_byte(to + _STEP + i, low | high << 4)
+        set_byte(to + SHORT_PART + i, low | high << 4)
 
 
 @SHORTEN.kernel
@@ -131,10 +139,10 @@ def _shorten_kernel(record):
             set_byte(counts + at, 0)
     while panel < args.num_units:
         for group in range(panel * args.num_groups, (panel + 1) * args.num_groups):
-            source = args.panels + group * 2 * _GROUP
+            source = args.panels + group * 2 * SHORT_GROUP
             to = args.short + group * SHORT_GROUP_BYTES
             _make_table(source, to, counts, codes, found)
-            for step in range(SHORT_STEPS):
-                place = to + SHORT_HEAD_BYTES + step * SHORT_STEP_BYTES
-                _shorten_step(source + 2 * step * _STEP, place, codes)
+            for part in range(SHORT_PARTS):
+                place = to + SHORT_HEAD_BYTES + part * SHORT_PART_BYTES
+                _shorten_part(source + 2 * part * SHORT_PART, place, codes)
         panel = claim(counters + NEXT_UNIT)

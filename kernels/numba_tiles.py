@@ -16,18 +16,20 @@ from .numba_codes import (
     INT4_PAIRS,
     INT8_PAIRS,
     PAIRS,
+    SHORT_HALVES,
     Halves,
     Int8Pairs,
     Pairs,
     Rows,
 )
 from .numba_codes_int4 import Int4, Int4Pairs
-from .numba_codes_short import ShortPairs
+from .numba_codes_short import ShortHalves, ShortPairs
 from .numba_memory import _ITEM_SIZES, BFLOAT16, FLOAT16, FLOAT32, INT8, LINE, _load, _prefetch, _store
 from .numba_vectors import (
     _F32,
     _I64,
     HAS_DOT,
+    HAS_LOOKUP,
     LANES,
     VECTOR_BYTES,
     _at,
@@ -275,10 +277,12 @@ if HAS_DOT:  # elsewhere nothing is in pairs
     multiply_add_pairs = _product(pairs=True)
 _by_float, _by_half, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, FLOAT16, INT8))
 _by_halves, _by_int4 = _panel_product(Halves()), _panel_product(Int4())
-_by_pairs = _by_int8_pairs = _by_int4_pairs = _by_short_pairs = _by_float
+_by_pairs = _by_int8_pairs = _by_int4_pairs = _by_short_pairs = _by_short_halves = _by_float
 if HAS_DOT:
     _by_pairs, _by_short_pairs = _panel_product(Pairs()), _panel_product(ShortPairs())
     _by_int8_pairs, _by_int4_pairs = _panel_product(Int8Pairs()), _panel_product(Int4Pairs())
+if HAS_LOOKUP:
+    _by_short_halves = _panel_product(ShortHalves())
 
 
 @function
@@ -300,5 +304,7 @@ def multiply_panel(kind, rows, c, to, a, ahead, same):
         _by_int8_pairs(rows, c, to, a, ahead, same)
     elif kind == INT4_PAIRS:
         _by_int4_pairs(rows, c, to, a, ahead, same)
+    elif kind == SHORT_HALVES:
+        _by_short_halves(rows, c, to, a, ahead, same)
     else:
         _by_short_pairs(rows, c, to, a, ahead, same)

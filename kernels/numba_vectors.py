@@ -27,14 +27,15 @@ LANES = _lanes()
 VECTOR_BYTES = 4 * LANES
 
 
-def _has(feature: str) -> bool:
-    """Whether what numba compiles for has vectors of 512 bits, and that."""
+def _has(feature: str, lanes: int = 16) -> bool:
+    """Whether what numba compiles for has vectors of so many lanes, and that."""
     if config.CPU_FEATURES is not None:  # told to compile for another CPU
-        return LANES == 16 and f"+{feature}" in config.CPU_FEATURES.split(",")
-    return LANES == 16 and bool(llvm.get_host_cpu_features().get(feature))
+        return lanes == LANES and f"+{feature}" in config.CPU_FEATURES.split(",")
+    return lanes == LANES and bool(llvm.get_host_cpu_features().get(feature))
 
 
 HAS_DOT = _has("avx512bf16")  # vectors of bfloat16 are multiplied, in pairs that are added up
+HAS_LOOKUP = _has("avx512bw") or _has("avx2", 8)  # of all bytes of a vector, in tables of 16
 HAS_HALVES = HAS_DOT and _has("avx512fp16")  # vectors of float16 are made of integers
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
