@@ -31,7 +31,7 @@ class Unit(NamedTuple):
     part: int  # the first place in what is merged, or -1
     low: int  # keys that any of the tokens sees
     high: int
-    seen_by_all: int  # how many keys from the first on are
+    seen_by_all: int  # how many keys, from the first on, all the tokens see
     way: int  # BY_FLOATS and so on
     in_place: bool  # keys are read where they lie
 

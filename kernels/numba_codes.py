@@ -187,8 +187,8 @@ def _int8_by_halves(builder: Any, address: Any) -> Any:
 
 
 @function
-def group_steps(kind):
-    """Steps of the depth that only come together, in panels of that kind."""
+def whole_steps(kind):
+    """Parts of the depth that panels are gone through in have multiples of so many steps."""
     if kind == SHORT_PAIRS:
         return SHORT_GROUP // (2 * PANEL)
     return SHORT_GROUP // PANEL if kind == SHORT_HALVES else GROUP
@@ -202,7 +202,7 @@ def step_bytes(kind):
     if kind == INT4_PAIRS:
         return 2 * LANES
     if kind in (SHORT_PAIRS, SHORT_HALVES):
-        return SHORT_GROUP_BYTES // group_steps(kind)
+        return SHORT_GROUP_BYTES // whole_steps(kind)
     if kind in (HALVES, INT8_PAIRS):
         return 2 * PANEL
     return 4 * PANEL if kind == PAIRS else item_size(kind) * PANEL

@@ -34,8 +34,9 @@ class _Short(Rows):
     that all come out as they were. In the manner of DFloat11 (Zhang et al., 2025), whose codes are shorter
     and of many lengths.
 
-    In front of a group are its table, where its exceptions begin and their number, as int64. They are at
-    `factors`, 4 bytes each: the place of the upper half in the group as it comes out, times 256, and that.
+    In front of a group are its table, where its exceptions begin and their number, as int64, and zeros up to
+    SHORT_HEAD_BYTES. Exceptions are at `factors`, 4 bytes each: the place of the upper half in the group as
+    it comes out, times 256, and that.
     """
 
     def __init__(self, plain: Halves | Pairs, step: int) -> None:

@@ -30,8 +30,8 @@ from .numba_codes import (
     SHORT_HALVES,
     SHORT_PAIRS,
     group_bytes,
-    group_steps,
     step_bytes,
+    whole_steps,
 )
 from .numba_memory import (
     BFLOAT16,
@@ -87,8 +87,9 @@ class Panels(NamedTuple):
     """
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
-    # and has LANES in the place of PANEL; of bfloat16 not in pairs the halves of a panel alternate; what is
-    # short is i16[num_panels, num_groups, SHORT_GROUP_BYTES / 2], in pairs with a last dimension of 1
+    # and has LANES in the place of PANEL, in pairs in the order of Int4Pairs; of bfloat16 not in pairs the
+    # halves of a panel alternate; what is short is i16[num_panels, num_groups, SHORT_GROUP_BYTES / 2], in
+    # pairs with a last dimension of 1
     weight: Tensor
     # f32[num_panels * PANEL], of int8 in pairs divided by INT8_UNIT; for int4 bf16[num_panels, num_groups, 2,
     # PANEL]: and zeros; of what is short the exceptions, i32[n]
@@ -104,7 +105,7 @@ class Panels(NamedTuple):
     @property
     def depth(self) -> int:
         """Steps that products go through."""
-        steps: int = group_steps.py_func(self.kind) if self.weight.dtype == torch.int16 else 1
+        steps: int = whole_steps.py_func(self.kind) if self.weight.dtype == torch.int16 else 1
         return self.weight.shape[1] * steps
 
     @property
@@ -223,8 +224,9 @@ def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
 
 
 def _by_quarters(codes: Tensor) -> Tensor:
-    """[PANEL, in_features] -> [in_features // 2, LANES, 2], which is what Int4Pairs are."""
-    quarters = codes.view(4, PANEL // 4, -1, INT4_STEPS // 2, 2, 2)  # .., of 8 steps, of a byte, input
+    """[PANEL, in_features] -> as many bytes as [in_features // 2, LANES, 2], in the order of Int4Pairs."""
+    # Of a quarter, an output and 8 steps: a byte of two steps, which of them, an input of that.
+    quarters = codes.view(4, PANEL // 4, -1, INT4_STEPS // 2, 2, 2)
     low, high = quarters.permute(2, 0, 1, 5, 3, 4).unbind(-1)
     return (low | high << 4).reshape(-1, LANES, 2)
 
@@ -290,7 +292,7 @@ def _linear(args, unit, next_unit, scratch):
     is_unpacked = rows > MOST_TILE_ROWS and unpacked_kind(kind) != kind
     most = UNPACKED_DEPTH if is_unpacked and kind != SHORT_HALVES else DEPTH
     # In equal parts, of whole groups.
-    whole = group_steps(kind)
+    whole = whole_steps(kind)
     step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)

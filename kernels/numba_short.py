@@ -1,6 +1,6 @@
 """bfloat16 in 12 bits without loss: with few rows a product takes as long as reading its weight.
 
-See `ShortPairs` in `numba_codes_short`. Of weights that are near each other in size, as those of a model are,
+See `_Short` in `numba_codes_short`. Of weights that are near each other in size, as those of a model are,
 one in some hundred thousands is an exception.
 """
 
@@ -21,7 +21,7 @@ from .numba_codes import (
     SHORT_PART_BYTES,
     SHORT_PARTS,
     TABLE_BYTES,
-    group_steps,
+    whole_steps,
 )
 from .numba_linear import Panels
 from .numba_memory import address_of, claim, get_byte, get_int, set_byte, set_int, set_long
@@ -29,6 +29,7 @@ from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_vectors import HAS_LOOKUP, function
 
 _VALUES = 256  # of a byte
+_HEAD_END = TABLE_BYTES + 16  # of what a group's head has; the rest is 0
 _MOST_EXCEPTIONS = 1 / 64  # of all weights: 4 bytes each are half a bit of a weight then
 _GROUPS_AT_A_TIME = 4096  # whose exceptions are looked for, so that it takes little memory
 # A megabyte, with what fills the last panel: models of smaller ones stay in the caches between two steps.
@@ -49,7 +50,7 @@ def shortened(panels: Panels) -> Panels:
     num_panels, num_weights, kinds = len(panels.weight), panels.weight.numel(), (PAIRS, HALVES)
     if panels.kind not in kinds or num_weights < _LEAST_WEIGHTS or not panels.weight.is_cpu or not HAS_LOOKUP:
         return panels
-    steps = group_steps.py_func(SHORT_PAIRS if panels.in_pairs else SHORT_HALVES)
+    steps = whole_steps.py_func(SHORT_PAIRS if panels.in_pairs else SHORT_HALVES)
     if panels.depth % steps:
         return panels
     num_groups = panels.depth // steps
@@ -57,12 +58,13 @@ def shortened(panels: Panels) -> Panels:
     addresses = panels.weight.data_ptr(), short.data_ptr()
     SHORTEN.run(num_panels, *addresses, num_groups, scratch_size=(4 + 1 + 1) * _VALUES)
     groups = short.flatten(0, 1)
-    numbers = groups[:, TABLE_BYTES:SHORT_HEAD_BYTES].contiguous().view(torch.int64)
+    numbers = groups[:, TABLE_BYTES:_HEAD_END].contiguous().view(torch.int64)
     count = numbers[:, 1]
     if count.sum() > _MOST_EXCEPTIONS * num_weights:
         return panels
     numbers[:, 0] = count.cumsum(0) - count
-    groups[:, TABLE_BYTES:SHORT_HEAD_BYTES] = numbers.view(torch.uint8)
+    groups[:, TABLE_BYTES:_HEAD_END] = numbers.view(torch.uint8)
+    groups[:, _HEAD_END:SHORT_HEAD_BYTES] = 0
     upper = panels.weight.view(torch.uint8).view(-1, SHORT_GROUP, 2)[..., 1]
     with_some = count.nonzero().squeeze(1).split(_GROUPS_AT_A_TIME)
     exceptions = [_exceptions(upper[own], groups[own, :TABLE_BYTES]) for own in with_some]

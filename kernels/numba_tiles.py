@@ -279,10 +279,12 @@ _by_float, _by_half, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32
 _by_halves, _by_int4 = _panel_product(Halves()), _panel_product(Int4())
 _by_pairs = _by_int8_pairs = _by_int4_pairs = _by_short_pairs = _by_short_halves = _by_float
 if HAS_DOT:
-    _by_pairs, _by_short_pairs = _panel_product(Pairs()), _panel_product(ShortPairs())
+    _by_pairs = _panel_product(Pairs())
     _by_int8_pairs, _by_int4_pairs = _panel_product(Int8Pairs()), _panel_product(Int4Pairs())
 if HAS_LOOKUP:
     _by_short_halves = _panel_product(ShortHalves())
+if HAS_DOT and HAS_LOOKUP:
+    _by_short_pairs = _panel_product(ShortPairs())
 
 
 @function

@@ -24,9 +24,10 @@ _unpack_int4 = _unpacker(Int4())
 _unpack_int8_pairs = _unpack_int4_pairs = _unpack_short_pairs = _unpack_short_halves = _unpack_int4
 if HAS_DOT:  # elsewhere nothing is in pairs
     _unpack_int8_pairs, _unpack_int4_pairs = _unpacker(Int8Pairs()), _unpacker(Int4Pairs())
-    _unpack_short_pairs = _unpacker(ShortPairs())
 if HAS_LOOKUP:
     _unpack_short_halves = _unpacker(ShortHalves())
+if HAS_DOT and HAS_LOOKUP:
+    _unpack_short_pairs = _unpacker(ShortPairs())
 
 
 @function

@@ -51,7 +51,7 @@ class Table(PlainWeight):
 
 
 class PanelWeight:
-    """A weight as it is, or `narrowed`, and in pairs `shortened`; sums are float32.
+    """A weight as it is, or `narrowed` and `shortened`; sums are float32.
 
     out_dtype: of its products, where that is not the dtype of x. gated: the weight is of gates and of what
     they gate, [2 * n, in_features]; its products are silu(gate) * up, of n numbers.

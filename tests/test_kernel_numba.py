@@ -8,13 +8,16 @@ import pytest
 import torch
 from error_bounds import assert_exact_enough
 from kernel_cases import DEVICE, quantized, ragged_case, take_sequences
+from numba import njit
 from test_kernel_attention_variants import OPTIONS, PAIRS, with_options
 
 from paged.kernels import numba_linear, numba_lookup, numba_ops, numba_threads, reference, torch_ops
 from paged.kernels.attention_checks import MAX_GROUP
 from paged.kernels.numba_amx import HAS_TILES
 from paged.kernels.numba_attention_units import SPLIT
+from paged.kernels.numba_memory import load, store
 from paged.kernels.numba_paged_attention import LEAST_ROWS, paged_attention, plan_units
+from paged.kernels.numba_vectors import LANES, VECTOR_BYTES, exp2, exp2_of_negative
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU"
@@ -240,6 +243,26 @@ def test_many_normalised_rows_of_whole_pages_lie_apart(dtype):
     assert out.stride() == (2048 + 64 // x.itemsize, 1)
     assert torch.equal(out, torch.cat(parts))
     assert all(part.is_contiguous() for part in parts)
+
+
+def test_powers_of_2_to_a_unit_in_the_last_place():
+    @njit
+    def powers(source, to, count, negative):
+        for at in range(0, 4 * count, VECTOR_BYTES):
+            x = load(source + at)
+            store(to + at, exp2_of_negative(x) if negative else exp2(x))
+
+    x = np.linspace(-126, 127.4, 2**18, dtype=np.float32)
+    x[:6] = 0.0, -0.0, 1.0, -126.0, 127.0, -1e-30
+    for negative in (False, True):
+        own = np.minimum(x, 0) if negative else x
+        expected, out = np.exp2(own.astype(np.float64)), np.empty_like(own)
+        powers(own.ctypes.data, out.ctypes.data, len(own), negative)
+        assert (np.abs(out - expected) <= np.spacing(expected.astype(np.float32))).all()
+    ends = np.resize(np.float32([-126.6, -1e9, -np.inf, 127.6, 1e9, np.inf, np.nan]), 7 * LANES)
+    out = np.empty_like(ends)
+    powers(ends.ctypes.data, out.ctypes.data, len(ends), False)
+    assert np.array_equal(out[:7], np.float32([0, 0, 0, np.inf, np.inf, np.inf, np.nan]), equal_nan=True)
 
 
 def test_rows_the_kernels_would_misread_are_left_to_torch():
