@@ -4,7 +4,7 @@
 
 On a CPU its own kernels, compiled by numba, and how much longer the same takes in plain torch; on a GPU the
 Triton kernels in a few batches, for a first look: `python -m benchmarks.gpu` measures them all. The limits,
-copy bandwidth and matrix throughput, are measured in the same run. Each case is compared with the reference
+bandwidth and matrix throughput, are measured in the same run. Each case is compared with the reference
 before its turn.
 """
 
@@ -35,7 +35,8 @@ def main() -> None:
     kernels = load_kernels("triton" if device.type == "cuda" else "numba")
     plain = load_kernels("torch") if device.type == "cpu" else None
     print(f"{kernels.name} kernels on {device_name(device)}, {dtype}")
-    print(f"limits: {limits.bytes_per_s / 1e9:,.0f} GB/s copied, {limits.flops / 1e12:,.2f} TFLOP/s")
+    moved_by = "copied" if device.type == "cuda" else "copied or read"
+    print(f"limits: {limits.bytes_per_s / 1e9:,.0f} GB/s {moved_by}, {limits.flops / 1e12:,.2f} TFLOP/s")
     rows: list[dict[str, Any]] = []
     for case in cases(args.block_size, dtype, device):
         case.check(kernels)
