@@ -28,6 +28,7 @@ from .numba_codes import (
     INT8_PAIRS,
     PAIRS,
     PANEL,
+    SHORT_PAIRS,
     group_bytes,
     step_bytes,
 )
@@ -63,6 +64,7 @@ THIRDS = 3
 DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
 _FEW_ROWS = 64  # that go with half of it: they leave little to do while panels come from memory
 _FEW_UNPACKED = 112  # the same of panels that are unpacked into the first cache
+_SHORT_AHEAD = 4  # groups in 12 bits that are unpacked on the way, from one to that which it asks for
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the first cache
 ROWS_BYTES = 2**20  # half of a core's second cache: rows of a unit in thirds, or not many more
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
@@ -205,6 +207,8 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 ahead = args.panels + panel * far + (start + depth) * stride
                 if start + depth == args.depth:
                     ahead = args.panels + next_unit % across * args.unit_panels * far
+            if kind == SHORT_PAIRS and not is_unpacked:  # quicker from memory than a panel ahead is
+                ahead = b + _SHORT_AHEAD * STEPS * stride
             factors = args.scales + group_bytes(kind, (panel + near) * args.depth + start)
             b_kind, b_stride, b_far = kind, stride, far
             if is_unpacked:
