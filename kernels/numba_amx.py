@@ -29,6 +29,9 @@ STEPS = 16  # of the depth, in a product of tiles: two inputs each
 INPUTS = 2 * STEPS
 _WIDTH = 4 * PANEL
 BLOCK = 2 * TILE_ROWS
+# How far ahead what is unpacked is fetched: the CPU's own fetching, which takes few places of those for lines
+# on their way, follows what is near.
+_AHEAD_BYTES = 6 * 1024 + 512
 
 # Which tile is what: sums of two groups of rows and either half of a panel, or of one group and two panels,
 # the rows, the halves of panels.
@@ -108,13 +111,13 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
                 for tile, place in places:
                     _do(builder, "tileloadd64", tile, place, c_stride)
         if weight is not None:
-            bring = _unpack_ahead(builder, weight, b, b_stride, tiles, unpacked, factors)
+            bring = _unpack_ahead(builder, weight, b, b_stride, tiles, unpacked, factors, ahead)
         with cgutils.for_range(builder, tiles) as loop:
             fetched = builder.add(ahead, builder.mul(loop.index, pace))
             if weight is None:
                 at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
             else:
-                at_b, stride = bring(loop.index, fetched), ir.Constant(_I64, _WIDTH)
+                at_b, stride = bring(loop.index), ir.Constant(_I64, _WIDTH)
             at_a = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, LINE)))
             for g in range(groups):
                 place = builder.add(at_a, builder.mul(a_group, ir.Constant(_I64, g)))
@@ -139,24 +142,34 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
 
 
 def _unpack_ahead(
-    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any
-) -> Callable[[Any, Any], Any]:
-    """Unpack the first step of tiles. Returns bring(step, ahead), which unpacks the next one, to the other
-    of two places, and returns where this one is: a tile that is loaded right behind what is stored there
-    would wait for that.
+    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any, next_b: Any
+) -> Callable[[Any], Any]:
+    """Unpack the first step of tiles. Returns bring(step), which unpacks the next one, to the other of two
+    places, and returns where this one is: a tile that is loaded right behind what is stored there would wait
+    for that.
+
+    Memory some steps ahead is on its way meanwhile, behind the last of them that from next_b on.
     """
     steps, size = ir.Constant(_I64, STEPS), ir.Constant(_I64, STEPS * _WIDTH)
-    one = ir.Constant(_I64, 1)
+    one, bytes_ = ir.Constant(_I64, 1), builder.mul(b_stride, steps)
+    distance = builder.udiv(ir.Constant(_I64, _AHEAD_BYTES), bytes_)
 
     def unpack(step: Any, place: Any, ahead: Any = None) -> None:
-        source = builder.add(b, builder.mul(step, builder.mul(b_stride, steps)))
+        source = builder.add(b, builder.mul(step, bytes_))
         group = builder.add(factors, builder.mul(step, ir.Constant(_I64, weight.group_bytes)))
         weight.unpack(builder, place, source, b_stride, group, steps, ahead)
 
-    def bring(step: Any, ahead: Any) -> Any:
+    def bring(step: Any) -> Any:
         odd = builder.and_(step, one)
         following, last = builder.add(step, one), builder.sub(tiles, one)
         following = builder.select(builder.icmp_signed("<", following, tiles), following, last)
+        later = builder.add(following, distance)
+        behind = builder.sub(later, tiles)
+        is_behind = builder.icmp_signed(">=", behind, ir.Constant(_I64, 0))
+        ahead = builder.add(
+            builder.select(is_behind, next_b, b),
+            builder.mul(builder.select(is_behind, behind, later), bytes_),
+        )
         unpack(following, builder.add(unpacked, builder.mul(builder.xor(odd, one), size)), ahead)
         return builder.add(unpacked, builder.mul(odd, size))
 

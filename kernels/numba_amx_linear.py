@@ -28,7 +28,6 @@ from .numba_codes import (
     INT8_PAIRS,
     PAIRS,
     PANEL,
-    SHORT_PAIRS,
     group_bytes,
     step_bytes,
 )
@@ -43,6 +42,7 @@ from .numba_memory import (
     load,
     store_some_as,
 )
+from .numba_runs import first_unit
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_unpack import unpack
 from .numba_vectors import (
@@ -64,7 +64,6 @@ THIRDS = 3
 DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
 _FEW_ROWS = 64  # that go with half of it: they leave little to do while panels come from memory
 _FEW_UNPACKED = 112  # the same of panels that are unpacked into the first cache
-_SHORT_AHEAD = 4  # groups: how far ahead bfloat16 in 12 bits is fetched that is unpacked on the way
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the first cache
 ROWS_BYTES = 2**20  # half of a core's second cache: rows of a unit in thirds, or not many more
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
@@ -75,6 +74,7 @@ TILES = Task(
     (
         "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features", "num_panels",
         "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "thirds", "thirds_stride",
+        "all_units", "num_threads",
     )
 )  # fmt: skip
 _RECORD = TILES.record
@@ -207,8 +207,6 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 ahead = args.panels + panel * far + (start + depth) * stride
                 if start + depth == args.depth:
                     ahead = args.panels + next_unit % across * args.unit_panels * far
-            if kind == SHORT_PAIRS and not is_unpacked:  # quicker from memory than a panel ahead is
-                ahead = b + _SHORT_AHEAD * STEPS * stride
             factors = args.scales + group_bytes(kind, (panel + near) * args.depth + start)
             b_kind, b_stride, b_far = kind, stride, far
             if is_unpacked:
@@ -269,10 +267,15 @@ if HAS_TILES:
         sums = args.unit_panels * args.unit_rows * args.thirds
         thirds = scratch + LINE + (_TOGETHER * DEPTH + sums) * _WIDTH
         brought, configured = -1, 0
-        unit = claim(counters + NEXT_UNIT)
-        while unit < args.num_units:
-            across = -(-args.num_panels // args.unit_panels)
-            next_unit, block = claim(counters + NEXT_UNIT), unit // across
+        run = claim(counters + NEXT_UNIT)
+        unit = first_unit(run, args.all_units, args.num_threads)
+        end = first_unit(run + 1, args.all_units, args.num_threads)
+        while unit < args.all_units:
+            next_unit, block = unit + 1, unit // -(-args.num_panels // args.unit_panels)
+            if next_unit == end:
+                run = claim(counters + NEXT_UNIT)
+                next_unit = first_unit(run, args.all_units, args.num_threads)
+                end = first_unit(run + 1, args.all_units, args.num_threads)
             first = block * args.unit_rows
             a, a_stride = args.x + first * args.x_stride, args.x_stride
             if args.thirds > 1:

@@ -1,7 +1,6 @@
 """How bfloat16 in 12 bits comes into registers: see `numba_short`, which makes it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -24,6 +23,8 @@ from .numba_codes import (
 )
 from .numba_memory import FLOAT32, LINE, _load, _prefetch
 from .numba_vectors import _I32, _I64, _VECTOR, LANES, VECTOR_BYTES, _at, _call
+
+_TOGETHER = 2  # parts of a group that are gone through at a time: with AVX-512 they fill lines
 
 
 class _Short(Rows):
@@ -61,11 +62,15 @@ class _Short(Rows):
         number = builder.load(_at(builder, _I64, place, ir.Constant(_I64, TABLE_BYTES + 8)), align=1)
         is_whole = builder.icmp_signed("==", number, ir.Constant(_I64, 0))
         vectors = self.step // (2 * LANES)  # of a step
+
+        def pass_on(index: Any, part: list[Any]) -> None:
+            step = builder.add(first, builder.mul(index, ir.Constant(_I64, 2 // vectors)))
+            for at in range(0, 2, vectors):
+                body(builder.add(step, ir.Constant(_I64, at // vectors)), part[at : at + vectors])
+
         with builder.if_else(is_whole) as (whole, other):
-            with whole, self._each_part(builder, place) as (index, part):
-                step = builder.add(first, builder.mul(index, ir.Constant(_I64, 2 // vectors)))
-                for at in range(0, 2, vectors):
-                    body(builder.add(step, ir.Constant(_I64, at // vectors)), part[at : at + vectors])
+            with whole:
+                self._each_part(builder, place, pass_on)
             with other:
                 to, steps = builder.ptrtoint(memory, _I64), ir.Constant(_I64, self.group_steps)
                 self.unpack(builder, to, place, None, factors, steps)
@@ -78,15 +83,29 @@ class _Short(Rows):
         """See Rows."""
         return self.plain.made_of(builder, factors)
 
-    @contextmanager
-    def _each_part(self, builder: Any, group: Any) -> Iterator[tuple[Any, list[Any]]]:
-        """In a loop over a group: the number of its part, and what becomes of that but for exceptions."""
+    def _each_part(
+        self, builder: Any, group: Any, body: Callable[[Any, list[Any]], None], ahead: Any = None
+    ) -> None:
+        """body(number of the part, what becomes of that but for exceptions) for each of a group.
+
+        ahead: have the memory of another group on its way, a few lines at a time in their order, which the
+        CPU's own fetching follows.
+        """
         table = builder.load(_at(builder, _bytes(TABLE_BYTES), group), align=1)
         table = _repeated(builder, table, SHORT_PART)
-        with cgutils.for_range(builder, ir.Constant(_I64, SHORT_PARTS)) as loop:
-            source = builder.add(group, builder.mul(loop.index, ir.Constant(_I64, SHORT_PART_BYTES)))
-            source = builder.add(source, ir.Constant(_I64, SHORT_HEAD_BYTES))
-            yield loop.index, _lengthened(builder, source, table)
+        first = builder.add(group, ir.Constant(_I64, SHORT_HEAD_BYTES))
+        with cgutils.for_range(builder, ir.Constant(_I64, SHORT_PARTS // _TOGETHER)) as loop:
+            start = builder.mul(loop.index, ir.Constant(_I64, _TOGETHER * SHORT_PART_BYTES))
+            for i in range(_TOGETHER):
+                for at in range(0, _TOGETHER * SHORT_PART_BYTES, LINE):
+                    if ahead is not None and at // SHORT_PART_BYTES == i:
+                        _prefetch(builder, builder.add(builder.add(ahead, start), ir.Constant(_I64, at)))
+                index = builder.mul(loop.index, ir.Constant(_I64, _TOGETHER))
+                index = builder.add(index, ir.Constant(_I64, i))
+                source = builder.add(start, ir.Constant(_I64, SHORT_PART_BYTES * i))
+                body(index, _lengthened(builder, builder.add(first, source), table))
+        if ahead is not None:  # what is left of it
+            _prefetch(builder, builder.add(ahead, ir.Constant(_I64, SHORT_PARTS * SHORT_PART_BYTES)))
 
     def unpack(
         self,
@@ -98,22 +117,16 @@ class _Short(Rows):
         depth: Any,
         ahead: Any = None,
     ) -> None:
-        """See Rows; what they become lies as it did before it was shortened.
-
-        A group's lines `ahead` are asked for at once, in their order, which the CPU's own fetching follows.
-        """
+        """See Rows; what they become lies as it did before it was shortened."""
         parts, steps = ir.Constant(_I64, SHORT_PARTS), ir.Constant(_I64, self.group_steps)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
-            first = builder.mul(groups.index, parts)
-            group = builder.add(panel, builder.mul(groups.index, ir.Constant(_I64, SHORT_GROUP_BYTES)))
-            if ahead is not None:
-                next_lines = builder.add(
-                    ahead, builder.mul(groups.index, ir.Constant(_I64, SHORT_GROUP_BYTES))
-                )
-                for at in range(0, SHORT_GROUP_BYTES, LINE):
-                    _prefetch(builder, builder.add(next_lines, ir.Constant(_I64, at)))
-            with self._each_part(builder, group) as (index, part):
+            start = builder.mul(groups.index, ir.Constant(_I64, SHORT_GROUP_BYTES))
+            group, first = builder.add(panel, start), builder.mul(groups.index, parts)
+
+            def keep(index: Any, part: list[Any], first: Any = first) -> None:
                 _store_step(builder, to, builder.add(first, index), part)
+
+            self._each_part(builder, group, keep, None if ahead is None else builder.add(ahead, start))
             _mend(builder, _step_place(builder, to, first), group, factors)
 
 

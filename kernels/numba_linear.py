@@ -45,6 +45,7 @@ from .numba_memory import (
     set_byte,
     store,
 )
+from .numba_runs import first_unit, num_runs
 from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
 from .numba_tiles import GATED, MOST_TILE_ROWS, multiply_panel
 from .numba_unpack import unpack, unpacked_kind
@@ -73,7 +74,7 @@ _WIDTH = 4 * PANEL
 LINEAR = Task(
     (
         "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features",
-        "num_panels", "weight_kind", "out_kind", "gated",
+        "num_panels", "weight_kind", "out_kind", "gated", "all_units", "num_threads",
     )
 )  # fmt: skip
 _RECORD = LINEAR.record
@@ -263,18 +264,20 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         OUT_KINDS[out.dtype],
         GATED if weight.gated else 0,
     )
+    num_threads = torch.get_num_threads()
     if in_tiles:
         depth = weight.in_features
         thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
-        num_threads = torch.get_num_threads()
         unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, num_threads)
         unit_panels = panels_of_unit(num_rows, num_panels, depth, unit_rows, thirds, weight.kind, num_threads)
         num_units = -(-num_panels // unit_panels) * -(-num_rows // unit_rows)
         size = scratch_bytes(unit_rows, unit_panels, thirds, stride)
-        TILES.run(num_units, *fields, unit_rows, unit_panels, thirds, stride, scratch_size=size)
+        units = unit_rows, unit_panels, thirds, stride, num_units, num_threads
+        TILES.run(num_runs(num_units, num_threads), *fields, *units, scratch_size=size)
     else:
         size = (ROWS + 1 + DEPTH) * _WIDTH
-        LINEAR.run(num_panels * -(-num_rows // ROWS), *fields, scratch_size=size)
+        num_units = num_panels * -(-num_rows // ROWS)
+        LINEAR.run(num_runs(num_units, num_threads), *fields, num_units, num_threads, scratch_size=size)
     return out
 
 
@@ -329,11 +332,17 @@ def _linear(args, unit, next_unit, scratch):
 def _linear_kernel(record):
     args, counters = carray(record, 1, _RECORD)[0], address_of(record)
     scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-    unit = claim(counters + NEXT_UNIT)
-    if unit < args.num_units:  # else its scratch memory may be another kernel's by now
+    run = claim(counters + NEXT_UNIT)
+    unit = first_unit(run, args.all_units, args.num_threads)
+    end = first_unit(run + 1, args.all_units, args.num_threads)
+    if unit < args.all_units:  # else its scratch memory may be another kernel's by now
         for v in range(0, _WIDTH, VECTOR_BYTES):
             store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
-    while unit < args.num_units:
-        next_unit = claim(counters + NEXT_UNIT)
+    while unit < args.all_units:
+        next_unit = unit + 1
+        if next_unit == end:
+            run = claim(counters + NEXT_UNIT)
+            next_unit = first_unit(run, args.all_units, args.num_threads)
+            end = first_unit(run + 1, args.all_units, args.num_threads)
         _linear(args, unit, next_unit, scratch)
         unit = next_unit

@@ -281,7 +281,8 @@ def test_a_thread_that_finds_no_unit_leaves_scratch_memory_alone(task):
     """By then it may be the next kernel's: in a recording no thread waits for one that comes late."""
     scratch = torch.full((2**18,), 7, dtype=torch.uint8)
     record = np.zeros(1, task.record)
-    record["scratch"], record["num_units"], record["next_unit"] = scratch.data_ptr(), 5, 5
+    record["scratch"], record["next_unit"] = scratch.data_ptr(), 5
+    record["num_units"] = record["all_units"] = record["num_threads"] = 5
     task._call(record.ctypes.data)
     assert (scratch == 7).all()
 
