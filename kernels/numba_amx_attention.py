@@ -166,7 +166,8 @@ def prepare_in_place(memory, queries, heads, rows, head_dim):
 
 @function
 def attend_in_place(
-    args, view, state, memory, keys, values, addresses, blocks, heads, seq, tile, skip, count, hidden
+    args, view, state, memory, keys, values, addresses, blocks, heads, seq, tile, skip, count, hidden,
+    ahead,
 ):  # fmt: skip
     """A tile's keys with the rows of one token: K is read where it lies if it is bfloat16, else brought into
     memory, as V is head by head.
@@ -192,7 +193,7 @@ def attend_in_place(
         state.scores, blocks, offset, head_stride, stride, turned + TILE * LINE, columns_for(rows),
         args.head_dim, heads, rows, turned,
     )  # fmt: skip
-    weigh(args, view, state, 0, heads * rows, tile, count, whole_keys(count), hidden, True)
+    weigh(args, view, state, 0, heads * rows, tile, count, whole_keys(count), hidden, True, ahead)
     configure(memory + LINE)
     offset, stride = view.first_head * args.value_head_stride, vectors * VECTOR_BYTES + LINE
     for head in range(heads):

@@ -51,10 +51,11 @@ from .numba_memory import (
     transpose,
 )
 from .numba_pages import fill_addresses, fill_next, fill_scales
-from .numba_rows import copy_pairs, copy_row, copy_rows, copy_words, pair_rows
+from .numba_rows import copy_pairs, copy_row, copy_rows, copy_words, fetch_rows, pair_rows
 from .numba_softmax import (
     TILE,
     TILE_BYTES,
+    Ahead,
     clear,
     finish,
     merge_softmax,
@@ -68,6 +69,8 @@ from .numba_vectors import LANES, VECTOR_BYTES, function
 
 MAX_ROWS = 512  # query rows (tokens x heads that share K and V) of a unit for each KV head
 BLOCK = 12  # of these, that go no further in a tile than the last of them sees
+
+NOTHING_AHEAD = Ahead(0, 0, 0, 0, 0, 0, 0)
 
 _ADDRESSES = (
     "units",  # i64[num_units, 8]: seq, first and end token, KV head and split, and the number of its part
@@ -122,7 +125,7 @@ def _attend_block(
         width, steps = whole_keys(count), args.head_dim // KEYS
         scores, q_stride, columns = state.scores, 2 * args.head_dim, width // LANES
         multiply_tiles(rows, columns, scores, TILE_BYTES, 1, queries, q_stride, keys, TILE_BYTES, steps)
-        weigh(args, view, state, first, rows, tile, count, width, hidden, True)
+        weigh(args, view, state, first, rows, tile, count, width, hidden, True, NOTHING_AHEAD)
         add_by_tiles(state.sums, vectors, scores, values, value_stride, rows, skip, count)
         return
     width, row_bytes = padded(count), vectors * VECTOR_BYTES
@@ -136,7 +139,7 @@ def _attend_block(
             True, state.scores, TILE_BYTES, queries, 4 * args.head_dim, keys, TILE_BYTES, rows,
             width // LANES, args.head_dim,
         )  # fmt: skip
-    weigh(args, view, state, first, rows, tile, count, width, hidden, way == BY_PAIRS)
+    weigh(args, view, state, first, rows, tile, count, width, hidden, way == BY_PAIRS, NOTHING_AHEAD)
     if way == BY_PAIRS:
         pair, end = skip // 2, (count + 1) // 2
         multiply_add_pairs(
@@ -255,7 +258,9 @@ def _attend_in_place(args, unit, view, memory, state, tile, skip, count, hidden)
         args.key_head_stride, skip, count, unit.num_heads, view.rows, depth, values, unit.value_offset,
         args.value_head_stride,
     )  # fmt: skip
-    weigh(args, view, state, 0, unit.num_rows, tile, count, padded(count), hidden, in_pairs)
+    weigh(
+        args, view, state, 0, unit.num_rows, tile, count, padded(count), hidden, in_pairs, NOTHING_AHEAD
+    )  # fmt: skip
     even = skip // 2 * 2 if in_pairs else skip
     add_values(
         kind, state.sums, 4 * width, memory.scores, TILE_BYTES, values, unit.value_offset,
@@ -265,11 +270,25 @@ def _attend_in_place(args, unit, view, memory, state, tile, skip, count, hidden)
 
 
 @function
+def _ahead(args, unit, tile, addresses):
+    """What a unit reads of a tile, whose tokens' addresses are written down: its heads are neighbours."""
+    count = max(0, min(TILE, min(unit.high, unit.end_split * SPLIT) - tile))
+    fill_addresses(args, unit.seq, tile, 0, count, addresses)
+    share, size = (count + unit.num_rows - 1) // unit.num_rows, unit.num_heads * item_size(args.cache_kind)
+    keys, values = size * args.head_dim, size * args.value_dim
+    return Ahead(addresses, count, share, unit.key_offset, keys, unit.value_offset, values)
+
+
+@function
 def _attend(args, address, scratch):
     """All of a unit, whose record is at the address."""
     unit, view = unit_of(args, address)
     memory, total, apart = memory_of(args, unit, scratch)
     by_tiles, num_heads, vectors = unit.way == BY_TILES, unit.num_heads, total.num_vectors
+    if by_tiles and unit.in_place:
+        first = _ahead(args, unit, max(unit.first_split * SPLIT, unit.low // TILE * TILE), memory.keys)
+        fetch_rows(first.addresses, first.key_offset, first.key_bytes, 0, first.num_tokens)
+        fetch_rows(first.addresses + 8 * TILE, first.value_offset, first.value_bytes, 0, first.num_tokens)
     _bring_queries(args, unit, memory.queries)
     if by_tiles and unit.in_place:
         prepare_in_place(memory.settings, memory.queries, num_heads, view.rows, args.head_dim)
@@ -293,9 +312,10 @@ def _attend(args, address, scratch):
                     args, unit, view, memory, state, tile, skip, count, hidden, configured
                 )
             elif by_tiles:
+                ahead = _ahead(args, unit, tile + TILE, memory.keys)
                 attend_in_place(
                     args, view, state, memory.settings, memory.tile_keys, memory.tile_values,
-                    memory.addresses, memory.others, num_heads, unit.seq, tile, skip, count, hidden,
+                    memory.addresses, memory.others, num_heads, unit.seq, tile, skip, count, hidden, ahead,
                 )  # fmt: skip
             else:
                 _attend_in_place(args, unit, view, memory, state, tile, skip, count, hidden)

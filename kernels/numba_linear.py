@@ -15,6 +15,7 @@ from numba import carray
 from torch import Tensor
 
 from .checks import KERNEL_DTYPES, check_dtype, check_shape
+from .huge_pages import in_huge_pages
 from .numba_amx import HAS_TILES, INPUTS
 from .numba_amx_linear import TILES, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
 from .numba_codes import (
@@ -150,7 +151,8 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     if not in_features:
         raise ValueError(f"a weight must have inputs, got one of shape {list(weight.shape)}")
     num_panels = _num_panels(out_features, gated)
-    panels = weight.new_zeros(num_panels, in_features // (1 + pairs), PANEL, 1 + pairs)
+    shape = num_panels, in_features // (1 + pairs), PANEL, 1 + pairs
+    panels = in_huge_pages(weight.new_empty(shape)).zero_()
     by_halves = weight.dtype == torch.bfloat16 and not pairs
     for i, rows in enumerate(_rows_of_panels(weight, gated)):
         ordered = _alternate_halves(rows) if by_halves else rows
@@ -172,7 +174,8 @@ def pack_int4(
     _check_pairs(pairs)
     out_features, in_features = codes.shape
     num_panels, num_groups = _num_panels(out_features, gated), in_features // GROUP
-    panels = codes.new_zeros(num_panels, in_features // (1 + pairs), LANES, 1 + pairs)
+    shape = num_panels, in_features // (1 + pairs), LANES, 1 + pairs
+    panels = in_huge_pages(codes.new_empty(shape)).zero_()
     factors = scales.new_zeros(num_panels, num_groups, 2, PANEL)
     tiles = zip(*(_rows_of_panels(x, gated) for x in (codes, scales, zeros)), strict=True)
     for i, (rows, scale, zero) in enumerate(tiles):

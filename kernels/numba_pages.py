@@ -11,15 +11,17 @@ def fill_addresses(args, seq, tile, skip, count, to):
     """Where K and V of the tile's tokens from `skip` to `count` are; neighbours that make pairs even get
     the same.
     """
-    table = args.block_tables + seq * args.table_stride
-    for place in range(skip, count):
+    table, place = args.block_tables + seq * args.table_stride, skip
+    while place < count:  # a block at a time
         offset = (tile + place) % args.block_size
-        if place == skip or offset == 0:
-            number = get_int(table + 4 * ((tile + place) // args.block_size))
-            key = args.key_cache + number * args.key_block_stride
-            value = args.value_cache + number * args.value_block_stride
-        set_long(to + 8 * place, key + offset * args.key_token_stride)
-        set_long(to + 8 * (TILE + place), value + offset * args.value_token_stride)
+        number = get_int(table + 4 * ((tile + place) // args.block_size))
+        key = args.key_cache + number * args.key_block_stride + offset * args.key_token_stride
+        value = args.value_cache + number * args.value_block_stride + offset * args.value_token_stride
+        end = min(count, place + args.block_size - offset)
+        for other in range(place, end):
+            set_long(to + 8 * other, key + (other - place) * args.key_token_stride)
+            set_long(to + 8 * (TILE + other), value + (other - place) * args.value_token_stride)
+        place = end
     if skip % 2:
         set_long(to + 8 * (TILE + skip - 1), get_long(to + 8 * (TILE + skip)))
     if count % 2:

@@ -14,6 +14,7 @@ from .numba_memory import (
     FLOAT16,
     FLOAT32,
     INT8,
+    LINE,
     _in_pairs,
     _load,
     _numbers,
@@ -27,6 +28,7 @@ from .numba_memory import (
     load_float8,
     load_half,
     load_int8,
+    prefetch,
     store,
     store_as,
 )
@@ -195,3 +197,12 @@ def highest_of_rows(builder: Any, address: Any) -> Any:
 def totals_of_rows(builder: Any, address: Any) -> Any:
     """The sum of each of LANES vectors."""
     return _of_rows(builder, _rows_at(builder, address), builder.fadd)
+
+
+@function
+def fetch_rows(addresses, offset, size, first, end):
+    """Have so many bytes of each of some rows on their way, in the order of memory."""
+    for place in range(first, end):
+        row = get_long(addresses + 8 * place) + offset
+        for line in range(row, row + size, LINE):
+            prefetch(line)

@@ -8,6 +8,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from .huge_pages import in_huge_pages
 from .numba_codes import (
     HALVES,
     PAIRS,
@@ -54,7 +55,8 @@ def shortened(panels: Panels) -> Panels:
     if panels.depth % steps:
         return panels
     num_groups = panels.depth // steps
-    short = panels.weight.new_empty(num_panels, num_groups, SHORT_GROUP_BYTES, dtype=torch.uint8)
+    shape = num_panels, num_groups, SHORT_GROUP_BYTES
+    short = in_huge_pages(panels.weight.new_empty(shape, dtype=torch.uint8))
     addresses = panels.weight.data_ptr(), short.data_ptr()
     SHORTEN.run(num_panels, *addresses, num_groups, scratch_size=(4 + 1 + 1) * _VALUES)
     groups = short.flatten(0, 1)

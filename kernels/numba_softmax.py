@@ -21,7 +21,7 @@ from .numba_memory import (
     store_narrow,
     store_some_as,
 )
-from .numba_rows import copy_row, highest_of_rows, totals_of_rows
+from .numba_rows import copy_row, fetch_rows, highest_of_rows, totals_of_rows
 from .numba_vectors import (
     LANES,
     VECTOR_BYTES,
@@ -57,6 +57,18 @@ class View(NamedTuple):
     token: int  # of row 0
     position: int  # the same in its sequence
     new_position: int  # of the first new token there
+
+
+class Ahead(NamedTuple):
+    """K and V of tokens that are read next, fetched while rows are weighed: little else is read then."""
+
+    addresses: int  # of their K, and TILE further on of their V
+    num_tokens: int
+    share: int  # of these, that are fetched with a row
+    key_offset: int  # bytes from there to what is read, and how many these are
+    key_bytes: int
+    value_offset: int
+    value_bytes: int
 
 
 class State(NamedTuple):
@@ -195,7 +207,7 @@ def clear(state, rows):
 
 
 @function
-def weigh(args, view, state, first, rows, tile, count, width, hidden, in_pairs):
+def weigh(args, view, state, first, rows, tile, count, width, hidden, in_pairs, ahead):
     """Scores of some rows of a unit, from the first on, with their heads' first `count` keys of a tile become
     what V is multiplied by, up to `width` of them, and the rows' state so far is adapted.
 
@@ -204,11 +216,18 @@ def weigh(args, view, state, first, rows, tile, count, width, hidden, in_pairs):
     for i in range(0, rows, LANES):
         group = rows_from(state, i, state.scores + i * TILE_BYTES)
         some = min(LANES, rows - i)
-        _weigh_group(args, view, group, first + i, some, tile, count, width, hidden, in_pairs)
+        _weigh_group(args, view, group, first + i, some, tile, count, width, hidden, in_pairs, ahead)
 
 
 @function
-def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_pairs):
+def _fetch(ahead, row, addresses, offset, size):
+    """A row's share of K or of V."""
+    token = row * ahead.share
+    fetch_rows(addresses, offset, size, token, min(token + ahead.share, ahead.num_tokens))
+
+
+@function
+def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_pairs, ahead):
     """`weigh` for up to LANES rows: what is done with a number a row is done with a vector of them."""
     group, work = args.num_heads // args.num_kv_heads, state.work
     factor = np.float32(args.scale) if in_pairs else ONE
@@ -216,6 +235,7 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
     # Of a row: its KV head in the unit, how many tokens it is later than row 0, its number in the group.
     head, later, number = first // view.rows, first % view.rows // group, first % group
     for i in range(rows):
+        _fetch(ahead, first + i, ahead.addresses, ahead.key_offset, ahead.key_bytes)
         row, begin, end = state.scores + i * TILE_BYTES, 0, width
         if is_edited and in_pairs:
             _scale_row(row, width // LANES, factor)
@@ -255,6 +275,7 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
             _scale_row(state.sums + i * state.num_vectors * VECTOR_BYTES, state.num_vectors, share)
 
     for i in range(rows):
+        _fetch(ahead, first + i, ahead.addresses + 8 * TILE, ahead.value_offset, ahead.value_bytes)
         row = state.scores + i * TILE_BYTES
         scales = 0
         if args.value_scales:
