@@ -70,8 +70,6 @@ from .numba_vectors import LANES, VECTOR_BYTES, function
 MAX_ROWS = 512  # query rows (tokens x heads that share K and V) of a unit for each KV head
 BLOCK = 12  # of these, that go no further in a tile than the last of them sees
 
-NOTHING_AHEAD = Ahead(0, 0, 0, 0, 0, 0, 0)
-
 _ADDRESSES = (
     "units",  # i64[num_units, 8]: seq, first and end token, KV head and split, and the number of its part
     "query",
@@ -125,7 +123,7 @@ def _attend_block(
         width, steps = whole_keys(count), args.head_dim // KEYS
         scores, q_stride, columns = state.scores, 2 * args.head_dim, width // LANES
         multiply_tiles(rows, columns, scores, TILE_BYTES, 1, queries, q_stride, keys, TILE_BYTES, steps)
-        weigh(args, view, state, first, rows, tile, count, width, hidden, True, NOTHING_AHEAD)
+        weigh(args, view, state, first, rows, tile, count, width, hidden, True, None)
         add_by_tiles(state.sums, vectors, scores, values, value_stride, rows, skip, count)
         return
     width, row_bytes = padded(count), vectors * VECTOR_BYTES
@@ -139,7 +137,7 @@ def _attend_block(
             True, state.scores, TILE_BYTES, queries, 4 * args.head_dim, keys, TILE_BYTES, rows,
             width // LANES, args.head_dim,
         )  # fmt: skip
-    weigh(args, view, state, first, rows, tile, count, width, hidden, way == BY_PAIRS, NOTHING_AHEAD)
+    weigh(args, view, state, first, rows, tile, count, width, hidden, way == BY_PAIRS, None)
     if way == BY_PAIRS:
         pair, end = skip // 2, (count + 1) // 2
         multiply_add_pairs(
@@ -259,7 +257,7 @@ def _attend_in_place(args, unit, view, memory, state, tile, skip, count, hidden)
         args.value_head_stride,
     )  # fmt: skip
     weigh(
-        args, view, state, 0, unit.num_rows, tile, count, padded(count), hidden, in_pairs, NOTHING_AHEAD
+        args, view, state, 0, unit.num_rows, tile, count, padded(count), hidden, in_pairs, None
     )  # fmt: skip
     even = skip // 2 * 2 if in_pairs else skip
     add_values(

@@ -211,7 +211,8 @@ def weigh(args, view, state, first, rows, tile, count, width, hidden, in_pairs, 
     """Scores of some rows of a unit, from the first on, with their heads' first `count` keys of a tile become
     what V is multiplied by, up to `width` of them, and the rows' state so far is adapted.
 
-    hidden: not all see all. in_pairs: the scores are yet to be scaled, the weights become bfloat16.
+    hidden: not all see all. in_pairs: the scores are yet to be scaled, the weights become bfloat16. ahead: an
+    Ahead or None, of whom each has code of its own.
     """
     for i in range(0, rows, LANES):
         group = rows_from(state, i, state.scores + i * TILE_BYTES)
@@ -235,7 +236,8 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
     # Of a row: its KV head in the unit, how many tokens it is later than row 0, its number in the group.
     head, later, number = first // view.rows, first % view.rows // group, first % group
     for i in range(rows):
-        _fetch(ahead, first + i, ahead.addresses, ahead.key_offset, ahead.key_bytes)
+        if ahead is not None:
+            _fetch(ahead, first + i, ahead.addresses, ahead.key_offset, ahead.key_bytes)
         row, begin, end = state.scores + i * TILE_BYTES, 0, width
         if is_edited and in_pairs:
             _scale_row(row, width // LANES, factor)
@@ -275,7 +277,8 @@ def _weigh_group(args, view, state, first, rows, tile, count, width, hidden, in_
             _scale_row(state.sums + i * state.num_vectors * VECTOR_BYTES, state.num_vectors, share)
 
     for i in range(rows):
-        _fetch(ahead, first + i, ahead.addresses + 8 * TILE, ahead.value_offset, ahead.value_bytes)
+        if ahead is not None:
+            _fetch(ahead, first + i, ahead.addresses + 8 * TILE, ahead.value_offset, ahead.value_bytes)
         row = state.scores + i * TILE_BYTES
         scales = 0
         if args.value_scales:
