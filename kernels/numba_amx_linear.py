@@ -42,8 +42,8 @@ from .numba_memory import (
     load,
     store_some_as,
 )
-from .numba_runs import first_unit
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
+from .numba_runs import take_run
+from .numba_threads import NEXT_THREAD, Task
 from .numba_unpack import unpack
 from .numba_vectors import (
     _I64,
@@ -267,15 +267,11 @@ if HAS_TILES:
         sums = args.unit_panels * args.unit_rows * args.thirds
         thirds = scratch + LINE + (_TOGETHER * DEPTH + sums) * _WIDTH
         brought, configured = -1, 0
-        run = claim(counters + NEXT_UNIT)
-        unit = first_unit(run, args.all_units, args.num_threads)
-        end = first_unit(run + 1, args.all_units, args.num_threads)
+        unit, end = take_run(counters, args.all_units, args.num_threads)
         while unit < args.all_units:
             next_unit, block = unit + 1, unit // -(-args.num_panels // args.unit_panels)
             if next_unit == end:
-                run = claim(counters + NEXT_UNIT)
-                next_unit = first_unit(run, args.all_units, args.num_threads)
-                end = first_unit(run + 1, args.all_units, args.num_threads)
+                next_unit, end = take_run(counters, args.all_units, args.num_threads)
             first = block * args.unit_rows
             a, a_stride = args.x + first * args.x_stride, args.x_stride
             if args.thirds > 1:

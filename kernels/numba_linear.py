@@ -46,8 +46,8 @@ from .numba_memory import (
     set_byte,
     store,
 )
-from .numba_runs import first_unit, num_runs
-from .numba_threads import NEXT_THREAD, NEXT_UNIT, Task
+from .numba_runs import num_runs, take_run
+from .numba_threads import NEXT_THREAD, Task
 from .numba_tiles import GATED, MOST_TILE_ROWS, multiply_panel
 from .numba_unpack import unpack, unpacked_kind
 from .numba_vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
@@ -335,17 +335,13 @@ def _linear(args, unit, next_unit, scratch):
 def _linear_kernel(record):
     args, counters = carray(record, 1, _RECORD)[0], address_of(record)
     scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-    run = claim(counters + NEXT_UNIT)
-    unit = first_unit(run, args.all_units, args.num_threads)
-    end = first_unit(run + 1, args.all_units, args.num_threads)
+    unit, end = take_run(counters, args.all_units, args.num_threads)
     if unit < args.all_units:  # else its scratch memory may be another kernel's by now
         for v in range(0, _WIDTH, VECTOR_BYTES):
             store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
     while unit < args.all_units:
         next_unit = unit + 1
         if next_unit == end:
-            run = claim(counters + NEXT_UNIT)
-            next_unit = first_unit(run, args.all_units, args.num_threads)
-            end = first_unit(run + 1, args.all_units, args.num_threads)
+            next_unit, end = take_run(counters, args.all_units, args.num_threads)
         _linear(args, unit, next_unit, scratch)
         unit = next_unit

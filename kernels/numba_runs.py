@@ -7,6 +7,8 @@ slower than the others, or was away.
 
 from functools import lru_cache
 
+from .numba_memory import claim
+from .numba_threads import NEXT_UNIT
 from .numba_vectors import function
 
 
@@ -29,3 +31,10 @@ def first_unit(run, num_units, num_threads):
             return first + size * run
         first += size * num_threads
         run -= num_threads
+
+
+@function
+def take_run(counters, num_units, num_threads):
+    """The first unit of a run that no other thread has, and its end; num_units or more where none is left."""
+    run = claim(counters + NEXT_UNIT)
+    return first_unit(run, num_units, num_threads), first_unit(run + 1, num_units, num_threads)
