@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paged.kernels.huge_pages import in_huge_pages
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -38,11 +40,13 @@ class Timing:
 def measure_limits(device: torch.device, dtype: torch.dtype, *, tiny: bool = False) -> Limits:
     """A large copy and a large matrix product, of random numbers: zeros would run faster.
 
-    A CPU may read more than it copies in the same time, and weights are only read: then that is its limit.
+    A CPU may read more than it copies in the same time, and more of huge pages; weights are only read, and lie
+    in such: then that is its limit.
     """
     large = device.type == "cuda"
-    source = torch.randn(2**14 if tiny else 2**28 if large else 2**27, device=device)
+    source = torch.empty(2**14 if tiny else 2**28 if large else 2**27, device=device)
     target = torch.empty_like(source)
+    in_huge_pages(source).normal_()
     size = source.numel() * 4
     bandwidth = 2 * size / time_call(lambda: target.copy_(source), device, tiny=tiny).seconds
     if not large:
