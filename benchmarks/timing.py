@@ -40,8 +40,8 @@ class Timing:
 def measure_limits(device: torch.device, dtype: torch.dtype, *, tiny: bool = False) -> Limits:
     """A large copy and a large matrix product, of random numbers: zeros would run faster.
 
-    A CPU may read more than it copies in the same time, and more of huge pages; weights are only read, and lie
-    in such: then that is its limit.
+    A CPU may read more than it copies in the same time, and more of huge pages. Weights, which lie in such, are
+    only read: then that is its limit.
     """
     large = device.type == "cuda"
     source = torch.empty(2**14 if tiny else 2**28 if large else 2**27, device=device)
