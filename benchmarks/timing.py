@@ -40,7 +40,7 @@ class Timing:
 def measure_limits(device: torch.device, dtype: torch.dtype, *, tiny: bool = False) -> Limits:
     """A large copy and a large matrix product, of random numbers: zeros would run faster.
 
-    A CPU may read more than it copies in the same time, and more of huge pages. Weights, which lie in such, are
+    A CPU may read more than it copies in the same time, and more of huge pages. Weights lie in such, and are
     only read: then that is its limit.
     """
     large = device.type == "cuda"
