@@ -1,7 +1,8 @@
-"""Pages of megabytes for what is read from end to end or all over: weights, and the KV cache.
+"""Pages of megabytes for weights, which are read from end to end.
 
 A core remembers where some thousand pages are. Of 4 KiB each that is little more than its caches have, and
-to look up another may take as long as to read what is there.
+to look up another may take as long as to read what is there. Not for the KV cache: of that a short request
+touches some KiB in each layer, and would wait for megabytes to be cleared.
 """
 
 import ctypes

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .kernels.backend import Kernels
 from .kernels.checks import QUANTIZED_DTYPES
-from .kernels.huge_pages import in_huge_pages
 from .models.config import ModelConfig
 
 Pairs = Sequence[tuple[int, int]]
@@ -48,7 +47,7 @@ class KVCache:
         self.num_blocks, self.block_size, self.num_host_blocks = num_blocks, block_size, num_host_blocks
         groups = config.layer_groups
         shape = (len(groups[0].layers), 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        data = in_huge_pages(torch.empty(shape, dtype=dtype, device=device))
+        data = torch.empty(shape, dtype=dtype, device=device)
         scales: Tensor | None = None
         self.tensors = {"kv": data}
         if dtype in QUANTIZED_DTYPES:
