@@ -21,10 +21,12 @@ def in_huge_pages(x: Tensor) -> Tensor:
 
     As it is where there are none: off Linux, not on a CPU, or with less memory than one has.
     """
-    first = -(-x.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE if x.is_cpu else 0
-    size = (x.data_ptr() + x.nbytes - first) // _HUGE_PAGE * _HUGE_PAGE if x.is_cpu else 0
     advise = _advise()
-    if size > 0 and advise is not None:
+    if advise is None or not x.is_cpu:
+        return x
+    first = -(-x.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    size = (x.data_ptr() + x.nbytes - first) // _HUGE_PAGE * _HUGE_PAGE
+    if size > 0:
         advise(first, size, _ADVICE)  # a hint: a system that has none says no
     return x
 

@@ -315,12 +315,6 @@ def _prefetch(builder: Any, address: Any, *, write: bool = False) -> None:
     _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), _at(builder, ir.IntType(8), address), *how)
 
 
-@_operation(types.void, types.int64)
-def prefetch(builder: Any, address: Any) -> None:
-    """See `_prefetch`."""
-    _prefetch(builder, address)
-
-
 @_operation(types.void, types.int64, types.int64)
 def call(builder: Any, function_address: Any, argument: Any) -> Any:
     """A C function of an address, by its own."""

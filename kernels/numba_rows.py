@@ -18,6 +18,7 @@ from .numba_memory import (
     _in_pairs,
     _load,
     _numbers,
+    _prefetch,
     _read,
     _side_by_side,
     get_long,
@@ -28,7 +29,6 @@ from .numba_memory import (
     load_float8,
     load_half,
     load_int8,
-    prefetch,
     store,
     store_as,
 )
@@ -199,10 +199,15 @@ def totals_of_rows(builder: Any, address: Any) -> Any:
     return _of_rows(builder, _rows_at(builder, address), builder.fadd)
 
 
+@_operation(types.void, types.int64)
+def _fetch_line(builder: Any, address: Any) -> None:
+    _prefetch(builder, address)
+
+
 @function
 def fetch_rows(addresses, offset, size, first, end):
     """Have so many bytes of each of some rows on their way, in the order of memory."""
     for place in range(first, end):
         row = get_long(addresses + 8 * place) + offset
         for line in range(row, row + size, LINE):
-            prefetch(line)
+            _fetch_line(line)

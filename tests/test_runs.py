@@ -4,8 +4,6 @@ from itertools import pairwise
 
 import pytest
 
-pytest.importorskip("numba")
-
 from paged.kernels.numba_runs import first_unit, num_runs
 
 
