@@ -29,9 +29,9 @@ STEPS = 16  # of the depth, in a product of tiles: two inputs each
 INPUTS = 2 * STEPS
 _WIDTH = 4 * PANEL
 BLOCK = 2 * TILE_ROWS
-# How far ahead what is unpacked is fetched: the CPU's own fetching, which takes few places of those for lines
-# on their way, follows what is near.
-_AHEAD_BYTES = 6 * 1024 + 512
+# How far ahead a weight is fetched, half as far in each of two panels: the CPU's own fetching, which takes
+# few places of those for lines on their way, follows what is near.
+AHEAD_BYTES = 6 * 1024 + 512
 
 # Which tile is what: sums of two groups of rows and either half of a panel, or of one group and two panels,
 # the rows, the halves of panels.
@@ -86,73 +86,83 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
 
     C [panels, 16 groups, PANEL] is in float32, or 0 at first, A and B are in pairs of bfloat16. Memory that
     comes next is on its way from `ahead` on, `pace` bytes with each step of tiles. weight: what B is unpacked
-    of on the way; factors: of its groups. A second panel's C, B and memory that comes next lie c_far, b_far
-    and `far` behind the first one's.
+    of on the way; factors: of its groups. A second panel's factors, C, B and memory that comes next lie
+    factors_far, c_far, b_far and `far` behind the first one's.
     """
 
-    @_operation(types.void, *[types.int64] * 15)
+    @_operation(types.void, *[types.int64] * 16)
     def block_product(
         builder: Any, c: Any, c_stride: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
-        tiles: Any, ahead: Any, pace: Any, unpacked: Any, factors: Any, c_far: Any, b_far: Any, far: Any,
+        tiles: Any, ahead: Any, pace: Any, unpacked: Any, factors: Any, factors_far: Any, c_far: Any,
+        b_far: Any, far: Any,
     ) -> None:  # fmt: skip
         c_group, a_group, b_step = (
             builder.mul(stride, ir.Constant(_I64, TILE_ROWS)) for stride in (c_stride, a_stride, b_stride)
         )
-        places = []
+        sums = []
         for g, p, v in product(range(groups), range(panels), range(2)):
             place = builder.add(c, builder.mul(c_far if p else c_group, ir.Constant(_I64, g + p)))
             place = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
-            places.append((_SUMS[2 * (g + p) + v], _pointer(builder, place)))
+            sums.append((_SUMS[2 * (g + p) + v], _pointer(builder, place)))
         with builder.if_else(builder.icmp_signed("!=", at_first, ir.Constant(_I64, 0))) as (empty, go_on):
             with empty:
-                for tile, _ in places:
+                for tile, _ in sums:
                     _do(builder, "tilezero", tile)
             with go_on:
-                for tile, place in places:
+                for tile, place in sums:
                     _do(builder, "tileloadd64", tile, place, c_stride)
+        numbers, room = [ir.Constant(_I64, p) for p in range(panels)], ir.Constant(_I64, 2 * STEPS * _WIDTH)
         if weight is not None:
-            bring = _unpack_ahead(builder, weight, b, b_stride, tiles, unpacked, factors, ahead)
+            distance, brings = AHEAD_BYTES // panels, []
+            for p in numbers:
+                places = (b, far), (factors, factors_far), (ahead, far), (unpacked, room)
+                at_b, own, next_b, to = (builder.add(place, builder.mul(by, p)) for place, by in places)
+                brings.append(
+                    _unpack_ahead(builder, weight, at_b, b_stride, tiles, to, own, next_b, distance)
+                )
         with cgutils.for_range(builder, tiles) as loop:
             fetched = builder.add(ahead, builder.mul(loop.index, pace))
             if weight is None:
                 at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
+                places_b = [builder.add(at_b, builder.mul(b_far, p)) for p in numbers]
             else:
-                at_b, stride = bring(loop.index), ir.Constant(_I64, _WIDTH)
+                places_b, stride = [bring(loop.index) for bring in brings], ir.Constant(_I64, _WIDTH)
             at_a = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, LINE)))
             for g in range(groups):
                 place = builder.add(at_a, builder.mul(a_group, ir.Constant(_I64, g)))
                 _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, place), a_stride)
-            for p in range(panels):
+            for p, place in enumerate(places_b):
                 for v, tile in enumerate(_HALVES):
-                    half = builder.add(at_b, ir.Constant(_I64, VECTOR_BYTES * v))
+                    half = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
                     _do(builder, "tileloadd64", tile, _pointer(builder, half), stride)
                     for g in range(groups):
                         _do(builder, "tdpbf16ps", _SUMS[2 * (g + p) + v], _ROWS[g], tile)
-                at_b = builder.add(at_b, b_far)
             if weight is None:
                 with cgutils.for_range(builder, builder.udiv(pace, ir.Constant(_I64, LINE))) as lines:
                     place = builder.add(fetched, builder.mul(lines.index, ir.Constant(_I64, LINE)))
                     for _ in range(panels):
                         _prefetch(builder, place)
                         place = builder.add(place, far)
-        for tile, place in places:
+        for tile, place in sums:
             _do(builder, "tilestored64", tile, place, c_stride)
 
     return block_product
 
 
 def _unpack_ahead(
-    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any, next_b: Any
-) -> Callable[[Any], Any]:
+    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any, next_b: Any,
+    distance: int,
+) -> Callable[[Any], Any]:  # fmt: skip
     """Unpack the first step of tiles. Returns bring(step), which unpacks the next one, to the other of two
     places, and returns where this one is: a tile that is loaded right behind what is stored there would wait
     for that.
 
-    Memory some steps ahead is on its way meanwhile, behind the last of them that from next_b on.
+    Memory `distance` bytes ahead, in whole steps, is on its way meanwhile, behind the last of them that from
+    next_b on.
     """
     steps, size = ir.Constant(_I64, STEPS), ir.Constant(_I64, STEPS * _WIDTH)
     one, bytes_ = ir.Constant(_I64, 1), builder.mul(b_stride, steps)
-    distance = builder.udiv(ir.Constant(_I64, _AHEAD_BYTES), bytes_)
+    steps_ahead = builder.udiv(ir.Constant(_I64, distance), bytes_)
 
     def unpack(step: Any, place: Any, ahead: Any = None) -> None:
         source = builder.add(b, builder.mul(step, bytes_))
@@ -163,7 +173,7 @@ def _unpack_ahead(
         odd = builder.and_(step, one)
         following, last = builder.add(step, one), builder.sub(tiles, one)
         following = builder.select(builder.icmp_signed("<", following, tiles), following, last)
-        later = builder.add(following, distance)
+        later = builder.add(following, steps_ahead)
         behind = builder.sub(later, tiles)
         is_behind = builder.icmp_signed(">=", behind, ir.Constant(_I64, 0))
         ahead = builder.add(
@@ -177,22 +187,24 @@ def _unpack_ahead(
     return bring
 
 
-def _one_or_two(weight: Rows | None = None) -> Any:
-    one_group, two_groups = (_block_product(groups, 1, weight) for groups in (1, 2))
+def _of_any_shape(weight: Rows | None = None) -> Any:
+    one, two_groups = (_block_product(groups, 1, weight) for groups in (1, 2))
+    two_panels = _block_product(1, 2, weight)
 
     @function
-    def multiply_block(rows, *args):
-        if rows > TILE_ROWS:
+    def multiply_block(rows, panels, *args):
+        if panels > 1:
+            two_panels(*args)
+        elif rows > TILE_ROWS:
             two_groups(*args)
         else:
-            one_group(*args)
+            one(*args)
 
     return multiply_block
 
 
-by_two_panels = _block_product(1, 2)
-multiply_pairs, by_short = _one_or_two(), _one_or_two(ShortPairs())
-by_int8, by_int4 = _one_or_two(Int8Pairs()), _one_or_two(Int4Pairs())
+by_pairs, by_short = _of_any_shape(), _of_any_shape(ShortPairs())
+by_int8, by_int4 = _of_any_shape(Int8Pairs()), _of_any_shape(Int4Pairs())
 
 
 @function

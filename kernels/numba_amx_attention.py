@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .numba_amx import STEPS, TILE_ROWS, _do, _pointer, configure, multiply_pairs, write_settings
+from .numba_amx import STEPS, TILE_ROWS, _do, _pointer, by_pairs, configure, write_settings
 from .numba_decode import _long
 from .numba_memory import BFLOAT16, FLOAT32, LINE, _load, _store, get_int, set_byte, set_int, set_long
 from .numba_pages import fill_blocks
@@ -31,7 +31,7 @@ def multiply_tiles(rows, vectors, c, c_stride, is_first, a, a_stride, b, b_strid
     """
     for v in range(0, vectors, 2):
         to, at = c + v * VECTOR_BYTES, b + v * VECTOR_BYTES
-        multiply_pairs(rows, to, c_stride, is_first, a, a_stride, at, b_stride, steps, 0, 0, 0, 0, 0, 0, 0)
+        by_pairs(rows, 1, to, c_stride, is_first, a, a_stride, at, b_stride, steps, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @_operation(types.void, *[types.int64] * 7)

@@ -12,15 +12,15 @@ from llvmlite import ir
 from numba import carray, types
 
 from .numba_amx import (
+    AHEAD_BYTES,
     BLOCK,
     HAS_TILES,
     STEPS,
     by_int4,
     by_int8,
+    by_pairs,
     by_short,
-    by_two_panels,
     configure_rows,
-    multiply_pairs,
     release,
 )
 from .numba_codes import (
@@ -73,7 +73,7 @@ _WIDTH = 4 * PANEL
 TILES = Task(
     (
         "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features", "num_panels",
-        "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "thirds", "thirds_stride",
+        "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
         "all_units", "num_threads",
     )
 )  # fmt: skip
@@ -110,11 +110,12 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 def panels_of_unit(
     num_rows: int, num_panels: int, in_features: int, unit_rows: int, thirds: int, kind: int, num_threads: int
 ) -> int:
-    """One where few rows leave all of the time to unpacking. Else two, between which a part of the rows stays
-    in the first cache; for many wide rows up to _MOST_PANELS, between which it stays in the second. Fewer
-    where threads would be done later than with single panels.
+    """One where no more than the tiles of a panel's sums are left and all of the time goes into unpacking.
+    Else two, between which a part of the rows stays in the first cache; for many wide rows up to
+    _MOST_PANELS, between which it stays in the second. Fewer where threads would be done later than with
+    single panels.
     """
-    if kind != PAIRS and unit_rows * thirds <= BLOCK:
+    if kind != PAIRS and BLOCK // _TOGETHER < unit_rows * thirds <= BLOCK:
         return 1
     blocks = -(-num_rows // unit_rows)
 
@@ -128,6 +129,13 @@ def panels_of_unit(
     while passes(number) > 1.1 * passes(1):
         number //= 2
     return number
+
+
+def panels_apart(num_rows: int, num_panels: int, unit_panels: int, thirds: int) -> int:
+    """From one panel of a unit to the next. With few rows products take as long as reading the weight: two
+    far places are read faster at once than one.
+    """
+    return -(-num_panels // unit_panels) if num_rows * thirds <= BLOCK // _TOGETHER else 1
 
 
 @_operation(types.void, *[types.int64] * 4)
@@ -163,61 +171,73 @@ def _bring_thirds(args, first, rows, to, stride):
 @function
 def _multiply_block(kind, panels, rows, c, at_first, x, x_stride, same, ahead, more):
     """Of a block of rows, for which tiles are configured; see `_block_product` in `numba_amx`."""
-    args = c, _WIDTH, at_first, x, x_stride, *same, ahead, *more
-    if panels > 1:
-        by_two_panels(*args)
-    elif kind == PAIRS:
-        multiply_pairs(rows, *args)
+    args = rows, panels, c, _WIDTH, at_first, x, x_stride, *same, ahead, *more
+    if kind == PAIRS:
+        by_pairs(*args)
     elif kind == INT8_PAIRS:
-        by_int8(rows, *args)
+        by_int8(*args)
     elif kind == INT4_PAIRS:
-        by_int4(rows, *args)
+        by_int4(*args)
     else:
-        by_short(rows, *args)
+        by_short(*args)
+
+
+@function
+def _units_across(args):
+    return -(-args.num_panels // args.unit_panels)
+
+
+@function
+def _first_panel(args, unit):
+    """Of a unit, whose others lie `apart` behind it."""
+    return unit % _units_across(args) * (args.unit_panels if args.apart == 1 else 1)
 
 
 @function
 def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     """The product of a unit's panels with its rows in bfloat16. Returns what tiles are configured for now."""
-    across = -(-args.num_panels // args.unit_panels)
-    panel, first = unit % across * args.unit_panels, unit // across * args.unit_rows
-    rows, panels = min(args.unit_rows, args.num_rows - first), min(args.unit_panels, args.num_panels - panel)
+    panel, first = _first_panel(args, unit), unit // _units_across(args) * args.unit_rows
+    rows = min(args.unit_rows, args.num_rows - first)
+    panels = min(args.unit_panels, -(-(args.num_panels - panel) // args.apart))
     kind, stride = args.weight_kind, step_bytes(args.weight_kind)
     sums, panel_sums = scratch + LINE, args.unit_rows * args.thirds * _WIDTH
-    unpacked, far = sums + args.unit_panels * panel_sums, args.depth * stride
+    unpacked, size = sums + args.unit_panels * panel_sums, args.depth * stride
+    far, factors_far = args.apart * size, args.apart * group_bytes(kind, args.depth)
     together = min(_TOGETHER, args.unit_panels)
     block = BLOCK // together
     num_blocks = -(-rows * args.thirds // block)
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
-    # In equal parts, of whole groups; what a single block of one panel needs is unpacked on the way.
-    is_unpacked = kind != PAIRS and (num_blocks > 1 or together > 1)
+    # In equal parts, of whole groups; a single block goes through all at once, and unpacks on the way.
+    is_unpacked = kind != PAIRS and num_blocks > 1
     few = _FEW_UNPACKED if is_unpacked else _FEW_ROWS
     most = DEPTH // 2 if together > 1 and rows <= few else DEPTH
     step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
-    if kind != PAIRS and not is_unpacked:
+    if num_blocks == 1:
         step = args.depth
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
         for near in range(0, panels, together):
             some = min(together, panels - near)
-            b = args.panels + (panel + near) * far + start * stride
+            b = args.panels + panel * size + near * far + start * stride
             # What is multiplied next: the next panels, the next part of the first ones, or the next unit.
             ahead = b + together * far
             if near + some == panels:
-                ahead = args.panels + panel * far + (start + depth) * stride
+                ahead = args.panels + panel * size + (start + depth) * stride
                 if start + depth == args.depth:
-                    ahead = args.panels + next_unit % across * args.unit_panels * far
-            factors = args.scales + group_bytes(kind, (panel + near) * args.depth + start)
+                    ahead = args.panels + _first_panel(args, next_unit) * size
+            if num_blocks == 1 and kind == PAIRS:  # what is unpacked on the way knows how far ahead
+                ahead = b + AHEAD_BYTES // some
+            factors = args.scales + group_bytes(kind, panel * args.depth + start) + near * factors_far
             b_kind, b_stride, b_far = kind, stride, far
             if is_unpacked:
                 b_kind, b_stride, b_far = PAIRS, _WIDTH, DEPTH * _WIDTH
                 for p in range(some):
-                    own = factors + p * group_bytes(kind, args.depth)
+                    own = factors + p * factors_far
                     unpack(kind, unpacked + p * b_far, b + p * far, stride, own, depth)
                 b = unpacked
             c, x = sums + near * panel_sums, a + 4 * start
             same = b, b_stride, depth // STEPS
-            more = pace, unpacked, factors, panel_sums, b_far, far
+            more = pace, unpacked, factors, factors_far, panel_sums, b_far, far
             for row in range(0, rows * args.thirds, block):
                 left = min(rows * args.thirds - row, block)
                 if left + some * BLOCK != configured:
@@ -227,7 +247,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 c, x = c + block * _WIDTH, x + block * a_stride
                 ahead += pace * (depth // STEPS)
     for p in range(panels):
-        _finish(args, first, rows, panel + p, sums + p * panel_sums)
+        _finish(args, first, rows, panel + p * args.apart, sums + p * panel_sums)
     return configured
 
 
@@ -269,7 +289,7 @@ if HAS_TILES:
         brought, configured = -1, 0
         unit, end = take_run(counters, args.all_units, args.num_threads)
         while unit < args.all_units:
-            next_unit, block = unit + 1, unit // -(-args.num_panels // args.unit_panels)
+            next_unit, block = unit + 1, unit // _units_across(args)
             if next_unit == end:
                 next_unit, end = take_run(counters, args.all_units, args.num_threads)
             first = block * args.unit_rows

@@ -107,7 +107,7 @@ class Rows:
         def step(index: Any, own: Any) -> None:
             source = builder.add(panel, builder.mul(stride, index))
             if ahead is not None:
-                _prefetch(builder, builder.add(ahead, builder.mul(stride, index)))
+                _prefetch(builder, builder.add(ahead, builder.mul(stride, index)), near=True)
             _store_step(builder, to, index, self.read(builder, source, own))
 
         self.each_step(builder, panel, stride, factors, depth, step)

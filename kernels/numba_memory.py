@@ -305,13 +305,13 @@ def seen(builder: Any, address: Any) -> Any:
     return builder.load_atomic(_at(builder, _I64, address), "acquire", 8)
 
 
-def _prefetch(builder: Any, address: Any, *, write: bool = False) -> None:
+def _prefetch(builder: Any, address: Any, *, write: bool = False, near: bool = False) -> None:
     """Have a cache line on its way, to be read or written; nothing happens where there is no memory.
 
     What is read comes into the second cache. Into the first it would take the few places that a core has for
-    lines on their way there, which the loads of now need.
+    lines on their way there, which the loads of now need. near: do so.
     """
-    how = [ir.Constant(_I32, n) for n in (int(write), 3 if write else 2, 1)]
+    how = [ir.Constant(_I32, n) for n in (int(write), 3 if write or near else 2, 1)]
     _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), _at(builder, ir.IntType(8), address), *how)
 
 
