@@ -69,6 +69,8 @@ ROWS_BYTES = 2**20  # half of a core's second cache: rows of a unit in thirds, o
 _LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
 _MOST_PANELS = 8  # of a unit, whose sums are in the second cache beside a part of the rows
 _WIDTH = 4 * PANEL
+# Weights and inputs of one that comes from memory: models of smaller ones have them in the caches.
+_LEAST_WEIGHTS, _LEAST_INPUTS = 2**19, 512
 
 TILES = Task(
     (
@@ -110,12 +112,13 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 def panels_of_unit(
     num_rows: int, num_panels: int, in_features: int, unit_rows: int, thirds: int, kind: int, num_threads: int
 ) -> int:
-    """One where no more than the tiles of a panel's sums are left and all of the time goes into unpacking.
-    Else two, between which a part of the rows stays in the first cache; for many wide rows up to
-    _MOST_PANELS, between which it stays in the second. Fewer where threads would be done later than with
-    single panels.
+    """Two that are read apart, one where few rows leave all of the time to unpacking. Else two, between which
+    a part of the rows stays in the first cache; for many wide rows up to _MOST_PANELS, between which it stays
+    in the second. Fewer where threads would be done later than with single panels.
     """
-    if kind != PAIRS and BLOCK // _TOGETHER < unit_rows * thirds <= BLOCK:
+    if is_read_apart(num_rows, num_panels, in_features, thirds):
+        return _TOGETHER
+    if kind != PAIRS and unit_rows * thirds <= BLOCK:
         return 1
     blocks = -(-num_rows // unit_rows)
 
@@ -131,11 +134,12 @@ def panels_of_unit(
     return number
 
 
-def panels_apart(num_rows: int, num_panels: int, unit_panels: int, thirds: int) -> int:
-    """From one panel of a unit to the next. With few rows products take as long as reading the weight: two
-    far places are read faster at once than one.
+def is_read_apart(num_rows: int, num_panels: int, in_features: int, thirds: int) -> bool:
+    """Whether the panels of a unit lie half a weight apart. A product of few rows takes as long as reading a
+    weight from memory: two far places are read faster at once than one.
     """
-    return -(-num_panels // unit_panels) if num_rows * thirds <= BLOCK // _TOGETHER else 1
+    is_large = num_panels * PANEL * in_features >= _LEAST_WEIGHTS and in_features >= _LEAST_INPUTS
+    return is_large and num_rows * thirds <= BLOCK // _TOGETHER
 
 
 @_operation(types.void, *[types.int64] * 4)
@@ -207,12 +211,13 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     block = BLOCK // together
     num_blocks = -(-rows * args.thirds // block)
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
-    # In equal parts, of whole groups; a single block goes through all at once, and unpacks on the way.
+    # In equal parts, of whole groups; what a single block needs is unpacked on the way.
     is_unpacked = kind != PAIRS and num_blocks > 1
     few = _FEW_UNPACKED if is_unpacked else _FEW_ROWS
     most = DEPTH // 2 if together > 1 and rows <= few else DEPTH
     step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
-    if num_blocks == 1:
+    is_whole = num_blocks == 1 and (kind != PAIRS or args.apart > 1)
+    if is_whole:
         step = args.depth
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
@@ -225,7 +230,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 ahead = args.panels + panel * size + (start + depth) * stride
                 if start + depth == args.depth:
                     ahead = args.panels + _first_panel(args, next_unit) * size
-            if num_blocks == 1 and kind == PAIRS:  # what is unpacked on the way knows how far ahead
+            if is_whole and kind == PAIRS:  # what is unpacked on the way knows how far ahead
                 ahead = b + AHEAD_BYTES // some
             factors = args.scales + group_bytes(kind, panel * args.depth + start) + near * factors_far
             b_kind, b_stride, b_far = kind, stride, far

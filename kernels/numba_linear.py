@@ -17,7 +17,7 @@ from torch import Tensor
 from .checks import KERNEL_DTYPES, check_dtype, check_shape
 from .huge_pages import in_huge_pages
 from .numba_amx import HAS_TILES, INPUTS
-from .numba_amx_linear import TILES, panels_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
+from .numba_amx_linear import TILES, is_read_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
 from .numba_codes import (
     GROUP,
     HALVES,
@@ -273,8 +273,9 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
         unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, num_threads)
         unit_panels = panels_of_unit(num_rows, num_panels, depth, unit_rows, thirds, weight.kind, num_threads)
-        apart = panels_apart(num_rows, num_panels, unit_panels, thirds)
-        num_units = -(-num_panels // unit_panels) * -(-num_rows // unit_rows)
+        across = -(-num_panels // unit_panels)
+        apart = across if is_read_apart(num_rows, num_panels, depth, thirds) else 1
+        num_units = across * -(-num_rows // unit_rows)
         size = scratch_bytes(unit_rows, unit_panels, thirds, stride)
         units = unit_rows, unit_panels, apart, thirds, stride, num_units, num_threads
         TILES.run(num_runs(num_units, num_threads), *fields, *units, scratch_size=size)

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import sys
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -127,8 +128,8 @@ def test_12_bits_lose_none(dtype, gated, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.usefixtures("unit")
 def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkeypatch):
-    """Of an odd number of panels, in several parts of the depth, and for a last unit of few rows; by one
-    thread, which goes from two at a time to one and back.
+    """Side by side or apart, of an odd number of panels, in several parts of the depth, and for a last unit
+    of few rows; by one thread, which goes from two at a time to one and back.
     """
     before = torch.get_num_threads()
     panels = form(torch.randn(2 * 70, 608).bfloat16().to(dtype), gated=gated)
@@ -137,8 +138,9 @@ def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkey
         torch.set_num_threads(1)
         for num_rows in (1, 16, 17, 40, 97, 300):
             x, out = torch.randn(num_rows, 608).to(dtype), []
-            for number in (1, 2, 4, 8):
+            for number, apart in product((1, 2, 4, 8), (False, True)):
                 monkeypatch.setattr(numba_linear, "panels_of_unit", lambda *_, number=number: number)
+                monkeypatch.setattr(numba_linear, "is_read_apart", lambda *_, apart=apart: apart)
                 out.append(panels(x, None))
             assert all(torch.equal(out[0], other) for other in out[1:])
     finally:
