@@ -17,7 +17,7 @@ from checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged
 from paged import ConfigError, SamplingParams, devices, panels
 from paged.kernels import numba_linear, numba_ops, numba_short
 from paged.kernels.numba_amx import HAS_TILES
-from paged.kernels.numba_amx_linear import TILES, panels_of_unit
+from paged.kernels.numba_amx_linear import TILES, is_read_apart, panels_of_unit
 from paged.kernels.numba_codes import PAIRS
 from paged.kernels.numba_linear import LINEAR
 from paged.kernels.numba_lookup import widen_rows
@@ -145,6 +145,20 @@ def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkey
             assert all(torch.equal(out[0], other) for other in out[1:])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "apart"),
+    [
+        ((16, 64, 2048, 1), True),
+        ((17, 64, 2048, 1), False),
+        ((6, 64, 2048, 3), False),
+        ((1, 9, 768, 1), False),
+    ],
+)
+def test_few_rows_read_a_large_weight_at_two_places(shape, apart):
+    """Rows, panels, inputs, and parts that a row has."""
+    assert is_read_apart(*shape) == apart
 
 
 @pytest.mark.parametrize(("num_panels", "number"), [(320, 8), (32, 4), (16, 2), (8, 1)])
