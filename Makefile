@@ -33,7 +33,7 @@ test-triton-3.6:
 	$(MAKE) VENV=$(VENV)-triton-3.6 $(VENV)-triton-3.6/.installed
 	$(VENV)-triton-3.6/bin/python -m pip install triton==3.6.0 "numpy<2.4"
 	$(VENV)-triton-3.6/bin/python -m pytest -W "ignore:Conversion of an array:DeprecationWarning" \
-	  tests/test_kernel_*.py $(ARGS)
+	  tests/ops $(ARGS)
 
 # Other people's engines for `python -m benchmarks.peers`, each in an environment of its own, some gigabytes:
 # make -k peers, to go on where one of them cannot be installed, or make peers PEERS="openvino llama-cpp".

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import AsyncLLMEngine, LLMEngine, RequestOutputKind, SamplingParams
-from paged.async_engine import STREAM_INTERVAL_S
+from paged.engine.async_engine import STREAM_INTERVAL_S
 
 Tokens = list[list[int]]
 

@@ -134,10 +134,10 @@ TINY_LAYER = LayerShape(4, 2, 32, 16, 64, 96, 2)
 
 def layer_costs(shape: LayerShape, num_tokens: int, element_size: int) -> dict[str, tuple[int, int]]:
     """(bytes, flops) of the kernels around attention by operation."""
-    from paged.kernels.copy_blocks import copy_blocks_cost
-    from paged.kernels.rms_norm import rms_norm_cost
-    from paged.kernels.rotary_store_kv import rotary_store_kv_cost
-    from paged.kernels.silu_and_mul import silu_and_mul_cost
+    from paged.kernels.gpu.copy_blocks import copy_blocks_cost
+    from paged.kernels.gpu.rms_norm import rms_norm_cost
+    from paged.kernels.gpu.rotary_store_kv import rotary_store_kv_cost
+    from paged.kernels.gpu.silu_and_mul import silu_and_mul_cost
 
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     return {

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import AttentionShape
-from paged.kernels.attention_config import AttentionConfig, Use, choose_config
 from paged.kernels.backend import load_kernels
+from paged.kernels.gpu.attention.config import AttentionConfig, Use, choose_config
 
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
@@ -61,9 +61,9 @@ def compile_kernel(
     use: Use, head_dim: int, group: int, block_size: int, cache: str | None, target: str
 ) -> Compiled:
     """Compile one attention kernel in bfloat16 for a GPU that need not be there. Not in the interpreter."""
-    from tests.absent_gpu import compiling
-    from tests.binary_figures import figures
-    from tests.kernel_launches import DTYPES, launch_attention
+    from tests.support.absent_gpu import compiling
+    from tests.support.binary_figures import figures
+    from tests.support.kernel_launches import DTYPES, launch_attention
 
     kernels, dtype = load_kernels("triton"), torch.bfloat16
     sizes = {"num_tokens": 40} if use == "prefill" else {"num_tokens": 1, "num_seqs": 1}
@@ -101,7 +101,7 @@ def compile_for(shape: AttentionShape, target: str, *, shared: bool = False) -> 
 
 def machine_code(target: str, binary: Any) -> str:
     """SASS, or the assembly of an AMD GPU."""
-    from tests.binary_figures import cuobjdump
+    from tests.support.binary_figures import cuobjdump
 
     if target.startswith("gfx"):
         return str(binary.asm["amdgcn"])

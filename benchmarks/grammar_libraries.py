@@ -30,8 +30,8 @@ from tqdm import tqdm
 from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.schemas import HARD_SCHEMAS, SCHEMAS
 from paged import RequestError, StructuredOutputsParams
-from paged.structured_outputs import Grammars
-from paged.tokenizer import Tokenizer
+from paged.sampling.structured_outputs import Grammars
+from paged.text.tokenizer import Tokenizer
 
 Schema = dict[str, Any]
 VALIDATOR, FORMATS = jsonschema.Draft202012Validator, jsonschema.Draft202012Validator.FORMAT_CHECKER

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from benchmarks.common import SHAPES, print_json, print_table
 from benchmarks.timing import device_name
-from paged.devices import bfloat16_is_a_librarys
-from paged.linear import choose_forms
-from paged.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
-from paged.quantization import Int4Weight, Int8Weight
+from paged.model.linear import choose_forms
+from paged.model.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
+from paged.model.quantization import Int4Weight, Int8Weight
+from paged.runner.devices import bfloat16_is_a_librarys
 
 CPU = torch.device("cpu")
 Products = list[Callable[[Tensor], Tensor]]  # one for each linear of a layer

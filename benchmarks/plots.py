@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from benchmarks.gpu_report import attention_rows
+from benchmarks.gpu.report import attention_rows
 
 Rows = list[dict[str, Any]]
 

@@ -176,8 +176,8 @@ def count_work(shape: AttentionShape, block_q: int, tile: int) -> Work:
 
 def splits(num_keys: int, least: int = 0) -> list[int]:
     """The lengths of a decode's splits, as split_kv lists them on the device."""
-    from paged.kernels.attention_config import SPLIT
-    from paged.kernels.split_kv import MAX_SPLITS
+    from paged.kernels.gpu.attention.config import SPLIT
+    from paged.kernels.gpu.attention.split_kv import MAX_SPLITS
 
     step = max(-(-num_keys // (SPLIT * MAX_SPLITS)) * SPLIT, least)
     return [min(step, num_keys - start) for start in range(0, num_keys, step)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
-from paged.request import Request
+from paged.requests.request import Request
 
 ALL_ON: dict[str, Any] = {
     "temperature": 0.8,

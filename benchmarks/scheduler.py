@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Callable
 
 from benchmarks.common import print_json, print_table
-from paged.block_manager import BlockManager
-from paged.block_pool import BlockPool
-from paged.prefix_chain import PrefixChain
-from paged.request import Request
+from paged.blocks.manager import BlockManager
+from paged.blocks.pool import BlockPool
+from paged.blocks.prefix_chain import PrefixChain
+from paged.requests.request import Request
 from paged.sampling_params import SamplingParams
-from paged.scheduler import Scheduler
+from paged.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 NEVER_STOPS = 20_000

@@ -35,7 +35,7 @@ class AttentionShape:
 
     def cost(self, element_size: int) -> tuple[int, int]:
         """(bytes, flops) that no kernel can do without."""
-        from paged.kernels.paged_attention import paged_attention_cost
+        from paged.kernels.gpu.attention.paged_attention import paged_attention_cost
 
         # A quantised element has its share of a float32 scale for each token and head.
         kv_bytes = None if self.cache is None else 1 + 4 / self.head_dim

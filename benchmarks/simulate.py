@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common import Workload, checkpoint, print_json, print_table
 from paged import EngineConfig, LLMEngine, SamplingParams
-from paged.schedule import Schedule
+from paged.scheduler.schedule import Schedule
 from paged.simulate.cost import Work, window_shares, work_of
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model

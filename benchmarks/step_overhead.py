@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
-from paged.batch import Batch
+from paged.model.batch import Batch
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
-from paged.structured_outputs import GrammarMasks, Grammars
+from paged.sampling.structured_outputs import GrammarMasks, Grammars
 
 PERSON = {
     "type": "object",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged.kernels.huge_pages import in_huge_pages
+from paged.kernels.cpu.launch.huge_pages import in_huge_pages
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,10 @@ def load_kernels(name: BackendName) -> Kernels:
 
 
 def _torch_kernels() -> Kernels:
-    from . import reference, torch_logprobs, torch_ops, torch_sampling
+    from . import reference
+    from .plain import logprobs as torch_logprobs
+    from .plain import ops as torch_ops
+    from .plain import sampling as torch_sampling
 
     return Kernels(
         name="torch",
@@ -94,14 +97,12 @@ def _numba_kernels() -> Kernels:
     notice.daemon = True
     notice.start()
     try:
-        from . import (
-            numba_logits,
-            numba_lookup,
-            numba_ops,
-            numba_paged_attention,
-            numba_sampling,
-            reference,
-        )
+        from . import reference
+        from .cpu.attention import paged_attention as numba_paged_attention
+        from .cpu.rows import lookup as numba_lookup
+        from .cpu.rows import ops as numba_ops
+        from .cpu.sampling import logits as numba_logits
+        from .cpu.sampling import sample_tokens as numba_sampling
     finally:
         notice.cancel()
     return Kernels(
@@ -127,16 +128,16 @@ def _triton_kernels() -> Kernels:
             "attention_backend='triton' needs Triton, which exists for Linux only: "
             "`pip install triton`, or use attention_backend='torch'"
         ) from error
-    from .copy_blocks import copy_blocks
-    from .paged_attention import paged_attention
-    from .penalties import apply_penalties
+    from .gpu.attention.paged_attention import paged_attention
+    from .gpu.copy_blocks import copy_blocks
+    from .gpu.rms_norm import rms_norm
+    from .gpu.rotary_store_kv import rotary_store_kv
+    from .gpu.sampling.penalties import apply_penalties
+    from .gpu.sampling.sample_tokens import sample_tokens
+    from .gpu.silu_and_mul import silu_and_mul
+    from .plain.logprobs import token_logprobs
+    from .plain.ops import greedy
     from .reference import take_rows
-    from .rms_norm import rms_norm
-    from .rotary_store_kv import rotary_store_kv
-    from .sample_tokens import sample_tokens
-    from .silu_and_mul import silu_and_mul
-    from .torch_logprobs import token_logprobs
-    from .torch_ops import greedy
 
     return Kernels(
         name="triton",

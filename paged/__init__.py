@@ -15,15 +15,15 @@ from .errors import (
     UnsupportedModelError,
     UsageError,
 )
-from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from .async_engine import AsyncLLMEngine
-    from .beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from .embedding import EmbeddingOutput, EmbeddingRequestOutput
-    from .engine import LLMEngine
-    from .scoring import ScoreOutput
+    from .engine.async_engine import AsyncLLMEngine
+    from .engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
+    from .engine.engine import LLMEngine
+    from .engine.scoring import ScoreOutput
 
     LLM = LLMEngine
 
@@ -61,14 +61,14 @@ __all__ = [
 
 # Where the names are that bring torch, which takes seconds: `paged --help` and a typing error do without.
 _MODULES = {
-    "AsyncLLMEngine": "async_engine",
-    "BeamSearchOutput": "beam_search",
-    "BeamSearchParams": "beam_search",
-    "BeamSearchSequence": "beam_search",
-    "EmbeddingOutput": "embedding",
-    "EmbeddingRequestOutput": "embedding",
-    "LLMEngine": "engine",
-    "ScoreOutput": "scoring",
+    "AsyncLLMEngine": "engine.async_engine",
+    "BeamSearchOutput": "engine.beam_search",
+    "BeamSearchParams": "engine.beam_search",
+    "BeamSearchSequence": "engine.beam_search",
+    "EmbeddingOutput": "engine.embedding",
+    "EmbeddingRequestOutput": "engine.embedding",
+    "LLMEngine": "engine.engine",
+    "ScoreOutput": "engine.scoring",
 }
 
 

@@ -1,5 +1,5 @@
 """`python -m paged` is `paged`."""
 
-from .cli import main
+from .commands.cli import main
 
 main()

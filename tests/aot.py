@@ -23,9 +23,9 @@ import torch
 import triton
 
 from paged.kernels.backend import load_kernels
-from tests.absent_gpu import TARGETS, Launch, compiling, never
-from tests.binary_figures import figures
-from tests.kernel_launches import (
+from tests.support.absent_gpu import TARGETS, Launch, compiling, never
+from tests.support.binary_figures import figures
+from tests.support.kernel_launches import (
     ATTENTION_CASES,
     DTYPES,
     FP8_TARGETS,
@@ -38,7 +38,7 @@ from tests.kernel_launches import (
 )
 
 ROOT = Path(__file__).parent.parent
-TABLE = ROOT / "kernels" / "README.md"
+TABLE = ROOT / "kernels" / "gpu" / "COMPILED.md"
 KNOWN = ROOT / "tests" / "kernel_figures.json"
 Figures = Mapping[str, float]
 

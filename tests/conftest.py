@@ -16,16 +16,16 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 import pytest  # noqa: E402
 
 if not HAS_GPU and importlib.util.find_spec("triton"):
-    from interpreter import remember_builtins
+    from tests.support.interpreter import remember_builtins
 
     remember_builtins()
 
 # A worker takes one file after another. These take longest: begun last, they would leave the others idle.
 LONGEST_FIRST = [
-    "test_kernel_aot",
-    "test_kernel_attention_variants",
+    "test_aot",
+    "test_attention_variants",
     "test_matches_transformers",
-    "test_kernel_paged_attention",
+    "test_paged_attention",
     "test_block_properties",
     "test_cli",
 ]
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST_FIRST)))
     skip = pytest.mark.skip(reason="needs a CUDA or ROCm GPU, torch.cuda sees none")
     for item in items:
-        if not HAS_GPU and "gpu" in item.keywords:
+        if not HAS_GPU and item.get_closest_marker("gpu"):  # not the keywords: a folder is named gpu
             item.add_marker(skip)
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 import paged
 from paged import LLMEngine, SamplingParams
 from paged.kernels.backend import load_kernels
-from paged.kernels.numba_amx import HAS_TILES
-from paged.kernels.numba_vectors import HAS_DOT, HAS_HALVES, HAS_LOOKUP, VECTOR_BYTES
-from paged.panels import PANEL_FORMS
+from paged.kernels.cpu.products.amx import HAS_TILES
+from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_HALVES, HAS_LOOKUP, VECTOR_BYTES
+from paged.model.panels import PANEL_FORMS
 
 RECORD = Path(__file__).parent / "golden.json"
 NUM_PARAMETER_SETS = 50

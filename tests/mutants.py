@@ -23,7 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT_S = 60
 TESTS = [
-    f"tests/test_{name}.py" for name in ("block_pool", "block_manager", "scheduler", "preemption", "policies")
+    "tests/blocks/test_block_pool.py",
+    "tests/blocks/test_block_manager.py",
+    "tests/scheduler/test_scheduler.py",
+    "tests/scheduler/test_preemption.py",
+    "tests/scheduler/test_policies.py",
 ]
 WORLDS = """
 import sys
@@ -39,7 +43,7 @@ LOOKS = (("worlds", 0, 16), ("tests",), ("worlds", 16, 100))
 
 # File: (name, old, new).
 MUTANTS = {
-    "block_pool": [
+    "blocks/pool": [
         ("free gives back what others hold", "if count == 1:", "if count >= 1:"),
         ("free skips the decref", "refcounts[block] = count - 1", "refcounts[block] = count"),
         ("share skips the incref", "self._refcounts[block] += 1", "pass"),
@@ -85,12 +89,12 @@ MUTANTS = {
         ),
         ("reset frees what is held", "idle = self._refcounts[block] == 0 and", "idle ="),
     ],
-    "prefix_chain": [
+    "blocks/prefix_chain": [
         ("keys skip what came before", "digest = hash_block(digest,", 'digest = hash_block(b"",'),
         ("keys skip the salt", 'hash_block(b"", namespace) if namespace else b""', 'b""'),
         ("a forked chain is the same", "self.keys.copy(), self.data.copy()", "self.keys, self.data"),
     ],
-    "block_manager": [
+    "blocks/manager": [
         ("match serves the last token", "most = (len(token_ids) - 1) //", "most = len(token_ids) //"),
         (
             "registers a token early",
@@ -149,7 +153,7 @@ MUTANTS = {
         ("the unpinned stay pinned", "del self._pinned[block]", "pass"),
         ("pins take no room", "self.pool.num_blocks - self.num_pinned", "self.pool.num_blocks"),
     ],
-    "scheduler": [
+    "scheduler/scheduler": [
         (
             "any policy is the first",
             "FirstComeFirstServed() if policy is None else policy",
@@ -199,7 +203,7 @@ MUTANTS = {
         ),
         ("steps never end", "self.block_manager.end_step()\n        now", "now"),
     ],
-    "running": [
+    "scheduler/running": [
         ("ignores max_num_seqs", "return self._max_num_seqs - len(self.requests)", "return 99"),
         ("promises seats twice", "len(self.requests) - self._num_promised_seqs", "len(self.requests)"),
         ("makes room for a priority beside nobody", "room = room.minus(self._claim(request))", "pass"),
@@ -241,7 +245,7 @@ MUTANTS = {
             "self.requests.append(request)",
         ),
     ],
-    "waiting": [
+    "scheduler/waiting": [
         (
             "the protected wait behind others",
             "return self._protected[0][1] if self._protected else",
@@ -273,7 +277,7 @@ MUTANTS = {
         ),
         ("searches the queue each time", "self._refused = (state, need)", "pass"),
     ],
-    "policies": [
+    "scheduler/policies": [
         (
             "the last come first",
             "heapq.heappush(self._heap, (request.rank,",

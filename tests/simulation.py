@@ -28,15 +28,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from paged.block_manager import BlockManager
-from paged.block_pool import BlockPool
+from paged.blocks.manager import BlockManager
+from paged.blocks.pool import BlockPool
+from paged.blocks.prefix_chain import sha256_block
 from paged.errors import QueueFullError
-from paged.policies import POLICIES, new_policy
-from paged.prefix_chain import sha256_block
-from paged.request import Request, RequestStatus
+from paged.requests.request import Request, RequestStatus
 from paged.sampling_params import SamplingParams
-from paged.schedule import Schedule
-from paged.scheduler import Scheduler
+from paged.scheduler.policies import POLICIES, new_policy
+from paged.scheduler.schedule import Schedule
+from paged.scheduler.scheduler import Scheduler
 
 STOP = 0
 PARAMS = SamplingParams()

@@ -1,7 +1,8 @@
 """What a change of structure must not touch: tokens, the bits of CPU kernels, the public names."""
 
 import pytest
-from golden import NUM_PARAMETER_SETS, instruction_set, kernel_results, public_names, recorded, tokens
+
+from tests.golden import NUM_PARAMETER_SETS, instruction_set, kernel_results, public_names, recorded, tokens
 
 
 @pytest.fixture(scope="module")

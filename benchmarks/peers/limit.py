@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.timing import Limits, measure_limits
-from paged.devices import cpu_has_bfloat16
-from paged.models.config import ModelConfig
+from paged.model.config import ModelConfig
+from paged.runner.devices import cpu_has_bfloat16
 
 # Bytes of a weight; the scales of quantised ones are left out. The checkpoints are in bfloat16, which to
-# compute in float32 need not be wider. In fewer bits without loss (`kernels/numba_short.py`) it may pass 1.
+# compute in float32 need not be wider. In fewer bits without loss (`kernels.cpu.linear.short`) it may pass 1.
 WEIGHT_BYTES = {"float32": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 
 

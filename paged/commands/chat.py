@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import PagedError
-from ..options import with_options
 from ..sampling_params import SamplingParams
 from . import common
 from .common import CliError
+from .options import with_options
 
 if TYPE_CHECKING:
-    from ..engine import LLMEngine
-    from ..request import CompletionOutput
+    from ..engine.engine import LLMEngine
+    from ..requests.request import CompletionOutput
 
 MARKER, CONTINUATION = ">>> ", "... "
 SYSTEM_HELP = "What the model is told before the first turn."

@@ -13,12 +13,12 @@ import typer
 
 from ..config import EngineConfig
 from ..errors import PagedError
-from ..options import option
 from ..sampling_params import SamplingParams, StructuredOutputsParams, biases_of
 from ..simulate.workload import read_shares
+from .options import option
 
 if TYPE_CHECKING:
-    from ..engine import LLMEngine
+    from ..engine.engine import LLMEngine
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
@@ -64,7 +64,7 @@ def complain(message: str) -> None:
 
 def start(options: Mapping[str, Any]) -> LLMEngine:
     """An engine with these options; says on stderr what it is."""
-    from ..engine import LLMEngine
+    from ..engine.engine import LLMEngine
 
     engine = LLMEngine(**options)
     print(engine.describe(), file=sys.stderr)

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import PagedError
-from ..jobs import Job, check_writable, outcome_of, read_jobs
-from ..options import with_options
+from ..protocol.jobs import Job, check_writable, outcome_of, read_jobs
 from ..sampling_params import SamplingParams
 from . import common
 from .common import CliError
+from .options import with_options
 
 if TYPE_CHECKING:
-    from ..block_manager import BlockManager
-    from ..engine import LLMEngine
-    from ..request import RequestOutput
+    from ..blocks.manager import BlockManager
+    from ..engine.engine import LLMEngine
+    from ..requests.request import RequestOutput
 
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl, one object per
 line with prompt or prompt_token_ids, any sampling parameter by its API name, and perhaps tenant. Blank lines
@@ -137,7 +137,7 @@ def _complete(engine: LLMEngine, jobs: list[Job], output: Path | None, *, live: 
     """Write a line for every job, in their order, as soon as it and those before it are done."""
     from tqdm import tqdm
 
-    from ..live_view import LiveView
+    from .live_view import LiveView
 
     # On a terminal the lines themselves, or the live view, show how far it is.
     hidden = live or (output is None and sys.stdout.isatty())

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..batch_file import BatchOutput, Line, count_lines, read_lines
 from ..config import EngineConfig
 from ..errors import PagedError, RequestError
-from ..openai_protocol import BAD_REQUEST, NOT_FOUND, Call, error_body, failure_of
-from ..options import with_options
-from ..request import Prompt, RequestOutput
+from ..protocol.batch_file import BatchOutput, Line, count_lines, read_lines
+from ..protocol.openai import BAD_REQUEST, NOT_FOUND, Call, error_body, failure_of
+from ..requests.request import Prompt, RequestOutput
 from . import common
+from .options import with_options
 
 if TYPE_CHECKING:
-    from ..engine import LLMEngine
+    from ..engine.engine import LLMEngine
 
 INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
 /v1/chat/completions or /v1/completions."""

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from ..config import EngineConfig
-from ..options import with_options
 from . import common
+from .options import with_options
 
 # Those that say what is compiled.
 KERNELS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_len", "attention_backend"]

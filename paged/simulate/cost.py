@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 from ..errors import ConfigError
-from ..models.config import ModelConfig
-from ..schedule import Schedule
-from ..sizes import GIB
+from ..model.config import ModelConfig
+from ..runner.sizes import GIB
+from ..scheduler.schedule import Schedule
 from ..validation import check_number
 
 

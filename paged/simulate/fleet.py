@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..request import Request
-from ..sizes import Sizes
+from ..requests.request import Request
+from ..routing.router import ROUTERS, new_router
+from ..runner.sizes import Sizes
 from ..validation import changed, check_int, check_number
 from .cost import (
     DATA_SHEETS,
@@ -22,7 +23,6 @@ from .cost import (
 )
 from .model import read_model
 from .replica import Replica
-from .router import ROUTERS, new_router
 from .statistics import Statistics
 from .timeline import Timeline
 from .workload import Arrival

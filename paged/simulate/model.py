@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..models.config import ModelConfig
-from ..models.hf_config import read_config
+from ..model.config import ModelConfig
+from ..model.hf_config import read_config
 
 DEMO = Path(__file__).parents[1] / "demo"
 

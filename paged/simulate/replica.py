@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import QueueFullError
-from ..request import Request, RequestMetrics, RequestStatus
+from ..requests.request import Request, RequestMetrics, RequestStatus
+from ..runner.sizes import Sizes
 from ..sampling_params import SamplingParams
-from ..schedule import Schedule
-from ..sizes import Sizes
+from ..scheduler.schedule import Schedule
 from .cost import StepCost
 from .workload import SAMPLED, Arrival
 

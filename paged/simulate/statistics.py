@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..request import Request
+from ..requests.request import Request
 from .replica import Replica
 from .timeline import Timeline
 

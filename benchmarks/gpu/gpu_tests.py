@@ -1,0 +1,86 @@
+"""The tests that a GPU is for, compiled: in several processes, for the compiler is what takes the time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+# These compile for GPUs that are not here; CI runs them.
+_NOT_HERE = ("test_aot.py", "test_aot_variants.py")
+_PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+_RESULT = re.compile(r"^(\S.*) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*\[ *\d+%\]")
+_COLLECTED = re.compile(r"collected (\d+) items?")
+
+
+def run_tests(files: list[Path], seconds: float, num_processes: int) -> dict[str, Any]:
+    """Run these files within so many seconds; what did not finish is counted, and is no failure."""
+    deadline = time.time() + seconds
+    if num_processes == 1:
+        shards = [list(map(str, files))]
+    else:
+        with ThreadPoolExecutor(num_processes) as pool:
+            ids = [test for tests in pool.map(collect, files) for test in tests]
+        shards = [ids[i::num_processes] for i in range(min(num_processes, len(ids)))]
+    logs = run_shards(shards, deadline)
+    found = [match.groups() for log in logs for line in log.splitlines() if (match := _RESULT.match(line))]
+    collected = sum(int(match.group(1)) for log in logs if (match := _COLLECTED.search(log)))
+    wrong = [log for log in logs if "FAILED" in log or "ERROR" in log or not _COLLECTED.search(log)]
+    return {
+        "case": "tests",
+        **{
+            name: sum(r == name.upper() for _, r in found)
+            for name in ("passed", "failed", "error", "skipped")
+        },
+        "unfinished": collected - len(found),
+        "failures": sorted(test for test, result in found if result in ("FAILED", "ERROR")),
+        "tail": "\n".join(log[-1500:] for log in wrong)[:6000],
+    }
+
+
+def run_shards(shards: list[list[str]], deadline: float) -> list[str]:
+    """Run pytest on each at once, until the deadline; what they printed."""
+    with tempfile.TemporaryDirectory() as directory:
+        running = []
+        for i, tests in enumerate(shards):
+            path = Path(directory, f"{i}.log")
+            with path.open("w") as log:
+                command = [*_PYTEST, "-v", "--color=no", *tests]
+                running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.time()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return [Path(directory, f"{i}.log").read_text() for i in range(len(running))]
+
+
+def test_files(tiny: bool) -> list[Path]:
+    """Every kernel test and every file with a test marked `gpu`; the longest last."""
+    if tiny:
+        return [ROOT / "tests" / "ops" / "test_silu_and_mul.py"]
+    files = [
+        file
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        if file.name not in _NOT_HERE and (_is_of_kernels(file) or "pytest.mark.gpu" in file.read_text())
+    ]
+    return sorted(files, key=lambda file: file.name == "test_attention_variants.py")
+
+
+def _is_of_kernels(file: Path) -> bool:
+    return file.parent in (ROOT / "tests" / "ops", ROOT / "tests" / "ops" / "gpu")
+
+
+def collect(file: Path) -> list[str]:
+    """The ids of a file's tests; of one that is not about kernels, those marked `gpu`."""
+    chosen = [] if _is_of_kernels(file) else ["-m", "gpu"]
+    command = [*_PYTEST, "--collect-only", "-q", *chosen, str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]

@@ -1,0 +1,153 @@
+"""Tables from what benchmarks.gpu measured, on the terminal and as Markdown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.comparator_names import NAMES
+
+HEADER = """# What was measured on GPUs
+
+Made by `python -m benchmarks.gpu`, whose JSON lies in {results}; `--report` remakes this page from it. The
+limit of a kernel is the larger of its bytes over the copy bandwidth and its FLOPs over the matrix throughput
+of the same run. Comparators are given as their time over ours: above 1 ours is faster; * is what could not be
+captured in a CUDA graph as ours was, and waits for the host.
+"""
+
+
+def write_report(results: Path) -> Path:
+    """README.md beside a folder named results, in the folder itself if it has another name."""
+    page = (results.parent if results.name == "results" else results) / "README.md"
+    found = [json.loads(path.read_text()) | {"path": path} for path in sorted(results.glob("*.json"))]
+    parts = [HEADER.format(results=f"`{results.name}/`")]
+    parts += [report_of(result, page.parent) for result in found]
+    if not found:
+        parts.append("Nothing has been measured yet.\n")
+    page.write_text("\n".join(parts))
+    return page
+
+
+def report_of(result: dict[str, Any], beside: Path) -> str:
+    """One result as Markdown."""
+    device, sections = result["device"], result["sections"]
+    lines = [f"## {device['name']}, {result['date'][:10]}\n"]
+    if not result["meaningful"]:
+        lines.append("**In Triton's interpreter: the times mean nothing.**\n")
+    lines.append(
+        f"Commit {result['commit']}, torch {device['torch']}, Triton {device['triton']}, CUDA or ROCm "
+        f"{device['cuda']}; {result['seconds']:.0f} s in all.\n"
+    )
+    if result["limits"]:
+        limits = result["limits"]
+        gb_per_s, tflops = limits["bytes_per_s"] / 1e9, limits["flops"] / 1e12
+        lines.append(f"Ceilings: {gb_per_s:,.0f} GB/s copied, {tflops:,.0f} TFLOP/s.\n")
+    for row in sections.get("tests", {"rows": []})["rows"]:
+        lines.append(
+            f"Tests: {row['passed']} passed, {row['failed'] + row['error']} failed, {row['skipped']} skipped,"
+            f" {row['unfinished']} not finished in their share of the time.\n"
+        )
+    for row in sections.get("engine", {"rows": []})["rows"]:
+        told = row.get("skipped") or f"{row['tokens_per_s']:,.0f} output tokens/s in {row['seconds']:.1f} s"
+        lines.append(f"{row['case'].capitalize()}: {told}.\n")
+    lines += [f"Failed: {name}.\n" for name, section in sections.items() if section["error"]]
+    lines += [attention_table(sections), layer_table(sections), skipped_list(sections)]
+    for picture in sorted(result["path"].parent.glob(f"{result['path'].stem}-*.png")):
+        lines.append(f"![{picture.stem}]({picture.relative_to(beside).as_posix()})")
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def attention_rows(sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """The measured batches of all sections of attention."""
+    return [row for section in sections.values() for row in section["rows"] if "comparators" in row]
+
+
+def attention_table(sections: dict[str, Any]) -> str:
+    """Ours, and a column for each comparator that did anything."""
+    rows = attention_rows(sections)
+    columns = [name for name in NAMES if any("us" in row["comparators"].get(name, {}) for row in rows)]
+    head = ["attention", "µs", "GB/s", "TFLOP/s", "of limit", *(f"{name} ÷ ours" for name in columns)]
+    cells = []
+    for row in rows:
+        cells.append([*_measured(row), *(_ratio(row, row["comparators"].get(name, {})) for name in columns)])
+    return _markdown(head, cells)
+
+
+def layer_table(sections: dict[str, Any]) -> str:
+    """The kernels around attention."""
+    rows = [row for row in sections.get("layers", {"rows": []})["rows"] if "us" in row]
+    return _markdown(["kernel", "µs", "GB/s", "TFLOP/s", "of limit"], list(map(_measured, rows)))
+
+
+def skipped_list(sections: dict[str, Any]) -> str:
+    """What was not measured, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for section in sections.values():
+        for row in section["rows"]:
+            if isinstance(row.get("skipped"), str):
+                reasons.setdefault(f"{row['case']}: {row['skipped']}", [])
+            for name, comparator in row.get("comparators", {}).items():
+                if "skipped" in comparator:
+                    reasons.setdefault(f"{name}: {comparator['skipped']}", []).append(row["case"])
+    lines = [
+        f"- {reason}" + (f" ({len(cases)} batches)" if cases else "") for reason, cases in reasons.items()
+    ]
+    return "\n".join(["Not measured:\n", *lines, ""]) if lines else ""
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """The table a person waits for, and last a JSON line."""
+    from benchmarks.common import print_json, print_table
+
+    sections = result["sections"]
+    shown = attention_rows(sections) + [
+        row for row in sections.get("layers", {"rows": []})["rows"] if "us" in row
+    ]
+    rows = []
+    for row in shown:
+        others = {name: _ratio(row, theirs) for name, theirs in row.get("comparators", {}).items()}
+        told = ", ".join(f"{name} {ratio}" for name, ratio in others.items() if ratio)
+        rows.append(dict(zip(("kernel", "us", "GB/s", "TFLOP/s", "of limit"), _measured(row), strict=True)))
+        rows[-1]["their time / ours"] = told
+    if rows:
+        print_table(rows)
+    for name, section in sections.items():
+        if section["error"]:
+            print(f"FAILED {name}: {section['error'].strip().splitlines()[-1]}")
+    if not result["meaningful"]:
+        print("in Triton's interpreter: the times mean nothing")
+    print_json(
+        {
+            "benchmark": "gpu",
+            "device": result["device"]["name"],
+            "meaningful": result["meaningful"],
+            "seconds": result["seconds"],
+            "limits": result["limits"],
+            "errors": [name for name, section in sections.items() if section["error"]],
+            "of_limit": {row["case"]: round(row["of_limit"], 3) for row in shown},
+        }
+    )
+
+
+def _measured(row: dict[str, Any]) -> list[str]:
+    return [
+        row["case"],
+        f"{row['us']:,.1f}",
+        f"{row['gb_per_s']:,.0f}",
+        f"{row['tflops']:,.1f}",
+        f"{row['of_limit']:.0%}",
+    ]
+
+
+def _ratio(row: dict[str, Any], theirs: dict[str, Any]) -> str:
+    if "us" not in theirs:
+        return ""
+    return f"{theirs['theirs_over_ours']:.2f}{'*' if row['graph'] and not theirs['graph'] else ''}"
+
+
+def _markdown(head: list[str], cells: list[list[str]]) -> str:
+    if not cells:
+        return ""
+    rule = "|---|" + "---:|" * (len(head) - 1)
+    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(row)} |" for row in cells)]) + "\n"

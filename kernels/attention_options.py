@@ -1,0 +1,190 @@
+"""What `paged_attention` accepts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    check_between,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_last_dim_contiguous,
+    check_multiple,
+    check_positive,
+    check_scales,
+    check_shape,
+    check_span,
+    in_debug_mode,
+)
+from .gpu.attention.config import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM
+
+MAX_TREE = 64  # candidates: bits of an int64
+_MAX_INT32 = 2**31 - 1
+
+
+def check_plans(plans: dict[Any, Any] | None) -> None:
+    """Raise ValueError unless `plans` is a dict or None."""
+    if plans is not None and not isinstance(plans, dict):
+        raise ValueError(f"plans must be a dict that the calls for one batch share, or None, got {plans!r}")
+
+
+def check_own_plan(is_own: bool) -> None:
+    """Raise ValueError where a plan found in `plans` was made for other lengths; asked in debug mode."""
+    if not is_own:
+        raise ValueError("plans holds what another batch's lengths gave: every batch needs an empty dict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """The keyword arguments of `paged_attention`."""
+
+    scale: float
+    max_seqlen_q: int
+    sliding_window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    tree_mask: Tensor | None = None
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+    shared_prefix_len: int = 0
+    max_decode_q: int = 1
+    min_seqlen_q: int = 0
+
+
+def check_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    options: AttentionOptions,
+) -> None:
+    """Raise ValueError unless these fit together; in debug mode also for what the int32 tensors hold."""
+    check_shape("query", query, (None, None, None))
+    check_dtype("query", query)
+    num_tokens, num_heads, head_dim = query.shape
+    check_shape("key_cache", key_cache, (None, None, None, head_dim))
+    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    check_shape("value_cache", value_cache, (num_blocks, block_size, num_kv_heads, None), key_cache.dtype)
+    check_multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
+    check_between("head_dim", head_dim, MIN_HEAD_DIM, MAX_HEAD_DIM)
+    check_between("value_dim", value_cache.shape[3], MIN_HEAD_DIM, MAX_HEAD_DIM)
+    check_between("the GQA group", num_heads // num_kv_heads, 1, MAX_GROUP)
+    check_scales(key_cache, options.key_scales, options.value_scales, query.dtype)
+    check_positive("block_size", block_size)
+    check_shape("seq_lens", seq_lens, (None,), torch.int32)
+    num_seqs = seq_lens.shape[0]
+    check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
+    check_shape("block_tables", block_tables, (num_seqs, None), torch.int32)
+    if num_tokens and num_seqs:  # the first entry is read, whatever the lengths
+        check_positive("block_tables.shape[1]", block_tables.shape[1])
+    per_head = {"sinks": options.sinks, "alibi_slopes": options.alibi_slopes}
+    for name, values in per_head.items():
+        if values is not None:
+            check_shape(name, values, (num_heads,), torch.float32)
+    if options.tree_mask is not None:
+        check_shape("tree_mask", options.tree_mask, (num_tokens,), torch.int64)
+    tensors = {
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "tree_mask": options.tree_mask,
+        **per_head,
+    }
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_last_dim_contiguous(name, tensor)
+            check_device(name, tensor, query.device)
+    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
+        check_span(name, tensor)
+    _check_options(options, num_tokens, num_seqs, block_tables.shape[1] * block_size)
+    if in_debug_mode():
+        check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)
+
+
+def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, max_keys: int) -> None:
+    check_positive("scale", options.scale)
+    check_flag("causal", options.causal)
+    check_between("max_seqlen_q", options.max_seqlen_q, 1, _MAX_INT32)
+    check_between("min_seqlen_q", options.min_seqlen_q, 0, options.max_seqlen_q)
+    check_between("max_decode_q", options.max_decode_q, 1, _MAX_INT32)
+    # The tables are read so far without a look at a length, and behind it is one token at least.
+    check_between("shared_prefix_len", options.shared_prefix_len, 0, max(0, max_keys - 1))
+    if options.sliding_window is not None:
+        check_between("sliding_window", options.sliding_window, 1, _MAX_INT32)
+        if not options.causal:
+            raise ValueError(f"sliding_window {options.sliding_window} needs causal=True")
+    if options.softcap is not None:
+        check_positive("softcap", options.softcap)
+    if options.tree_mask is not None:
+        check_between("max_seqlen_q with a tree_mask", options.max_seqlen_q, 1, MAX_TREE)
+        if not options.causal:
+            raise ValueError("tree_mask needs causal=True: it says which of the new tokens see each other")
+    if options.shared_prefix_len:
+        if options.max_seqlen_q != 1 or num_tokens != num_seqs:
+            raise ValueError(
+                f"shared_prefix_len needs one new token of every sequence, got {num_tokens} of {num_seqs} "
+                f"sequences with max_seqlen_q {options.max_seqlen_q}"
+            )
+        if options.sliding_window is not None:
+            raise ValueError(
+                f"shared_prefix_len and sliding_window {options.sliding_window} exclude each other: "
+                "a window does not see a long prefix"
+            )
+
+
+def check_contents(
+    key_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    num_tokens: int,
+    options: AttentionOptions,
+) -> None:
+    """Raise ValueError unless every read stays inside the tensors. Reads them on the host."""
+    num_blocks, block_size = key_cache.shape[:2]
+    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    if starts[0] != 0 or starts[-1] > num_tokens or sorted(starts) != starts:
+        raise ValueError(f"cu_seqlens_q must rise from 0 to at most {num_tokens}, got {starts}")
+    for i, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], lengths, strict=True)):
+        query_len = end - start
+        if query_len > options.max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_q is {options.max_seqlen_q}, and sequence {i} has {query_len} new tokens"
+            )
+        if query_len != 1 and options.shared_prefix_len:
+            raise ValueError(
+                f"shared_prefix_len needs one new token of every sequence, and sequence {i} has {query_len}"
+            )
+        if query_len == 0:
+            continue
+        if query_len < options.min_seqlen_q:
+            raise ValueError(
+                f"min_seqlen_q is {options.min_seqlen_q}, and sequence {i} has {query_len} new tokens"
+            )
+        if not max(query_len, options.shared_prefix_len + 1) <= seq_len <= block_tables.shape[1] * block_size:
+            raise ValueError(
+                f"seq_lens[{i}] must hold its {query_len} new tokens, go beyond shared_prefix_len "
+                f"{options.shared_prefix_len} and fit {block_tables.shape[1]} blocks of {block_size}, "
+                f"got {seq_len}"
+            )
+        low = max(0, seq_len - query_len - options.sliding_window + 1) if options.sliding_window else 0
+        used = block_tables[i, low // block_size : -(-seq_len // block_size)]
+        if not bool(((used >= 0) & (used < num_blocks)).all()):
+            raise ValueError(f"block_tables[{i}] must hold blocks below {num_blocks}, got {used.tolist()}")
+        if options.tree_mask is not None:
+            for j, bits in enumerate(options.tree_mask[start:end].tolist()):
+                if not bits >> j & 1:
+                    raise ValueError(f"tree_mask: new token {j} of sequence {i} does not see itself")
+    num_shared = -(-options.shared_prefix_len // block_size)
+    if num_shared and not bool((block_tables[:, :num_shared] == block_tables[:1, :num_shared]).all()):
+        raise ValueError(f"block_tables must begin with the same {num_shared} blocks for shared_prefix_len")

@@ -1,0 +1,316 @@
+"""Scores and weighted sums of a few query rows over K and V where they lie in the cache.
+
+A decode reads every number of K and V once for one query token. To bring them into scratch memory first, as
+attention does where many rows share them, takes as long as to read them. Here a block of keys is transposed
+in registers, while the next one is fetched: it may lie where no prefetcher looks for it. Every sum is the
+same chain as there: of a score in the order of the columns, of an output in the order of the keys.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from ..products.codes import PAIRS
+from ..simd.memory import (
+    _ITEM_SIZES,
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    LINE,
+    _load,
+    _prefetch,
+    _side_by_side,
+    _store,
+    _transpose,
+    get_long,
+    set_long,
+)
+from ..simd.vectors import (
+    _F32,
+    _I64,
+    HAS_DOT,
+    LANES,
+    VECTOR_BYTES,
+    _at,
+    _dot,
+    _fma,
+    _operation,
+    _same,
+    _splat,
+    function,
+)
+
+MOST_ROWS = 8  # of a KV head: for more, scratch memory pays
+_MANY_REGISTERS = LANES == 16  # AVX-512 has twice as many
+_BLOCK = 8  # keys whose V is added for all heads before the next: some pages of memory
+
+
+def _long(number: int) -> ir.Constant:
+    return ir.Constant(_I64, number)
+
+
+def _key_tile(rows: int, kind: int) -> Any:
+    """Scores of so many rows with LANES keys, whose addresses lie one behind the other.
+
+    What is read next, the same columns at LANES other addresses, is fetched meanwhile: a few lines with each
+    step, all of them once. PAIRS: a number of the depth is two of bfloat16, and half a step may be left.
+    """
+    stored, multiply_add = (FLOAT32, _dot) if kind == PAIRS else (kind, _fma)
+    step_bytes = LANES * _ITEM_SIZES[stored]
+    num_fetched = max(1, LANES * step_bytes // LINE)  # lines of each step
+
+    @_operation(types.void, *[types.int64] * 9)
+    def key_tile(
+        builder: Any,
+        scores: Any,
+        stride: Any,
+        queries: Any,
+        q_stride: Any,
+        keys: Any,
+        offset: Any,
+        depth: Any,
+        ahead: Any,
+        ahead_offset: Any,
+    ) -> None:
+        longs = [builder.load(_at(builder, _I64, keys, _long(8 * lane))) for lane in range(LANES)]
+        places = [builder.add(address, offset) for address in longs]
+        sums = [cgutils.alloca_once_value(builder, _same(0.0)) for _ in range(rows)]
+
+        def fetch(first: Any, count: int, step: Any) -> None:
+            for lane in range(count):
+                other = builder.load(_at(builder, _I64, ahead, first, _long(8 * lane)))
+                _prefetch(builder, builder.add(builder.add(other, ahead_offset), step))
+
+        def add_columns(step: Any, query_step: Any, first: int) -> None:
+            columns = _transpose(builder, [_load(builder, stored, builder.add(p, step)) for p in places])
+            query = builder.add(queries, query_step)
+            for lane, column in [*enumerate(columns)][first:]:
+                for r, total in enumerate(sums):
+                    at = builder.add(query, builder.mul(q_stride, _long(r)))
+                    number = builder.load(_at(builder, _F32, at, _long(4 * lane)), align=4)
+                    now = builder.load(total)
+                    builder.store(multiply_add(builder, _splat(builder, number), column, now), total)
+
+        with cgutils.for_range(builder, builder.udiv(depth, _long(LANES))) as loop:
+            step = builder.mul(loop.index, _long(step_bytes))
+            first = builder.mul(builder.urem(loop.index, _long(LANES // num_fetched)), _long(8 * num_fetched))
+            fetch(first, num_fetched, step)
+            add_columns(step, builder.mul(loop.index, _long(VECTOR_BYTES)), 0)
+        if kind == PAIRS:
+            with builder.if_then(builder.trunc(builder.udiv(depth, _long(LANES // 2)), ir.IntType(1))):
+                step = builder.mul(builder.sub(depth, _long(LANES)), _long(4))
+                fetch(_long(0), LANES, builder.add(step, _long(step_bytes // 2)))
+                add_columns(step, step, LANES // 2)
+        for r, total in enumerate(sums):
+            at = builder.add(scores, builder.mul(stride, _long(r)))
+            _store(builder, FLOAT32, at, builder.load(total))
+
+    return key_tile
+
+
+def _value_tile(rows: int, vectors: int, kind: int) -> Any:
+    """Adds so many vectors of V to the sums of so many rows, each key's by the row's weight for it.
+
+    For each key, as much is fetched `ahead`. PAIRS: a step is two keys, whose weights are bfloat16.
+    """
+    where = [(r, v) for r in range(rows) for v in range(vectors)]
+    keys_per_step, multiply_add = (2, _dot) if kind == PAIRS else (1, _fma)
+    size = LANES * _ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
+
+    def read(builder: Any, places: list[Any]) -> list[Any]:
+        """A vector of each, or of neighbouring numbers of both."""
+        if kind != PAIRS:
+            return [_load(builder, kind, builder.add(places[0], _long(v * size))) for v in range(vectors)]
+        return [
+            _side_by_side(builder, BFLOAT16, *(builder.add(place, _long(v * size)) for place in places))
+            for v in range(vectors)
+        ]
+
+    @_operation(types.void, *[types.int64] * 9)
+    def value_tile(
+        builder: Any,
+        out: Any,
+        stride: Any,
+        weights: Any,
+        w_stride: Any,
+        values: Any,
+        offset: Any,
+        count: Any,
+        ahead: Any,
+        ahead_offset: Any,
+    ) -> None:
+        def place(r: int, v: int) -> Any:
+            return builder.add(builder.add(out, builder.mul(stride, _long(r))), _long(v * VECTOR_BYTES))
+
+        sums = {p: cgutils.alloca_once_value(builder, _load(builder, FLOAT32, place(*p))) for p in where}
+        with cgutils.for_range(builder, count) as loop:
+            keys = [
+                builder.add(builder.mul(loop.index, _long(8 * keys_per_step)), _long(8 * i))
+                for i in range(keys_per_step)
+            ]
+            places = [builder.add(builder.load(_at(builder, _I64, values, key)), offset) for key in keys]
+            for key in keys:
+                other = builder.add(builder.load(_at(builder, _I64, ahead, key)), ahead_offset)
+                for byte in range(0, vectors * size, LINE):
+                    _prefetch(builder, builder.add(other, _long(byte)))
+            parts = read(builder, places)
+            for r in range(rows):
+                at = builder.add(weights, builder.mul(w_stride, _long(r)))
+                number = builder.load(_at(builder, _F32, at, builder.mul(loop.index, _long(4))), align=4)
+                same = _splat(builder, number)
+                for v, part in enumerate(parts):
+                    builder.store(multiply_add(builder, same, part, builder.load(sums[r, v])), sums[r, v])
+        for p in where:
+            _store(builder, FLOAT32, place(*p), builder.load(sums[p]))
+
+    return value_tile
+
+
+def _of_kind(kind: int) -> tuple[Any, Any]:
+    """Scores of a block of keys, and the sums of a block of V, for all rows of one head."""
+    key_8, key_4, key_2, key_1 = (_key_tile(rows, kind) for rows in (8, 4, 2, 1))
+    value_8x2, value_4x2, value_4x1 = (_value_tile(*tile, kind) for tile in ((8, 2), (4, 2), (4, 1)))
+    value_2x4, value_2x1 = _value_tile(2, 4, kind), _value_tile(2, 1, kind)
+    value_1x8, value_1x6, value_1x3, value_1x1 = (_value_tile(1, vectors, kind) for vectors in (8, 6, 3, 1))
+    size = LANES * _ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
+
+    @function
+    def score(scores, stride, queries, q_stride, keys, offset, depth, rows, ahead, ahead_offset):
+        row = 0
+        while row < rows:
+            to, own, left = scores + row * stride, queries + row * q_stride, rows - row
+            if left >= 8 and _MANY_REGISTERS:
+                key_8(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
+                row += 8
+            elif left >= 4:
+                key_4(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
+                row += 4
+            elif left >= 2:
+                key_2(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
+                row += 2
+            else:
+                key_1(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
+                row += 1
+
+    @function
+    def add(sums, stride, weights, w_stride, values, offset, count, rows, vectors, ahead, ahead_offset):
+        row = 0
+        while row < rows:
+            to, own, at, left = sums + row * stride, weights + row * w_stride, offset, vectors
+            moved = ahead_offset - offset
+            if rows - row >= 8 and left % 2 == 0 and _MANY_REGISTERS:
+                while left:
+                    value_8x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
+                row += 8
+            elif rows - row >= 4:
+                while left >= 2:
+                    value_4x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
+                if left:
+                    value_4x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                row += 4
+            elif rows - row >= 2:
+                while left >= 4:
+                    value_2x4(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + 4 * VECTOR_BYTES, at + 4 * size, left - 4
+                while left:
+                    value_2x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + VECTOR_BYTES, at + size, left - 1
+                row += 2
+            else:
+                while left >= 8:
+                    value_1x8(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + 8 * VECTOR_BYTES, at + 8 * size, left - 8
+                while left >= 6:
+                    value_1x6(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + 6 * VECTOR_BYTES, at + 6 * size, left - 6
+                while left >= 3:
+                    value_1x3(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + 3 * VECTOR_BYTES, at + 3 * size, left - 3
+                while left:
+                    value_1x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
+                    to, at, left = to + VECTOR_BYTES, at + size, left - 1
+                row += 1
+
+    return score, add
+
+
+_score_float, _add_float = _of_kind(FLOAT32)
+_score_bfloat, _add_bfloat = _of_kind(BFLOAT16)
+_score_int8, _add_int8 = _of_kind(INT8)
+_score_pairs, _add_pairs = _score_float, _add_float
+if HAS_DOT:  # elsewhere nothing is in pairs
+    _score_pairs, _add_pairs = _of_kind(PAIRS)
+
+
+@function
+def reads_in_place(kind, rows, head_dim, value_dim):
+    """Whether the two functions below do it: whole vectors, of some kinds."""
+    whole = head_dim % LANES == 0 and value_dim % LANES == 0
+    return rows <= MOST_ROWS and whole and kind in (FLOAT32, BFLOAT16, INT8, PAIRS)
+
+
+@function
+def score_keys(
+    kind, scores, stride, queries, q_stride, keys, offset, head_stride, skip, count, heads, rows, depth,
+    values, value_offset, value_stride,
+):  # fmt: skip
+    """Scores of every head's rows with its keys from `skip` to `count`, and of some places around them.
+
+    keys: where the addresses of the tile's keys are, of which those places get a neighbour's.
+    values: those of their V, which is read next and fetched behind the last of K.
+    """
+    first, end = skip // LANES * LANES, (count + LANES - 1) // LANES * LANES
+    for place in range(first, skip):
+        set_long(keys + 8 * place, get_long(keys + 8 * skip))
+    for place in range(count, end):
+        set_long(keys + 8 * place, get_long(keys + 8 * (count - 1)))
+    for block in range(first, end, LANES):
+        for head in range(heads):
+            out, query = scores + head * rows * stride + 4 * block, queries + head * rows * q_stride
+            where, at = keys + 8 * block, offset + head * head_stride
+            ahead, ahead_at = where + 8 * LANES, at
+            if block + LANES >= end:
+                ahead, ahead_at = values + 8 * skip, value_offset + head * value_stride
+            if kind == FLOAT32:
+                _score_float(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
+            elif kind == PAIRS:
+                _score_pairs(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
+            elif kind == BFLOAT16:
+                _score_bfloat(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
+            else:
+                _score_int8(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
+
+
+@function
+def add_values(
+    kind, sums, stride, weights, w_stride, values, offset, head_stride, skip, count, heads, rows, vectors,
+    keys, key_offset, key_stride,
+):  # fmt: skip
+    """To the sums of every head's rows, V of the tile's keys from `skip` to `count` by its weights.
+
+    keys: addresses of LANES keys, which are read next and fetched behind the last of V.
+    PAIRS: skip is even; the key behind an odd number has an address too, and weight 0.
+    """
+    for block in range(skip, count, _BLOCK):
+        size, weight_bytes = min(_BLOCK, count - block), 4
+        if kind == PAIRS:
+            size, weight_bytes = (size + 1) // 2, 2
+        for head in range(heads):
+            out = sums + head * rows * stride
+            weight = weights + head * rows * w_stride + weight_bytes * block
+            where, at = values + 8 * block, offset + head * head_stride
+            ahead, ahead_at = where + 8 * _BLOCK, at
+            if block + _BLOCK >= count:
+                ahead, ahead_at = keys, key_offset + head * key_stride
+            if kind == FLOAT32:
+                _add_float(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
+            elif kind == PAIRS:
+                _add_pairs(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
+            elif kind == BFLOAT16:
+                _add_bfloat(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
+            else:
+                _add_int8(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)

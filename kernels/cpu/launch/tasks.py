@@ -1,0 +1,134 @@
+"""Work for the threads of a CPU: torch's own, called from numba.
+
+A kernel is a function that takes the address of a record. All threads run it at once; each claims a number
+for itself and then units of work until none is left, so that no thread waits for a slow one. The threads are
+those of the OpenMP that torch computes with: a second pool's, numba's own for example, would spin against
+them between any two operations.
+"""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .machine_code import MachineCode, machine_code
+
+# The first fields of every record: two counters, and what is for all threads.
+COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
+NEXT_UNIT, NEXT_THREAD = 0, 8  # where the counters are in it
+
+
+class Task:
+    """A kernel and the fields of its record: int64, and then float64."""
+
+    def __init__(self, ints: Sequence[str], floats: Sequence[str] = ()) -> None:
+        own = [*((name, "i8") for name in ints), *((name, "f8") for name in floats)]
+        self.record = np.dtype(COMMON + own)
+        self.fields: tuple[str, ...] = self.record.names or ()
+        self._layout = struct.Struct(f"={len(COMMON) + len(ints)}q{len(floats)}d")
+        self._local = threading.local()
+        self._call: Any = None
+        self.address = 0
+
+    def kernel(self, function: Callable[[int], None]) -> MachineCode:
+        """Decorates what does the work, a function of the record's address."""
+        self._code = machine_code(function)
+        self._call, self.address = self._code.call, self._code.address
+        return self._code
+
+    def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:
+        """Do units 0 to num_units - 1, each once, with these values for the record's own fields.
+
+        Every thread has scratch_size bytes for itself, from the start of a cache line.
+        """
+        num_threads = min(torch.get_num_threads(), num_units)
+        scratch = _scratch(num_threads * scratch_size) if scratch_size else 0
+        record = getattr(self._local, "record", None)
+        if record is None:
+            record = self._local.record = ctypes.create_string_buffer(self._layout.size)
+        self._layout.pack_into(record, 0, 0, 0, num_units, scratch, scratch_size, *values)
+        launches: list[Launch] | None = getattr(_local, "launches", None)
+        if launches is not None:
+            launches.append(Launch(self, bytes(record)))
+        elif num_threads < 2:
+            self._call(record)
+        else:
+            _on_all_threads(self._call, self.address, record, num_threads)
+
+
+class Launch(NamedTuple):
+    """What a kernel would have run with."""
+
+    task: Task
+    record: bytes
+
+
+def note_launches(launches: list[Launch] | None) -> None:
+    """From now on add the launches of the calling thread to this list instead; None ends that."""
+    _local.launches = launches
+
+
+def is_plain(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
+    """Whether so many numbers of this dtype lie one behind the other, where a CPU reads them."""
+    return x.dtype == dtype and x.numel() == size and x.is_contiguous() and x.is_cpu
+
+
+_local = threading.local()
+
+
+def _scratch(size: int) -> int:
+    """The address of so many bytes, kept by the calling thread from one call to the next."""
+    buffer: torch.Tensor | None = getattr(_local, "buffer", None)
+    if buffer is None or buffer.numel() < size + 64:
+        buffer = _local.buffer = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
+    return -(-buffer.data_ptr() // 64) * 64
+
+
+def _on_all_threads(call: Any, kernel: int, record: Any, num_threads: int) -> None:
+    parallel = _openmp()
+    if parallel is not None:
+        parallel(kernel, record, num_threads, 0)
+        return
+    others = [_pool().submit(call, record) for _ in range(num_threads - 1)]
+    call(record)
+    for other in others:
+        other.result()
+
+
+@lru_cache(maxsize=1)
+def _openmp() -> Any:
+    """GOMP_parallel of the OpenMP that torch has loaded: f(address) on that many threads. None without it."""
+    for name in _loaded_libraries():
+        try:
+            parallel = ctypes.CDLL(name).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return parallel
+    return None
+
+
+def _loaded_libraries() -> list[str]:
+    """Paths of the OpenMP libraries in this process, on Linux; torch's own come first."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {
+                line.split()[-1]
+                for line in maps
+                if "libgomp" in line or "libiomp" in line or "libomp" in line
+            }
+    except OSError:
+        return []
+    return sorted(paths, key=lambda path: "torch" not in path)
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="paged-kernels")

@@ -1,0 +1,310 @@
+"""x Wᵀ by AMX's tiles of bfloat16 (`cpu.products.amx`).
+
+Where bfloat16 holds the weight, x in float32 is made of it too: three of these add up to it exactly, so that
+each product is exact and what comes out is as good as a sum in float32. Thirds too small to be normal count
+as 0, so that x below 2^-102 and products below that lose bits; an infinite weight times a finite x may be
+NaN.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import carray, types
+
+from ..launch.runs import take_run
+from ..launch.tasks import NEXT_THREAD, Task
+from ..products.amx import (
+    AHEAD_BYTES,
+    BLOCK,
+    HAS_TILES,
+    STEPS,
+    by_int4,
+    by_int8,
+    by_pairs,
+    by_short,
+    configure_rows,
+    release,
+)
+from ..products.codes import (
+    INT4_PAIRS,
+    INT8_PAIRS,
+    PAIRS,
+    PANEL,
+    group_bytes,
+    step_bytes,
+)
+from ..products.unpack import unpack
+from ..simd.memory import (
+    FLOAT32,
+    LINE,
+    _load,
+    _store,
+    address_of,
+    claim,
+    item_size,
+    load,
+    store_some_as,
+)
+from ..simd.vectors import (
+    _I64,
+    _INTS,
+    _VECTOR,
+    LANES,
+    VECTOR_BYTES,
+    _narrow,
+    _operation,
+    _same,
+    add,
+    function,
+    multiply,
+    silu,
+)
+
+THIRDS = 3
+DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
+_FEW_ROWS = 64  # that go with half of it: they leave little to do while panels come from memory
+_FEW_UNPACKED = 112  # the same of panels that are unpacked into the first cache
+_TOGETHER = 2  # panels that rows are multiplied by while they are in the first cache
+ROWS_BYTES = 2**20  # half of a core's second cache: rows of a unit in thirds, or not many more
+_LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
+_MOST_PANELS = 8  # of a unit, whose sums are in the second cache beside a part of the rows
+_WIDTH = 4 * PANEL
+# Weights and inputs of one that comes from memory: models of smaller ones have them in the caches.
+_LEAST_WEIGHTS, _LEAST_INPUTS = 2**19, 512
+
+TILES = Task(
+    (
+        "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features", "num_panels",
+        "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
+        "all_units", "num_threads",
+    )
+)  # fmt: skip
+_RECORD = TILES.record
+
+
+def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int) -> int:
+    """What a thread needs for units of so many rows of x and panels: sums, what is unpacked, and thirds."""
+    rows = unit_rows * thirds
+    return LINE + _TOGETHER * DEPTH * _WIDTH + rows * (unit_panels * _WIDTH + thirds_stride)
+
+
+def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
+    """How many rows a row of x becomes, and their bytes from one to the next where they are kept.
+
+    The stride is no power of two: rows of a tile would share few sets of the first cache.
+    """
+    return (THIRDS, 2 * in_features + LINE) if x_is_wide else (1, 0)
+
+
+def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, num_threads: int) -> int:
+    """As many rows, or parts of these, as a core keeps at hand while panels go by, and fewer where threads
+    would have no unit. Thirds of rows are made once for all panels, and kept whole.
+    """
+    most = _MOST_ROWS
+    if thirds > 1:
+        most = max(_LEAST_ROWS, min(_MOST_ROWS, ROWS_BYTES // (2 * in_features * thirds)))
+    while most > _LEAST_ROWS and -(-num_rows // most) * num_panels < 4 * num_threads:
+        most = max(_LEAST_ROWS, most // 2)
+    equal = -(-num_rows // max(1, -(-num_rows // most)))
+    return max(1, min(num_rows, -(-equal // _LEAST_ROWS) * _LEAST_ROWS))
+
+
+def panels_of_unit(
+    num_rows: int, num_panels: int, in_features: int, unit_rows: int, thirds: int, kind: int, num_threads: int
+) -> int:
+    """Two that are read apart, one where few rows leave all of the time to unpacking. Else two, between which
+    a part of the rows stays in the first cache; for many wide rows up to _MOST_PANELS, between which it stays
+    in the second. Fewer where threads would be done later than with single panels.
+    """
+    if is_read_apart(num_rows, num_panels, in_features, thirds):
+        return _TOGETHER
+    if kind != PAIRS and unit_rows * thirds <= BLOCK:
+        return 1
+    blocks = -(-num_rows // unit_rows)
+
+    def passes(number: int) -> int:
+        units = -(-num_panels // number) * blocks
+        # A thread takes its next unit before it begins one: the first may have two where others have none.
+        return max(-(-units // num_threads), min(2, units)) * number
+
+    are_many = num_rows > _FEW_ROWS and 2 * in_features * unit_rows >= ROWS_BYTES // 2
+    number = _MOST_PANELS if are_many else _TOGETHER
+    while passes(number) > 1.1 * passes(1):
+        number //= 2
+    return number
+
+
+def is_read_apart(num_rows: int, num_panels: int, in_features: int, thirds: int) -> bool:
+    """Whether the panels of a unit lie half a weight apart. A product of few rows takes as long as reading a
+    weight from memory: two far places are read faster at once than one.
+    """
+    is_large = num_panels * PANEL * in_features >= _LEAST_WEIGHTS and in_features >= _LEAST_INPUTS
+    return is_large and num_rows * thirds <= BLOCK // _TOGETHER
+
+
+@_operation(types.void, *[types.int64] * 4)
+def _split(builder: Any, source: Any, first: Any, second: Any, third: Any) -> None:
+    """INPUTS numbers of float32 as the upper, the middle and the lower 8 bits of what they are made of.
+
+    What is not finite stays that in all three.
+    """
+    halves = [
+        _load(builder, FLOAT32, builder.add(source, ir.Constant(_I64, VECTOR_BYTES * v))) for v in range(2)
+    ]
+    for to in (first, second, third):
+        parts = []
+        for v, x in enumerate(halves):
+            bits, exponent = builder.bitcast(x, _INTS), _same(0x7F800000, _INTS)
+            is_finite = builder.icmp_signed("!=", builder.and_(bits, exponent), exponent)
+            upper = builder.bitcast(builder.and_(bits, _same(0xFFFF0000, _INTS)), _VECTOR)
+            parts.append(builder.select(is_finite, upper, x))
+            halves[v] = builder.select(is_finite, builder.fsub(x, upper), x)
+        _store(builder, FLOAT32, to, _narrow(builder, *parts))
+
+
+@function
+def _bring_thirds(args, first, rows, to, stride):
+    """Rows of x, each as three of bfloat16."""
+    for row in range(rows):
+        x, at = args.x + (first + row) * args.x_stride, to + THIRDS * row * stride
+        for k in range(args.depth // STEPS):
+            place = at + LINE * k
+            _split(x + 2 * LINE * k, place, place + stride, place + 2 * stride)
+
+
+@function
+def _multiply_block(kind, panels, rows, c, at_first, x, x_stride, same, ahead, more):
+    """Of a block of rows, for which tiles are configured; see `_block_product` in `cpu.products.amx`."""
+    args = rows, panels, c, _WIDTH, at_first, x, x_stride, *same, ahead, *more
+    if kind == PAIRS:
+        by_pairs(*args)
+    elif kind == INT8_PAIRS:
+        by_int8(*args)
+    elif kind == INT4_PAIRS:
+        by_int4(*args)
+    else:
+        by_short(*args)
+
+
+@function
+def _units_across(args):
+    return -(-args.num_panels // args.unit_panels)
+
+
+@function
+def _first_panel(args, unit):
+    """Of a unit, whose others lie `apart` behind it."""
+    return unit % _units_across(args) * (args.unit_panels if args.apart == 1 else 1)
+
+
+@function
+def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
+    """The product of a unit's panels with its rows in bfloat16. Returns what tiles are configured for now."""
+    panel, first = _first_panel(args, unit), unit // _units_across(args) * args.unit_rows
+    rows = min(args.unit_rows, args.num_rows - first)
+    panels = min(args.unit_panels, -(-(args.num_panels - panel) // args.apart))
+    kind, stride = args.weight_kind, step_bytes(args.weight_kind)
+    sums, panel_sums = scratch + LINE, args.unit_rows * args.thirds * _WIDTH
+    unpacked, size = sums + args.unit_panels * panel_sums, args.depth * stride
+    far, factors_far = args.apart * size, args.apart * group_bytes(kind, args.depth)
+    together = min(_TOGETHER, args.unit_panels)
+    block = BLOCK // together
+    num_blocks = -(-rows * args.thirds // block)
+    pace = -(-stride * STEPS // num_blocks // LINE) * LINE
+    # In equal parts, of whole groups; what a single block needs is unpacked on the way.
+    is_unpacked = kind != PAIRS and num_blocks > 1
+    few = _FEW_UNPACKED if is_unpacked else _FEW_ROWS
+    most = DEPTH // 2 if together > 1 and rows <= few else DEPTH
+    step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
+    is_whole = num_blocks == 1 and (kind != PAIRS or args.apart > 1)
+    if is_whole:
+        step = args.depth
+    for start in range(0, args.depth, step):
+        depth = min(step, args.depth - start)
+        for near in range(0, panels, together):
+            some = min(together, panels - near)
+            b = args.panels + panel * size + near * far + start * stride
+            # What is multiplied next: the next panels, the next part of the first ones, or the next unit.
+            ahead = b + together * far
+            if near + some == panels:
+                ahead = args.panels + panel * size + (start + depth) * stride
+                if start + depth == args.depth:
+                    ahead = args.panels + _first_panel(args, next_unit) * size
+            if is_whole and kind == PAIRS:  # what is unpacked on the way knows how far ahead
+                ahead = b + AHEAD_BYTES // some
+            factors = args.scales + group_bytes(kind, panel * args.depth + start) + near * factors_far
+            b_kind, b_stride, b_far = kind, stride, far
+            if is_unpacked:
+                b_kind, b_stride, b_far = PAIRS, _WIDTH, DEPTH * _WIDTH
+                for p in range(some):
+                    own = factors + p * factors_far
+                    unpack(kind, unpacked + p * b_far, b + p * far, stride, own, depth)
+                b = unpacked
+            c, x = sums + near * panel_sums, a + 4 * start
+            same = b, b_stride, depth // STEPS
+            more = pace, unpacked, factors, factors_far, panel_sums, b_far, far
+            for row in range(0, rows * args.thirds, block):
+                left = min(rows * args.thirds - row, block)
+                if left + some * BLOCK != configured:
+                    configure_rows(scratch, left, some)
+                    configured = left + some * BLOCK
+                _multiply_block(b_kind, some, left, c, start == 0, x, a_stride, same, ahead, more)
+                c, x = c + block * _WIDTH, x + block * a_stride
+                ahead += pace * (depth // STEPS)
+    for p in range(panels):
+        _finish(args, first, rows, panel + p * args.apart, sums + p * panel_sums)
+    return configured
+
+
+@function
+def _finish(args, first, rows, panel, c):
+    """What becomes of a panel's sums: scale, bias, gates, and their place in the result."""
+    width, size = LANES if args.gated else PANEL, item_size(args.out_kind)
+    thirds = args.thirds
+    columns = min(width, args.out_features - panel * width)
+    to = args.out + (first * args.out_features + panel * width) * size
+    scale, bias = args.scales + panel * _WIDTH, args.bias + panel * _WIDTH
+    for row in range(rows):
+        at = c + thirds * row * _WIDTH
+        left, right = load(at), load(at + VECTOR_BYTES)
+        if thirds > 1:
+            left = add(left, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
+            at += VECTOR_BYTES
+            right = add(right, add(load(at + _WIDTH), load(at + 2 * _WIDTH)))
+        if args.weight_kind == INT8_PAIRS:
+            left, right = multiply(left, load(scale)), multiply(right, load(scale + VECTOR_BYTES))
+        if args.bias:
+            left, right = add(left, load(bias)), add(right, load(bias + VECTOR_BYTES))
+        if args.gated:
+            left = multiply(silu(left), right)
+        store_some_as(args.out_kind, to, left, columns)
+        if columns > LANES:
+            store_some_as(args.out_kind, to + LANES * size, right, columns - LANES)
+        to += args.out_features * size
+
+
+if HAS_TILES:
+
+    @TILES.kernel
+    def _tiles_kernel(record):
+        args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+        sums = args.unit_panels * args.unit_rows * args.thirds
+        thirds = scratch + LINE + (_TOGETHER * DEPTH + sums) * _WIDTH
+        brought, configured = -1, 0
+        unit, end = take_run(counters, args.all_units, args.num_threads)
+        while unit < args.all_units:
+            next_unit, block = unit + 1, unit // _units_across(args)
+            if next_unit == end:
+                next_unit, end = take_run(counters, args.all_units, args.num_threads)
+            first = block * args.unit_rows
+            a, a_stride = args.x + first * args.x_stride, args.x_stride
+            if args.thirds > 1:
+                a, a_stride = thirds, args.thirds_stride
+                if block != brought:  # once for all panels that this thread comes to
+                    _bring_thirds(args, first, min(args.unit_rows, args.num_rows - first), a, a_stride)
+                    brought = block
+            configured = _multiply(args, unit, next_unit, scratch, a, a_stride, configured)
+            unit = next_unit
+        if configured:
+            release()

@@ -1,0 +1,349 @@
+"""x Wᵀ + b for a CPU, with the bits of a row the same whatever is beside it.
+
+A library's product picks its way of summing up by the number of rows. Here each number is one chain of fused
+multiply-adds in the order of the inputs, of x in bfloat16 a chain of pairs of them where the CPU has those;
+a CPU with AMX multiplies by tiles (`cpu.products.amx`). The weight lies in panels of PANEL outputs, each read
+from end to end by one thread; it may be narrower than the sums, which are float32.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ...checks import KERNEL_DTYPES, check_dtype, check_shape
+from ..launch.huge_pages import in_huge_pages
+from ..launch.runs import num_runs, take_run
+from ..launch.tasks import NEXT_THREAD, Task
+from ..products.amx import HAS_TILES, INPUTS
+from ..products.codes import (
+    GROUP,
+    HALVES,
+    INT4,
+    INT4_PAIRS,
+    INT4_STEPS,
+    INT8_PAIRS,
+    INT8_UNIT,
+    PAIRS,
+    PANEL,
+    SHORT_HALVES,
+    SHORT_PAIRS,
+    group_bytes,
+    step_bytes,
+    whole_steps,
+)
+from ..products.tiles import GATED, MOST_TILE_ROWS, multiply_panel
+from ..products.unpack import unpack, unpacked_kind
+from ..simd.memory import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    address_of,
+    claim,
+    get_byte,
+    item_size,
+    set_byte,
+    store,
+)
+from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
+from .amx_linear import TILES, is_read_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
+
+DEPTH = 320  # steps that a panel is gone through at a time, at most: 20 to 40 KiB of it
+UNPACKED_DEPTH = 128  # the same where it is unpacked into the first cache before, to 4 bytes a number
+ROWS = 64  # of a unit
+OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+_KINDS = {
+    torch.float32: FLOAT32,
+    torch.float16: FLOAT16,
+    torch.bfloat16: HALVES,
+    torch.int8: INT8,
+    torch.uint8: INT4,
+    torch.int16: SHORT_HALVES,
+}
+_PAIR_KINDS = {
+    torch.bfloat16: PAIRS,
+    torch.int8: INT8_PAIRS,
+    torch.uint8: INT4_PAIRS,
+    torch.int16: SHORT_PAIRS,
+}
+_WIDTH = 4 * PANEL
+
+LINEAR = Task(
+    (
+        "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features",
+        "num_panels", "weight_kind", "out_kind", "gated", "all_units", "num_threads",
+    )
+)  # fmt: skip
+_RECORD = LINEAR.record
+
+
+class Panels(NamedTuple):
+    """A weight [out_features, in_features] as this product reads it, and what multiplies and shifts it.
+
+    In pairs, for x in bfloat16 or, by tiles, in float32, weights of inputs 2 i and 2 i + 1 lie side by side.
+    Those of bfloat16 may also be short: see `cpu.linear.short`.
+    """
+
+    # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
+    # and has LANES in the place of PANEL, in pairs in the order of Int4Pairs; of bfloat16 not in pairs the
+    # halves of a panel alternate; what is short is i16[num_panels, num_groups, SHORT_GROUP_BYTES / 2], in
+    # pairs with a last dimension of 1
+    weight: Tensor
+    # f32[num_panels * PANEL], of int8 in pairs divided by INT8_UNIT; for int4 bf16[num_panels, num_groups, 2,
+    # PANEL]: and zeros; of what is short the exceptions, i32[n]
+    scales: Tensor
+    out_features: int
+    gated: bool = False  # silu of one half of the outputs times the other comes of it
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a row of x."""
+        return self.depth * (1 + self.in_pairs)
+
+    @property
+    def depth(self) -> int:
+        """Steps that products go through."""
+        steps: int = whole_steps.py_func(self.kind) if self.weight.dtype == torch.int16 else 1
+        return self.weight.shape[1] * steps
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether two inputs lie side by side."""
+        return self.weight.dim() == 4
+
+    @property
+    def kind(self) -> int:
+        """How the kernels read the weight."""
+        kinds = _PAIR_KINDS if self.in_pairs else _KINDS
+        return kinds[self.weight.dtype]
+
+
+def can_pair(dtype: torch.dtype, in_features: int) -> bool:
+    """Whether this CPU multiplies rows of that dtype and width by weights in pairs."""
+    if dtype == torch.float32:
+        return _fills_tiles(in_features)
+    return HAS_DOT and dtype == torch.bfloat16 and in_features % 2 == 0
+
+
+def _fills_tiles(in_features: int) -> bool:
+    return HAS_TILES and in_features % INPUTS == 0
+
+
+def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, gated: bool = False) -> Panels:
+    """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
+
+    pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises
+    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, has
+    inputs, and has scales just where it is int8.
+    """
+    _check_pairs(pairs)
+    check_dtype("weight", weight, tuple(_PAIR_KINDS)[:2] if pairs else tuple(_KINDS)[:4])
+    if (scales is not None) != (weight.dtype == torch.int8):
+        given = "none" if scales is None else "some"
+        raise ValueError(
+            f"scales go with a weight in int8 and with no other, got {given} with {weight.dtype}"
+        )
+    out_features, in_features = weight.shape
+    if not in_features:
+        raise ValueError(f"a weight must have inputs, got one of shape {list(weight.shape)}")
+    num_panels = _num_panels(out_features, gated)
+    shape = num_panels, in_features // (1 + pairs), PANEL, 1 + pairs
+    panels = in_huge_pages(weight.new_empty(shape)).zero_()
+    by_halves = weight.dtype == torch.bfloat16 and not pairs
+    for i, rows in enumerate(_rows_of_panels(weight, gated)):
+        ordered = _alternate_halves(rows) if by_halves else rows
+        panels[i, :, : len(ordered)] = _by_depth(ordered, pairs)
+    factors = torch.ones(out_features, dtype=torch.float32) if scales is None else scales
+    if scales is not None and pairs:
+        factors = scales / INT8_UNIT
+    padded = pad(factors, gated=gated)
+    return Panels(panels if pairs else panels.squeeze(3), padded, out_features, gated)
+
+
+def pack_int4(
+    codes: Tensor, scales: Tensor, zeros: Tensor, *, pairs: bool = False, gated: bool = False
+) -> Panels:
+    """The panels of scale * (code - 8) + zero; see `pack`.
+
+    codes: uint8[out_features, in_features], 0 to 15. scales, zeros: bf16[out_features, in_features // GROUP].
+    """
+    _check_pairs(pairs)
+    out_features, in_features = codes.shape
+    num_panels, num_groups = _num_panels(out_features, gated), in_features // GROUP
+    shape = num_panels, in_features // (1 + pairs), LANES, 1 + pairs
+    panels = in_huge_pages(codes.new_empty(shape)).zero_()
+    factors = scales.new_zeros(num_panels, num_groups, 2, PANEL)
+    tiles = zip(*(_rows_of_panels(x, gated) for x in (codes, scales, zeros)), strict=True)
+    for i, (rows, scale, zero) in enumerate(tiles):
+        halves = codes.new_zeros(PANEL, in_features)
+        halves[: len(rows)] = rows
+        panels[i] = _by_quarters(halves) if pairs else _by_depth(halves[:LANES] | halves[LANES:] << 4, False)
+        factors[i, :, 0, : len(rows)], factors[i, :, 1, : len(rows)] = scale.T, zero.T
+    return Panels(panels if pairs else panels.squeeze(3), factors, out_features, gated)
+
+
+def pad(numbers: Tensor, *, gated: bool = False) -> Tensor:
+    """A number for each output as panels have them: [out_features] -> f32[num_panels * PANEL]."""
+    padded = torch.zeros(_num_panels(len(numbers), gated), PANEL, dtype=torch.float32)
+    for i, part in enumerate(_rows_of_panels(numbers, gated)):
+        padded[i, : len(part)] = part
+    return padded.flatten()
+
+
+def _check_pairs(pairs: bool) -> None:
+    if pairs and not HAS_DOT:
+        raise ValueError("pairs=True takes a CPU with AVX512-BF16; leave it out, as `can_pair` says")
+
+
+def _num_panels(out_features: int, gated: bool) -> int:
+    return -(-out_features // 2 // LANES) if gated else -(-out_features // PANEL)
+
+
+def _rows_of_panels(x: Tensor, gated: bool) -> Iterator[Tensor]:
+    """A panel's rows each: of gates and what they gate LANES of both, behind them zeros."""
+    if not gated:
+        yield from torch.split(x, PANEL)
+        return
+    gates, others = x.chunk(2)
+    for gate, other in zip(torch.split(gates, LANES), torch.split(others, LANES), strict=True):
+        both = gate.new_zeros(2, LANES, *gate.shape[1:])
+        both[0, : len(gate)], both[1, : len(gate)] = gate, other
+        yield both.flatten(0, 1)
+
+
+def _alternate_halves(rows: Tensor) -> Tensor:
+    """[n, in_features] -> [PANEL, in_features]: an output of either half of the panel in turn."""
+    halves = rows.new_zeros(2, LANES, rows.shape[1])
+    halves.flatten(0, 1)[: len(rows)] = rows
+    return halves.transpose(0, 1).flatten(0, 1)
+
+
+def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
+    """[n, in_features] -> [in_features, n, 1], or [in_features // 2, n, 2]."""
+    return rows.reshape(len(rows), -1, 1 + pairs).transpose(0, 1)
+
+
+def _by_quarters(codes: Tensor) -> Tensor:
+    """[PANEL, in_features] -> as many bytes as [in_features // 2, LANES, 2], in the order of Int4Pairs."""
+    # Of a quarter, an output and 8 steps: a byte of two steps, which of them, an input of that.
+    quarters = codes.view(4, PANEL // 4, -1, INT4_STEPS // 2, 2, 2)
+    low, high = quarters.permute(2, 0, 1, 5, 3, 4).unbind(-1)
+    return (low | high << 4).reshape(-1, LANES, 2)
+
+
+def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """[num_rows, in_features] -> [num_rows, out_features], in the dtype of x; the sums are float32.
+
+    Of a weight that is gated half as many come out, silu(gate) * up.
+
+    bias: f32[num_panels * PANEL], or None. dtype: of the result, in the place of that of x. Raises ValueError
+    where x has another width or dtype.
+    """
+    check_shape("x", x, (None, weight.in_features))
+    in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
+    in_pairs = (torch.bfloat16, torch.float32) if in_tiles else (torch.bfloat16,)
+    check_dtype("x", x, in_pairs if weight.in_pairs else KERNEL_DTYPES)
+    num_rows, num_panels = x.shape[0], len(weight.weight)
+    out_features = weight.out_features // (1 + weight.gated)
+    out = x.new_empty(num_rows, out_features, dtype=dtype or x.dtype)
+    rows = x if weight.in_pairs else x.float()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    fields = (
+        rows.data_ptr(),
+        weight.weight.data_ptr(),
+        weight.scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows.stride(0) * rows.itemsize,
+        num_rows,
+        weight.depth,
+        out_features,
+        num_panels,
+        weight.kind,
+        OUT_KINDS[out.dtype],
+        GATED if weight.gated else 0,
+    )
+    num_threads = torch.get_num_threads()
+    if in_tiles:
+        depth = weight.in_features
+        thirds, stride = thirds_of(rows.dtype == torch.float32, depth)
+        unit_rows = rows_of_unit(num_rows, num_panels, depth, thirds, num_threads)
+        unit_panels = panels_of_unit(num_rows, num_panels, depth, unit_rows, thirds, weight.kind, num_threads)
+        across = -(-num_panels // unit_panels)
+        apart = across if is_read_apart(num_rows, num_panels, depth, thirds) else 1
+        num_units = across * -(-num_rows // unit_rows)
+        size = scratch_bytes(unit_rows, unit_panels, thirds, stride)
+        units = unit_rows, unit_panels, apart, thirds, stride, num_units, num_threads
+        TILES.run(num_runs(num_units, num_threads), *fields, *units, scratch_size=size)
+    else:
+        size = (ROWS + 1 + DEPTH) * _WIDTH
+        num_units = num_panels * -(-num_rows // ROWS)
+        LINEAR.run(num_runs(num_units, num_threads), *fields, num_units, num_threads, scratch_size=size)
+    return out
+
+
+@function
+def _linear(args, unit, next_unit, scratch):
+    panel, first = unit % args.num_panels, unit // args.num_panels * ROWS
+    width = LANES if args.gated else PANEL  # of a panel's results
+    rows, columns = min(ROWS, args.num_rows - first), min(width, args.out_features - panel * width)
+    kind, size, stride = args.weight_kind, item_size(args.out_kind), step_bytes(args.weight_kind)
+    x, weight = args.x + first * args.x_stride, args.panels + panel * args.depth * stride
+    out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
+    zeros, tile = scratch + ROWS * _WIDTH, scratch + (ROWS + 1) * _WIDTH
+    pace = -(-stride // -(-rows // MOST_TILE_ROWS))
+    # What several tiles would unpack each for itself is unpacked before, once.
+    is_unpacked = rows > MOST_TILE_ROWS and unpacked_kind(kind) != kind
+    most = UNPACKED_DEPTH if is_unpacked and kind != SHORT_HALVES else DEPTH
+    # In equal parts, of whole groups.
+    whole = whole_steps(kind)
+    step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
+    for start in range(0, args.depth, step):
+        depth = min(step, args.depth - start)
+        b, b_stride, b_kind = weight + start * stride, stride, kind
+        # While this part is in the first cache, the one that is read next comes from memory.
+        c, c_stride, ahead = zeros, 0, b + depth * stride
+        if start:
+            c, c_stride = scratch, _WIDTH
+        to, to_stride, to_kind, scale, bias = scratch, _WIDTH, FLOAT32, 0, 0
+        if kind in (INT4, INT4_PAIRS, SHORT_PAIRS, SHORT_HALVES):
+            scale = args.scales + group_bytes(kind, panel * args.depth + start)
+        if is_unpacked:
+            unpack(kind, tile, b, stride, scale, depth)
+            b, b_kind, scale = tile, unpacked_kind(kind), 0
+            b_stride = step_bytes(b_kind)
+        if start + depth == args.depth:
+            ahead = args.panels + next_unit % args.num_panels * args.depth * stride
+            to_kind = args.out_kind + args.gated
+            if columns == width:
+                to, to_stride = out, out_stride
+            if kind in (INT8, INT8_PAIRS):
+                scale = args.scales + panel * _WIDTH
+            if args.bias:
+                bias = args.bias + panel * _WIDTH
+        same = c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace
+        multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
+    if columns < width:  # the rows end within the panel
+        for row in range(rows):
+            for byte in range(columns * size):
+                set_byte(out + row * out_stride + byte, get_byte(scratch + row * _WIDTH + byte))
+
+
+@LINEAR.kernel
+def _linear_kernel(record):
+    args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    unit, end = take_run(counters, args.all_units, args.num_threads)
+    if unit < args.all_units:  # else its scratch memory may be another kernel's by now
+        for v in range(0, _WIDTH, VECTOR_BYTES):
+            store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
+    while unit < args.all_units:
+        next_unit = unit + 1
+        if next_unit == end:
+            next_unit, end = take_run(counters, args.all_units, args.num_threads)
+        _linear(args, unit, next_unit, scratch)
+        unit = next_unit

@@ -1,0 +1,229 @@
+"""AMX, Intel's matrix unit: tiles of 16 rows of 64 bytes, whose products are sums in float32.
+
+They hold bfloat16, and are multiplied several times as fast as vectors of float32 are. Every number is a
+chain of products of tiles in the order of the depth, each in the order that the unit has: the bits of a row
+do not depend on how many rows are beside it. Products too small to be normal count as 0.
+"""
+
+import ctypes
+import logging
+import platform
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from ..simd.memory import LINE, _prefetch, set_byte
+from ..simd.vectors import _I64, HAS_DOT, VECTOR_BYTES, _at, _call, _has, _operation, function
+from .codes import PANEL, Int8Pairs, Rows
+from .codes_int4 import Int4Pairs
+from .codes_short import ShortPairs
+
+logger = logging.getLogger(__name__)
+
+TILE_ROWS = 16  # of 64 bytes
+STEPS = 16  # of the depth, in a product of tiles: two inputs each
+INPUTS = 2 * STEPS
+_WIDTH = 4 * PANEL
+BLOCK = 2 * TILE_ROWS
+# How far ahead a weight is fetched, half as far in each of two panels: the CPU's own fetching, which takes
+# few places of those for lines on their way, follows what is near.
+AHEAD_BYTES = 6 * 1024 + 512
+
+# Which tile is what: sums of two groups of rows and either half of a panel, or of one group and two panels,
+# the rows, the halves of panels.
+_SUMS, _ROWS, _HALVES = (0, 1, 2, 3), (4, 5), (6, 7)
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), as a system call.
+_ASK_FOR_TILES = 158, 0x1023, 18
+
+
+def _may_use_tiles() -> bool:
+    """Whether Linux lets this process use them.
+
+    From then on it lets no thread handle signals on a stack too small for tiles (sigaltstack).
+    """
+    if platform.system() != "Linux":
+        return False
+    if ctypes.CDLL(None).syscall(*_ASK_FOR_TILES) == 0:
+        return True
+    logger.warning("this CPU has AMX, which Linux does not let this process use: it goes without")
+    return False
+
+
+# What is compiled, and kept for other processes, depends on the CPU alone.
+_CPU_HAS_TILES = HAS_DOT and _has("amx-bf16") and _has("amx-tile")
+HAS_TILES = _CPU_HAS_TILES and _may_use_tiles()
+
+
+def _do(builder: Any, name: str, *args: Any) -> None:
+    """One of LLVM's functions for tiles, where there are any; an int is the number of a tile."""
+    if not _CPU_HAS_TILES:
+        return
+    values = [ir.Constant(ir.IntType(8), arg) if isinstance(arg, int) else arg for arg in args]
+    _call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return _at(builder, ir.IntType(8), address)
+
+
+@_operation(types.void, types.int64)
+def configure(builder: Any, address: Any) -> None:
+    _do(builder, "ldtilecfg", _pointer(builder, address))
+
+
+@_operation(types.void)
+def release(builder: Any) -> None:
+    """No tile is in use any more: saving and restoring them would slow the system down."""
+    _do(builder, "tilerelease")
+
+
+def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> Any:
+    """C += A B for one or two groups of rows and a panel, or one group and two panels.
+
+    C [panels, 16 groups, PANEL] is in float32, or 0 at first, A and B are in pairs of bfloat16. Memory that
+    comes next is on its way from `ahead` on, `pace` bytes with each step of tiles. weight: what B is unpacked
+    of on the way; factors: of its groups. A second panel's factors, C, B and memory that comes next lie
+    factors_far, c_far, b_far and `far` behind the first one's.
+    """
+
+    @_operation(types.void, *[types.int64] * 16)
+    def block_product(
+        builder: Any, c: Any, c_stride: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
+        tiles: Any, ahead: Any, pace: Any, unpacked: Any, factors: Any, factors_far: Any, c_far: Any,
+        b_far: Any, far: Any,
+    ) -> None:  # fmt: skip
+        c_group, a_group, b_step = (
+            builder.mul(stride, ir.Constant(_I64, TILE_ROWS)) for stride in (c_stride, a_stride, b_stride)
+        )
+        sums = []
+        for g, p, v in product(range(groups), range(panels), range(2)):
+            place = builder.add(c, builder.mul(c_far if p else c_group, ir.Constant(_I64, g + p)))
+            place = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
+            sums.append((_SUMS[2 * (g + p) + v], _pointer(builder, place)))
+        with builder.if_else(builder.icmp_signed("!=", at_first, ir.Constant(_I64, 0))) as (empty, go_on):
+            with empty:
+                for tile, _ in sums:
+                    _do(builder, "tilezero", tile)
+            with go_on:
+                for tile, place in sums:
+                    _do(builder, "tileloadd64", tile, place, c_stride)
+        numbers, room = [ir.Constant(_I64, p) for p in range(panels)], ir.Constant(_I64, 2 * STEPS * _WIDTH)
+        if weight is not None:
+            distance, brings = AHEAD_BYTES // panels, []
+            for p in numbers:
+                places = (b, far), (factors, factors_far), (ahead, far), (unpacked, room)
+                at_b, own, next_b, to = (builder.add(place, builder.mul(by, p)) for place, by in places)
+                brings.append(
+                    _unpack_ahead(builder, weight, at_b, b_stride, tiles, to, own, next_b, distance)
+                )
+        with cgutils.for_range(builder, tiles) as loop:
+            fetched = builder.add(ahead, builder.mul(loop.index, pace))
+            if weight is None:
+                at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
+                places_b = [builder.add(at_b, builder.mul(b_far, p)) for p in numbers]
+            else:
+                places_b, stride = [bring(loop.index) for bring in brings], ir.Constant(_I64, _WIDTH)
+            at_a = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, LINE)))
+            for g in range(groups):
+                place = builder.add(at_a, builder.mul(a_group, ir.Constant(_I64, g)))
+                _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, place), a_stride)
+            for p, place in enumerate(places_b):
+                for v, tile in enumerate(_HALVES):
+                    half = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
+                    _do(builder, "tileloadd64", tile, _pointer(builder, half), stride)
+                    for g in range(groups):
+                        _do(builder, "tdpbf16ps", _SUMS[2 * (g + p) + v], _ROWS[g], tile)
+            if weight is None:
+                with cgutils.for_range(builder, builder.udiv(pace, ir.Constant(_I64, LINE))) as lines:
+                    place = builder.add(fetched, builder.mul(lines.index, ir.Constant(_I64, LINE)))
+                    for _ in range(panels):
+                        _prefetch(builder, place)
+                        place = builder.add(place, far)
+        for tile, place in sums:
+            _do(builder, "tilestored64", tile, place, c_stride)
+
+    return block_product
+
+
+def _unpack_ahead(
+    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any, next_b: Any,
+    distance: int,
+) -> Callable[[Any], Any]:  # fmt: skip
+    """Unpack the first step of tiles. Returns bring(step), which unpacks the next one, to the other of two
+    places, and returns where this one is: a tile that is loaded right behind what is stored there would wait
+    for that.
+
+    Memory `distance` bytes ahead, in whole steps, is on its way meanwhile, behind the last of them that from
+    next_b on.
+    """
+    steps, size = ir.Constant(_I64, STEPS), ir.Constant(_I64, STEPS * _WIDTH)
+    one, bytes_ = ir.Constant(_I64, 1), builder.mul(b_stride, steps)
+    steps_ahead = builder.udiv(ir.Constant(_I64, distance), bytes_)
+
+    def unpack(step: Any, place: Any, ahead: Any = None) -> None:
+        source = builder.add(b, builder.mul(step, bytes_))
+        group = builder.add(factors, builder.mul(step, ir.Constant(_I64, weight.group_bytes)))
+        weight.unpack(builder, place, source, b_stride, group, steps, ahead)
+
+    def bring(step: Any) -> Any:
+        odd = builder.and_(step, one)
+        following, last = builder.add(step, one), builder.sub(tiles, one)
+        following = builder.select(builder.icmp_signed("<", following, tiles), following, last)
+        later = builder.add(following, steps_ahead)
+        behind = builder.sub(later, tiles)
+        is_behind = builder.icmp_signed(">=", behind, ir.Constant(_I64, 0))
+        ahead = builder.add(
+            builder.select(is_behind, next_b, b),
+            builder.mul(builder.select(is_behind, behind, later), bytes_),
+        )
+        unpack(following, builder.add(unpacked, builder.mul(builder.xor(odd, one), size)), ahead)
+        return builder.add(unpacked, builder.mul(odd, size))
+
+    unpack(ir.Constant(_I64, 0), unpacked)
+    return bring
+
+
+def _of_any_shape(weight: Rows | None = None) -> Any:
+    one, two_groups = (_block_product(groups, 1, weight) for groups in (1, 2))
+    two_panels = _block_product(1, 2, weight)
+
+    @function
+    def multiply_block(rows, panels, *args):
+        if panels > 1:
+            two_panels(*args)
+        elif rows > TILE_ROWS:
+            two_groups(*args)
+        else:
+            one(*args)
+
+    return multiply_block
+
+
+by_pairs, by_short = _of_any_shape(), _of_any_shape(ShortPairs())
+by_int8, by_int4 = _of_any_shape(Int8Pairs()), _of_any_shape(Int4Pairs())
+
+
+@function
+def write_settings(settings, first, second):
+    """Tiles for so many rows in either of two groups, to configure."""
+    for at in range(LINE):
+        set_byte(settings + at, 0)
+    set_byte(settings, 1)
+    for tile in range(8):
+        set_byte(settings + 16 + 2 * tile, 64)
+        set_byte(settings + 48 + tile, STEPS)
+    for tile in (0, 1, 4):
+        set_byte(settings + 48 + tile, first)
+    for tile in (2, 3, 5):
+        set_byte(settings + 48 + tile, second)
+
+
+@function
+def configure_rows(settings, rows, panels=1):
+    """Tiles for so many rows: of two groups, or of one for two panels."""
+    write_settings(settings, min(rows, TILE_ROWS), rows if panels > 1 else max(rows - TILE_ROWS, 1))
+    configure(settings)

@@ -1,0 +1,312 @@
+"""Products of matrices for numba: tiles of the result that stay in registers.
+
+Every number of a result is one chain of fused multiply-adds in the order of the depth, whatever the tile: the
+bits of a row do not depend on how many rows are beside it. Addresses are int64, strides of rows in bytes.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from ..simd.memory import _ITEM_SIZES, BFLOAT16, FLOAT16, FLOAT32, INT8, LINE, _load, _prefetch, _store
+from ..simd.vectors import (
+    _F32,
+    _I64,
+    HAS_DOT,
+    HAS_LOOKUP,
+    LANES,
+    VECTOR_BYTES,
+    _at,
+    _dot,
+    _fma,
+    _operation,
+    _same,
+    _silu,
+    _splat,
+    function,
+)
+from .codes import (
+    HALVES,
+    INT4,
+    INT4_PAIRS,
+    INT8_PAIRS,
+    PAIRS,
+    SHORT_HALVES,
+    Halves,
+    Int8Pairs,
+    Pairs,
+    Rows,
+)
+from .codes_int4 import Int4, Int4Pairs
+from .codes_short import ShortHalves, ShortPairs
+
+GATED = 16  # added to the kind of a result
+
+
+class _Tile:
+    """Rows of a product and vectors of them, sums of A B in float32, which LLVM keeps in registers."""
+
+    def __init__(self, rows: int, vectors: int, *, pairs: bool = False) -> None:
+        self.rows, self.vectors = rows, vectors
+        self.places = [(r, v) for r in range(rows) for v in range(vectors)]
+        self.multiply_add = _dot if pairs else _fma
+
+    def zeros(self, builder: Any) -> dict[tuple[int, int], Any]:
+        """The sums of nothing."""
+        return {place: cgutils.alloca_once_value(builder, _same(0.0)) for place in self.places}
+
+    def load(self, builder: Any, sums: Any, c: Any, stride: Any) -> None:
+        """The sums so far."""
+        for r, v in self.places:
+            place = _place(builder, c, stride, r, v * VECTOR_BYTES)
+            builder.store(_load(builder, FLOAT32, place), sums[r, v])
+
+    def add(self, builder: Any, sums: Any, a: Any, a_stride: Any, index: Any, row: list[Any]) -> None:
+        """What one step of the depth adds, of which this is the row of B."""
+        column, multiply_add = builder.add(a, builder.mul(index, ir.Constant(_I64, 4))), self.multiply_add
+        for r in range(self.rows):
+            place = _at(builder, _F32, _place(builder, column, a_stride, r))
+            same = _splat(builder, builder.load(place, align=2))
+            for v in range(self.vectors):
+                now = builder.load(sums[r, v])
+                builder.store(multiply_add(builder, same, row[v], now), sums[r, v])
+
+
+def _place(builder: Any, address: Any, stride: Any, row: Any, offset: int = 0) -> Any:
+    number = ir.Constant(_I64, row) if isinstance(row, int) else row
+    place = builder.add(address, builder.mul(stride, number))
+    return builder.add(place, ir.Constant(_I64, offset))
+
+
+def _register_tile(rows: int, vectors: int, *, pairs: bool) -> Any:
+    """C += A B for so many rows of C and vectors of them; C = A B at first."""
+    tile = _Tile(rows, vectors, pairs=pairs)
+
+    @_operation(types.void, *[types.int64] * 8)
+    def register_tile(
+        builder: Any, at_first: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
+        depth: Any,
+    ) -> None:  # fmt: skip
+        sums = tile.zeros(builder)
+        with builder.if_then(builder.not_(_differ(builder, at_first, 0))):
+            tile.load(builder, sums, c, c_stride)
+        with cgutils.for_range(builder, depth) as loop:
+            places = [_place(builder, b, b_stride, loop.index, v * VECTOR_BYTES) for v in range(vectors)]
+            row = [_load(builder, FLOAT32, place) for place in places]
+            tile.add(builder, sums, a, a_stride, loop.index, row)
+        for r, v in tile.places:
+            to = _place(builder, c, c_stride, r, v * VECTOR_BYTES)
+            _store(builder, FLOAT32, to, builder.load(sums[r, v]))
+
+    return register_tile
+
+
+def _panel_tile(rows: int, weight: Rows) -> Any:
+    """scale (C + A B) + bias for so many rows of C and two vectors of them, as numbers of `to_kind`.
+
+    With GATED in to_kind it is silu of the first vector times the second.
+
+    C is float32. Where the address of scale or bias is 0 there is none; where groups of B's rows have factors
+    these are at `scale`.
+
+    It has memory on its way to the caches: what it will write, and from `ahead` on `pace` bytes with each
+    step of the depth. Many lines at once would keep those waiting that A is read from.
+    """
+    tile = _Tile(rows, 2, pairs=weight.in_pairs)
+    # A row or two take so little time that the CPU's own fetching of neighbours is as good, and then better.
+    fetched = range(0, 2 * VECTOR_BYTES if rows > 2 else LINE, LINE)
+
+    def panel_tile(builder: Any, *args: Any) -> None:
+        c, to, a, ahead, c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace = args
+        for r in range(rows):
+            _prefetch(builder, _place(builder, to, to_stride, r), write=True)
+        with builder.if_then(builder.not_(_differ(builder, to_kind, FLOAT32))):
+            for r in range(rows):
+                # Of narrower numbers what is behind is another panel's.
+                for at in range(LINE, 2 * VECTOR_BYTES, LINE):
+                    _prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
+        sums = tile.zeros(builder)
+        tile.load(builder, sums, c, c_stride)
+
+        def step(index: Any, factors: Any) -> None:
+            for at in fetched:
+                _prefetch(builder, _place(builder, ahead, pace, index, at))
+            row = weight.read(builder, _place(builder, b, b_stride, index), factors)
+            tile.add(builder, sums, a, a_stride, index, row)
+
+        weight.each_step(builder, b, b_stride, scale, depth, step)
+        ends = [] if weight.group_steps else [(scale, builder.fmul)]
+        for factors, combine in (*ends, (bias, builder.fadd)):
+            with builder.if_then(_differ(builder, factors, 0)):
+                for r, v in tile.places:
+                    factor = _load(
+                        builder, FLOAT32, builder.add(factors, ir.Constant(_I64, v * VECTOR_BYTES))
+                    )
+                    builder.store(combine(builder.load(sums[r, v]), factor), sums[r, v])
+        gated = _differ(builder, builder.and_(to_kind, ir.Constant(_I64, GATED)), 0)
+        with builder.if_then(gated):
+            for r in range(rows):
+                gate, up = (builder.load(sums[r, v]) for v in range(2))
+                builder.store(builder.fmul(_silu(builder, gate), up), sums[r, 0])
+
+        def write(own: int, v: int) -> None:
+            for r in range(rows):
+                place = _place(builder, to, to_stride, r, v * LANES * _ITEM_SIZES[own])
+                _store(builder, own, place, builder.load(sums[r, v]))
+
+        number = builder.and_(to_kind, ir.Constant(_I64, GATED - 1))
+        for own in (FLOAT32, FLOAT16, BFLOAT16):
+            with builder.if_then(builder.not_(_differ(builder, number, own))):
+                write(own, 0)
+                with builder.if_then(builder.not_(gated)):
+                    write(own, 1)
+
+    return _operation(types.void, *[types.int64] * 14)(panel_tile)
+
+
+def _differ(builder: Any, x: Any, y: int) -> Any:
+    return builder.icmp_signed("!=", x, ir.Constant(_I64, y))
+
+
+def _product(*, pairs: bool) -> Any:
+    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES].
+
+    At first it is C = A B. pairs: a number of A and B is two of bfloat16, neighbours in the depth.
+    """
+    tile_12x1, tile_6x4, tile_6x3, tile_6x2, tile_6x1, tile_4x2, tile_4x1, tile_2x4, tile_2x1 = (
+        _register_tile(*shape, pairs=pairs)
+        for shape in ((12, 1), (6, 4), (6, 3), (6, 2), (6, 1), (4, 2), (4, 1), (2, 4), (2, 1))
+    )
+    tile_1x8, tile_1x2, tile_1x1 = (_register_tile(*shape, pairs=pairs) for shape in ((1, 8), (1, 2), (1, 1)))
+
+    @function
+    def multiply_add(at_first, c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
+        row = 0
+        # Rows that are whole pages apart share few sets of the first cache: six of them and B would not fit.
+        most = 12 if a_stride % 4096 else 4
+        while row < rows:
+            at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
+            some = min(most, rows - row)
+            # As many chains at a time as hide how long one multiply-add takes, and as there are registers.
+            if LANES == 16 and some == 12 and vectors == 1:
+                tile_12x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                row += 12
+            elif LANES == 16 and some >= 6:
+                while left >= 4:
+                    tile_6x4(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
+                if left == 3:
+                    tile_6x3(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                elif left == 2:
+                    tile_6x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                elif left:
+                    tile_6x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                row += 6
+            elif some >= 6 and vectors % 2 == 0:
+                while left:
+                    tile_6x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
+                row += 6
+            elif some >= 4:
+                while left >= 2:
+                    tile_4x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
+                if left:
+                    tile_4x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                row += 4
+            elif some >= 2:
+                while left >= 4:
+                    tile_2x4(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 4 * VECTOR_BYTES, at_b + 4 * VECTOR_BYTES, left - 4
+                while left:
+                    tile_2x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + VECTOR_BYTES, at_b + VECTOR_BYTES, left - 1
+                row += 2
+            else:
+                while left >= 8:
+                    tile_1x8(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 8 * VECTOR_BYTES, at_b + 8 * VECTOR_BYTES, left - 8
+                while left >= 2:
+                    tile_1x2(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                    at_c, at_b, left = at_c + 2 * VECTOR_BYTES, at_b + 2 * VECTOR_BYTES, left - 2
+                if left:
+                    tile_1x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
+                row += 1
+
+    return multiply_add
+
+
+MOST_TILE_ROWS = 6
+
+
+def _panel_product(weight: Rows) -> Any:
+    """The same for any number of rows: C [rows, 2 * LANES], A [rows, depth], B [depth, 2 * LANES].
+
+    It fetches what lies `ahead`, pace * depth bytes for each MOST_TILE_ROWS of its rows.
+
+    same: c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace.
+    """
+    tile_6, tile_4, tile_2, tile_1 = (_panel_tile(rows, weight) for rows in (MOST_TILE_ROWS, 4, 2, 1))
+
+    @function
+    def multiply_panel(rows, c, to, a, ahead, same):
+        c_stride, to_stride, _, _, _, a_stride, _, _, depth, pace = same
+        while rows > 0:
+            if rows >= 6:
+                tile_6(c, to, a, ahead, *same)
+                step = 6
+            elif rows >= 4:
+                tile_4(c, to, a, ahead, *same)
+                step = 4
+            elif rows >= 2:
+                tile_2(c, to, a, ahead, *same)
+                step = 2
+            else:
+                tile_1(c, to, a, ahead, *same)
+                step = 1
+            c, to, a = c + step * c_stride, to + step * to_stride, a + step * a_stride
+            rows, ahead = rows - step, ahead + pace * depth
+
+    return multiply_panel
+
+
+multiply_add = multiply_add_pairs = _product(pairs=False)
+if HAS_DOT:  # elsewhere nothing is in pairs
+    multiply_add_pairs = _product(pairs=True)
+_by_float, _by_half, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, FLOAT16, INT8))
+_by_halves, _by_int4 = _panel_product(Halves()), _panel_product(Int4())
+_by_pairs = _by_int8_pairs = _by_int4_pairs = _by_short_pairs = _by_short_halves = _by_float
+if HAS_DOT:
+    _by_pairs = _panel_product(Pairs())
+    _by_int8_pairs, _by_int4_pairs = _panel_product(Int8Pairs()), _panel_product(Int4Pairs())
+if HAS_LOOKUP:
+    _by_short_halves = _panel_product(ShortHalves())
+if HAS_DOT and HAS_LOOKUP:
+    _by_short_pairs = _panel_product(ShortPairs())
+
+
+@function
+def multiply_panel(kind, rows, c, to, a, ahead, same):
+    """A panel's product, of any kind: see `_panel_product`."""
+    if kind == FLOAT32:
+        _by_float(rows, c, to, a, ahead, same)
+    elif kind == FLOAT16:
+        _by_half(rows, c, to, a, ahead, same)
+    elif kind == HALVES:
+        _by_halves(rows, c, to, a, ahead, same)
+    elif kind == INT8:
+        _by_int8(rows, c, to, a, ahead, same)
+    elif kind == INT4:
+        _by_int4(rows, c, to, a, ahead, same)
+    elif kind == PAIRS:
+        _by_pairs(rows, c, to, a, ahead, same)
+    elif kind == INT8_PAIRS:
+        _by_int8_pairs(rows, c, to, a, ahead, same)
+    elif kind == INT4_PAIRS:
+        _by_int4_pairs(rows, c, to, a, ahead, same)
+    elif kind == SHORT_HALVES:
+        _by_short_halves(rows, c, to, a, ahead, same)
+    else:
+        _by_short_pairs(rows, c, to, a, ahead, same)

@@ -1,0 +1,193 @@
+"""Rows of a table by number, for a CPU: of a plain one, and of a weight that lies in panels."""
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ...checks import check_dtype, in_debug_mode
+from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task
+from ..linear.linear import OUT_KINDS, Panels
+from ..products.codes import (
+    HALVES,
+    INT8_PAIRS,
+    INT8_UNIT,
+    PAIRS,
+    PANEL,
+    SHORT_HALVES,
+    SHORT_PAIRS,
+    step_bytes,
+)
+from ..products.unpack import unpack, unpacked_kind
+from ..simd.gather import copy_row
+from ..simd.memory import (
+    BFLOAT16,
+    FLOAT32,
+    address_of,
+    claim,
+    get_byte,
+    get_float,
+    get_int,
+    get_long,
+    item_size,
+    load,
+    load_as,
+    load_some_as,
+    set_byte,
+    set_float,
+    set_int,
+    store,
+    store_some_as,
+)
+from ..simd.vectors import LANES, VECTOR_BYTES, function
+
+TAKE_ROWS = Task(("table", "indices", "out", "row_bytes", "kind"))  # FLOAT32: whatever is not widened
+TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out", "in_features", "weight_kind", "out_kind"))
+_ROWS_RECORD, _PANEL_ROWS_RECORD = TAKE_ROWS.record, TAKE_PANEL_ROWS.record
+
+
+@function
+def _widen_row(kind, source, to, columns):
+    """Numbers of 16 bits as float32."""
+    for column in range(0, columns, LANES):
+        left = columns - column
+        store_some_as(FLOAT32, to + 4 * column, load_some_as(kind, source + 2 * column, left), left)
+
+
+@function
+def _take_row(args, i):
+    source, to = args.table + get_long(args.indices + 8 * i) * args.row_bytes, args.out + i * args.row_bytes
+    if args.kind != FLOAT32:
+        _widen_row(args.kind, source, args.out + 2 * i * args.row_bytes, args.row_bytes // 2)
+        return
+    whole = args.row_bytes // VECTOR_BYTES * VECTOR_BYTES
+    for at in range(0, whole, VECTOR_BYTES):
+        store(to + at, load(source + at))
+    for at in range(whole, args.row_bytes):
+        set_byte(to + at, get_byte(source + at))
+
+
+@function
+def _take_panel_row(args, i, scratch):
+    """An output's weights, which are PANEL numbers apart, one behind the other; in pairs two at a time."""
+    index = get_long(args.indices + 8 * i)
+    panel, place, out_size = index // PANEL, index % PANEL, item_size(args.out_kind)
+    to = args.out + i * args.in_features * out_size
+    numbers = scratch + VECTOR_BYTES
+    kind, first = args.weight_kind, args.panels + panel * args.in_features * 2 * PANEL
+    is_short = kind in (SHORT_PAIRS, SHORT_HALVES)
+    if is_short:
+        depth = args.in_features // 2 if kind == SHORT_PAIRS else args.in_features
+        stride, first = step_bytes(kind), numbers + 4 * args.in_features
+        unpack(kind, first, args.panels + panel * depth * stride, stride, args.scales, depth)
+        kind = unpacked_kind(kind)
+    weight = first + 4 * place
+    if kind == PAIRS and args.out_kind == BFLOAT16:
+        for k in range(args.in_features // 2):
+            set_int(to + 4 * k, get_int(weight + k * 4 * PANEL))
+        return
+    if kind == PAIRS:
+        for k in range(0, args.in_features, 2):
+            both = get_int(weight + k * 2 * PANEL)
+            set_int(numbers + 4 * k, both << 16)
+            set_int(numbers + 4 * k + 4, both >> 16 << 16)
+    elif kind == INT8_PAIRS:
+        weight = args.panels + panel * args.in_features * PANEL + 2 * place
+        for k in range(args.in_features):
+            number = np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2))
+            set_float(numbers + 4 * k, np.float32(INT8_UNIT) * number)
+    elif kind == HALVES:
+        weight = first + 4 * (place % LANES)
+        for k in range(args.in_features):
+            both = get_int(weight + k * 2 * PANEL)
+            set_int(numbers + 4 * k, both << 16 if place < LANES else both >> 16 << 16)
+    else:
+        size, lane = item_size(kind), place % LANES
+        weight = args.panels + panel * args.in_features * PANEL * size + (place - lane) * size
+        for k in range(args.in_features):
+            store(scratch, load_as(kind, weight + k * PANEL * size))
+            set_float(numbers + 4 * k, get_float(scratch + 4 * lane))
+    scale = np.float32(1.0) if is_short else get_float(args.scales + 4 * index)
+    copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
+
+
+@TAKE_ROWS.kernel
+def _take_rows_kernel(record):
+    """All threads: `_take_row` for each index."""
+    args, counters = carray(record, 1, _ROWS_RECORD)[0], address_of(record)
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _take_row(args, unit)
+        unit = claim(counters + NEXT_UNIT)
+
+
+@TAKE_PANEL_ROWS.kernel
+def _take_panel_rows_kernel(record):
+    """All threads: `_take_panel_row` for each index."""
+    args, counters = carray(record, 1, _PANEL_ROWS_RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    unit = claim(counters + NEXT_UNIT)
+    while unit < args.num_units:
+        _take_panel_row(args, unit, scratch)
+        unit = claim(counters + NEXT_UNIT)
+
+
+def take_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of [n, size] by i64[m]: [m, size]; see `reference.take_rows`."""
+    if not (table.is_contiguous() and indices.is_contiguous()):
+        return table.index_select(0, indices)
+    return _take_rows(table, indices, table.dtype, FLOAT32)
+
+
+def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a contiguous [n, size] in 16 bits by i64[m], in float32: f32[m, size]."""
+    check_dtype("table", table, (torch.float16, torch.bfloat16))
+    if not table.is_contiguous():
+        raise ValueError(f"table must be contiguous, got strides {table.stride()}")
+    return _take_rows(table, indices.contiguous(), torch.float32, OUT_KINDS[table.dtype])
+
+
+def _take_rows(table: Tensor, indices: Tensor, dtype: torch.dtype, kind: int) -> Tensor:
+    check_dtype("indices", indices, (torch.int64,))
+    _check_range(indices, len(table))
+    out = table.new_empty(len(indices), table.shape[1], dtype=dtype)
+    row_bytes = table.shape[1] * table.itemsize
+    TAKE_ROWS.run(len(indices), table.data_ptr(), indices.data_ptr(), out.data_ptr(), row_bytes, kind)
+    return out
+
+
+def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a weight by i64[m]: [m, in_features], in a dtype that has room for its numbers. Not of int4."""
+    weight, size = panels.weight, panels.in_features
+    if size < LANES:
+        places = indices % PANEL
+        if panels.kind == HALVES:
+            places = places % LANES * 2 + places // LANES
+        rows = weight[indices // PANEL, :, places].flatten(1)
+        unit = INT8_UNIT if panels.kind == INT8_PAIRS else 1.0
+        return (rows * (unit * panels.scales[indices, None])).to(dtype)
+    check_dtype("indices", indices, (torch.int64,))
+    _check_range(indices, panels.out_features)
+    indices = indices.contiguous()  # by a name: what only its address is taken of would be gone
+    out = torch.empty(len(indices), size, dtype=dtype)
+    is_short = panels.kind in (SHORT_PAIRS, SHORT_HALVES)
+    if panels.kind in (PAIRS, SHORT_PAIRS):
+        check_dtype("rows", out, (torch.bfloat16, torch.float32))
+    TAKE_PANEL_ROWS.run(
+        len(indices),
+        weight.data_ptr(),
+        panels.scales.data_ptr(),
+        indices.data_ptr(),
+        out.data_ptr(),
+        size,
+        panels.kind,
+        OUT_KINDS[dtype],
+        scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * is_short) * size,
+    )
+    return out
+
+
+def _check_range(indices: Tensor, num_rows: int) -> None:
+    """In debug mode, that every row exists: who calls knows it."""
+    if in_debug_mode() and len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
+        raise ValueError(f"indices must be from 0 to {num_rows - 1}, got {indices.tolist()}")

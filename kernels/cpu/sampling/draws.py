@@ -1,0 +1,137 @@
+"""Races, in which who wins is drawn, and the draw from few candidates: see `torch_sampling`."""
+
+import math
+
+import numpy as np
+
+from ..simd.memory import get_double, get_float, get_long, set_double
+from ..simd.vectors import function
+from .selection import collect, place_of, sort
+
+SMALLEST = 1e-30  # stands for a share that a float32 rounds to 0
+
+# SplitMix64 (Steele et al., 2014), as in `splitmix`.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_BY_27, _BY_30, _BY_31, _BY_12 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(12)
+
+
+@function
+def splitmix64(x):
+    """The next 64 random bits after these: uint64."""
+    x += _GOLDEN
+    x = (x ^ (x >> _BY_30)) * _FIRST
+    x = (x ^ (x >> _BY_27)) * _SECOND
+    return x ^ (x >> _BY_31)
+
+
+@function
+def _arrival(bits, n, weight, best):
+    """When a runner of this weight arrives, by the n-th number of its stream, or `best` if not before that.
+
+    That is an exponential random number over the weight. As -log1p(-x) >= x, most need no logarithm.
+    """
+    number = (np.float64(splitmix64(bits + np.uint64(n) * _GOLDEN) >> _BY_12) + 0.5) * 2.0**-52
+    if number < best * weight:
+        return min(best, -math.log1p(-number) / weight)
+    return best
+
+
+@function
+def race(weights, count, bits, first):
+    """A place of f32[count] with a probability like its weight; the first where all weigh 0."""
+    best, winner = np.inf, 0
+    for i in range(count):
+        time = _arrival(bits, first + i, np.float64(get_float(weights + 4 * i)), best)
+        if time < best:
+            best, winner = time, i
+    return winner
+
+
+@function
+def draw_from_few(x, size, top, bound, asked, bits, scratch):
+    """Draw from the logits that are at least the bound, in float64.
+
+    scratch: 16 bytes for each of all logits.
+    """
+    temperature, typical_p, top_k, top_p = asked
+    keys, weights = scratch, scratch + 8 * size
+    count = collect(x, size, bound, keys)
+    if typical_p < 1.0 or top_k < size or top_p < 1.0:
+        sort(keys, count)
+    for i in range(count):
+        set_double(weights + 8 * i, math.exp(_scaled(x, top, temperature, keys, i)))
+    if typical_p < 1.0:
+        _keep_typical(x, top, temperature, keys, weights, count, typical_p)
+    if top_k < size:
+        _keep_first(x, keys, weights, count, np.float64(top_k), False)
+    if top_p < 1.0:
+        _keep_first(x, keys, weights, count, max(top_p, SMALLEST) * _sum(weights, count), True)
+    best, winner = np.inf, 0
+    for i in range(count):
+        token = place_of(get_long(keys + 8 * i))
+        time = _arrival(bits, token, get_double(weights + 8 * i), best)
+        if time < best:
+            best, winner = time, token
+    return winner
+
+
+@function
+def _scaled(x, top, temperature, keys, i):
+    """The natural logarithm of what the i-th candidate weighs."""
+    logit = get_float(x + 4 * place_of(get_long(keys + 8 * i)))
+    return np.float64(logit - top) / temperature
+
+
+@function
+def _sum(weights, count):
+    mass = 0.0
+    for i in range(count):
+        mass += get_double(weights + 8 * i)
+    return mass
+
+
+@function
+def _keep_first(x, keys, weights, count, limit, by_weight):
+    """Keep those before which, without their equals, is less than the limit: of weight, or how many."""
+    mass, before, last = 0.0, 0.0, np.float32(np.nan)
+    for i in range(count):
+        logit, weight = get_float(x + 4 * place_of(get_long(keys + 8 * i))), get_double(weights + 8 * i)
+        if logit != last:
+            before, last = mass, logit
+        if before >= limit:
+            set_double(weights + 8 * i, 0.0)
+        elif weight > 0.0:
+            mass += weight if by_weight else 1.0
+
+
+@function
+def _keep_typical(x, top, temperature, keys, weights, count, typical_p):
+    """Keep those nearest to the mean logarithm, and the most likely, whatever it is."""
+    mass = _sum(weights, count)
+    mean, limit, likeliest = 0.0, typical_p * mass, 0
+    for i in range(count):
+        # A token of probability 0 adds nothing to the entropy.
+        mean += get_double(weights + 8 * i) * max(_scaled(x, top, temperature, keys, i), -1e30) / mass
+        likeliest += _scaled(x, top, temperature, keys, i) == 0.0
+    end = 0  # of those above the mean
+    while end < count and _scaled(x, top, temperature, keys, end) >= mean:
+        end += 1
+    # From there outwards: kept are those of [first, end) when they weigh enough.
+    first, mass = end, 0.0
+    while mass < limit and (first > 0 or end < count):
+        distance = np.inf
+        if first > 0:
+            distance = _scaled(x, top, temperature, keys, first - 1) - mean
+        if end < count:
+            distance = min(distance, mean - _scaled(x, top, temperature, keys, end))
+        while first > 0 and _scaled(x, top, temperature, keys, first - 1) - mean <= distance:
+            first -= 1
+            mass += get_double(weights + 8 * first)
+        while end < count and mean - _scaled(x, top, temperature, keys, end) <= distance:
+            mass += get_double(weights + 8 * end)
+            end += 1
+    for i in range(likeliest, first):
+        set_double(weights + 8 * i, 0.0)
+    for i in range(max(end, likeliest), count):
+        set_double(weights + 8 * i, 0.0)

@@ -1,0 +1,342 @@
+"""Tokens drawn on a CPU, a row at a time: from memory once, and then from the cache as often as it takes.
+
+The draws are those of `torch_sampling`, which says why, with its random numbers: where min_p, top_n_sigma or
+a small top_k leave few candidates, a race of these in float64; else one of columns and one within the column,
+run again where top_p or typical_p excludes who won. That works on `logs`: base-2 logarithms of what tokens
+weigh beside the most likely one, which has 0.
+"""
+
+import math
+
+import numpy as np
+import torch
+from numba import carray
+from torch import Tensor
+
+from ...plain import sampling as torch_sampling
+from ...plain import selection as torch_selection
+from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task, is_plain
+from ..simd.memory import (
+    address_of,
+    claim,
+    get_float,
+    get_int,
+    get_long,
+    load,
+    load_up_to,
+    set_float,
+    set_long,
+    store,
+)
+from ..simd.vectors import (
+    LANES,
+    VECTOR_BYTES,
+    add,
+    exp2_of_negative,
+    fma,
+    function,
+    greater,
+    multiply,
+    splat,
+    subtract,
+    total,
+    where_greater,
+)
+from .draws import SMALLEST, draw_from_few, race, splitmix64
+from .selection import (
+    DEAD,
+    MINUS_INFINITY,
+    NUM_BINS,
+    away_from,
+    column_maxima,
+    count_above,
+    mass_bound,
+    number_bound,
+    reached_by,
+    whole,
+)
+
+SAMPLE = Task(
+    (
+        "logits", "tokens", "seeds", "positions",
+        "temperature", "min_p", "top_n_sigma", "typical_p", "top_k", "top_p",
+        "num_rows", "size", "stride", "height", "width",
+    )
+)  # fmt: skip
+_RECORD = SAMPLE.record
+
+_EVERYWHERE = np.float32(np.inf)  # a distance that nothing is as far as
+_LEAST, _TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LN_2 = math.log(2)
+
+
+@function
+def _option(column, row, unused):
+    """What a row asks for, in a column that is 0 where nobody does."""
+    return np.float64(get_float(column + 4 * row)) if column else unused
+
+
+@function
+def _moments(x, size, centre):
+    """The sum of what is above -inf, less `centre`, of the squares of that, and how many these are."""
+    zero, lowest, least = splat(_ZERO), splat(MINUS_INFINITY), splat(_LEAST)
+    sums, squares, count = 0.0, 0.0, 0.0
+    for start in range(0, size, 64 * LANES):
+        some, square, number = zero, zero, zero
+        for i in range(start, min(start + 64 * LANES, size), LANES):
+            logit = load_up_to(x + 4 * i, size - i, MINUS_INFINITY)
+            away = where_greater(logit, lowest, greater(subtract(logit, splat(centre)), least), zero)
+            some, square = add(some, away), fma(away, away, square)
+            number = add(number, where_greater(logit, lowest, splat(_ONE), zero))
+        sums += np.float64(total(some))
+        squares += np.float64(total(square))
+        count += np.float64(total(number))
+    return sums, squares, count
+
+
+@function
+def _deviation(x, size, top):
+    """The standard deviation of all logits that are not -inf."""
+    # From near the mean, so that little is lost where the square of the rest is taken off.
+    sums, squares, count = _moments(x, min(size, 1024), top)
+    centre = np.float32(top + sums / count) if count > 0.0 else top
+    sums, squares, count = _moments(x, size, centre)
+    if (sums / count) ** 2 > squares / count / 2:
+        sums, squares, count = _moments(x, size, np.float32(centre + sums / count))
+    return math.sqrt(max(squares / count - (sums / count) ** 2, 0.0))
+
+
+@function
+def _lowest(args, row, x, top, temperature):
+    """The lowest logit that min_p and top_n_sigma keep."""
+    lowest = MINUS_INFINITY
+    if args.min_p and get_float(args.min_p + 4 * row) > _ZERO:
+        lowest = np.float32(top + math.log(_option(args.min_p, row, 0.0)) * temperature)
+    sigmas = _option(args.top_n_sigma, row, 0.0)
+    if sigmas > 0.0:
+        lowest = max(lowest, np.float32(top - sigmas * _deviation(x, args.size, top)))
+    return lowest
+
+
+@function
+def _sample(args, row, scratch):
+    """The token of a row. In scratch are sums or maxima of columns, then what the draw needs."""
+    x, size, width = args.logits + row * args.stride, args.size, args.width
+    top, columns = column_maxima(x, size, width, scratch)
+    rest = scratch + 8 * whole(width)
+    # Below float32's smallest a temperature is 0, and 0 / 0 is NaN.
+    temperature = max(_option(args.temperature, row, 1.0), np.float64(_TINY))
+    lowest = _lowest(args, row, x, top, temperature)
+    typical_p, top_p = _option(args.typical_p, row, 1.0), _option(args.top_p, row, 1.0)
+    top_k = np.int64(get_int(args.top_k + 4 * row)) if args.top_k else size
+    asked = (temperature, typical_p, top_k, top_p)
+    bits = splitmix64(np.uint64(get_long(args.seeds + 8 * row)))
+    bits = splitmix64(bits ^ np.uint64(get_long(args.positions + 8 * row)))
+    limited = top_k <= size // args.height and typical_p >= 1.0
+    if limited or count_above(columns, width, lowest, True) <= width // 4:
+        if limited:
+            lowest = max(lowest, reached_by(columns, width, top_k))
+        return draw_from_few(x, size, top, max(lowest, _LEAST), asked, bits, rest)
+    return _draw_from_all(x, size, width, top, lowest, asked, bits, columns, rest)
+
+
+@function
+def _draw_from_all(x, size, width, top, lowest, asked, bits, columns, scratch):
+    """Draw from all tokens that are not below the lowest, and again what typical_p or top_p excludes."""
+    temperature, typical_p, top_k, top_p = asked
+    typical_p, top_p = max(typical_p, SMALLEST), max(top_p, SMALLEST)
+    logs, height = scratch, -(-size // width)
+    rest = logs + 4 * height * whole(width)
+    matrix = (logs, height, width, columns)  # of logarithms, and sums of its columns
+    mass, mean = _to_logs(x, size, matrix, top, lowest, temperature)
+    if not mass > 0.0:  # nothing is finite
+        return 0
+    typical_first = typical_p < 1.0 and (top_k < size or top_p < 1.0)
+    if typical_first:  # the others go by all that it keeps
+        bound = mass_bound(logs, height * whole(width), mean, typical_p * mass, rest)
+        mass = _drop_beyond(matrix, mean, bound)
+    if top_k < size:
+        bound = number_bound(logs, height * whole(width), _ZERO, np.float64(top_k), rest)
+        mass = _drop_beyond(matrix, _ZERO, bound)
+    token = _draw(matrix, size, bits, rest, _ZERO, _EVERYWHERE)
+    if typical_p < 1.0 and not typical_first:
+        token = _redraw(matrix, size, bits, rest, token, mean, typical_p * mass)
+    # A sum of float32 may be the whole without the lightest tokens: they are possible all the same.
+    if top_p < 1.0:
+        token = _redraw(matrix, size, bits, rest, token, _ZERO, top_p * mass)
+    return token
+
+
+@function
+def _to_logs(x, size, matrix, top, lowest, temperature):
+    """Make logarithms and sums of columns. Returns what all weigh, and the mean logarithm.
+
+    A token's logarithm is as far from the mean as its surprise from the entropy.
+    """
+    logs, _, width, columns = matrix
+    scale, tops, lowests = splat(np.float32(1.0 / (temperature * _LN_2))), splat(top), splat(lowest)
+    dead, zero = splat(DEAD), splat(_ZERO)
+    moments = 0.0
+    _clear(columns, width)
+    for start in range(0, size, width):
+        moment = zero
+        for at in range(0, width, LANES):
+            logit = load_up_to(x + 4 * (start + at), min(size - start, width) - at, MINUS_INFINITY)
+            log = multiply(subtract(logit, tops), scale)
+            log = where_greater(log, dead, where_greater(lowests, logit, dead, log), dead)
+            store(logs, log)
+            weight = exp2_of_negative(log)
+            store(columns + 4 * at, add(load(columns + 4 * at), weight))
+            moment = fma(weight, log, moment)
+            logs += 4 * LANES
+        moments += np.float64(total(moment))
+    mass = _mass(columns, width)
+    return mass, np.float32(moments / mass)
+
+
+@function
+def _clear(columns, width):
+    for at in range(0, width, LANES):
+        store(columns + 4 * at, splat(_ZERO))
+
+
+@function
+def _mass(columns, width):
+    mass = 0.0
+    for at in range(width):
+        mass += np.float64(get_float(columns + 4 * at))
+    return mass
+
+
+@function
+def _drop_beyond(matrix, centre, bound):
+    """Make dead what is further from the centre than the bound, but the most likely. Returns what is left."""
+    logs, height, width, columns = matrix
+    zero, bounds, far = splat(_ZERO), splat(bound), splat(np.float32(2.0) * DEAD)
+    _clear(columns, width)
+    for _ in range(height):
+        for at in range(0, width, LANES):
+            log = load(logs)
+            cost = where_greater(away_from(log, centre), bounds, far, zero)
+            log = greater(add(log, where_greater(zero, log, cost, zero)), splat(DEAD))
+            store(logs, log)
+            store(columns + 4 * at, add(load(columns + 4 * at), exp2_of_negative(log)))
+            logs += 4 * LANES
+    return _mass(columns, width)
+
+
+@function
+def _nearer(log, centre, distance, likeliest):
+    """The weights of logarithms nearer to the centre than the distance, or of the most likely too; else 0."""
+    weight = where_greater(splat(distance), away_from(log, centre), exp2_of_negative(log), splat(_ZERO))
+    return where_greater(splat(_ZERO), log, weight, splat(_ONE)) if likeliest else weight
+
+
+@function
+def _sum_nearer(matrix, centre, distance, likeliest):
+    """Make sums of columns of what is nearer; returns the sum of these."""
+    logs, height, width, columns = matrix
+    _clear(columns, width)
+    for _ in range(height):
+        for at in range(0, width, LANES):
+            weight = _nearer(load(logs), centre, distance, likeliest)
+            store(columns + 4 * at, add(load(columns + 4 * at), weight))
+            logs += 4 * LANES
+    return _mass(columns, width)
+
+
+@function
+def _draw(matrix, size, bits, scratch, centre, distance):
+    """A token of those nearer, or likeliest, as the columns add up: first a column, then a place in it."""
+    logs, height, width, columns = matrix
+    column = race(columns, width, bits, 0)
+    for i in range(whole(height)):
+        set_float(scratch + 4 * i, get_float(logs + 4 * (i * whole(width) + column)) if i < height else DEAD)
+    for i in range(0, height, LANES):
+        store(scratch + 4 * i, _nearer(load(scratch + 4 * i), centre, distance, True))
+    # Others than the columns had.
+    return min(column + width * race(scratch, height, bits, width), size - 1)
+
+
+@function
+def _redraw(matrix, size, bits, scratch, token, centre, limit):
+    """Draw again as long as tokens nearer to the centre than the one drawn hold the limit already.
+
+    It is excluded then, and so are all that are not nearer but the most likely: one of the others is next.
+    """
+    logs, _, width, _ = matrix
+    while True:
+        log = get_float(logs + 4 * (token // width * whole(width) + token % width))
+        distance = abs(log - centre)
+        if log >= _ZERO or _sum_nearer(matrix, centre, distance, False) < limit:
+            return token
+        _sum_nearer(matrix, centre, distance, True)
+        bits = splitmix64(~bits)
+        token = _draw(matrix, size, bits, scratch, centre, distance)
+
+
+@SAMPLE.kernel
+def _sample_kernel(record):
+    """All threads: `_sample` for each row."""
+    args, counters = carray(record, 1, _RECORD)[0], address_of(record)
+    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    row = claim(counters + NEXT_UNIT)
+    while row < args.num_rows:
+        set_long(args.tokens + 8 * row, _sample(args, row, scratch))
+        row = claim(counters + NEXT_UNIT)
+
+
+def sample_tokens(
+    logits: Tensor,  # f32[n, vocab_size], may be destroyed; -inf never drawn
+    seeds: Tensor,  # i64[n]
+    positions: Tensor,  # i64[n]
+    *,
+    temperature: Tensor,  # f32[n], above 0
+    min_p: Tensor | None,  # f32[n], 0 keeps all; None: nobody uses it
+    top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
+    typical_p: Tensor | None,  # f32[n], 1 keeps all
+    top_k: Tensor | None,  # i32[n], vocab_size keeps all
+    top_p: Tensor | None,  # f32[n], 1 keeps all
+) -> Tensor:  # i64[n]
+    """One token of each row; see `torch_sampling.sample_tokens`."""
+    num_rows, size = logits.shape
+    floats = (temperature, min_p, top_n_sigma, typical_p, top_p)
+    regular = (
+        logits.dtype == torch.float32
+        and logits.stride(1) == 1
+        and size > 0
+        and all(is_plain(x, torch.int64, num_rows) for x in (seeds, positions))
+        and all(x is None or is_plain(x, torch.float32, num_rows) for x in floats)
+        and (top_k is None or is_plain(top_k, torch.int32, num_rows))
+    )
+    if not regular:
+        return torch_sampling.sample_tokens(
+            logits,
+            seeds,
+            positions,
+            temperature=temperature,
+            min_p=min_p,
+            top_n_sigma=top_n_sigma,
+            typical_p=typical_p,
+            top_k=top_k,
+            top_p=top_p,
+        )
+    tokens = torch.empty_like(seeds)
+    height = torch_selection.HEIGHT
+    width = -(-size // height)
+    pitch = -(-width // LANES) * LANES
+    columns = (temperature, min_p, top_n_sigma, typical_p, top_k, top_p)
+    SAMPLE.run(
+        num_rows,
+        *(x.data_ptr() for x in (logits, tokens, seeds, positions)),
+        *(0 if x is None else x.data_ptr() for x in columns),
+        num_rows,
+        size,
+        logits.stride(0) * 4,
+        height,
+        width,
+        # Columns; then candidates and their weights, or logarithms, and bins or keys.
+        scratch_size=8 * pitch + max(16 * size, 12 * height * pitch + 8 * NUM_BINS + 2 * VECTOR_BYTES),
+    )
+    return tokens

@@ -1,0 +1,213 @@
+"""Rows of numbers of any kind, moved as float32: what attention brings into scratch memory, and out of it.
+
+And what the lanes of LANES rows at a time come to.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from .memory import (
+    BFLOAT16,
+    FLOAT8,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    LINE,
+    _in_pairs,
+    _load,
+    _numbers,
+    _prefetch,
+    _read,
+    _side_by_side,
+    get_long,
+    item_size,
+    load,
+    load_as,
+    load_bfloat,
+    load_float8,
+    load_half,
+    load_int8,
+    store,
+    store_as,
+)
+from .vectors import _I64, LANES, _of_rows, _operation, function, multiply, splat, vector
+
+
+def _copier(load_vector, size):
+    """A function that copies rows of K or V of one kind, token by token with all heads of the unit together.
+
+    That is the order memory is fastest in. float32 is copied too: rows that are a power of two apart share
+    few sets of the first cache, where every register tile would read them again.
+    """
+
+    @function
+    def copy(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+        whole = columns // LANES * LANES
+        for place in range(skip, count):
+            source, at = get_long(addresses + 8 * place) + offset, to + place * stride
+            for _ in range(num_heads):
+                for d in range(0, whole, LANES):
+                    store(at + 4 * d, load_vector(source + d * size))
+                if whole < columns:  # the last come twice
+                    store(at + 4 * (columns - LANES), load_vector(source + (columns - LANES) * size))
+                source += head_stride
+                at += 4 * width
+
+    return copy
+
+
+_copy_float, _copy_half, _copy_bfloat = _copier(load, 4), _copier(load_half, 2), _copier(load_bfloat, 2)
+_copy_int8, _copy_float8 = _copier(load_int8, 1), _copier(load_float8, 1)
+
+
+@function
+def copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+    """Rows of K or V from `skip` to `count` as float32, every head in `width` numbers."""
+    if kind == FLOAT32:
+        _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == BFLOAT16:
+        _copy_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == FLOAT16:
+        _copy_half(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == INT8:
+        _copy_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    else:
+        _copy_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+
+
+@function
+def copy_words(to, source, words):
+    """So many words of 4 bytes, at least LANES; where they are no whole vectors, the last come twice."""
+    for column in range(0, words, LANES):
+        d = 4 * min(column, words - LANES)
+        store(to + d, load(source + d))
+
+
+def _narrower(kind):
+    """A function that copies rows of K in 8 bits, as `_copier`, to bfloat16: it holds all their numbers."""
+
+    @_operation(vector, types.int64)
+    def load_narrow(builder: Any, address: Any) -> Any:
+        both = _read(builder, 16, address)
+        bytes_, eight = ir.VectorType(ir.IntType(8), LANES), ir.Constant(both.type, [8] * LANES)
+        parts = (builder.trunc(x, bytes_) for x in (both, builder.lshr(both, eight)))
+        return _in_pairs(builder, *(_numbers(builder, kind, x) for x in parts))
+
+    @function
+    def narrow(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns):
+        for place in range(skip, count):
+            source, at = get_long(addresses + 8 * place) + offset, to + place * stride
+            for _ in range(num_heads):
+                for d in range(0, columns, 2 * LANES):
+                    store(at + 2 * d, load_narrow(source + d))
+                source += head_stride
+                at += 2 * columns
+
+    return narrow
+
+
+_narrow_int8, _narrow_float8 = _narrower(INT8), _narrower(FLOAT8)
+
+
+@function
+def copy_pairs(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns):
+    """Rows of K from `skip` to `count` as bfloat16, which they are or which holds them: those of 8 bits.
+
+    Those of 8 bits have whole pairs of vectors.
+    """
+    if kind == BFLOAT16:
+        words = columns // 2
+        _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, words, words)
+    elif kind == INT8:
+        _narrow_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns)
+    else:
+        _narrow_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns)
+
+
+def _pairer(kind):
+    """A function that copies rows of V, as `_copier`, in pairs of two rows."""
+    size = item_size.py_func(kind)
+
+    @_operation(vector, types.int64, types.int64)
+    def load_side_by_side(builder: Any, first: Any, second: Any) -> Any:
+        return _side_by_side(builder, kind, first, second)
+
+    @function
+    def pair(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+        for pair in range(skip // 2, (count + 1) // 2):
+            first = get_long(addresses + 16 * pair) + offset
+            second, at = get_long(addresses + 16 * pair + 8) + offset, to + pair * stride
+            for _ in range(num_heads):
+                for column in range(0, columns, LANES):
+                    d = min(column, columns - LANES)
+                    store(at + 4 * d, load_side_by_side(first + size * d, second + size * d))
+                first += head_stride
+                second += head_stride
+                at += 4 * width
+
+    return pair
+
+
+_pair_bfloat, _pair_int8, _pair_float8 = _pairer(BFLOAT16), _pairer(INT8), _pairer(FLOAT8)
+
+
+@function
+def pair_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
+    """Rows of V from `skip` to `count` in bfloat16, two and two: the first number of both, the second, and
+    so on. No other kind than it and those of 8 bits.
+
+    The rows that are even and odd neighbours of these have addresses too.
+    """
+    if kind == BFLOAT16:
+        _pair_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    elif kind == INT8:
+        _pair_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+    else:
+        _pair_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+
+
+@function
+def copy_row(to_kind, to, from_kind, source, columns, factor):
+    """factor times a row of at least LANES numbers; where they are no whole vectors, the last come twice."""
+    times = splat(factor)
+    for column in range(0, columns, LANES):
+        d = min(column, columns - LANES)
+        x = load_as(from_kind, source + d * item_size(from_kind))
+        store_as(to_kind, to + d * item_size(to_kind), multiply(x, times))
+
+
+def _rows_at(builder: Any, address: Any) -> list[Any]:
+    places = [builder.add(address, ir.Constant(_I64, 4 * LANES * row)) for row in range(LANES)]
+    return [_load(builder, FLOAT32, place) for place in places]
+
+
+@_operation(vector, types.int64)
+def highest_of_rows(builder: Any, address: Any) -> Any:
+    """The greatest number of each of LANES vectors; it may be NaN where one of them is."""
+
+    def greater(x: Any, y: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+    return _of_rows(builder, _rows_at(builder, address), greater)
+
+
+@_operation(vector, types.int64)
+def totals_of_rows(builder: Any, address: Any) -> Any:
+    """The sum of each of LANES vectors."""
+    return _of_rows(builder, _rows_at(builder, address), builder.fadd)
+
+
+@_operation(types.void, types.int64)
+def _fetch_line(builder: Any, address: Any) -> None:
+    _prefetch(builder, address)
+
+
+@function
+def fetch_rows(addresses, offset, size, first, end):
+    """Have so many bytes of each of some rows on their way, in the order of memory."""
+    for place in range(first, end):
+        row = get_long(addresses + 8 * place) + offset
+        for line in range(row, row + size, LINE):
+            _fetch_line(line)

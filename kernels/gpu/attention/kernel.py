@@ -1,0 +1,311 @@
+"""The attention kernels, for prefill chunks and for decodes: which rows a program has, and where they go.
+
+One source for both and for every model: attention_tiles.py does the rest by constexprs.
+"""
+
+import triton
+import triton.language as tl
+
+from .split_kv import first_key_tile, split_tokens
+from .tiles import attend_rows
+
+
+@triton.jit
+def _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q: tl.constexpr):
+    """The last sequence whose first Q-block, cu_seqlens_q[i] // BLOCK_Q + i, is not after q_block."""
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens_q_ptr + middle) // BLOCK_Q + middle <= q_block:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _query_range(cu_seqlens_q_ptr, seq, AGAIN: tl.constexpr):
+    """The first of a sequence's new tokens among those of all sequences, and how many they are.
+
+    AGAIN: behind the loops over keys, to find the rows' places a second time. As volatile it is not taken for
+    the same as before, whose rows would have to stay in registers all the while; the difference of two such
+    loads is nothing, but keeps the rows themselves from being the same. Done where that spares a spill or
+    lets more programs run at once: prefill of half precision but for a width of 256, decode of float32 or
+    of values that have fewer dimensions than keys.
+    """
+    query_start = tl.load(cu_seqlens_q_ptr + seq, volatile=AGAIN)
+    return query_start, tl.load(cu_seqlens_q_ptr + seq + 1, volatile=AGAIN) - query_start
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "tree_ptr"],
+)
+def prefill_kernel(
+    query_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    key_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]
+    value_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]
+    key_scale_ptr,  # f32[num_blocks, num_kv_heads, BLOCK_SIZE], QUANTIZED
+    value_scale_ptr,
+    out_ptr,  # [num_tokens, num_heads, VALUE_DIM]
+    sinks_ptr,  # f32[num_heads], SINKS
+    alibi_ptr,  # f32[num_heads], ALIBI
+    tree_ptr,  # i64[num_tokens], TREE
+    block_tables_ptr,
+    seq_lens_ptr,
+    cu_seqlens_q_ptr,
+    num_seqs,
+    stride_table,
+    score_scale,
+    exp_scale,
+    softcap,
+    stride_query_token: tl.constexpr,
+    stride_query_head: tl.constexpr,
+    stride_key_block: tl.constexpr,
+    stride_key_slot: tl.constexpr,
+    stride_key_head: tl.constexpr,
+    stride_value_block: tl.constexpr,
+    stride_value_slot: tl.constexpr,
+    stride_value_head: tl.constexpr,
+    stride_scale_block: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    DECODE_Q: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    TREE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,  # of queries times keys
+    WEIGHT_DTYPE: tl.constexpr,  # of weights times values
+):
+    """One program: BLOCK_G heads of one KV head for one Q-block of a sequence that is not a decode."""
+    # Later blocks see more keys: they go first, so that the short ones fill the end of the launch.
+    q_block = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq = _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q)
+    query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, False)
+    first_token = (q_block - query_start // BLOCK_Q - seq) * BLOCK_Q
+    if query_len <= DECODE_Q or first_token >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + seq)
+
+    # Rows are query tokens times heads of the group.
+    row = tl.arange(0, BLOCK_M)
+    kv_head = tl.program_id(1) // tl.cdiv(GROUP, BLOCK_G)
+    member = tl.program_id(1) % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
+    head = kv_head * GROUP + member
+    offs_q = first_token + row // BLOCK_G
+    mask_row = (row < BLOCK_Q * BLOCK_G) & (offs_q < query_len) & (member < GROUP)
+    token = (query_start + offs_q).to(tl.int64)
+    context_len = seq_len - query_len
+    first_pos = context_len + first_token
+    last_pos = tl.minimum(first_pos + BLOCK_Q, seq_len) - 1
+    # Keys [key_low, key_high) are read; the tiles from `start` cover them.
+    key_high = last_pos + 1 if CAUSAL and not TREE else seq_len
+    key_low = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
+    acc, _, row_sum = attend_rows(
+        query_ptr, None, None, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr,
+        alibi_ptr, tree_ptr, block_tables_ptr + seq.to(tl.int64) * stride_table, kv_head, head, token,
+        mask_row, context_len + offs_q, first_pos, last_pos, context_len,
+        first_key_tile(first_pos, WINDOW, TILE), key_high, key_low, key_high, True,
+        score_scale, exp_scale, softcap, stride_query_token, stride_query_head,
+        stride_key_block, stride_key_slot, stride_key_head,
+        stride_value_block, stride_value_slot, stride_value_head, stride_scale_block,
+        BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
+        WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE, WEIGHT_DTYPE,
+    )  # fmt: skip
+    if tl.float32 != DOT_DTYPE and BLOCK_V != 256:
+        query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, True)
+        if BLOCK_V > 256:
+            row ^= query_start ^ _query_range(cu_seqlens_q_ptr, seq, True)[0]
+            member = tl.program_id(1) % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
+            head = kv_head * GROUP + member
+        offs_q = (q_block - query_start // BLOCK_Q - seq) * BLOCK_Q + row // BLOCK_G
+        mask_row = (row < BLOCK_Q * BLOCK_G) & (offs_q < query_len) & (member < GROUP)
+        token = (query_start + offs_q).to(tl.int64)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_out = mask_row[:, None] & (offs_v < VALUE_DIM)[None, :]
+    offs_out = ((token * NUM_HEADS + head) * VALUE_DIM)[:, None] + offs_v[None, :]
+    # What is no row may have seen nothing.
+    out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_table", "min_split", "shared_splits", "partial_q"],
+    do_not_specialize_on_alignment=[
+        "block_tables_ptr",
+        "seq_lens_ptr",
+        "cu_seqlens_q_ptr",
+        "tree_ptr",
+        "work_ptr",
+        "first_item_ptr",
+    ],
+)
+def decode_kernel(
+    query_ptr,
+    key_desc,  # of the caches, None where they are loaded by pointers: see attention_descriptors.py
+    value_desc,
+    key_cache_ptr,
+    value_cache_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    out_ptr,
+    sinks_ptr,
+    alibi_ptr,
+    tree_ptr,
+    partial_ptr,  # f32[num_items, partial_q, num_heads, VALUE_DIM]: each split's unnormalised output
+    partial_max_ptr,  # f32[num_items, partial_q, num_heads], in powers of two
+    partial_sum_ptr,
+    work_ptr,  # i32[num_work, 2], (sequence, split); see split_kv
+    first_item_ptr,  # i32[num_seqs + 2]
+    block_tables_ptr,
+    seq_lens_ptr,
+    cu_seqlens_q_ptr,
+    num_seqs,
+    partial_q,
+    min_split,
+    shared_splits,  # SHARED
+    stride_table,
+    score_scale,
+    exp_scale,
+    softcap,
+    stride_query_token: tl.constexpr,
+    stride_query_head: tl.constexpr,
+    stride_key_block: tl.constexpr,
+    stride_key_slot: tl.constexpr,
+    stride_key_head: tl.constexpr,
+    stride_value_block: tl.constexpr,
+    stride_value_slot: tl.constexpr,
+    stride_value_head: tl.constexpr,
+    stride_scale_block: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
+    TREE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,  # of queries times keys
+    WEIGHT_DTYPE: tl.constexpr,  # of weights times values
+):
+    """Work through splits of decodes; a fixed number of programs takes what the list holds.
+
+    A piece of work is BLOCK_G heads of one KV head on one split: of one sequence, or (SHARED) of the prefix
+    that BLOCK_Q sequences of one new token each have in common.
+    """
+    NUM_HEAD_BLOCKS: tl.constexpr = NUM_HEADS // GROUP * tl.cdiv(GROUP, BLOCK_G)
+    row = tl.arange(0, BLOCK_M)
+    offs_v = tl.arange(0, BLOCK_V)
+    if SHARED:
+        num_work = tl.cdiv(num_seqs, BLOCK_Q) * shared_splits
+    else:
+        num_work = tl.load(first_item_ptr + num_seqs + 1)
+    for work in range(tl.program_id(0), num_work * NUM_HEAD_BLOCKS, tl.num_programs(0)):
+        head_block = work % NUM_HEAD_BLOCKS
+        kv_head = head_block // tl.cdiv(GROUP, BLOCK_G)
+        member = head_block % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
+        head = kv_head * GROUP + member
+        mask_row = (row < BLOCK_Q * BLOCK_G) & (member < GROUP)
+        if SHARED:
+            split = work // NUM_HEAD_BLOCKS % shared_splits
+            first_seq = work // NUM_HEAD_BLOCKS // shared_splits * BLOCK_Q
+            seq = first_seq + row // BLOCK_G
+            offs_q = row * 0
+            mask_row = mask_row & (seq < num_seqs)
+            token = seq.to(tl.int64)
+            query_pos = tl.load(seq_lens_ptr + seq, mask=mask_row, other=1) - 1
+            start = split * min_split
+            end = start + min_split
+            # All of them see all of it.
+            first_pos = end
+            last_pos = end
+            context_len = end
+            key_low = 0
+            own_splits = shared_splits + 1
+        else:
+            first_seq = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS))
+            split = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS) + 1)
+            offs_q = row // BLOCK_G
+            query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, False)
+            last_pos = tl.load(seq_lens_ptr + first_seq) - 1
+            mask_row = mask_row & (offs_q < query_len)
+            token = (query_start + offs_q).to(tl.int64)
+            context_len = last_pos + 1 - query_len
+            first_pos = context_len
+            query_pos = context_len + offs_q
+            key_low = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
+            start = first_key_tile(first_pos, WINDOW, TILE)
+            num_keys = last_pos + 1 - start
+            step = tl.maximum(split_tokens(num_keys, SPLIT, MAX_SPLITS), min_split)
+            own_splits = tl.cdiv(num_keys, step)
+            start += split * step
+            end = tl.minimum(start + step, last_pos + 1)
+        acc, row_max, row_sum = attend_rows(
+            query_ptr, key_desc, value_desc, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
+            sinks_ptr, alibi_ptr, tree_ptr, block_tables_ptr + first_seq.to(tl.int64) * stride_table,
+            kv_head, head, token, mask_row, query_pos, first_pos, last_pos, context_len,
+            start, end, key_low, end, split == 0,
+            score_scale, exp_scale, softcap, stride_query_token, stride_query_head,
+            stride_key_block, stride_key_slot, stride_key_head,
+            stride_value_block, stride_value_slot, stride_value_head, stride_scale_block,
+            BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
+            WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE, WEIGHT_DTYPE,
+        )  # fmt: skip
+        if SHARED:
+            item = tl.load(first_item_ptr + seq, mask=mask_row, other=0) + split
+        else:
+            item = tl.load(first_item_ptr + first_seq) + split
+            if tl.float32 == DOT_DTYPE or (HEAD_DIM > VALUE_DIM and BLOCK_V <= 128):
+                query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, True)
+                if tl.float32 != DOT_DTYPE or (BLOCK_V > 256 and key_cache_ptr.dtype.element_ty != DOT_DTYPE):
+                    row ^= query_start ^ _query_range(cu_seqlens_q_ptr, first_seq, True)[0]
+                    member = head_block % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
+                    head = kv_head * GROUP + member
+                    offs_q = row // BLOCK_G
+                mask_row = (row < BLOCK_Q * BLOCK_G) & (member < GROUP) & (offs_q < query_len)
+                token = (query_start + offs_q).to(tl.int64)
+        # No row, or all of them, leave as a partial result.
+        mask_partial = mask_row & (row < tl.where(own_splits > 1, BLOCK_M, 0))
+        place = (item.to(tl.int64) * partial_q + offs_q) * NUM_HEADS + head
+        mask_v = (offs_v < VALUE_DIM)[None, :]
+        offs_partial = place[:, None] * VALUE_DIM + offs_v[None, :]
+        tl.store(partial_ptr + offs_partial, acc, mask=mask_partial[:, None] & mask_v)
+        tl.store(partial_max_ptr + place, row_max * exp_scale, mask=mask_partial)
+        tl.store(partial_sum_ptr + place, row_sum, mask=mask_partial)
+        if not SHARED:
+            mask_row = mask_row & ~mask_partial
+            mask_out = mask_row[:, None] & mask_v
+            offs_out = ((token * NUM_HEADS + head) * VALUE_DIM)[:, None] + offs_v[None, :]
+            out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+            tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)

@@ -1,0 +1,323 @@
+"""Attention of a ragged batch over paged K and V: prefill chunks and decodes in one call.
+
+A sequence with one new token, or a few if the caller says so, is a decode: `decode_kernel` runs on splits of
+its context, which split_kv.py lists and merges. Any other goes through `prefill_kernel` in blocks of query
+tokens. Which of the two, how long a split is and in what order they are merged depend on the sequence alone,
+so its result is the same bits in any batch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...attention_options import AttentionOptions, check_attention, check_own_plan, check_plans
+from ...backend import check_launchable, check_target, current_target, in_interpreter, num_sms
+from ...checks import check_between, in_debug_mode
+from .config import AttentionConfig, Use, choose_config, split_size
+from .descriptors import describe_caches
+from .kernel import decode_kernel, prefill_kernel
+from .split_kv import MAX_SPLITS, merge_splits, plan_decodes
+
+_TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+# Decode programs on an SM. Where fewer fit at once (kernels/README.md), the others follow as these end.
+_PROGRAMS_PER_SM = 4
+
+
+def paged_attention(
+    query: Tensor,  # [num_tokens, num_heads, head_dim], ragged: all sequences one after another
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, value_dim]
+    block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
+    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    *,
+    scale: float,
+    max_seqlen_q: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,  # f32[num_heads]
+    alibi_slopes: Tensor | None = None,  # f32[num_heads]
+    tree_mask: Tensor | None = None,  # i64[num_tokens]
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
+    value_scales: Tensor | None = None,  # like key_scales
+    shared_prefix_len: int = 0,
+    max_decode_q: int = 1,
+    min_seqlen_q: int = 0,
+    plans: dict[Any, Any] | None = None,
+) -> Tensor:  # [num_tokens, num_heads, value_dim], contiguous
+    """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
+
+    New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own,
+    all positions if not `causal`, only the last `sliding_window` of them where one is given (itself included,
+    as HF counts). A sequence may have no new token. What slots past seq_len, or before the window, hold
+    changes nothing; block table entries past the last block are never read. Rows of query past
+    cu_seqlens_q[-1] give undefined ones.
+
+    softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
+    sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
+    alibi_slopes: slope (key position - query position) is added to a score (Press et al. 2022).
+    tree_mask: the new tokens of a sequence, at most 64, are nodes of a tree of candidates: bit i of token j
+        says that it sees new token i, its own bit included; it sees all positions before the new tokens.
+    key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. Any other has
+        query's dtype, or float16 or bfloat16 where that is float32.
+    shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
+        these are read once for many sequences (cascade), in whole splits: of 512 tokens, longer where the
+        tables hold more than 64 of them. Unlike everything else it may change the last bits.
+    max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
+        for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
+        has alone. It costs memory for each of them. At most 16 rows in float32, of tokens times heads of a
+        group, else 64 up to a head_dim of 128, and often fewer beyond; the error says how many tokens.
+    min_seqlen_q: no sequence with new tokens has fewer. Where none can be a decode, none is looked for.
+    plans: an empty dict that the calls for one batch share, those of other layers too: what the first works
+        out from the lengths, the others take from there. It must not outlive the batch.
+
+    A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
+    softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
+    after PagedAttention (Kwon et al. 2023). Raises ValueError for a shape, dtype, stride, device, value or
+    combination that does not fit; what the int32 tensors hold is checked only in debug mode, see `checks`.
+    """
+    options = AttentionOptions(
+        scale=scale,
+        max_seqlen_q=max_seqlen_q,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        causal=causal,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        tree_mask=tree_mask,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        shared_prefix_len=shared_prefix_len,
+        max_decode_q=max_decode_q,
+        min_seqlen_q=min_seqlen_q,
+    )
+    check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    check_plans(plans)
+    check_launchable("query", query)
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, value_dim = value_cache.shape[2:]
+    out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device)
+    if num_tokens == 0 or len(seq_lens) == 0:
+        return out
+    group = num_heads // num_kv_heads
+    target, dtypes = current_target(), (query.dtype, key_cache.dtype)
+    configs = _Configs(head_dim, value_dim, group, *dtypes, target, max_decode_q)
+    check_target(key_cache.dtype, configs.target)
+    arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
+    check_between("max_decode_q", max_decode_q, 1, configs.choose("decode").BLOCK_Q)
+    # Which of the two serves a sequence is decided on the device, by its own query_len.
+    if max_seqlen_q > max_decode_q:
+        _launch_prefill(arguments, configs, max_decode_q)
+    if min_seqlen_q <= max_decode_q:
+        _launch_decode(arguments, configs, options, {} if plans is None else plans)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Configs:
+    """What the tile shapes of one model on one target follow from."""
+
+    head_dim: int
+    value_dim: int
+    group: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    target: str
+    max_decode_q: int
+
+    def choose(self, use: Use) -> AttentionConfig:
+        model = self.head_dim, self.group, self.dtype
+        queries = self.max_decode_q if use == "decode" else 1
+        return choose_config(*model, use, self.target, self.value_dim, self.cache_dtype, queries)
+
+
+def _arguments(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    out: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    options: AttentionOptions,
+) -> dict[str, Any]:
+    """What all launches have in common."""
+    head_dim, value_dim = query.shape[2], out.shape[2]
+    num_heads, (_, block_size, num_kv_heads, _) = query.shape[1], key_cache.shape
+    # The largest power of two, and what is left over: 80 = 64 + 16, 576 = 512 + 64.
+    block_d = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - block_d
+    biased = options.softcap is not None or options.alibi_slopes is not None
+    quantized = options.key_scales is not None
+    return {
+        "query_ptr": query,
+        "key_cache_ptr": key_cache,
+        "value_cache_ptr": value_cache,
+        "key_scale_ptr": options.key_scales,
+        "value_scale_ptr": options.value_scales,
+        "out_ptr": out,
+        "sinks_ptr": options.sinks,
+        "alibi_ptr": options.alibi_slopes,
+        "tree_ptr": options.tree_mask,
+        "block_tables_ptr": block_tables,
+        "seq_lens_ptr": seq_lens,
+        "cu_seqlens_q_ptr": cu_seqlens_q,
+        "num_seqs": seq_lens.shape[0],
+        "stride_table": block_tables.stride(0),
+        "score_scale": float(options.scale),  # an int would be compiled for
+        # From scores to powers of two, in one multiplication where nothing stands between.
+        "exp_scale": math.log2(math.e) * (1.0 if biased else options.scale),
+        "softcap": float(options.softcap or 0.0),
+        "stride_query_token": query.stride(0),
+        "stride_query_head": query.stride(1),
+        "stride_key_block": key_cache.stride(0),
+        "stride_key_slot": key_cache.stride(1),
+        "stride_key_head": key_cache.stride(2),
+        "stride_value_block": value_cache.stride(0),
+        "stride_value_slot": value_cache.stride(1),
+        "stride_value_head": value_cache.stride(2),
+        "stride_scale_block": num_kv_heads * block_size,
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_R": max(16, triton.next_power_of_2(rest)) if rest else 0,
+        "BLOCK_V": triton.next_power_of_2(value_dim),
+        "WINDOW": options.sliding_window or 0,
+        "CAUSAL": options.causal,
+        "SOFTCAP": options.softcap is not None,
+        "ALIBI": options.alibi_slopes is not None,
+        "SINKS": options.sinks is not None,
+        "TREE": options.tree_mask is not None,
+        "QUANTIZED": quantized,
+        "VALUE_IN_KEY": value_dim == block_d and _is_view_of(value_cache, key_cache),
+        **_dot_dtypes(query.dtype, quantized=quantized),
+    }
+
+
+def _dot_dtypes(dtype: torch.dtype, *, quantized: bool) -> dict[str, tl.dtype]:
+    """What queries and keys, and weights and values, are multiplied in; sums are float32."""
+    if in_interpreter():
+        return {"DOT_DTYPE": tl.float32, "WEIGHT_DTYPE": tl.float32}
+    own = _TL_DTYPES[dtype]
+    # A weight times a scale may be less than float16 holds. Values of 8 bits are exact in bfloat16 too.
+    weights = tl.bfloat16 if quantized and dtype == torch.float16 else own
+    return {"DOT_DTYPE": own, "WEIGHT_DTYPE": weights}
+
+
+def _is_view_of(value_cache: Tensor, key_cache: Tensor) -> bool:
+    same_strides = value_cache.stride()[:3] == key_cache.stride()[:3]
+    return same_strides and value_cache.data_ptr() == key_cache.data_ptr() and key_cache.numel() > 0
+
+
+def _launch_prefill(arguments: dict[str, Any], configs: _Configs, max_decode_q: int) -> None:
+    config = configs.choose("prefill")
+    # sum_i ceil(query_len_i / BLOCK_Q) is at most this, whatever the lengths: no need to know them here.
+    num_q_blocks = arguments["query_ptr"].shape[0] // config.BLOCK_Q + arguments["num_seqs"]
+    grid = (num_q_blocks, _num_head_blocks(arguments, config))
+    prefill_kernel[grid](**arguments, DECODE_Q=max_decode_q, **asdict(config))
+
+
+def _launch_decode(
+    arguments: dict[str, Any], configs: _Configs, options: AttentionOptions, plans: dict[Any, Any]
+) -> None:
+    config, split = configs.choose("decode"), split_size(configs.target)
+    out, block_tables = arguments["out_ptr"], arguments["block_tables_ptr"]
+    _, num_heads, value_dim = out.shape
+    sizes = {
+        "max_keys": block_tables.shape[1] * arguments["BLOCK_SIZE"],
+        "decode_q": options.max_decode_q,
+        "window": arguments["WINDOW"],
+        "tile": config.TILE,
+        "split": split,
+        "shared_prefix_len": options.shared_prefix_len,
+    }
+    lengths = arguments["seq_lens_ptr"], arguments["cu_seqlens_q_ptr"]
+    plan = plans.get(key := (arguments["num_seqs"], *sizes.values()))
+    if plan is None:
+        plan = plans[key] = plan_decodes(*lengths, **sizes)
+    elif in_debug_mode():
+        check_own_plan(torch.equal(plan.first_item, plan_decodes(*lengths, **sizes).first_item))
+    # A sequence of one split writes its output itself, in every batch.
+    partial_q = options.max_decode_q
+    places = (arguments["num_seqs"] * plan.most_splits if plan.most_splits > 1 else 0, partial_q, num_heads)
+    partial = torch.empty(*places, value_dim, dtype=torch.float32, device=out.device)
+    partial_max = torch.empty(places, dtype=torch.float32, device=out.device)
+    partial_sum = torch.empty(places, dtype=torch.float32, device=out.device)
+
+    def launch(config: AttentionConfig, most_work: int, *, shared: bool) -> None:
+        num_programs = min(
+            most_work * _num_head_blocks(arguments, config), _PROGRAMS_PER_SM * num_sms(out.device)
+        )
+        caches = arguments["key_cache_ptr"], arguments["value_cache_ptr"]
+        decode_kernel[(num_programs,)](
+            **arguments,
+            **describe_caches(*caches, config, configs.dtype, configs.target),
+            partial_ptr=partial,
+            partial_max_ptr=partial_max,
+            partial_sum_ptr=partial_sum,
+            work_ptr=plan.work,
+            first_item_ptr=plan.first_item,
+            partial_q=partial_q,
+            min_split=plan.min_split,
+            shared_splits=plan.shared_splits,
+            SPLIT=split,
+            MAX_SPLITS=MAX_SPLITS,
+            SHARED=shared,
+            **asdict(config),
+        )
+
+    if plan.shared_splits:
+        shared = configs.choose("shared")
+        num_blocks = triton.cdiv(arguments["num_seqs"], shared.BLOCK_Q)
+        launch(shared, num_blocks * plan.shared_splits, shared=True)
+    launch(config, plan.work.shape[0], shared=False)
+    if plan.most_splits > 1:
+        merge_splits(out, partial, partial_max, partial_sum, arguments["cu_seqlens_q_ptr"], plan)
+
+
+def _num_head_blocks(arguments: dict[str, Any], config: AttentionConfig) -> int:
+    num_heads: int = arguments["NUM_HEADS"]
+    group: int = arguments["GROUP"]
+    return num_heads // group * -(-group // config.BLOCK_G)
+
+
+def paged_attention_cost(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element_size: int,
+    sliding_window: int | None = None,
+    *,
+    value_dim: int | None = None,
+    kv_bytes: float | None = None,
+    shared_prefix_len: int = 0,
+) -> tuple[int, int]:
+    """(bytes, flops): queries in, outputs out, each visible K and V once; two products a visible pair.
+
+    kv_bytes: of one element of the cache with its share of the scales, element_size where None.
+    shared_prefix_len: keys that all sequences have in common, read once.
+    """
+    both = head_dim + (value_dim or head_dim)
+    queries = keys = pairs = 0
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        window = sliding_window or seq_len
+        first = seq_len - query_len
+        queries += query_len
+        keys += seq_len - max(0, first - window + 1) if query_len else 0
+        pairs += sum(min(pos + 1, window) for pos in range(first, seq_len))
+    keys -= shared_prefix_len * max(0, len(seq_lens) - 1)
+    moved = queries * num_heads * both * element_size
+    moved += round(keys * num_kv_heads * both * (element_size if kv_bytes is None else kv_bytes))
+    return moved, 2 * pairs * num_heads * both

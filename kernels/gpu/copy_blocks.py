@@ -1,0 +1,93 @@
+"""Copy whole blocks of the cache to other blocks, in all layers at once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..backend import check_launchable
+from ..checks import (
+    KERNEL_DTYPES,
+    QUANTIZED_DTYPES,
+    check_apart,
+    check_device,
+    check_dtype,
+    check_indices,
+    check_once,
+    check_shape,
+    in_debug_mode,
+)
+
+_CHUNK = 2048
+# Copied as integers, whose bits nothing rounds and nothing takes for a NaN.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+@triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # a view at any offset
+def _copy_blocks_kernel(
+    cache_ptr,
+    pairs_ptr,
+    stride_plane: tl.constexpr,
+    stride_block: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program: CHUNK elements of one block in one plane."""
+    pair, plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    source, target = tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
+    offs = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    mask = offs < SIZE
+    cache_ptr += plane * stride_plane
+    # [CHUNK]
+    elements = tl.load(cache_ptr + source * stride_block + offs, mask=mask)
+    tl.store(cache_ptr + target * stride_block + offs, elements, mask=mask)
+
+
+def copy_blocks(
+    cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
+    pairs: Tensor,  # i64[num_pairs, 2], (from, to)
+) -> None:
+    """cache[:, to] = cache[:, from] for all pairs at once.
+
+    What copy-on-write in PagedAttention (Kwon et al. 2023) comes down to. Copies bits, NaN payloads included.
+    No block may be both a source and a target, nor a target twice. Raises ValueError for a shape, dtype or
+    stride that does not fit; pairs are read on the host, and a block outside the cache or that must not be
+    a target is seen, only in debug mode, see `checks`.
+    """
+    check_shape("cache", cache, (None, None, None, None, None))
+    check_dtype("cache", cache, (*KERNEL_DTYPES, *QUANTIZED_DTYPES))
+    check_launchable("cache", cache)
+    check_shape("pairs", pairs, (None, 2), torch.int64)
+    if not cache[:1, :1].is_contiguous():
+        raise ValueError(f"cache must be contiguous within a block, got strides {cache.stride()}")
+    check_apart("cache", cache)
+    check_device("pairs", pairs, cache.device)
+    if not pairs.is_contiguous():
+        raise ValueError(f"pairs must be contiguous, got strides {pairs.stride()}")
+    if in_debug_mode():
+        check_indices("pairs", pairs, "the cache's blocks", cache.shape[1])
+        check_once("the targets of pairs", pairs[:, 1])
+        both = sorted(set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist()))
+        if both:
+            raise ValueError(f"pairs must not have a block as source and as target, got {both}")
+    num_pairs, num_planes, size = len(pairs), len(cache), cache.shape[2:].numel()
+    if num_pairs == 0:
+        return
+    bits = cache.view(_BITS[cache.element_size()])
+    _copy_blocks_kernel[(num_pairs, num_planes, triton.cdiv(size, _CHUNK))](
+        cache_ptr=bits,
+        pairs_ptr=pairs,
+        stride_plane=cache.stride(0),
+        stride_block=cache.stride(1),
+        SIZE=size,
+        CHUNK=_CHUNK,
+        num_warps=4,
+    )
+
+
+def copy_blocks_cost(
+    num_pairs: int, num_planes: int, block_size: int, num_kv_heads: int, head_dim: int, element_size: int
+) -> tuple[int, int]:
+    """(bytes, flops): a block read and written in every plane, two numbers read for each pair."""
+    block = block_size * num_kv_heads * head_dim * element_size
+    return num_pairs * (2 * num_planes * block + 16), 0

@@ -1,0 +1,121 @@
+"""Root-mean-square norm, with the residual addition before it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..backend import check_launchable
+from ..checks import (
+    check_apart,
+    check_device,
+    check_dtype,
+    check_eps,
+    check_flag,
+    check_last_dim_contiguous,
+    check_positive,
+    check_shape,
+)
+
+_TILE = 2048  # values one program normalises, where the row is not longer
+
+
+@triton.jit
+def weighted(x, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+    """Normalised x times its weight, not yet rounded: `dtype` is what x is rounded to before."""
+    weight = weight.to(tl.float32)
+    if UNIT_OFFSET:
+        return x * (1.0 + weight)
+    return x.to(dtype).to(tl.float32) * weight
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,  # or None
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    stride_x: tl.constexpr,
+    stride_residual: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    offs = tl.arange(0, BLOCK_SIZE)
+    mask = (row < num_rows) & (offs < SIZE)[None, :]
+    # [BLOCK_ROWS, BLOCK_SIZE]
+    x = tl.load(x_ptr + row * stride_x + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    # Behind the store or the sum it would be waited for a second time.
+    weight = tl.load(weight_ptr + offs, mask=offs < SIZE, other=0.0)
+    if residual_ptr is not None:
+        residual_ptr += row * stride_residual + offs[None, :]
+        x += tl.load(residual_ptr, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(out_ptr.dtype.element_ty)
+        tl.store(residual_ptr, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
+    dtype = out_ptr.dtype.element_ty
+    normed = weighted(x * inverse[:, None], weight[None, :], dtype, UNIT_OFFSET)
+    tl.store(out_ptr + row * SIZE + offs[None, :], normed.to(dtype), mask=mask)
+
+
+def rms_norm(
+    x: Tensor,  # [num_rows, size]
+    weight: Tensor,  # [size]
+    eps: float,
+    residual: Tensor | None = None,  # like x, updated in place
+    *,
+    unit_offset: bool = False,
+) -> Tensor:  # [num_rows, size], contiguous
+    """Return weight * x / sqrt(mean(x²) + eps), after residual += x where one is given.
+
+    Zhang & Sennrich 2019, in float32. The sum is rounded to the residual's dtype before it is normalised, and
+    the normalised value to x's dtype before the weight multiplies it, as HF's LlamaRMSNorm does. unit_offset:
+    1 + weight multiplies it, and only the product is rounded, as HF's Gemma3RMSNorm does. Raises ValueError
+    for a shape, dtype, stride or value that does not fit.
+    """
+    check_shape("x", x, (None, None))
+    check_dtype("x", x)
+    check_launchable("x", x)
+    num_rows, size = x.shape
+    check_positive("x.shape[1]", size)
+    check_shape("weight", weight, (size,), x.dtype)
+    check_eps(eps)
+    check_flag("unit_offset", unit_offset)
+    tensors = {"x": x, "weight": weight}
+    if residual is not None:
+        check_shape("residual", residual, x.shape, x.dtype)
+        check_apart("residual", residual)
+        tensors["residual"] = residual
+    for name, tensor in tensors.items():
+        check_last_dim_contiguous(name, tensor)
+        check_device(name, tensor, x.device)
+    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    block_size = triton.next_power_of_2(size)
+    block_rows = max(1, _TILE // block_size)
+    _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x_ptr=x,
+        residual_ptr=residual,
+        weight_ptr=weight,
+        out_ptr=out,
+        num_rows=num_rows,
+        eps=float(eps),  # an int would be compiled for
+        stride_x=x.stride(0),
+        stride_residual=None if residual is None else residual.stride(0),
+        UNIT_OFFSET=unit_offset,
+        SIZE=size,
+        BLOCK_ROWS=block_rows,
+        BLOCK_SIZE=block_size,
+        num_warps=min(16, max(4, block_size // 1024)),
+    )
+    return out
+
+
+def rms_norm_cost(num_rows: int, size: int, element_size: int, *, residual: bool) -> tuple[int, int]:
+    """(bytes, flops): x read and the norm written, the residual read and written too where there is one."""
+    passes = 4 if residual else 2
+    return (passes * num_rows + 1) * size * element_size, (5 if residual else 4) * num_rows * size

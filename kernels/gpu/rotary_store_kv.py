@@ -1,0 +1,285 @@
+"""From the QKV projection to attention in one pass: QK norm, rotary, K and V into the cache."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..backend import check_launchable, check_target, current_target
+from ..checks import (
+    QUANTIZED_DTYPES,
+    check_apart,
+    check_device,
+    check_dtype,
+    check_eps,
+    check_flag,
+    check_indices,
+    check_last_dim_contiguous,
+    check_multiple,
+    check_once,
+    check_positive,
+    check_scales,
+    check_shape,
+    check_span,
+    in_debug_mode,
+)
+from .rms_norm import weighted
+
+# Pairs (x1, x2) of one program, whatever the model: two warps move them 16 bytes a thread, on AMD too. A tile
+# smaller than that would give pairs two owners, and the query of one could be read after the other wrote it.
+_TILE = 1024
+
+
+@triton.jit
+def _normalise(
+    x1,  # f32[BLOCK_HEADS, BLOCK_HALF]
+    x2,
+    is_query,  # [BLOCK_HEADS]
+    is_key,
+    query_weight_ptr,
+    key_weight_ptr,
+    eps,
+    offs_d,  # [1, BLOCK_HALF]
+    mask_d,
+    dtype: tl.constexpr,
+    HALF: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+):
+    """RMS norm of every head, rounded to `dtype` as `rms_norm` does."""
+    # [BLOCK_HEADS, BLOCK_HALF]
+    mask_query, mask_key = is_query[:, None] & mask_d, is_key[:, None] & mask_d
+    query_weight1 = tl.load(query_weight_ptr + offs_d, mask=mask_query, other=0.0)
+    query_weight2 = tl.load(query_weight_ptr + HALF + offs_d, mask=mask_query, other=0.0)
+    weight1 = tl.load(key_weight_ptr + offs_d, mask=mask_key, other=0.0)
+    weight2 = tl.load(key_weight_ptr + HALF + offs_d, mask=mask_key, other=0.0)
+    weight1 = tl.where(is_query[:, None], query_weight1, weight1)
+    weight2 = tl.where(is_query[:, None], query_weight2, weight2)
+    inverse = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    x1 = weighted(x1 * inverse, weight1, dtype, UNIT_OFFSET)
+    x2 = weighted(x2 * inverse, weight2, dtype, UNIT_OFFSET)
+    return x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _store_kv(
+    head_ptr,  # [BLOCK_HEADS, BLOCK_HALF], where the first halves go
+    scale_ptr,  # [BLOCK_HEADS], or None
+    x1,
+    x2,
+    mask_head,
+    mask_d,
+    HALF: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Write heads into the cache, K and V alike: the one place that knows in what form it holds them."""
+    if scale_ptr is not None:
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(x1), axis=1), tl.max(tl.abs(x2), axis=1))
+        # A maximum does not see NaN; the sum of nothing but NaN and infinity is NaN, and shows later.
+        scale = largest / LARGEST + tl.sum(x1 * 0.0 + x2 * 0.0, axis=1)
+        inverse = (LARGEST / tl.where(largest > 0.0, largest, 1.0))[:, None]
+        x1, x2 = x1 * inverse, x2 * inverse
+        if head_ptr.dtype.element_ty == tl.int8:
+            x1, x2 = tl.floor(x1 + 0.5), tl.floor(x2 + 0.5)
+        tl.store(scale_ptr, scale, mask=mask_head)
+    mask = mask_head[:, None] & mask_d
+    tl.store(head_ptr, x1.to(head_ptr.dtype.element_ty), mask=mask)
+    tl.store(head_ptr + HALF, x2.to(head_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])  # a view at any offset
+def _rotary_store_kv_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    key_scale_ptr,  # None where the cache is not quantised
+    value_scale_ptr,
+    slot_mapping_ptr,
+    query_weight_ptr,  # None where there is no norm
+    key_weight_ptr,
+    eps,
+    stride_qkv_token: tl.constexpr,
+    stride_qkv_head: tl.constexpr,
+    stride_cos: tl.constexpr,
+    stride_sin: tl.constexpr,
+    stride_cache_block: tl.constexpr,
+    stride_cache_slot: tl.constexpr,
+    stride_cache_head: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    LARGEST: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+):
+    """One program: BLOCK_HEADS of one token's heads, be they query, key or value."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    offs_d = tl.arange(0, BLOCK_HALF)[None, :]
+    mask_d = offs_d < HALF
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    slot = tl.load(slot_mapping_ptr + token)
+    qkv_ptr += token * stride_qkv_token
+    offs = head[:, None] * stride_qkv_head + offs_d
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & mask_d
+    # [BLOCK_HEADS, BLOCK_HALF], cos and sin too: a copy for every head comes from L1 in 16 bytes a thread,
+    # where one for the program would come in 4 and cross shared memory.
+    x1 = tl.load(qkv_ptr + offs, mask=mask, other=0.0)
+    x2 = tl.load(qkv_ptr + offs + HALF, mask=mask, other=0.0)
+    mask = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & mask_d
+    cos = tl.load(cos_ptr + token * stride_cos + offs_d, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + token * stride_sin + offs_d, mask=mask, other=0.0)
+    value1, value2 = x1, x2
+
+    dtype = qkv_ptr.dtype.element_ty
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    if query_weight_ptr is not None:
+        x1, x2 = _normalise(
+            x1, x2, is_query, is_key, query_weight_ptr, key_weight_ptr, eps, offs_d, mask_d, dtype, HALF,
+            UNIT_OFFSET,
+        )  # fmt: skip
+    x1, x2 = (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
+
+    # All stores stand last: a store waits for what it stores, and everything behind it waits too.
+    mask = is_query[:, None] & mask_d
+    tl.store(qkv_ptr + offs, x1, mask=mask)
+    tl.store(qkv_ptr + offs + HALF, x2, mask=mask)
+    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+    offs_cache = slot // BLOCK_SIZE * stride_cache_block + slot % BLOCK_SIZE * stride_cache_slot
+    offs_cache += kv_head[:, None] * stride_cache_head + offs_d
+    if key_scale_ptr is not None:
+        offs_scale = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        key_scale_ptr += offs_scale
+        value_scale_ptr += offs_scale
+    _store_kv(key_cache_ptr + offs_cache, key_scale_ptr, x1, x2, is_key, mask_d, HALF, LARGEST)
+    _store_kv(value_cache_ptr + offs_cache, value_scale_ptr, value1, value2, is_value, mask_d, HALF, LARGEST)
+
+
+def rotary_store_kv(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor,  # like key_cache, written in place
+    slot_mapping: Tensor,  # i64[num_tokens]
+    *,
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
+    key_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], written in place
+    value_scales: Tensor | None = None,  # like key_scales, of an fp8 or int8 cache
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Return the query, normalised and rotated, and put key, likewise, and value into their slots.
+
+    RMS norm of every head with its weight where given (Henry et al. 2020, as Qwen3 has it), then rotary
+    embedding in neox order (Su et al. 2021), then cache[slot // block_size, slot % block_size] = new token
+    (Kwon et al. 2023). float32 between load and store, rounded to qkv's dtype where HF rounds: before and
+    after the norm's weight, and after the rotation. unit_offset: the norm is Gemma 3's, see `rms_norm`.
+
+    The query is rotated in place and returned as a view of qkv, which has just been read and is still in
+    the L2 cache; the key heads of qkv are scratch, undefined afterwards. Two tokens must not share a slot.
+    A quantised cache holds every head divided by its own scale, which is its largest absolute value over the
+    largest of the dtype (int8: rounded to the nearest, halves up). Any other has qkv's dtype, or float16 or
+    bfloat16 where that is float32.
+
+    Raises ValueError for a shape, dtype, stride or device that does not fit; slots are read on the host, and
+    one outside the cache or named twice is seen, only in debug mode, see `checks`.
+    """
+    check_shape("qkv", qkv, (None, None, None))
+    check_dtype("qkv", qkv)
+    check_shape("key_cache", key_cache, (None, None, None, qkv.shape[2]))
+    check_scales(key_cache, key_scales, value_scales, qkv.dtype)
+    check_launchable("qkv", qkv)
+    check_target(key_cache.dtype, current_target())
+    num_tokens, num_all_heads, head_dim = qkv.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    num_heads = num_all_heads - 2 * num_kv_heads
+    half = head_dim // 2
+    check_positive("head_dim", head_dim)
+    check_multiple("head_dim", head_dim, "the two halves", 2)
+    check_positive("block_size", block_size)
+    check_eps(eps)
+    check_flag("unit_offset", unit_offset)
+    if num_kv_heads < 1 or num_heads < 1:
+        raise ValueError(
+            f"qkv must have more than twice key_cache's heads, got {num_all_heads} and {num_kv_heads}"
+        )
+    check_shape("cos", cos, (num_tokens, half), torch.float32)
+    check_shape("sin", sin, (num_tokens, half), torch.float32)
+    check_shape("value_cache", value_cache, key_cache.shape, key_cache.dtype)
+    check_shape("slot_mapping", slot_mapping, (num_tokens,), torch.int64)
+    tensors = {"qkv": qkv, "cos": cos, "sin": sin, "key_cache": key_cache, "value_cache": value_cache}
+    tensors["slot_mapping"] = slot_mapping
+    if query_norm_weight is not None and key_norm_weight is not None:
+        check_shape("query_norm_weight", query_norm_weight, (head_dim,), qkv.dtype)
+        check_shape("key_norm_weight", key_norm_weight, (head_dim,), qkv.dtype)
+        tensors |= {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}
+    elif query_norm_weight is not None or key_norm_weight is not None:
+        raise ValueError("query_norm_weight and key_norm_weight must both be given or both be None")
+    for name, tensor in tensors.items():
+        check_last_dim_contiguous(name, tensor)
+        check_device(name, tensor, qkv.device)
+    for name in ("qkv", "key_cache", "value_cache"):
+        check_apart(name, tensors[name])
+        check_span(name, tensors[name])
+    for name, key, value in (("cache", key_cache, value_cache), ("scales", key_scales, value_scales)):
+        if key is not None and value is not None and key.data_ptr() == value.data_ptr() and key.numel():
+            raise ValueError(f"key_{name} and value_{name} are both written, and must not be the same memory")
+    if value_cache.stride() != key_cache.stride():
+        raise ValueError(
+            f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
+        )
+    if in_debug_mode():
+        check_indices("slot_mapping", slot_mapping, "the cache's slots", len(key_cache) * block_size)
+        check_once("slot_mapping", slot_mapping)
+    block_half = triton.next_power_of_2(half)
+    block_heads = max(1, _TILE // block_half)
+    _rotary_store_kv_kernel[(num_tokens, triton.cdiv(num_all_heads, block_heads))](
+        qkv_ptr=qkv,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        key_cache_ptr=key_cache,
+        value_cache_ptr=value_cache,
+        key_scale_ptr=key_scales,
+        value_scale_ptr=value_scales,
+        slot_mapping_ptr=slot_mapping,
+        query_weight_ptr=query_norm_weight,
+        key_weight_ptr=key_norm_weight,
+        eps=float(eps),  # an int would be compiled for
+        stride_qkv_token=qkv.stride(0),
+        stride_qkv_head=qkv.stride(1),
+        stride_cos=cos.stride(0),
+        stride_sin=sin.stride(0),
+        stride_cache_block=key_cache.stride(0),
+        stride_cache_slot=key_cache.stride(1),
+        stride_cache_head=key_cache.stride(2),
+        BLOCK_SIZE=block_size,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        LARGEST=QUANTIZED_DTYPES.get(key_cache.dtype, 1.0),
+        UNIT_OFFSET=unit_offset,
+        num_warps=2,
+    )
+    return qkv[:, :num_heads]
+
+
+def rotary_store_kv_cost(
+    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, *, norm: bool
+) -> tuple[int, int]:
+    """(bytes, flops): qkv read; query, K and V written; cos, sin and a slot read for each token.
+
+    3 operations to rotate a value of query or key, 4 more to normalise it.
+    """
+    moved = 2 * (num_heads + 2 * num_kv_heads) * head_dim * element_size + 4 * head_dim + 8
+    rotated = num_tokens * (num_heads + num_kv_heads) * head_dim
+    return num_tokens * moved + (2 * head_dim * element_size if norm else 0), (7 if norm else 3) * rotated

@@ -1,0 +1,216 @@
+"""The operations in plain torch, written for speed on a CPU: what attention_backend="torch" runs."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import reference
+from ..checks import check_between, check_eps, check_positive, check_scales
+
+
+def rms_norm(
+    x: Tensor,  # [..., size]
+    weight: Tensor,  # [size]
+    eps: float,
+    residual: Tensor | None = None,  # like x, updated in place
+    *,
+    unit_offset: bool = False,
+) -> Tensor:  # [..., size]
+    """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`."""
+    check_eps(eps)
+    if residual is not None:
+        x = residual.add_(x)
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
+    return _weighted(x32 * scale, weight, x.dtype, unit_offset).contiguous()
+
+
+def _weighted(x32: Tensor, weight: Tensor, dtype: torch.dtype, unit_offset: bool) -> Tensor:
+    return (x32 * (1 + weight.float())).to(dtype) if unit_offset else x32.to(dtype) * weight
+
+
+def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
+    """silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotary_store_kv(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor,  # like key_cache, written in place
+    slot_mapping: Tensor,  # i64[num_tokens]
+    *,
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
+    key_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    value_scales: Tensor | None = None,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """QK norm, rotary, K and V into their slots; see `reference.rotary_store_kv`."""
+    check_scales(key_cache, key_scales, value_scales, qkv.dtype)
+    check_eps(eps)
+    if (query_norm_weight is None) != (key_norm_weight is None):
+        raise ValueError("query_norm_weight and key_norm_weight must both be given or both be None")
+    num_kv_heads = key_cache.shape[2]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    # Query and key heads go through everything together: half the calls, which is what a decode waits for.
+    heads, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    query: Tensor = heads[:, :num_heads]
+    half1, half2 = heads.chunk(2, dim=-1)
+    if query_norm_weight is not None and key_norm_weight is not None:
+        x32 = heads.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
+        weights = (query_norm_weight, num_heads), (key_norm_weight, num_kv_heads)
+        weight = torch.cat([weight.expand(n, -1) for weight, n in weights])
+        x1, x2 = _weighted(x32 * scale, weight, qkv.dtype, unit_offset).float().chunk(2, dim=-1)
+    else:
+        x1, x2 = half1.float(), half2.float()
+    cos, sin = cos[:, None], sin[:, None]
+    rotated1 = (x1 * cos).sub_(x2 * sin)
+    rotated2 = (x2 * cos).add_(x1 * sin)
+    half1.copy_(rotated1)
+    half2.copy_(rotated2)
+    _store(heads[:, num_heads:], key_cache, slot_mapping, key_scales)
+    _store(value, value_cache, slot_mapping, value_scales)
+    return query
+
+
+def _store(x: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None) -> None:
+    """Put K or V, [num_tokens, num_kv_heads, head_dim], into their slots, in the cache's form."""
+    if scales is None:
+        x = x.to(cache.dtype)
+    else:
+        x, scale = reference.quantize(x, cache.dtype)
+        block_size = cache.shape[1]
+        scales[slots // block_size, :, slots % block_size] = scale
+        x, cache = x.view(torch.int8), cache.view(torch.int8)  # torch copies no fp8 to places on a CPU
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, x)
+
+
+def paged_attention(
+    query: Tensor,  # [num_tokens, num_heads, head_dim]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,  # like key_cache
+    block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
+    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    *,
+    scale: float,
+    max_seqlen_q: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,  # f32[num_heads]
+    alibi_slopes: Tensor | None = None,  # f32[num_heads]
+    tree_mask: Tensor | None = None,  # i64[num_tokens]
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
+    value_scales: Tensor | None = None,  # like key_scales
+    shared_prefix_len: int = 0,
+    max_decode_q: int = 1,
+    min_seqlen_q: int = 0,
+    plans: dict[Any, Any] | None = None,
+) -> Tensor:  # [num_tokens, num_heads, value_dim]
+    """softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`.
+
+    Where more than a window is asked for, the reference itself computes it: no model here needs it fast.
+    """
+    check_scales(key_cache, key_scales, value_scales, query.dtype)
+    check_positive("scale", scale)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    if sliding_window is not None:
+        check_between("sliding_window", sliding_window, 1, 2**31 - 1)
+    special = (softcap, sinks, alibi_slopes, tree_mask)
+    if not causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
+        return reference.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            cu_seqlens_q,
+            scale=scale,
+            max_seqlen_q=max_seqlen_q,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            causal=causal,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            tree_mask=tree_mask,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            shared_prefix_len=shared_prefix_len,
+            max_decode_q=max_decode_q,
+            min_seqlen_q=min_seqlen_q,
+            plans=plans,
+        )
+    num_tokens, num_heads, head_dim = query.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
+    bounds = cu_seqlens_q.tolist()
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        start, end = bounds[i], bounds[i + 1]
+        query_len = end - start
+        if query_len == 0:
+            continue
+        low = 0 if sliding_window is None else max(0, seq_len - query_len - sliding_window + 1)
+        first_block = low // block_size
+        blocks = block_tables[i, first_block : -(-seq_len // block_size)]
+        tokens = slice(low - first_block * block_size, seq_len - first_block * block_size)
+        # [num_kv_heads, 1, seq_len - low, head_dim]
+        k = _gather(key_cache, key_scales, blocks, query.dtype)[tokens].transpose(0, 1)[:, None]
+        v = _gather(value_cache, value_scales, blocks, query.dtype)[tokens].transpose(0, 1)[:, None]
+        if query_len == 1:
+            # The group as query rows: one pass over K and V, where enable_gqa in bfloat16 is 8 times slower.
+            q = query[start].reshape(num_kv_heads, 1, group, head_dim)
+            out[start] = F.scaled_dot_product_attention(q, k, v, scale=scale).view(num_heads, head_dim)
+            continue
+        q = query[start:end].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+        mask = None
+        if query_len < seq_len or sliding_window is not None:
+            mask = _mask(query_len, seq_len, low, sliding_window, query.device)
+        attended = F.scaled_dot_product_attention(
+            q,
+            k.expand(-1, group, -1, -1),
+            v.expand(-1, group, -1, -1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+        )  # [num_kv_heads, group, query_len, head_dim]
+        out[start:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
+def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """All tokens of these blocks: [num_tokens, num_kv_heads, dim]."""
+    # index_select copies whole blocks: 3 times faster here than cache[blocks].
+    tokens = cache.index_select(0, blocks).flatten(0, 1)
+    if scales is None:
+        return tokens.to(dtype)
+    scale = scales.index_select(0, blocks).transpose(1, 2).flatten(0, 1)
+    return (tokens.float() * scale[..., None]).to(dtype)
+
+
+def _mask(query_len: int, seq_len: int, low: int, sliding_window: int | None, device: torch.device) -> Tensor:
+    """Which keys [low, seq_len) each of the last tokens sees: bool[query_len, seq_len - low]."""
+    query_pos = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+    key_pos = torch.arange(low, seq_len, device=device)[None, :]
+    seen = key_pos <= query_pos
+    return seen if sliding_window is None else seen & (key_pos > query_pos - sliding_window)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
+    """The first of the highest of each row, on a GPU one of them, and its logit; see `reference.greedy`."""
+    if logits.device.type != "cpu":
+        highest, tokens = logits.max(-1)
+        return tokens, highest
+    # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
+    tokens = torch.from_numpy(logits.numpy().argmax(-1))
+    return tokens, logits.gather(1, tokens[:, None])[:, 0]

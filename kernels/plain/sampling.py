@@ -1,0 +1,367 @@
+"""Sampling in plain torch, written for speed on a CPU: what attention_backend="torch" draws tokens with.
+
+Nothing as long as the vocabulary is sorted. Rows where top_k, min_p or top_n_sigma leave few candidates are
+reduced to these; the others are drawn from as they are, and where top_p or typical_p excludes the token,
+again (Ye et al., FlashInfer, 2025).
+Who is drawn is who wins a race (see `_race`): logits that differ in their last bits, as those of another
+batch do, then draw the same token, which a number looked up in a cumulative sum does not.
+What a row gets depends on it alone, bit for bit.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import selection as torch_selection
+from .selection import (
+    candidates,
+    chunks,
+    column_maxima,
+    column_sums,
+    column_sums_between,
+    kth_largest,
+    left_to_right,
+    places_where,
+    row_sums,
+    smallest_bound,
+)
+from .splitmix import mixed, nth, splitmix64, uniforms
+
+SMALLEST = 1e-30  # stands for a probability that a float32 rounds to 0
+LN_2 = math.log(2)
+
+
+def apply_penalties(
+    logits: Tensor,  # f32[num_rows, vocab_size], changed in place
+    rows: Tensor,  # i64[n], which rows of it
+    slots: Tensor,  # i64[n], where the history of each is
+    output_counts: Tensor,  # i32[num_slots, vocab_size], how often each token was generated
+    seen: Tensor,  # bool[num_slots, vocab_size], the tokens of prompt and output
+    repetition_penalty: Tensor,  # f32[n]
+    frequency_penalty: Tensor,  # f32[n]
+    presence_penalty: Tensor,  # f32[n]
+) -> None:
+    """Take the penalties off the logits of tokens in the prompt or the output; see SamplingParams.
+
+    Repetition first: positive logits are divided, negative ones multiplied (Keskar et al., 2019).
+    """
+    num, vocab_size = rows.shape[0], logits.shape[1]
+    if torch.equal(slots, torch.arange(num, device=slots.device)):  # no copy of what is large
+        counts, seen = output_counts[:num], seen[:num]
+    else:
+        counts, seen = output_counts[slots], seen[slots]
+    # They are a few tokens of many.
+    found_at = places_where(seen)
+    row = found_at // vocab_size
+    places = rows[row] * vocab_size + found_at % vocab_size
+    found, count = logits.view(-1)[places], counts.reshape(-1)[found_at].float()
+    penalty = repetition_penalty[row]
+    found = torch.where(found > 0, found / penalty, found * penalty)
+    found -= frequency_penalty[row] * count
+    found -= presence_penalty[row] * (count > 0)
+    logits.view(-1)[places] = found
+
+
+def sample_tokens(
+    logits: Tensor,  # f32[n, vocab_size], destroyed; -inf is never drawn
+    seeds: Tensor,  # i64[n]
+    positions: Tensor,  # i64[n]
+    *,
+    temperature: Tensor,  # f32[n], above 0
+    min_p: Tensor | None,  # f32[n]; None where nobody uses it, as below
+    top_n_sigma: Tensor | None,  # f32[n]
+    typical_p: Tensor | None,  # f32[n]
+    top_k: Tensor | None,  # i32[n]
+    top_p: Tensor | None,  # f32[n]
+) -> Tensor:  # i64[n]
+    """One token of each row; see `reference.kept_tokens` for which may be drawn.
+
+    The random numbers follow from (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or
+    with nothing but -inf, get some token.
+    """
+    # A temperature below float32's smallest is 0, and 0 / 0 is NaN.
+    temperature = temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    if top_n_sigma is None:
+        maxima = column_maxima(logits)
+    else:
+        maxima, deviations = _maxima_and_deviations(logits)
+    highest = maxima.amax(1, keepdim=True)
+    lowest = torch.full_like(highest, -torch.inf)
+    if min_p is not None:
+        lowest = highest + min_p[:, None].log() * temperature
+    if top_n_sigma is not None:
+        reach = (top_n_sigma[:, None] * deviations).where(top_n_sigma[:, None] > 0, torch.inf)
+        lowest = torch.maximum(lowest, highest - reach)
+    ones = torch.ones_like(highest[:, 0])
+    rows = _Rows(
+        logits,
+        maxima,
+        highest,
+        temperature,
+        lowest,
+        ones if typical_p is None else typical_p,
+        torch.full_like(seeds, logits.shape[1]) if top_k is None else top_k.long(),
+        ones if top_p is None else top_p,
+        mixed(seeds, positions),
+    )
+    few = _have_few(rows)
+    if few.all():
+        return _draw_from_few(rows)
+    if not few.any():
+        return _draw_from_all(rows)
+    tokens = torch.zeros_like(seeds)
+    for draw, mask in ((_draw_from_few, few), (_draw_from_all, ~few)):
+        chosen = mask.nonzero()[:, 0]
+        tokens[chosen] = draw(rows.of(chosen))
+    return tokens
+
+
+class _Rows(NamedTuple):
+    """Logits and what is asked of each row of them."""
+
+    logits: Tensor  # f32[n, vocab_size]
+    maxima: Tensor  # f32[n, width], of its columns
+    highest: Tensor  # f32[n, 1]
+    temperature: Tensor  # f32[n, 1]
+    lowest: Tensor  # f32[n, 1], logit that min_p and top_n_sigma keep
+    typical_p: Tensor  # f32[n], 1 keeps all
+    top_k: Tensor  # i64[n], vocab_size keeps all
+    top_p: Tensor  # f32[n], 1 keeps all
+    bits: Tensor  # i64[n], random
+
+    def of(self, chosen: Tensor) -> "_Rows":  # i64[m]
+        """Some rows."""
+        return _Rows(*(column.index_select(0, chosen) for column in self))
+
+
+def _maxima_and_deviations(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, width] and f32[n, 1]
+    """The columns' maxima, and the standard deviation of all logits that are not -inf."""
+    num, vocab_size = logits.shape
+    maxima = logits.new_empty(num, -(-vocab_size // torch_selection.HEIGHT))
+    sums, squares = torch.empty_like(maxima), torch.empty_like(maxima)
+    for part, highest, total, square in chunks(logits, maxima, sums, squares):
+        highest.copy_(column_maxima(part))
+        # From near the mean, so that little is lost where the square of the rest is taken off.
+        some = part[:, :: torch_selection.HEIGHT]
+        away = part - (left_to_right(some) / some.shape[1]).float()
+        total.copy_(column_sums(away))
+        square.copy_(column_sums(away.square_()))
+    rest = (left_to_right(sums) / vocab_size).square_()
+    variances = left_to_right(squares) / vocab_size - rest
+    others = (~(rest < variances)).nonzero()[:, 0]
+    if len(others):
+        some = logits[others]
+        possible = torch.gt(some, -torch.inf, out=torch.empty_like(some))
+        count = row_sums(possible)[:, None]
+        # A multiple of -inf may be NaN.
+        below = (some - some.amax(1, keepdim=True)).clamp_(min=torch.finfo(some.dtype).min).mul_(possible)
+        mean = (row_sums(below)[:, None] / count).float()
+        variances[others] = row_sums(below.sub_(mean).mul_(possible).square_())[:, None] / count
+    return maxima, variances.sqrt_().float()
+
+
+def _have_few(rows: _Rows) -> Tensor:  # bool[n]
+    """Which rows are reduced to candidates: those of which a small part of the columns has any."""
+    width = rows.maxima.shape[1]
+    reaching = (rows.maxima >= rows.lowest).sum(1)
+    return (reaching <= width // 4) | ((rows.top_k <= _most_few(rows)) & (rows.typical_p >= 1.0))
+
+
+def _most_few(rows: _Rows) -> int:
+    """The largest top_k by which a row is reduced to candidates."""
+    return rows.logits.shape[1] // torch_selection.HEIGHT
+
+
+def _draw_from_few(rows: _Rows) -> Tensor:  # i64[n]
+    """Draw from candidates, sorted: what min_p and top_n_sigma leave, or of these what a small top_k does."""
+    top_k, typical_p = rows.top_k[:, None], rows.typical_p[:, None]
+    bound = rows.lowest
+    limited = (top_k <= _most_few(rows)) & (typical_p >= 1.0)
+    if limited.any():
+        kth = kth_largest(rows.maxima, rows.top_k.clamp(max=max(1, _most_few(rows))))
+        bound = torch.maximum(bound, kth.where(limited, -torch.inf))
+    values, tokens = candidates(rows.logits, bound, rows.maxima)
+    scaled = ((values - values[:, :1]) / rows.temperature).double()
+    weights = scaled.exp()
+    if (typical_p < 1.0).any():
+        # A token of probability 0 adds nothing to the entropy.
+        mean = left_to_right(weights * scaled.clamp(min=-1e30)) / left_to_right(weights)
+        distance, order = (scaled - mean).abs().sort(dim=1)
+        nearer = _before(distance, weights.gather(1, order)) < typical_p * left_to_right(weights)
+        kept = torch.zeros_like(nearer).scatter_(1, order, nearer)
+        # The most likely ones always.
+        weights = weights.where(kept | (scaled == 0.0) | (typical_p >= 1.0), 0.0)
+    if (top_k < rows.logits.shape[1]).any():
+        weights = weights.where(_before(values, (weights > 0.0).double()) < top_k, 0.0)
+    if (rows.top_p < 1.0).any():
+        top_p = rows.top_p.double().clamp_(min=SMALLEST)[:, None]
+        within = _before(values, weights) < top_p * left_to_right(weights)
+        weights = weights.where(within | (top_p >= 1.0), 0.0)
+    return tokens.gather(1, _race(weights, nth(rows.bits[:, None], tokens)))[:, 0]
+
+
+def _before(
+    order: Tensor,  # [n, size], sorted
+    weights: Tensor,  # f64[n, size]
+) -> Tensor:  # f64[n, size]
+    """What weighs that which lies before each, without its equals."""
+    sums = weights.cumsum(1)
+    before = torch.zeros_like(sums)
+    before[:, 1:] = sums[:, :-1].where(order[:, 1:] != order[:, :-1], 0.0).cummax(1).values
+    return before
+
+
+def _draw_from_all(rows: _Rows) -> Tensor:  # i64[n]
+    """Draw from all tokens; what typical_p or top_p excludes is drawn again. The logits are destroyed."""
+    weights, sums, means = _to_weights(rows)
+    typical, limited = rows.typical_p < 1.0, rows.top_k < weights.shape[1]
+    # Later filters go by all that typical_p keeps.
+    first = typical & (limited | (rows.top_p < 1.0))
+    for mask, drop in ((first, _drop_untypical), (limited, _drop_unlikely)):
+        chosen = mask.nonzero()[:, 0]
+        if len(chosen) == len(mask):
+            sums = drop(weights, means, rows)
+        elif len(chosen):
+            part = weights.index_select(0, chosen)
+            sums[chosen] = drop(part, means[chosen], rows.of(chosen))
+            weights[chosen] = part
+    tokens = _draw(weights, sums, rows.bits)
+    last = (typical & ~first).nonzero()[:, 0]
+    if len(last) == len(tokens):
+        _redraw_untypical(tokens, weights, sums, means, rows)
+    elif len(last):
+        some = tokens[last]
+        _redraw_untypical(some, weights.index_select(0, last), sums[last], means[last], rows.of(last))
+        tokens[last] = some
+    if (rows.top_p < 1.0).any():
+        _redraw_improbable(tokens, weights, sums, rows)
+    return tokens
+
+
+def _to_weights(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """What each token weighs: the most likely 1, those below the lowest 0.
+
+    Returns f32[n, vocab_size] in the logits' memory, f32[n, width] sums of columns, and f32[n, 1] the mean of
+    the weights' base-2 logarithm for typical_p: a token's is as far from it as its surprise from the entropy.
+    """
+    weights, sums, moments = rows.logits, torch.empty_like(rows.maxima), torch.zeros_like(rows.maxima)
+    filtered = bool((rows.lowest > -torch.inf).any())
+    typical = bool((rows.typical_p < 1.0).any())
+    columns = (rows.highest, rows.temperature * LN_2, rows.lowest, sums, moments)
+    for part, top, t, lowest, total, moment in chunks(weights, *columns):
+        kept = torch.ge(part, lowest, out=torch.empty_like(part)) if filtered else None
+        part.sub_(top).div_(t)
+        # A token of probability 0 adds nothing to the entropy.
+        logarithm = part.clamp(min=torch.finfo(torch.float32).min) if typical else None
+        # As quick for logits far below, where exp takes twenty times as long.
+        part.exp2_()
+        if kept is not None:
+            part.mul_(kept)
+        if logarithm is not None:
+            moment.copy_(column_sums(logarithm.mul_(part)))
+        total.copy_(column_sums(part))
+    return weights, sums, (left_to_right(moments) / left_to_right(sums)).float()
+
+
+def _drop_untypical(weights: Tensor, means: Tensor, rows: _Rows) -> Tensor:
+    """Make 0 of what typical_p excludes (Meister et al., 2022), but the most likely.
+
+    Returns f32[n, width], sums of columns.
+    """
+    sums = torch.empty_like(rows.maxima)
+    for part, mean, typical_p, total in chunks(weights, means, rows.typical_p, sums):
+        distance = part.clamp(min=SMALLEST).log2_().sub_(mean).abs_()
+        bound = smallest_bound(distance, part, row_sums(part) * typical_p.clamp(min=SMALLEST))
+        kept = torch.le(distance, bound, out=distance)
+        torch.maximum(kept, torch.ge(part, 1.0, out=torch.empty_like(part)), out=kept)
+        total.copy_(column_sums(part.mul_(kept)))
+    return sums
+
+
+def _drop_unlikely(weights: Tensor, _means: Tensor, rows: _Rows) -> Tensor:
+    """Make 0 of what top_k excludes. Returns f32[n, width], sums of columns."""
+    sums = torch.empty_like(rows.maxima)
+    for part, least, total in chunks(weights, kth_largest(weights, rows.top_k), sums):
+        total.copy_(column_sums(part.mul_(torch.ge(part, least, out=torch.empty_like(part)))))
+    return sums
+
+
+def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tensor, rows: _Rows) -> None:
+    """Where typical_p excludes what was drawn, draw again. Changes the tokens.
+
+    Excluded is a token where those whose logarithm is nearer to the mean hold typical_p already. Then all are
+    that are not nearer, but the most likely: the next one is drawn from the others.
+    """
+    limit = left_to_right(sums) * rows.typical_p[:, None].clamp(min=SMALLEST)
+    of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
+    while True:
+        own = weights.gather(1, latest[:, None])
+        mirrored = (2 * means - own.log2()).exp2()  # as far beyond the mean
+        low, high = torch.minimum(own, mirrored), torch.maximum(own, mirrored)
+        nearer = torch.empty_like(sums)
+        for part, a, b, out in chunks(weights, low, high, nearer):
+            out.copy_(column_sums_between(part, a, b))
+        again = ((left_to_right(nearer) >= limit) & (own < 1.0)).nonzero()[:, 0]
+        if not len(again):
+            return
+        of, low, high, means, limit = (x[again] for x in (of, low, high, means, limit))
+        weights = weights.index_select(0, again)
+        weights.mul_(((weights > low) & (weights < high) | (weights >= 1.0)).float())
+        sums, bits = column_sums(weights), splitmix64(~bits[again])
+        latest = _draw(weights, sums, bits)
+        tokens[of] = latest
+
+
+def _redraw_improbable(tokens: Tensor, weights: Tensor, sums: Tensor, rows: _Rows) -> None:
+    """Where top_p excludes what was drawn, draw again. Changes the tokens and the weights.
+
+    Where a token is excluded, all that are not more likely are too: the next one is drawn from the others.
+    """
+    limit = left_to_right(sums)[:, 0] * rows.top_p.double().clamp_(min=SMALLEST)
+    # Without the lightest tokens, a sum of float32 may still be the whole: they are possible all the same.
+    limit.masked_fill_(rows.top_p >= 1.0, torch.inf)
+    of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
+    while True:
+        own = weights.gather(1, latest[:, None])
+        for part, least in chunks(weights, own):
+            part.mul_(torch.gt(part, least, out=torch.empty_like(part)))
+        # No row that is NaN is outside.
+        outside = (row_sums(weights) >= limit).nonzero()[:, 0]
+        if not len(outside):
+            return
+        of, weights, limit = of[outside], weights[outside], limit[outside]
+        bits = splitmix64(~bits[outside])
+        latest = _draw(weights, column_sums(weights), bits)
+        tokens[of] = latest
+
+
+def _draw(
+    weights: Tensor,  # f32[n, vocab_size], none negative
+    sums: Tensor,  # f32[n, width], of its columns
+    bits: Tensor,  # i64[n], random
+) -> Tensor:  # i64[n]
+    """A token of each row with a probability like its weight.
+
+    First a column, then a place in it: far fewer random numbers than one for each token.
+    """
+    vocab_size, width, height = weights.shape[1], sums.shape[1], torch_selection.HEIGHT
+    in_order = torch.arange(max(width, height), device=weights.device)
+    column = _race(sums.double(), nth(bits[:, None], in_order[:width]))
+    places = column + width * in_order[:height]
+    inside = weights.gather(1, places.clamp(max=vocab_size - 1)).double().where(places < vocab_size, 0.0)
+    # Others than the columns had.
+    row = _race(inside, nth(bits[:, None], width + in_order[:height]))
+    return places.gather(1, row)[:, 0].clamp_(max=vocab_size - 1)
+
+
+def _race(
+    weights: Tensor,  # f64[n, size], none negative
+    bits: Tensor,  # i64[n, size], random
+) -> Tensor:  # i64[n, 1]
+    """A place of each row with a probability like its weight: the smallest exponential(weight) wins.
+
+    The same as Gumbel-max over the logarithms, which costs one more of them. Zeros never win.
+    """
+    return torch.log1p(-uniforms(bits)).neg_().div_(weights).argmin(1, keepdim=True)

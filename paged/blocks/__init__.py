@@ -1,0 +1,1 @@
+"""Whose KV lies where: pure Python, no tensors."""

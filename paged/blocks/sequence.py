@@ -1,0 +1,53 @@
+"""SequenceBlocks: the blocks of one sequence, in order."""
+
+from __future__ import annotations
+
+from array import array
+
+from .pool import BlockId
+from .prefix_chain import PrefixChain
+
+NEVER = 2**62
+
+
+class SequenceBlocks:
+    """The blocks of one sequence: a table for each layer group. Made by `BlockManager.open`.
+
+    capacity: tokens it may have before `grow` has anything to do, so that most steps need not call it.
+    register_at: number of tokens at which it is worth calling `register` while it decodes.
+    """
+
+    __slots__ = (
+        "capacity",
+        "chain",
+        "host",
+        "last",
+        "num_dropped",
+        "num_registered",
+        "register_at",
+        "tables",
+    )
+
+    def __init__(self, num_groups: int, chain: PrefixChain | None) -> None:
+        self.chain = chain
+        # While it is swapped out, for each group: how many blocks were dropped, host blocks of the rest.
+        self.host: list[tuple[int, array[int]]] | None = None
+        self.clear(num_groups)
+
+    def clear(self, num_groups: int) -> None:
+        """Hold nothing."""
+        self.tables = [array("i") for _ in range(num_groups)]
+        self.num_dropped = [0] * num_groups  # blocks at the beginning that fell out of the window
+        self.num_registered = 0  # blocks that the prefix cache was told of
+        self.last: list[tuple[BlockId, int]] = [(-1, 0)] * num_groups  # the last of them, and its serial
+        self.capacity = 0
+        self.register_at = NEVER
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it holds."""
+        return sum(map(len, self.tables)) - sum(self.num_dropped)
+
+    def live(self, group: int) -> array[int]:
+        """The blocks it holds for one group, in order."""
+        return self.tables[group][self.num_dropped[group] :]

@@ -1,0 +1,76 @@
+"""The command line: `paged generate`, `chat`, `run-batch`, `warmup` and `simulate`, which are in commands/.
+
+Everything that can be wrong with the arguments is looked at before torch is imported and the model loaded.
+Every error is one line on stderr; only generated text and results go to stdout.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..errors import PagedError
+from .chat import chat
+from .common import EXIT_USAGE, complain
+from .generate import generate
+from .run_batch import run_batch
+from .simulate import simulate
+from .warmup import warmup
+
+# Older versions of Typer take their exceptions from click, newer ones bring copies of their own.
+PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line, and leave with its exit code."""
+    # Ctrl-C ends it at once and quietly, also in the middle of an import: nothing here needs cleaning up.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # What the terminal cannot show is escaped, not fatal.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        sys.exit(app(prog_name="paged", standalone_mode=False))
+    except PARSER_ERROR as error:
+        message = f"{error.format_message()} (see paged {_command()} --help)"
+    except (PagedError, UnicodeDecodeError) as error:  # the latter from stdin
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    complain(message)
+    sys.exit(EXIT_USAGE)
+
+
+def _command() -> str:
+    names = [_name_of(command) for command in app.registered_commands]
+    return next((name for name in sys.argv[1:2] if name in names), "generate")
+
+
+def _name_of(command: Any) -> str:
+    return str(command.name or command.callback.__name__.replace("_", "-"))
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """A paged-attention runtime for large language models."""
+    if version:
+        print(f"paged {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for command in (generate, chat, run_batch, warmup, simulate):
+    app.command()(command)

@@ -1,0 +1,96 @@
+"""LiveView: what an engine does, redrawn in the terminal while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..scheduler.stats import EngineStats
+
+REDRAW_S = 0.1
+
+
+class LiveView:
+    """A context in which `update` redraws the view on stderr, a few times a second."""
+
+    def __init__(
+        self, stats: Callable[[], EngineStats], num_requests: int, console: Console | None = None
+    ) -> None:
+        self._stats, self._num_requests = stats, num_requests
+        self.num_done = 0
+        self._live = Live(console=console or Console(stderr=True), auto_refresh=False)
+        self._drawn, self._num_tokens, self._rate = time.perf_counter(), 0, 0.0
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._draw()
+        self._live.__exit__(kind, error, traceback)
+
+    def update(self) -> None:
+        """Redraw, if the last time is long enough ago."""
+        if time.perf_counter() - self._drawn >= REDRAW_S:
+            self._draw()
+
+    def _draw(self) -> None:
+        now, stats = time.perf_counter(), self._stats()
+        num_tokens = stats.num_decode_tokens + stats.num_prefill_tokens
+        elapsed = now - self._drawn
+        if elapsed > 0:
+            self._rate = (num_tokens - self._num_tokens) / elapsed
+        self._drawn, self._num_tokens = now, num_tokens
+        self._live.update(render(stats, self.num_done, self._num_requests, self._rate), refresh=True)
+
+
+def render(stats: EngineStats, num_done: int, num_requests: int, tokens_per_s: float) -> Group:
+    """The view: what runs, whom the blocks belong to, and what the last step computed."""
+    blocks = Text("blocks   ")
+    width = 50
+    shares = (
+        (stats.num_used_blocks, "\u2588", "green"),
+        (stats.num_cached_blocks, "\u2593", "blue"),
+        (stats.num_free_blocks, "\u2591", "dim"),
+    )
+    for count, mark, style in shares:
+        blocks.append(mark * round(width * count / stats.num_blocks), style=style)
+    table = Table.grid(padding=(0, 3))
+    table.add_row(
+        "requests",
+        f"{stats.num_running:,} running",
+        f"{stats.num_waiting:,} waiting",
+        f"{num_done:,} of {num_requests:,} done",
+    )
+    table.add_row(
+        "blocks",
+        f"[green]{stats.num_used_blocks:,} used[/]",
+        f"[blue]{stats.num_cached_blocks:,} cached[/]",
+        f"{stats.num_free_blocks:,} free, {stats.num_pinned_blocks:,} pinned",
+    )
+    table.add_row(
+        "step",
+        f"{stats.step_prefill_tokens:,} prompt tokens",
+        f"{stats.step_decode_tokens:,} decoded",
+        f"{tokens_per_s:,.0f} tokens/s",
+    )
+    table.add_row(
+        "so far",
+        f"{stats.prefix_hit_rate:.0%} prefix hits",
+        f"{stats.num_recompute_preemptions + stats.num_swap_preemptions:,} preemptions",
+        f"{stats.waste:.1%} of slots wasted",
+    )
+    return Group(ProgressBar(total=max(1, num_requests), completed=num_done, width=width + 9), blocks, table)

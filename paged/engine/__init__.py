@@ -1,0 +1,1 @@
+"""The loop that steps, and its public faces."""

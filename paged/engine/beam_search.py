@@ -1,0 +1,321 @@
+"""Beam search: the continuations of a prompt that are most likely as a whole, as far as a beam sees.
+
+Each live beam is a request in the scheduler, which takes its most likely token and reports the likeliest.
+Once all beams of a prompt have theirs, the best of all these become the next beams. A beam's first child goes
+on in its place, with the newest token exchanged, whose KV is not computed yet; the others are forked from it
+and share its blocks, the last one copied on write.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, Self
+
+from ..errors import QueueFullError, RequestError, reject_unknown
+from ..requests.request import FinishReason, Prompt, Request, RequestStatus
+from ..sampling_params import MAX_LOGPROBS, SamplingParams
+from ..scheduler.scheduler import Scheduler
+from ..text.tokenizer import Tokenizer
+from ..validation import check_bool, check_int, check_number, plain, shown
+from .request_factory import RequestFactory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """A beam search, with vLLM's names. Where the two differ its meaning is that of transformers' `generate`.
+
+    beam_width: how many continuations are followed, and returned.
+    max_tokens: most tokens to generate.
+    ignore_eos: treat EOS as any other token.
+    temperature: 0, as continuations are ranked by the model's own log-probabilities.
+    length_penalty: continuations are compared by their log-probability over their number of generated tokens,
+        EOS counted, to this power, from -50 to 50: above 0 longer ones gain, below 0 shorter ones.
+    early_stopping: when beam_width continuations have come to EOS, stop at once (True); or when no live beam
+        would be better at its present length (False), or at any length up to max_tokens ("never").
+
+    Raises RequestError naming the value and what is allowed.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __new__(cls, **kwargs: Any) -> Self:
+        reject_unknown("BeamSearchParams", kwargs, {field.name for field in fields(cls)})
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        check_int(RequestError, "beam_width", self.beam_width, 1)
+        check_int(RequestError, "max_tokens", self.max_tokens, 1)
+        check_bool(RequestError, "ignore_eos", self.ignore_eos)
+        check_number(RequestError, "temperature", self.temperature, 0.0)
+        if self.temperature:
+            raise RequestError(
+                f"temperature must be 0 in beam search, got {self.temperature!r}; sample with n for variety"
+            )
+        # To this power no length that is possible overflows a float.
+        check_number(RequestError, "length_penalty", self.length_penalty, -50.0, 50.0)
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            raise RequestError(
+                f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A continuation that was found.
+
+    tokens: of the prompt, then those generated, with the EOS that ended them; text: of all of them.
+    cum_logprob: of those generated, in sum; score: with the length penalty.
+    finish_reason: "stop" (EOS) or "length".
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    score: float
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """What was found for a prompt, by score; nothing where `error` says why."""
+
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
+    error: str | None = None
+
+
+class Candidate(NamedTuple):
+    """A beam with one token more."""
+
+    beam: Beam
+    token_id: int
+    cum_logprob: float
+
+
+@dataclass(slots=True, eq=False)
+class Beam:
+    """A continuation that is followed.
+
+    request: computes its next token.
+    children: the likeliest ones with one token more, when that is done.
+    """
+
+    request: Request
+    cum_logprob: float = 0.0
+    num_tokens: int = field(init=False)
+    children: list[Candidate] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.request.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and tokens so far, without the next one."""
+        return self.request.token_ids[: self.num_tokens]
+
+    def collect(self) -> bool:
+        """Take the children, if there are new ones."""
+        if self.children or self.request.num_tokens == self.num_tokens:
+            return False
+        # The token that was taken, then the likeliest.
+        ids, logprobs, _ = self.request.logprobs.pop()
+        likeliest = zip(ids[1:], logprobs[1:], strict=True)
+        self.children = [Candidate(self, token_id, self.cum_logprob + lp) for token_id, lp in likeliest]
+        return True
+
+
+class BeamGroup:
+    """The search for one prompt: which beams go on, which have ended, and when it is over."""
+
+    def __init__(self, params: BeamSearchParams, root: Request, eos_token_ids: frozenset[int]) -> None:
+        self.params, self.eos_token_ids = params, eos_token_ids
+        self.num_prompt_tokens = root.num_prompt_tokens
+        self.max_tokens = root.max_total_tokens - root.num_prompt_tokens
+        self.prompt_token_ids = root.prompt_token_ids
+        self.beams = [Beam(root)]
+        self.ended: list[BeamSearchSequence] = []  # by score, at most beam_width; texts come at the end
+        self.error: str | None = None
+
+    def choose(self) -> list[Candidate]:
+        """The next beams, when all present ones have their children; none when the search is over.
+
+        Of so many that beam_width are left when all others end: transformers' rule.
+        """
+        params, width = self.params, self.params.beam_width
+        length = self.beams[0].num_tokens + 1 - self.num_prompt_tokens
+        candidates = [child for beam in self.beams for child in beam.children]
+        candidates.sort(key=lambda child: -child.cum_logprob)
+        at_end = length == self.max_tokens
+        ends = [at_end or child.token_id in self.eos_token_ids for child in candidates]
+        for child, end in zip(candidates[:width], ends, strict=False):
+            if end:
+                self._end(child, child.cum_logprob / length**params.length_penalty)
+        best = [child for child, end in zip(candidates, ends, strict=True) if not end][:width]
+        if not best or (len(self.ended) == width and self._is_good_enough(best[0], length)):
+            return []
+        return best
+
+    def _end(self, child: Candidate, score: float) -> None:
+        reason: FinishReason = "stop" if child.token_id in self.eos_token_ids else "length"
+        tokens = [*child.beam.token_ids, child.token_id]
+        self.ended.append(BeamSearchSequence(tokens, child.cum_logprob, score, "", reason))
+        self.ended.sort(key=lambda sequence: -sequence.score)
+        del self.ended[self.params.beam_width :]
+
+    def _is_good_enough(self, best: Candidate, length: int) -> bool:
+        """Whether to stop, with as many sequences as are wanted."""
+        params = self.params
+        if params.early_stopping is True:
+            return True
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            length = self.max_tokens
+        hoped_for: float = best.cum_logprob / length**params.length_penalty
+        return hoped_for <= self.ended[-1].score
+
+    def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+        """What was found."""
+        if self.error is not None:
+            return BeamSearchOutput(self.prompt_token_ids, [], self.error)
+        sequences = self.ended
+        if tokenizer is not None:
+            sequences = [replace(sequence, text=tokenizer.decode(sequence.tokens)) for sequence in sequences]
+        return BeamSearchOutput(self.prompt_token_ids, sequences)
+
+
+class BeamSearch:
+    """The searches for several prompts, beside whatever else the scheduler has.
+
+    As many run at once as have places for all their beams. Nothing of a search outlives `abort`.
+    """
+
+    def __init__(self, factory: RequestFactory, scheduler: Scheduler, params: BeamSearchParams) -> None:
+        self.factory, self.scheduler, self.params = factory, scheduler, params
+        self.eos_token_ids = frozenset[int]() if params.ignore_eos else factory.eos_token_ids
+        self.groups: list[BeamGroup] = []
+        self._unstarted: deque[BeamGroup] = deque()
+        self._active: list[BeamGroup] = []
+        self._pending: deque[Request] = deque()  # beams for which there was no place in the queue
+        # The likeliest children of each beam: when all that can end do, beam_width are left to go on.
+        self._num_children = max(2, 1 + len(self.eos_token_ids)) * params.beam_width
+        self._most_active = factory.max_num_seqs // params.beam_width
+        self._check()
+
+    def _check(self) -> None:
+        width, most = self.params.beam_width, self.factory.max_num_seqs
+        if width > most:
+            raise RequestError(f"beam_width {width} cannot run at once; max_num_seqs is {most}")
+        most = min(MAX_LOGPROBS, self.factory.model_config.vocab_size)
+        if self._num_children > most:
+            raise RequestError(
+                f"beam_width {width} looks at {self._num_children} tokens in each place; at most {most} can "
+                f"be looked at: lower it to {most * width // self._num_children}"
+            )
+
+    def add(self, request_id: str, prompt: Prompt, priority: float, tenant: str) -> None:
+        """Search for the continuations of one more prompt. Raises RequestError if it is wrong."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.params.max_tokens,
+            ignore_eos=True,  # it ends a beam, and the other children go on
+            logprobs=self._num_children,
+            detokenize=False,
+            priority=priority,
+        )
+        root = self.factory.new_group(request_id, prompt, params, tenant, self.scheduler.clock()).samples[0]
+        self.groups.append(BeamGroup(self.params, root, self.eos_token_ids))
+        self._unstarted.append(self.groups[-1])
+
+    def run(self, step: Callable[[], object]) -> Iterator[BeamGroup]:
+        """Run steps until all searches are over. Gives each when it is."""
+        while self._active or self._unstarted:
+            while self._unstarted and len(self._active) < self._most_active:
+                group = self._unstarted.popleft()
+                self._active.append(group)
+                self._pending.append(group.beams[0].request)
+            self._queue_pending()
+            step()
+            over = [group for group in self._active if self._advance(group)]
+            self._active = [group for group in self._active if group not in over]
+            yield from over
+
+    def abort(self) -> None:
+        """End what is left, and free its blocks."""
+        for group in self._active:
+            self._abort(beam.request for beam in group.beams)
+        self._active.clear()
+        self._unstarted.clear()
+        self._pending.clear()
+
+    def _advance(self, group: BeamGroup) -> bool:
+        """Go on to the next beams once all have their children. Returns whether the search is over."""
+        advanced = [beam.request for beam in group.beams if beam.collect()]
+        waited_for = [beam.request for beam in group.beams if not beam.children]
+        failed = [request for request in waited_for if request.finish_reason is not None]
+        if failed:
+            group.error = str(failed[0].stop_reason or failed[0].finish_reason)
+            self._abort(beam.request for beam in group.beams)
+            return True
+        if waited_for:
+            # Some were preempted. The others would go on with a token that may not be chosen: they make room,
+            # and their children begin anew, with what the prefix cache still has.
+            manager = self.scheduler.block_manager
+            for request in advanced:
+                manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
+            self._abort(advanced)
+            return False
+        group.beams = self._next_beams(group)
+        return not group.beams
+
+    def _next_beams(self, group: BeamGroup) -> list[Beam]:
+        chosen = group.choose()
+        # Who has no children goes first: the others have use for the place and the blocks.
+        parents = {child.beam for child in chosen}
+        self._abort(beam.request for beam in group.beams if beam not in parents)
+        beams = []
+        for child in chosen:
+            request = child.beam.request
+            if child.beam in parents and request.status is RequestStatus.RUNNING:
+                request.token_ids[-1] = child.token_id
+            else:
+                request = self._fork(request, child.token_id)
+            parents.discard(child.beam)
+            beams.append(Beam(request, child.cum_logprob))
+        return beams
+
+    def _fork(self, parent: Request, token_id: int) -> Request:
+        """A request with another newest token than its parent, which runs with the same blocks or waits."""
+        now = self.scheduler.clock()
+        child = self.factory.new_fork(parent.request_id, parent, None, now).samples[0]
+        child.token_ids[-1] = token_id
+        try:
+            if parent.status is RequestStatus.RUNNING:
+                self.scheduler.fork(parent, child)
+                return child
+        except QueueFullError:
+            pass
+        self._pending.append(child)
+        return child
+
+    def _queue_pending(self) -> None:
+        while self._pending:
+            try:
+                self.scheduler.add(self._pending[0])
+            except QueueFullError:
+                return
+            self._pending.popleft()
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request.arrival < 0:
+                self._pending.remove(request)
+            elif request.status is not RequestStatus.FINISHED:
+                self.scheduler.abort(request)

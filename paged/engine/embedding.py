@@ -1,0 +1,80 @@
+"""Embeddings: a vector for a prompt, pooled from the final hidden states of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import RequestError
+from ..requests.request import PromptReport, Request, RequestMetrics
+from ..text.prompt_parser import ParsedPrompt
+from ..validation import check_bool
+
+Pooling = Literal["last", "mean"]
+POOLINGS = ("last", "mean")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a prompt, hidden_size numbers; None where `error` says why there is none."""
+
+    embedding: list[float] | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding, `outputs.embedding`; the rest is as in RequestOutput."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int | None
+    metrics: RequestMetrics
+
+
+def check_pooling(pooling: object, normalize: object) -> None:
+    """Raise RequestError unless these are a way to make embeddings."""
+    if pooling not in POOLINGS:
+        raise RequestError(f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {pooling!r}")
+    check_bool(RequestError, "normalize", normalize)
+
+
+def embedding_reports(
+    prompts: Sequence[ParsedPrompt], pooling: Pooling
+) -> list[tuple[ParsedPrompt, PromptReport]]:
+    """Each prompt with what must be computed for its embedding: the mean of these rows."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    firsts = [n - 1 if pooling == "last" else 0 for n in lengths]
+    reports = [PromptReport(first, n) for first, n in zip(firsts, lengths, strict=True)]
+    return list(zip(prompts, reports, strict=True))
+
+
+def embedding_output(request: Request, *, normalize: bool) -> EmbeddingRequestOutput:
+    """What the owner of a request that has ended gets."""
+    if request.finish_reason == "length":
+        assert request.report is not None
+        output = EmbeddingOutput(_embedding(request.report, normalize=normalize))
+    else:
+        output = EmbeddingOutput(None, str(request.stop_reason or request.finish_reason))
+    return EmbeddingRequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=output,
+        finished=True,
+        num_cached_tokens=request.num_cached_tokens,
+        metrics=request.metrics,
+    )
+
+
+def _embedding(report: PromptReport, *, normalize: bool) -> list[float]:
+    _, total = report.progress  # f64[hidden_size]
+    vector: Any = total / (report.end - report.start)
+    if normalize:
+        vector = vector / vector.norm().clamp(min=1e-12)
+    numbers: list[float] = vector.tolist()
+    return numbers

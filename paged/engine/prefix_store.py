@@ -1,0 +1,181 @@
+"""Cached prefixes on disk: a safetensors file of blocks, their tokens, and what they follow from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from os import PathLike, fsencode
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..blocks.manager import BlockManager
+from ..blocks.pool import BlockId, BlockPool
+from ..blocks.prefix_chain import first_digest, key_of, sha256_block
+from ..errors import CheckpointError, RequestError
+from ..model.config import ModelConfig
+from ..model.kv_cache import KVCache
+from ..text.prompt_parser import ParsedPrompt
+
+FORMAT = "paged-prefix-1"
+Entry = tuple[bytes, int, int, bytes]  # of a block: tokens, place of its predecessor, group, namespace
+
+
+def fingerprint(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, kv_dtype: torch.dtype
+) -> str:
+    """sha256 of all that KV depends on beside the tokens: config, dtypes, every byte of the weights."""
+    digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as data:
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
+
+
+def save(
+    path: str | Path,
+    manager: BlockManager,
+    kv_cache: KVCache,
+    fingerprint: str,
+    prompt: ParsedPrompt | None,
+) -> int:
+    """Write all cached blocks, or those of a prompt. Returns how many.
+
+    Raises RequestError if there are none, or the file cannot be written.
+    """
+    path, pool = _checked(path), manager.pool
+    known = pool.known_blocks()
+    if prompt is not None:
+        wanted = {block for blocks in manager.find(prompt.token_ids, prompt.namespace) for block in blocks}
+        known = [entry for entry in known if entry[0] in wanted]
+    place, kept = {0: -1}, list[tuple[BlockId, int]]()
+    for block, group in known:
+        # What lost its predecessor is of no use to anybody.
+        if pool.predecessor(block) in place:
+            place[pool.serial(block)] = len(kept)
+            kept.append((block, group))
+    known = kept
+    if not known:
+        raise RequestError("no full block of this prompt is cached" if prompt else "no block is cached")
+    blocks = [block for block, _ in known]
+    tensors = {
+        **{name: tensor[:, :, blocks].cpu().contiguous() for name, tensor in kv_cache.tensors.items()},
+        "token_ids": torch.tensor([array("i", pool.tokens(b)).tolist() for b in blocks], dtype=torch.int32),
+        "predecessors": torch.tensor([place[pool.predecessor(b)] for b in blocks]),
+        "groups": torch.tensor([group for _, group in known]),
+    }
+    namespaces = {i: pool.namespace(b).hex() for i, b in enumerate(blocks) if pool.namespace(b)}
+    metadata = {
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "block_size": str(pool.block_size),
+        "namespaces": json.dumps(namespaces),
+    }
+    try:
+        unfinished = path.with_name(path.name + ".part")
+        save_file(tensors, unfinished, metadata)
+        unfinished.replace(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be written: {error}") from error
+    return len(blocks)
+
+
+def load(path: str | Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str) -> int:
+    """Put the blocks of a file into the cache, as far as there are free ones. Returns how many.
+
+    Raises CheckpointError if the file is damaged or made for something else; nothing is loaded then.
+    """
+    path = _checked(path)
+    tensors, metadata = _read(path)
+    wanted = {"format": FORMAT, "fingerprint": fingerprint, "block_size": str(manager.block_size)}
+    for name, value in wanted.items():
+        if metadata.get(name) != value:
+            what = "another model, other weights or another dtype" if name == "fingerprint" else name
+            raise CheckpointError(
+                f"{path} was saved for {what}: its {name} is {metadata.get(name)!r}, this engine's {value!r}"
+            )
+    return _put(_entries(path, tensors, metadata, kv_cache), tensors, manager.pool, kv_cache)
+
+
+def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cache: KVCache) -> int:
+    """Fill free blocks, as far as they go, with what is not cached yet. Returns how many."""
+    loaded: list[BlockId] = []
+    known: list[BlockId | None] = []
+    digests: list[bytes] = []
+    try:
+        for i, (tokens, predecessor, group, namespace) in enumerate(entries):
+            before = first_digest(namespace) if predecessor < 0 else digests[predecessor]
+            digests.append(sha256_block(before, tokens))
+            behind = None if predecessor < 0 else known[predecessor]
+            if (predecessor >= 0 and behind is None) or not pool.num_free:
+                known.append(None)
+                continue
+            allocated = pool.allocate(1)
+            assert allocated is not None, "a free block cannot be had"
+            loaded += allocated
+            # Before anybody can find it: this may fail, or be interrupted.
+            for name, tensor in kv_cache.tensors.items():
+                tensor[:, :, allocated[0]] = saved[name][:, :, i]
+            parent = 0 if behind is None else pool.serial(behind)
+            known.append(pool.adopt(allocated[0], key_of(digests[i]), tokens, parent, namespace, group))
+            if known[-1] != allocated[0]:
+                pool.free([loaded.pop()])  # it is cached already
+    finally:
+        pool.free(reversed(loaded))
+    return len(loaded)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as saved prefixes: {error}") from error
+
+
+def _entries(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], kv_cache: KVCache
+) -> list[Entry]:
+    """What the file says of every block, all checked."""
+    try:
+        token_ids, *numbers = (tensors[name] for name in ("token_ids", "predecessors", "groups"))
+        saved = {name: tensors[name] for name in kv_cache.tensors}
+        namespaces = {int(i): bytes.fromhex(text) for i, text in json.loads(metadata["namespaces"]).items()}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    num_blocks = token_ids.shape[:1].numel()
+    predecessors, groups = (tensor.tolist() for tensor in numbers)
+    sound = (
+        all(
+            saved[name].dtype == tensor.dtype
+            and saved[name].shape == (*tensor.shape[:2], num_blocks, *tensor.shape[3:])
+            for name, tensor in kv_cache.tensors.items()
+        )
+        and list(token_ids.shape) == [num_blocks, kv_cache.block_size]
+        and token_ids.dtype == torch.int32
+        and all(t.shape == (num_blocks,) and t.dtype == torch.int64 for t in numbers)
+        and all(-1 <= before < i for i, before in enumerate(predecessors))
+        and all(0 <= group < kv_cache.num_groups for group in groups)
+        and all(before < 0 or groups[before] == groups[i] for i, before in enumerate(predecessors))
+    )
+    if not sound:
+        raise CheckpointError(f"{path} is damaged: its tensors do not agree with each other or this cache")
+    rows = [array("i", row).tobytes() for row in token_ids.tolist()]
+    names = [namespaces.get(i, b"") for i in range(num_blocks)]
+    return list(zip(rows, predecessors, groups, names, strict=True))
+
+
+def _checked(path: Any) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise RequestError(f"path must be a string or a Path, got {path!r}")
+    try:
+        fsencode(path)
+    except UnicodeEncodeError as error:
+        raise RequestError(f"path cannot be the name of a file: {path!r}") from error
+    return Path(path)

@@ -1,0 +1,305 @@
+"""RequestFactory: prompts and parameters to requests, with everything checked that could go wrong later."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ..blocks.manager import BlockManager
+from ..errors import RequestError
+from ..model.config import ModelConfig
+from ..requests.contradictions import check_possible
+from ..requests.request import Grammar, Prompt, PromptReport, Request, RequestGroup, RequestMetrics
+from ..requests.stop_strings import StopStrings, stop_strings
+from ..requests.token_rules import TokenRules
+from ..sampling.structured_outputs import Grammars
+from ..sampling_params import SamplingParams
+from ..text.prompt_parser import ParsedPrompt, PromptParser
+from ..text.tokenizer import Tokenizer
+from ..validation import shown
+
+MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
+
+
+class Prepared(NamedTuple):
+    """A prompt, and what its parameters were compiled to: all of a request that may take long to make."""
+
+    prompt: ParsedPrompt
+    rules: TokenRules = TokenRules()
+    stops: StopStrings | None = None
+    grammar: Grammar | None = None
+
+
+class RequestFactory:
+    """Makes requests for one model and its KV cache."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        block_manager: BlockManager,
+        tokenizer: Tokenizer | None,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        max_num_seqs: int,
+        scheduling_policy: str,
+        seed: int,
+    ) -> None:
+        self.model_config, self.block_manager, self.tokenizer = model_config, block_manager, tokenizer
+        self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
+        self.max_num_seqs, self.seed = max_num_seqs, seed
+        self.scheduling_policy = scheduling_policy
+        # Breakers are looked for in the whole vocabulary, and most requests have the same.
+        self._rules_of = lru_cache(maxsize=64)(self._new_rules)
+        self.prompts = PromptParser(model_config, tokenizer, max_model_len)
+        self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
+
+    def new_group(
+        self, request_id: str, prompt: Prompt | Prepared, params: SamplingParams, tenant: str, now: float
+    ) -> RequestGroup:
+        """A request of params.num_samples; all but the first are siblings of that.
+
+        Raises RequestError naming what is wrong.
+        """
+        prepared = prompt if isinstance(prompt, Prepared) else self.prepare(prompt, params)
+        _check_tenant(tenant)
+        if params.priority and self.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority {params.priority} needs scheduling_policy='priority'; this engine has "
+                f"{self.scheduling_policy!r}"
+            )
+        seed = self._derived_seed(request_id) if params.seed is None else params.seed
+        samples = [
+            self._new_request(request_id, prepared, params, tenant, now, index, _sample_seed(seed, index))
+            for index in range(params.num_samples)
+        ]
+        if prepared.grammar is not None:
+            for sample in samples:
+                sample.grammar = prepared.grammar.copy()
+        samples[0].siblings = samples[1:]
+        if params.prompt_logprobs is not None:
+            length = len(prepared.prompt.token_ids)
+            samples[0].report = self._prompt_report(length, params.prompt_logprobs)
+        return RequestGroup(request_id, samples)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+        """Do, on any thread, all of `new_group` that may take long. Raises RequestError like that."""
+        self._check_params(params)
+        parsed = self.prompts.parse(prompt, params.cache_salt)
+        wanted = params.structured_outputs
+        grammar = None if wanted is None else self.grammars.start(wanted)
+        rules, vocab_size = self._token_rules(params), self.model_config.vocab_size
+        check_possible(params, self._stop_ids(params), rules, grammar, vocab_size=vocab_size)
+        return Prepared(parsed, rules, _stops(params), grammar)
+
+    def new_fork(
+        self, request_id: str, parent: Request, params: SamplingParams | None, now: float
+    ) -> RequestGroup:
+        """A request that goes on from where `parent` is, by default with its parameters but another seed.
+
+        Raises RequestError naming what is wrong.
+        """
+        seed = self._derived_seed(request_id)
+        if params is None:
+            params = parent.params
+        elif isinstance(params, SamplingParams) and params.seed is not None:
+            seed = params.seed
+        self._check_params(params)
+        if params.num_samples > 1:
+            raise RequestError(
+                f"a fork is one sequence, got {params.num_samples}; fork as often as there are to be"
+            )
+        salt = params.cache_salt
+        if salt not in (None, parent.params.cache_salt) and (
+            self.prompts.namespace(salt, parent.num_prompt_tokens) != parent.namespace
+        ):
+            raise RequestError(
+                f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}"
+            )
+        parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
+        rules = parent.rules if params is parent.params else self._token_rules(params)
+        prepared = Prepared(parsed, rules, _stops(params))
+        child = self._new_request(request_id, prepared, params, parent.tenant, now, 0, seed)
+        if params is parent.params or params.timeout_s is None:
+            child.deadline = parent.deadline
+        if child.max_total_tokens <= parent.num_tokens:
+            raise RequestError(
+                f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
+                f"{parent.num_output_tokens} tokens already"
+            )
+        child.token_ids = parent.token_ids.copy()
+        if child.wants_logprobs:
+            if not parent.wants_logprobs:
+                raise RequestError(
+                    f"logprobs of a fork must be None as its parent's, got {params.logprobs}: there are "
+                    "none of what they have in common"
+                )
+            child.logprobs = parent.logprobs.copy()
+        if params.prompt_logprobs is not None:
+            # What is computed of their prompt is computed: its rows are told to both or to none.
+            if parent.report is None or params.prompt_logprobs != parent.params.prompt_logprobs:
+                raise RequestError(
+                    f"prompt_logprobs of a fork must be None, or its parent's "
+                    f"{parent.params.prompt_logprobs}, got {params.prompt_logprobs}"
+                )
+            child.report = parent.report.fork()
+        grammar = child.grammar = self._grammar_of_fork(child, parent)
+        vocab_size, num_tokens = self.model_config.vocab_size, parent.num_output_tokens
+        check_possible(params, child.stop_ids, rules, grammar, vocab_size=vocab_size, num_tokens=num_tokens)
+        return RequestGroup(request_id, [child])
+
+    def new_report(
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        report: PromptReport,
+        priority: float,
+        tenant: str,
+        now: float,
+    ) -> RequestGroup:
+        """A request that generates nothing: only what is reported of its prompt is wanted.
+
+        Raises RequestError naming what is wrong.
+        """
+        _check_tenant(tenant)
+        # As if for one token, whose place nobody computes.
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
+        request = self._new_request(request_id, Prepared(prompt), params, tenant, now, 0, 0)
+        request.report, request.generates = report, False
+        return RequestGroup(request_id, [request])
+
+    def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
+        wanted = child.params.structured_outputs
+        if wanted is None:
+            return None
+        grammar: Grammar
+        if parent.grammar is not None and wanted == parent.params.structured_outputs:
+            grammar = parent.grammar.copy()
+        else:
+            grammar = self.grammars.start(wanted)
+        if not grammar.follow(child):
+            raise RequestError(
+                f"structured_outputs {wanted.kind} does not allow the {parent.num_output_tokens} tokens that "
+                "the parent has generated"
+            )
+        return grammar
+
+    def _new_request(
+        self,
+        request_id: str,
+        prepared: Prepared,
+        params: SamplingParams,
+        tenant: str,
+        now: float,
+        index: int,
+        seed: int,
+    ) -> Request:
+        prompt = prepared.prompt
+        return Request(
+            request_id,
+            prompt.text,
+            prompt.token_ids,
+            params,
+            max_total_tokens=self._max_total_tokens(len(prompt.token_ids), params),
+            stop_ids=self._stop_ids(params),
+            seed=seed,
+            index=index,
+            rules=prepared.rules,
+            priority=params.priority,
+            tenant=tenant,
+            stops=prepared.stops,
+            namespace=prompt.namespace,
+            deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
+            metrics=RequestMetrics(now),
+        )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        return eos.union(params.stop_token_ids)
+
+    def _prompt_report(self, num_prompt_tokens: int, num_top: int) -> PromptReport:
+        vocab_size, num_rows = self.model_config.vocab_size, num_prompt_tokens - 1
+        size = 1 + (vocab_size if num_top < 0 else min(num_top, vocab_size))
+        if size * num_rows > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"prompt_logprobs {num_top} for {num_prompt_tokens} tokens would report {size * num_rows:,} "
+                f"log-probabilities; at most {MAX_PROMPT_LOGPROBS:,} are reported of a prompt"
+            )
+        return PromptReport(0, num_rows, num_top)
+
+    def _check_params(self, params: Any) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {shown(params)}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need the tokenizer, which skip_tokenizer_init=True left out")
+        if params.num_samples > self.max_num_seqs:
+            name = "n" if params.best_of is None else "best_of"
+            raise RequestError(
+                f"{name} {params.num_samples} is more samples than can run at once; max_num_seqs is "
+                f"{self.max_num_seqs}"
+            )
+        self.prompts.check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self.prompts.check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self.prompts.check_vocabulary("logit_bias", [*(params.logit_bias or ())])
+
+    def _token_rules(self, params: SamplingParams) -> TokenRules:
+        breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
+        return self._rules_of(params.bad_words, breakers)
+
+    def _new_rules(self, bad_words: Sequence[str], breakers: Sequence[str]) -> TokenRules:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return TokenRules.of(bad_words, breakers, None, list)
+        rules = TokenRules.of(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
+        for token_ids in rules.bad_words:
+            self.prompts.check_vocabulary("a token of bad_words", token_ids)
+        return rules
+
+    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Prompt and output together at most; one that could never fit is refused now, not left waiting."""
+        # A prompt that fills the context still gets the token that follows it.
+        longest = max(self.max_model_len, num_prompt_tokens + 1)
+        fits = self.block_manager.fits
+        if params.max_tokens is not None:
+            most = min(longest, num_prompt_tokens + params.max_tokens)
+        elif fits(longest - 1):
+            most = longest
+        else:
+            most = max(self.block_manager.longest_fit(longest), num_prompt_tokens + 1)
+        if not fits(most - 1):  # the last token is only sampled, never computed
+            capacity = self.block_manager.longest_fit(most)
+            raise RequestError(
+                f"{num_prompt_tokens} prompt tokens and {most - num_prompt_tokens} new ones can never fit "
+                f"the KV cache of {capacity} tokens; raise num_blocks, lower max_tokens or unpin a prefix"
+            )
+        if params.min_tokens > most - num_prompt_tokens:
+            raise RequestError(
+                f"min_tokens {params.min_tokens} is more than the {most - num_prompt_tokens} that there is "
+                f"room for behind a prompt of {num_prompt_tokens}"
+            )
+        return most
+
+    def _derived_seed(self, request_id: str) -> int:
+        return _digest(f"{self.seed}/{request_id}")
+
+
+def _stops(params: SamplingParams) -> StopStrings | None:
+    return stop_strings(tuple(params.stop)) if params.stop else None
+
+
+def _check_tenant(tenant: object) -> None:
+    if not isinstance(tenant, str):
+        raise RequestError(f"tenant must be a string, got {shown(tenant)}")
+
+
+def _sample_seed(seed: int, index: int) -> int:
+    """The first sample's seed is the request's: it is what n=1 would have given."""
+    return _digest(f"{seed}#{index}") if index else seed
+
+
+def _digest(text: str) -> int:
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little")

@@ -1,0 +1,1 @@
+"""The decoder, its weights, its batch and its KV cache."""

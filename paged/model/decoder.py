@@ -1,0 +1,158 @@
+"""Decoder: the one transformer that every supported architecture is an instance of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.backend import Kernels
+from .batch import Batch, Queries
+from .config import ModelConfig
+from .kv_cache import KVCache
+from .layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
+from .linear import Forms, Linear
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused into the norms."""
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.attention = Attention(config, layer, kernels)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.mlp = MLP(config, kernels)
+
+    def project(
+        self,
+        hidden: Tensor | None,  # what the layer before adds to the residual; nothing in the first layer
+        residual: Tensor,  # [num_tokens, hidden_size], updated in place
+        cos_sin: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv_cache: KVCache,
+    ) -> Tensor:  # [num_tokens, num_heads, head_dim]
+        """Write K and V of the new tokens into the cache. Returns their queries."""
+        hidden = self.input_norm(residual) if hidden is None else self.input_norm(hidden, residual)
+        return self.attention.project(hidden, cos_sin, batch, kv_cache)
+
+    def finish(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
+        """What the layer adds to the residual [num_queries, hidden_size], which is updated in place."""
+        hidden = self.attention.attend(query, queries, kv_cache)
+        hidden = self.post_attention_norm(hidden, residual)
+        out: Tensor = self.mlp(hidden)
+        return out
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Views of the parameters under their Hugging Face names, relative to the layer."""
+        return {
+            "input_layernorm.weight": self.input_norm.weight,
+            "post_attention_layernorm.weight": self.post_attention_norm.weight,
+            **self.attention.hf_tensors(),
+            **self.mlp.hf_tensors(),
+        }
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers, final norm and output head, over one ragged batch."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.config, self.kernels = config, kernels
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config, kernels)
+        layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
+        self.layers = cast(Sequence[DecoderLayer], layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            del self.head.weight  # it takes the embedding's form
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Compute the batch's new tokens, writing their K and V into the cache.
+
+        Returns [num_rows, hidden_size]: the final hidden states, behind the last norm, of `batch.rows` only.
+        """
+        return self.finish(*self.fill(batch, kv_cache), batch, kv_cache)
+
+    def fill(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Write K and V of all new tokens, which is all that tokens to come need of them.
+
+        Returns where that ends, in the last layer: queries [num_tokens, num_heads, head_dim] and the residual
+        [num_tokens, hidden_size].
+        """
+        residual: Tensor = self.embedding(batch.token_ids)
+        cos_sin = self.rotary(batch)
+        hidden: Tensor | None = None
+        *layers, last = self.layers
+        for layer in layers:
+            query = layer.project(hidden, residual, cos_sin, batch, kv_cache)
+            hidden = layer.finish(query, residual, batch.queries, kv_cache)
+        return last.project(hidden, residual, cos_sin, batch, kv_cache), residual
+
+    def finish(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """What follows `fill`, for `batch.rows` only: of a prompt that is mostly one token, or none."""
+        if batch.wanted is None:
+            return residual[:0]
+        if not batch.is_decode:
+            query, residual = query[batch.rows], residual[batch.rows]
+        hidden = self.layers[-1].finish(query, residual, batch.wanted, kv_cache)
+        out: Tensor = self.norm(hidden, residual)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
+        """The output head."""
+        logits: Tensor = self.head(hidden)
+        return logits.float()
+
+    def load(self, device: torch.device, forms: Forms, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Give a model that was made on the meta device its weights.
+
+        One part after the other is allocated, filled and brought into its forms, so that at no time more than
+        one part takes the memory of several. fill: copies what the checkpoint has into tensors, by name.
+        """
+        self.rotary.to(device)
+        for prefix, part in self._parts().items():
+            _allocate(part, device)
+            fill(_named(prefix, part))
+            if isinstance(part, Embedding):
+                part.take_form(forms.embedding)
+            for module in part.modules():
+                if isinstance(module, Linear):
+                    form = forms.gated if module.gated else forms.layers
+                    module.take_form(forms.head if module is self.head else form)
+        if self.config.tie_word_embeddings:
+            self.head.form = self.embedding.form
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Where each tensor of a Hugging Face checkpoint goes, before `load`: its name and a view.
+
+        The views cover the parameters exactly, so that a checkpoint which fills them all is complete.
+        """
+        tensors: dict[str, Tensor] = {}
+        for prefix, part in self._parts().items():
+            tensors |= _named(prefix, part)
+        return tensors
+
+    def _parts(self) -> dict[str, nn.Module]:
+        """What is loaded at a time, by how its names in a Hugging Face checkpoint begin."""
+        parts: dict[str, nn.Module] = {"model.embed_tokens.": self.embedding, "model.norm.": self.norm}
+        if not self.config.tie_word_embeddings:
+            parts["lm_head."] = self.head
+        return parts | {f"model.layers.{i}.": layer for i, layer in enumerate(self.layers)}
+
+
+def _named(prefix: str, part: nn.Module) -> dict[str, Tensor]:
+    assert isinstance(part, Embedding | RMSNorm | Linear | DecoderLayer)
+    return {prefix + name: tensor.detach() for name, tensor in part.hf_tensors().items()}
+
+
+def _allocate(part: nn.Module, device: torch.device) -> None:
+    """Memory for the parameters of a part that is on the meta device."""
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # Not empty_like: on a meta tensor it would import sympy.
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))

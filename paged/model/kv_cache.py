@@ -1,0 +1,112 @@
+"""KVCache: the tensors that blocks live in, on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.backend import Kernels
+from ..kernels.checks import QUANTIZED_DTYPES
+from .config import ModelConfig
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class LayerCache(NamedTuple):
+    """What one layer has of the cache."""
+
+    key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value: Tensor  # like key
+    key_scales: Tensor | None  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    value_scales: Tensor | None  # like key_scales
+
+
+class KVCache:
+    """K and V in blocks. Its memory is never initialised: nobody reads an unowned slot.
+
+    A block holds block_size tokens in the layers of one group. All groups have as many layers, so that any
+    block serves any group; `group_of` says which of a step's block tables a layer goes by.
+
+    tensors: what blocks consist of, "kv" and in a quantised cache "scales", each
+        [layers of a group, K and V, num_blocks, ...]: who moves a block moves it in all of them.
+    host: the same of the blocks there.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.num_blocks, self.block_size, self.num_host_blocks = num_blocks, block_size, num_host_blocks
+        groups = config.layer_groups
+        shape = (len(groups[0].layers), 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        data = torch.empty(shape, dtype=dtype, device=device)
+        scales: Tensor | None = None
+        self.tensors = {"kv": data}
+        if dtype in QUANTIZED_DTYPES:
+            scales_shape = (*shape[:3], config.num_kv_heads, block_size)
+            scales = self.tensors["scales"] = torch.empty(scales_shape, dtype=torch.float32, device=device)
+        pinned = device.type == "cuda" and num_host_blocks > 0
+        self.host = {
+            name: torch.empty(
+                (*tensor.shape[:2], num_host_blocks, *tensor.shape[3:]), dtype=tensor.dtype, pin_memory=pinned
+            )
+            for name, tensor in self.tensors.items()
+        }
+        place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        self.group_of = [place[layer][0] for layer in range(config.num_layers)]
+        places_of = [place[layer][1] for layer in range(config.num_layers)]
+        self._layers = [
+            LayerCache(*data[i], *((None, None) if scales is None else scales[i])) for i in places_of
+        ]
+        self.num_groups = len(groups)
+
+    def layer(self, index: int) -> LayerCache:
+        """K and V of one layer."""
+        return self._layers[index]
+
+    def copy_blocks(self, pairs: Pairs, kernels: Kernels) -> None:
+        """Copy blocks (from, to) in all layers at once. No block may be both."""
+        on_device = _as_tensor(pairs, self.tensors["kv"].device)
+        for tensor in self.tensors.values():
+            planes = tensor.flatten(0, 1)
+            kernels.copy_blocks(planes if planes.dim() == 5 else planes[..., None], on_device)
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Copy blocks to host memory: (block, host block)."""
+        source, target = _as_tensor(pairs, torch.device("cpu")).unbind(1)
+        for name, tensor in self.tensors.items():
+            self.host[name][:, :, target] = tensor[:, :, source.to(tensor.device)].cpu()
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Copy blocks from host memory: (host block, block)."""
+        source, target = _as_tensor(pairs, torch.device("cpu")).unbind(1)
+        for name, tensor in self.tensors.items():
+            tensor[:, :, target.to(tensor.device)] = self.host[name][:, :, source].to(tensor.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all blocks on the device together."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def describe(self) -> str:
+        """The cache in one line: blocks, tokens, bytes."""
+        tokens = f"{self.num_blocks * self.block_size // self.num_groups:,} tokens"
+        if self.num_groups > 1:
+            tokens += f" of {self.num_groups} layer groups, more where their windows are passed"
+        text = (
+            f"KV cache: {self.num_blocks:,} blocks of {self.block_size} = {tokens}, "
+            f"{self.num_bytes / 2**20:,.1f} MiB"
+        )
+        return text + (f", {self.num_host_blocks:,} on the host" if self.num_host_blocks else "")
+
+
+def _as_tensor(pairs: Pairs, device: torch.device) -> Tensor:
+    return torch.tensor(pairs, dtype=torch.int64).to(device)

@@ -1,0 +1,104 @@
+"""Weights that the CPU's own kernels multiply: in panels, plain or quantised. See `cpu.linear.linear`.
+
+The bits of a row do not depend on the rows beside it, so neither do those of a request on its batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.cpu.linear import linear as numba_linear
+from ..kernels.cpu.linear.linear import Panels, can_pair
+from ..kernels.cpu.linear.short import shortened
+from ..kernels.cpu.products.codes import GROUP
+from ..kernels.cpu.rows.lookup import take_panel_rows, take_rows, widen_rows
+from .linear import PlainWeight
+from .quantization import Int8Weight, int4_codes
+
+ROWS_AT_A_TIME = 256  # that are compared, so that it takes little memory, and of most that differ little time
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """A weight in float32 in 16 bits, where these hold all its numbers, as of most checkpoints.
+
+    Reading it takes half the time, and what is computed is the same, bit for bit, but by tiles: see
+    `cpu.products.amx`.
+    """
+    if weight.dtype == torch.float32:
+        for dtype in (torch.bfloat16, torch.float16):
+            if all(_are_equal(rows, rows.to(dtype)) for rows in torch.split(weight, ROWS_AT_A_TIME)):
+                return weight.to(dtype)
+    return weight
+
+
+def _are_equal(wide: Tensor, narrow: Tensor) -> bool:
+    """By their bits: as numbers, those too small to be normal are all 0 where a thread flushes them."""
+    return torch.equal(wide.view(torch.int32), narrow.float().view(torch.int32))
+
+
+class Table(PlainWeight):
+    """A weight that is only looked up."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(narrowed(weight).contiguous())
+        self.is_narrowed = self.weight.dtype != weight.dtype
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See TableForm."""
+        take = widen_rows if self.is_narrowed else take_rows
+        return take(self.weight, indices)
+
+
+class PanelWeight:
+    """A weight as it is, or `narrowed` and `shortened`; sums are float32.
+
+    out_dtype: of its products, where that is not the dtype of x. gated: the weight is of gates and of what
+    they gate, [2 * n, in_features]; its products are silu(gate) * up, of n numbers.
+    """
+
+    def __init__(self, weight: Tensor, *, out_dtype: torch.dtype | None = None, gated: bool = False) -> None:
+        self.dtype, self._out_dtype, self.gated = weight.dtype, out_dtype, gated
+        self.panels = self._pack(weight, can_pair(weight.dtype, weight.shape[1]), gated)
+        self._bias: Tensor | None = None
+
+    def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
+        kept = narrowed(weight)
+        return shortened(numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See WeightForm."""
+        if bias is not None and self._bias is None:  # which never changes
+            self._bias = numba_linear.pad(bias, gated=self.gated)
+        return numba_linear.linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See TableForm."""
+        return take_panel_rows(self.panels, indices, self.dtype)
+
+
+class PanelInt8Weight(PanelWeight):
+    """Symmetric int8, one scale for an output: see Int8Weight."""
+
+    def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
+        plain = Int8Weight(weight)
+        return numba_linear.pack(plain.codes, plain.scale, pairs=pairs, gated=gated)
+
+
+class PanelInt4Weight(PanelWeight):
+    """int4 with a scale and a zero for every GROUP inputs: see Int4Weight. It is not looked up."""
+
+    GROUP = GROUP
+
+    def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
+        codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
+        # In float32 these are finer than the bfloat16 of pairs.
+        pairs = pairs and weight.dtype == torch.bfloat16
+        return numba_linear.pack_int4(codes.flatten(1), scales, zeros, pairs=pairs, gated=gated)
+
+
+PANEL_FORMS: dict[str | None, type[PanelWeight]] = {
+    None: PanelWeight,
+    "int8": PanelInt8Weight,
+    "int4": PanelInt4Weight,
+}

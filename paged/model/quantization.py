@@ -1,0 +1,249 @@
+"""Weights in int8 and int4, made of plain ones while a model loads. They multiply on a CPU only.
+
+Weights alone are quantised: activations, KV and sums stay in the dtype of the model. Few rows of bfloat16 go
+through torch's kernels for packed integers, which read the weight once and are bound by that. For float32
+those are scalar loops, and for many rows they are slower than a float product. There a tile of the weight
+at a time is made floating point again, in memory that the caches hold, and multiplied.
+
+Torch's kernels compute a row the same way in any company. Which of the two ways a row goes depends on how
+many rows there are, and so do the last bits of a result, as they do in a plain linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import ConfigError
+
+# Large beside the 10 µs that Python takes for a tile, and small beside the caches.
+TILE_ELEMENTS = 2**19
+# The most rows of bfloat16 that torch's kernels take. By `python -m benchmarks.linear --dtype bfloat16` they
+# meet the tiles at some 50 rows in int8 and 64 in int4, with AVX2; where bfloat16 is not emulated, sooner.
+INT8_KERNEL_ROWS, INT4_KERNEL_ROWS = 16, 32
+TINY = torch.finfo(torch.float32).tiny
+
+
+class Int8Weight:
+    """Symmetric, one scale for an output: weight[n, k] ≈ scale[n] * codes[n, k]."""
+
+    MAX_CODE = 127
+    KERNEL_ROWS = INT8_KERNEL_ROWS
+    # Elements of a row that it reads at a time, there or not; the bytes that its first address divides by.
+    KERNEL_STEP, KERNEL_ALIGNMENT = 16, 32
+
+    def __init__(self, weight: Tensor) -> None:
+        self.codes = torch.empty(weight.shape, dtype=torch.int8)  # [out_features, in_features]
+        self.scale = weight.new_empty(len(weight))
+        for rows in _tiles(*weight.shape):
+            part = weight[rows].float()
+            # Rounded to the dtype that it multiplies in, before codes go by it.
+            self.scale[rows] = (part.abs().amax(1) / self.MAX_CODE).clamp_(min=TINY)
+            codes = (part / self.scale[rows, None]).round_()
+            self.codes[rows] = codes.clamp_(-self.MAX_CODE, self.MAX_CODE)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See WeightForm."""
+        out = self.by_kernel(x) if self._kernel_takes(x) else self.by_tiles(x)
+        return out if bias is None else out.add_(bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See TableForm."""
+        return F.embedding(indices, self.codes) * self.scale[indices, None]
+
+    def dequantized(self) -> Tensor:  # [out_features, in_features]
+        """The weight that this stands for."""
+        return self.codes * self.scale[:, None]
+
+    def _kernel_takes(self, x: Tensor) -> bool:
+        return (
+            x.dtype == torch.bfloat16
+            and len(x) <= self.KERNEL_ROWS
+            and self.codes.shape[1] % self.KERNEL_STEP == 0
+            and x.data_ptr() % self.KERNEL_ALIGNMENT == 0
+        )
+
+    def by_kernel(self, x: Tensor) -> Tensor:
+        """x Wᵀ by torch's kernel."""
+        return torch._weight_int8pack_mm(x, self.codes, self.scale)
+
+    def by_tiles(self, x: Tensor) -> Tensor:
+        """x Wᵀ by float products."""
+        (num_outputs, num_inputs), dtype = self.codes.shape, x.dtype
+        x = x.to(_product_dtype(dtype))
+        out = x.new_empty(len(x), num_outputs)
+        scratch = x.new_empty(_tile_rows(num_inputs), num_inputs)
+        for rows in _tiles(num_outputs, num_inputs):
+            codes = self.codes[rows]
+            # Codes are exact in any dtype; the scale of an output can wait for the sum.
+            torch.mm(x, scratch[: len(codes)].copy_(codes).T, out=out[:, rows])
+        return out.mul_(self.scale).to(dtype)
+
+
+class Int4Weight:
+    """A scale and a zero for each GROUP of inputs of an output, as torch's kernel has them.
+
+    weight[n, k] ≈ scale[n, g] * (codes[n, k] - 8) + zero[n, g], with codes from 0 to 15 and g = k // GROUP.
+
+    The kernel's layout is that of panels: uint8[panels, in_features, half], where `half` bytes hold codes of
+    as many outputs and, in their upper bits, of as many others. Here those are outputs of the first half of
+    the weight and of the second, so that a tile of either half is made by whole vectors.
+    """
+
+    # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.5 and 1.8 times as much.
+    GROUP = 32
+    MIDDLE = 8
+    KERNEL_ROWS = INT4_KERNEL_ROWS
+
+    def __init__(self, weight: Tensor) -> None:
+        (self.num_outputs, num_inputs), self.dtype, half = weight.shape, weight.dtype, _panel_half()
+        self.num_groups = num_inputs // self.GROUP
+        weight = F.pad(weight, (0, 0, 0, -self.num_outputs % (2 * half)))
+        halves = weight.view(2, -1, half, num_inputs)
+        num_panels = halves.shape[1]
+        self.packed = torch.empty(num_panels, num_inputs, half, dtype=torch.uint8)
+        # As the kernel takes them, and for float32 too: rounded before codes go by them, they cost nothing.
+        self.scale_zero = torch.empty(self.num_groups, num_panels, 2 * half, 2, dtype=torch.bfloat16)
+        for panels in self._tiles():
+            groups = halves[:, panels].transpose(0, 1).float().reshape(-1, self.num_groups, self.GROUP)
+            codes, scale, zero = int4_codes(groups)
+            scale_zero = torch.stack([scale, zero], dim=-1).transpose(0, 1)
+            self.scale_zero[:, panels] = scale_zero.reshape(self.num_groups, -1, 2 * half, 2)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1)
+            self.packed[panels] = packed.view(-1, num_inputs, half)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See WeightForm."""
+        takes = x.dtype == torch.bfloat16 and len(x) <= self.KERNEL_ROWS
+        out = self.by_kernel(x) if takes else self.by_tiles(x)
+        return out if bias is None else out.add_(bias)
+
+    def dequantized(self) -> Tensor:  # [out_features, in_features]
+        """The weight that this stands for."""
+        num_panels, num_inputs, half = self.packed.shape
+        weight = torch.empty(2, num_panels * half, num_inputs, dtype=self.dtype)
+        for side, outputs, tile in self._float_tiles(self.dtype):
+            weight[side, outputs] = tile.T
+        return weight.flatten(0, 1)[: self.num_outputs]
+
+    def by_kernel(self, x: Tensor) -> Tensor:
+        """x Wᵀ in bfloat16, by torch's kernel."""
+        num_panels, num_inputs, half = self.packed.shape
+        packed, scale_zero = self.packed.view(-1, num_inputs // 2), self.scale_zero.flatten(1, 2)
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.GROUP, scale_zero)
+        return self._without_padding(out.view(-1, num_panels, 2, half).transpose(1, 2))
+
+    def by_tiles(self, x: Tensor) -> Tensor:
+        """x Wᵀ by float products."""
+        (num_panels, _, half), dtype = self.packed.shape, x.dtype
+        x = x.to(_product_dtype(dtype))
+        out = x.new_empty(len(x), 2, num_panels * half)
+        for side, outputs, tile in self._float_tiles(x.dtype):
+            torch.mm(x, tile, out=out[:, side, outputs])
+        return self._without_padding(out).to(dtype)
+
+    def _tiles(self) -> Iterator[slice]:
+        num_panels, num_inputs, half = self.packed.shape
+        return _tiles(num_panels, num_inputs * half, 1)
+
+    def _float_tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, slice, Tensor]]:
+        """Which half of the outputs, which n of it, and their weights [in_features, n] until the next."""
+        _, num_inputs, half = self.packed.shape
+        nibbles = (torch.bitwise_and, 15), (torch.bitwise_right_shift, 4)
+        size = num_inputs * half * _tile_rows(num_inputs * half, 1)
+        # Fresh memory for every tile would take as long as what is done in it.
+        packed, codes = torch.empty(2, size, dtype=torch.uint8)
+        weights = torch.empty(size, dtype=dtype)
+        for panels in self._tiles():
+            scales, zeros = self._scales_and_zeros(panels, dtype)
+            outputs = slice(panels.start * half, panels.stop * half)
+            tile = weights[: num_inputs * (outputs.stop - outputs.start)]
+            groups = tile.view(self.num_groups, self.GROUP, -1)
+            # Sixteen bytes move as one.
+            moved = self.packed[panels].view(torch.complex128).transpose(0, 1)
+            packed[: len(tile)].view(torch.complex128).view(moved.shape).copy_(moved)
+            for side, (extract, bits) in enumerate(nibbles):
+                extract(packed, bits, out=codes)
+                tile.copy_(codes[: len(tile)])
+                torch.addcmul(zeros[side], groups, scales[side], out=groups)
+                yield side, outputs, tile.view(num_inputs, -1)
+
+    def _scales_and_zeros(self, panels: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[2 halves, groups, 1, n] each, for codes from 0 to 15."""
+        _, _, half = self.packed.shape
+        scale_zero = self.scale_zero[:, panels].view(self.num_groups, -1, 2, half, 2).permute(4, 2, 0, 1, 3)
+        scale, zero = scale_zero.to(dtype).reshape(2, 2, self.num_groups, 1, -1)
+        return scale, zero - self.MIDDLE * scale
+
+    def _without_padding(self, out: Tensor) -> Tensor:
+        return out.flatten(1)[:, : self.num_outputs].contiguous()
+
+
+def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """scale * (code - 8) + zero ≈ the weights of groups [..., size].
+
+    Returns codes from 0 to 15, uint8 like groups, and scales and zeros, bf16[...].
+    """
+    groups = groups.float()
+    low, high = groups.aminmax(dim=-1)
+    scale = ((high - low) / 15).clamp_(min=TINY).bfloat16()
+    zero = (low + 8 * scale.float()).bfloat16()
+    codes = ((groups - zero[..., None]) / scale[..., None]).round_().add_(8)
+    return codes.clamp_(0, 15).byte(), scale, zero
+
+
+def require_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless weights of this dtype can be quantised on this device."""
+    if device.type != "cpu":
+        raise ConfigError(
+            f"quantization {name!r} is CPU only so far; got device {device}: leave one of them out"
+        )
+    if dtype == torch.float16:
+        raise ConfigError(f"quantization {name!r} goes with dtype float32 or bfloat16; got float16")
+
+
+def require_kernels(name: str) -> None:
+    """Raise ConfigError unless this torch quantises: its kernels are private, so they are tried."""
+    for form in (Int8Weight, Int4Weight) if name == "int4" else (Int8Weight,):
+        try:
+            works = _agrees_with_itself(form)
+        except (AttributeError, RuntimeError, TypeError):
+            works = False
+        if not works:
+            raise ConfigError(
+                f"quantization {name!r} goes by kernels that torch {torch.__version__} lacks or does another "
+                f"way ({form.__name__}); leave it out, or install a version that constraints.txt names"
+            )
+
+
+def _agrees_with_itself(form: type[Int8Weight | Int4Weight]) -> bool:
+    """Whether a weight is the same by kernel, by tiles, and of the values that it was made of."""
+    values = torch.arange(128).add(torch.arange(128)[:, None]).remainder(16).bfloat16()
+    weight, x = form(values), torch.eye(128, dtype=torch.bfloat16)
+    close = [torch.allclose(way(x).T, values, atol=0.1) for way in (weight.by_kernel, weight.by_tiles)]
+    return all(close)
+
+
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What tiles are multiplied in: bfloat16 only where oneDNN multiplies it, not where it is emulated."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return dtype
+
+
+def _panel_half() -> int:
+    """Half the outputs in a panel of torch's int4 layout, which are those of four vectors of float32."""
+    return 32 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 16
+
+
+def _tiles(num_rows: int, row_elements: int, multiple: int = 16) -> Iterator[slice]:
+    """The rows of a weight, so many at a time that they are a tile."""
+    step = _tile_rows(row_elements, multiple)
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def _tile_rows(row_elements: int, multiple: int = 16) -> int:
+    return max(1, TILE_ELEMENTS // row_elements // multiple) * multiple

@@ -1,0 +1,206 @@
+"""Weights: where checkpoints are, whether they are sound, how they become parameters. Safetensors only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..validation import shown
+from .hf_config import read_json
+
+DEMO = Path(__file__).parents[1] / "demo"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+HEADER_CEILING = 100 * 2**20
+# What checkpoints carry besides parameters: old Llamas their frequencies, tied models their head again.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def resolve(model: str) -> Path:
+    """The local directory of a model: "demo", a directory, or a hub id (downloaded into the hub's cache)."""
+    if model == "demo":
+        return DEMO
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model} is a file; give the directory that holds config.json")
+    if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
+        raise CheckpointError(f"no such directory: {model}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        # Some repositories hold the weights a second time, in their maker's own layout.
+        ignored = ["consolidated*", "original/*"]
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=ignored))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{model!r} is neither a directory nor a model that could be fetched from the hub: {reason}"
+        ) from error
+
+
+Sources = Mapping[str, tuple[Path, list[int]]]  # file and shape of each tensor
+Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
+
+
+def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> int:
+    """Copy tensors, from where check_weights found them, to their destinations, casting to their dtypes.
+
+    Returns how many.
+    """
+    for name, destination in destinations.items():
+        # Opened for each tensor: the pages of a mapping stay in memory until it is closed, and would double
+        # what loading takes.
+        file = sources[name][0]
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                destination.copy_(tensors.get_tensor(name))
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
+    return len(destinations)
+
+
+def check_weights(destinations: Mapping[str, Tensor], directory: Path) -> Sources:
+    """Hold all headers against the destinations, which may be on the meta device. Returns file and shape.
+
+    Raises CheckpointError naming file and tensor for files that are damaged, and for tensors that are
+    missing, unknown or of another shape.
+    """
+    sources = _find_tensors(directory)
+    _check_names(destinations, sources, directory)
+    for name, destination in destinations.items():
+        file, shape = sources[name]
+        if shape != list(destination.shape):
+            raise CheckpointError(
+                f"{file}: {name} has shape {shape}, but config.json makes it {list(destination.shape)}"
+            )
+    return sources
+
+
+def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
+    """File and shape of every tensor in the checkpoint."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index}: has no weight_map")
+        files = [directory / name for name in sorted(set(map(str, weight_map.values())))]
+    else:
+        files = [directory / "model.safetensors"]
+    found: dict[str, tuple[Path, list[int]]] = {}
+    for file in files:
+        if file.parent != directory:
+            raise CheckpointError(f"{index}: {file.name} lies outside the checkpoint")
+        if not file.is_file():
+            raise _missing_file(file)
+        for name, shape in read_header(file).items():
+            if name in found:
+                raise CheckpointError(f"{file}: {name} is in {found[name][0].name} too")
+            found[name] = (file, shape)
+    return found
+
+
+def _missing_file(file: Path) -> CheckpointError:
+    pickles = sorted(p.name for p in file.parent.iterdir() if p.suffix in PICKLES)
+    if pickles:
+        return CheckpointError(
+            f"{file.parent}: {pickles[0]} is a pickle, which can run any code when loaded and is refused; "
+            f"convert the checkpoint to safetensors (save_pretrained in transformers)"
+        )
+    return CheckpointError(f"{file} does not exist")
+
+
+def read_header(file: Path) -> dict[str, list[int]]:
+    """Shape of every tensor in a safetensors file.
+
+    Read here because the library's own errors name neither the file nor the tensor, and because it accepts a
+    header that has a name twice. Raises CheckpointError.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER_CEILING):
+            raise CheckpointError(f"{file}: is truncated or no safetensors file ({size} bytes)")
+        try:
+            header = json.loads(stream.read(length), object_pairs_hook=_unique_keys)
+            _check_metadata(header.pop("__metadata__", {}))
+            entries = {name: _read_entry(entry) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{file}: has a damaged header: {error}") from error
+    for name, (dtype, shape, start, end) in entries.items():
+        if 8 + length + end > size:
+            raise CheckpointError(
+                f"{file}: is truncated: {name} ends at byte {8 + length + end}, the file at {size}"
+            )
+        if dtype not in ITEM_SIZES:
+            raise CheckpointError(f"{file}: {name} is {dtype}; supported are {', '.join(ITEM_SIZES)}")
+        if end - start != math.prod(shape) * ITEM_SIZES[dtype]:
+            raise CheckpointError(
+                f"{file}: {name} has {end - start} bytes, which is not what {dtype}{shape} takes"
+            )
+    _check_spans(file, entries, size - 8 - length)
+    return {name: shape for name, (_, shape, _, _) in entries.items()}
+
+
+def _read_entry(entry: dict[str, Any]) -> Entry:
+    """dtype, shape, start and end of one tensor in a header."""
+    start, end = entry["data_offsets"]
+    dtype, numbers = entry["dtype"], [start, end, *entry["shape"]]
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"an entry is {shown(entry)}")
+    return dtype, numbers[2:], start, end
+
+
+def _check_metadata(metadata: object) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"__metadata__ must be an object of strings, got {shown(metadata)}")
+
+
+def _check_spans(file: Path, entries: Mapping[str, Entry], num_bytes: int) -> None:
+    """Tensors lie one behind the other, from the first byte behind the header to the last of the file."""
+    reached = 0
+    for name, (_, _, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if start != reached:
+            raise CheckpointError(
+                f"{file}: {name} begins at byte {start} of the data, but the one before ends at {reached}"
+            )
+        reached = end
+    if reached != num_bytes:
+        raise CheckpointError(f"{file}: has {num_bytes} bytes of data, of which tensors take {reached}")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return unique
+
+
+def _check_names(destinations: Mapping[str, Tensor], sources: Sources, directory: Path) -> None:
+    missing = sorted(set(destinations) - set(sources))
+    if missing:
+        raise CheckpointError(f"{directory}: {_some(missing)} missing from the checkpoint")
+    tied_head = set() if "lm_head.weight" in destinations else {"lm_head.weight"}
+    extra = sorted(
+        name for name in set(sources) - set(destinations) - tied_head if not name.endswith(IGNORED_SUFFIX)
+    )
+    if extra:
+        file = sources[extra[0]][0]
+        raise CheckpointError(f"{file}: {_some(extra)} not part of the model that config.json describes")
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(names[:3])
+    return f"{listed} is" if len(names) == 1 else f"{listed}{' …' if len(names) > 3 else ''} are"

@@ -1,1 +1,0 @@
-"""Models: one decoder, and what each Hugging Face architecture declares about it."""

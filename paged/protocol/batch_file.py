@@ -1,0 +1,213 @@
+"""Files of OpenAI's batch format: requests a line, and results a line that survive a kill.
+
+A result is written by one call, as soon as it is there. A run that was killed leaves whole lines, and perhaps
+the beginning of one, which the next run cuts off; it does what is missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ..errors import RequestError, reject_unknown
+from .jobs import check_writable, parse_json
+from .openai import Call, parse_call
+
+PREFIX = b'{"id": "batch_req_'
+RESULT = re.compile(re.escape(PREFIX) + rb'([0-9a-f]{32})", "custom_id": .*\}\n')
+KEY_BYTES = 16
+EMPTY = bytes(KEY_BYTES)
+SUCCEEDED = b'"error": null}\n'
+FIELDS = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the input.
+
+    identity: of its result, the same in every run.
+    call: what it asks for, or what is wrong with it.
+    """
+
+    identity: str
+    custom_id: str | None
+    call: Call | RequestError
+
+
+class IdentitySet:
+    """Identities of lines in 21 to 43 bytes each: there may be ten million, and a set would take 120.
+
+    A table with open addressing and slots of 16 bytes; an identity is a hash, and so says where it belongs.
+    """
+
+    def __init__(self) -> None:
+        self._num_slots, self._size = 1024, 0  # a power of two
+        self._table = bytearray(KEY_BYTES * self._num_slots)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, identity: str) -> bool:
+        key = bytes.fromhex(identity)
+        return self._table.startswith(key, self._place(key))
+
+    def add(self, identity: str) -> bool:
+        """Take one in. Returns whether it is new."""
+        if new := identity not in self:
+            if self._size >= 3 * self._num_slots // 4:
+                self._grow()
+            self._put(bytes.fromhex(identity))
+            self._size += 1
+        return new
+
+    def _place(self, key: bytes) -> int:
+        """Where it is, or else the empty slot that it belongs in."""
+        slot = int.from_bytes(key[:8], "little") & (self._num_slots - 1)
+        while self._table[(at := KEY_BYTES * slot) : at + KEY_BYTES] not in (key, EMPTY):
+            slot = (slot + 1) & (self._num_slots - 1)
+        return at
+
+    def _put(self, key: bytes) -> None:
+        at = self._place(key)
+        self._table[at : at + KEY_BYTES] = key
+
+    def _grow(self) -> None:
+        old, self._num_slots = self._table, 2 * self._num_slots
+        self._table = bytearray(KEY_BYTES * self._num_slots)
+        for at in range(0, len(old), KEY_BYTES):
+            if (key := bytes(old[at : at + KEY_BYTES])) != EMPTY:
+                self._put(key)
+
+
+def count_lines(file: Path) -> int:
+    """How many lines there are that are not blank.
+
+    Raises RequestError if the file is a pipe, of which nothing is left for `read_lines`.
+    """
+    if file.is_fifo() or file.is_char_device():
+        raise RequestError(f"{file}: not a file that can be read twice; write what comes from it to a file")
+    with file.open("rb") as lines:
+        return sum(not line.isspace() for line in lines)
+
+
+def read_lines(file: Path, done: IdentitySet) -> Iterator[Line]:
+    """The lines whose results are not among `done`, one at a time."""
+    seen = IdentitySet()
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            if raw.isspace():
+                continue
+            custom_id, value = None, None
+            try:
+                value = parse_json(raw.decode("utf-8-sig"))
+                custom_id = _custom_id(value)
+                identity = _identity("custom_id", custom_id)
+                if not seen.add(identity):
+                    identity = _identity("again", number, custom_id)
+                    raise RequestError(f"custom_id {custom_id!r} is that of an earlier line")
+                if identity not in done:
+                    yield Line(identity, custom_id, _call(value))
+            except (ValueError, RecursionError) as error:  # the decoder's, json's and our own
+                if custom_id is None:
+                    identity = _identity("line", number, raw)
+                if identity not in done:
+                    yield Line(identity, custom_id, RequestError(f"line {number}: {error}"))
+
+
+def _custom_id(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        raise RequestError('a line must be an object such as {"custom_id": ..., "method": "POST", ...}')
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise RequestError(f"custom_id must be a non-empty string, got {custom_id!r}")
+    return custom_id
+
+
+def _call(value: Mapping[str, Any]) -> Call:
+    reject_unknown("a line", value, FIELDS)
+    if value.get("method", "POST") != "POST":
+        raise RequestError(f"method must be 'POST', got {value['method']!r}")
+    for name in ("url", "body"):
+        if name not in value:
+            raise RequestError(f"{name} is missing")
+    call = parse_call(value["url"], value["body"])
+    if call.stream:
+        raise RequestError("stream must be false: the lines of a batch are whole")
+    return call
+
+
+def _identity(*parts: Any) -> str:
+    # repr writes lone surrogates, which UTF-8 does not have, as escapes.
+    return hashlib.sha256(ascii(parts).encode()).hexdigest()[:32]
+
+
+class BatchOutput:
+    """The results of a batch, some of them perhaps from an earlier run. A context, which closes the file.
+
+    done: identities of the lines that have a result.
+    num_failed: how many of these are errors.
+
+    Raises RequestError naming the file if it is a pipe or a device, holds anything else, or another process
+    is writing it.
+    """
+
+    def __init__(self, path: Path, source: Path) -> None:
+        check_writable(path, source)
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path}: not a file that results stay in; name one")
+        self.path = path
+        self.done = IdentitySet()
+        self.num_failed = 0
+        # Unbuffered: a line is in the system's hands before the next one is begun.
+        self._file = path.open("ab", buffering=0)
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RequestError(f"{path}: another process is writing this file") from None
+            os.ftruncate(self._file.fileno(), self._read())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _read(self) -> int:
+        """Note what is done. Returns how many bytes are whole lines."""
+        size = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if match := RESULT.fullmatch(line):
+                    self.done.add(match[1].decode())
+                    self.num_failed += not line.endswith(SUCCEEDED)
+                    size += len(line)
+                elif line.endswith(b"\n") or not line.startswith(PREFIX[: len(line)]):
+                    raise RequestError(
+                        f"{self.path}:{number}: not a result of `paged run-batch`; name another file"
+                    )
+        return size
+
+    def write(self, line: Line, status: int, body: Mapping[str, Any]) -> None:
+        """Append the result of a line."""
+        error = body["error"] if status != 200 else None
+        result = {
+            "id": f"batch_req_{line.identity}",
+            "custom_id": line.custom_id,
+            "response": {"status_code": status, "request_id": f"req_{line.identity}", "body": body},
+            "error": error and {"code": error["type"], "message": error["message"]},
+        }
+        self.num_failed += error is not None
+        text = json.dumps(result, allow_nan=False).encode() + b"\n"
+        while text:  # a disk that fills up takes a part, and says so when it is asked again
+            text = text[self._file.write(text) :]

@@ -1,0 +1,169 @@
+"""Files of prompts, a job a line, and of their results; sampling parameters as JSON has them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import RequestError, reject_unknown
+from ..requests.request import CompletionOutput, Logprob, RequestOutput
+from ..sampling_params import SamplingParams, StructuredOutputsParams
+from ..validation import shown
+
+JSON_LINES = (".jsonl", ".ndjson")
+LOWEST_LOGPROB = -9999.0  # where a token cannot come; OpenAI's API and vLLM's have it so
+# What JSON cannot say, or where nothing is streamed.
+NOT_IN_JSON = {
+    "logits_processors": "they are Python functions",
+    "output_kind": "the whole output is written once",
+}
+SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name not in NOT_IN_JSON]
+
+
+class Job(NamedTuple):
+    """A prompt, how to sample for it, and on whose account."""
+
+    prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
+    params: SamplingParams
+    tenant: str
+
+
+def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
+    """The prompts of a file: a text a line or, in a .jsonl file, an object a line.
+
+    sampling: what applies where a line says nothing else. Blank lines are skipped.
+
+    Raises RequestError naming file and line, OSError if the file cannot be read.
+    """
+    parse = _parse_object if file.suffix in JSON_LINES else _parse_text
+    jobs = []
+    # As bytes, which end their lines at newlines alone; text would also at U+2028, which JSON may contain.
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            if line.strip():
+                jobs.append(parse(line.decode("utf-8-sig"), sampling))
+        except (ValueError, RecursionError) as error:  # the decoder's, json's and our own
+            raise RequestError(f"{file}:{number}: {error}") from error
+    return jobs
+
+
+def check_writable(output: Path, *inputs: Path) -> None:
+    """Find out now, not after everything is computed, that the results cannot be written.
+
+    inputs: files that must not be overwritten.
+
+    Raises RequestError naming the file.
+    """
+    if not output.parent.is_dir():
+        raise RequestError(f"{output}: no such directory: {output.parent}")
+    if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise RequestError(f"{output}: not a file that can be written")
+    if output.exists() and any(output.samefile(file) for file in inputs):
+        raise RequestError(f"{output}: this would overwrite the input; name another file")
+
+
+def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What SamplingParams takes, from a JSON object: keys are strings there, and objects dicts.
+
+    Raises RequestError or UnknownArgumentError naming the field.
+    """
+    for name, reason in NOT_IN_JSON.items():
+        if name in given:
+            raise RequestError(f"{name} cannot be given here: {reason}")
+    reject_unknown("SamplingParams", given, SAMPLING_FIELDS)
+    result = dict(given)
+    if (structured := result.get("structured_outputs")) is not None:
+        if not isinstance(structured, dict):
+            raise RequestError(
+                f'structured_outputs must be an object such as {{"regex": ...}}, got {shown(structured)}'
+            )
+        result["structured_outputs"] = StructuredOutputsParams(**structured)
+    return result
+
+
+def parse_json(text: str) -> Any:
+    """The value that this is.
+
+    Raises RequestError if a name is there twice, of which one would be ignored, or an int is too long.
+    """
+    return json.loads(text, object_pairs_hook=_object, parse_int=_int)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise RequestError(f"{twice!r} is given twice in one object; give it once")
+    return value
+
+
+def _int(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:  # Python reads so many only, as more would take long
+        raise RequestError(
+            f"{digits[:16]}... has {len(digits):,} characters; no int here may be that long"
+        ) from error
+
+
+def outcome_of(output: RequestOutput) -> dict[str, Any]:
+    """A finished request as JSON has it: one sample's fields or, of several, a list of theirs."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            return {"error": str(completion.stop_reason)}
+    samples = [_sample(completion) for completion in output.outputs]
+    outcome: dict[str, Any] = samples[0] if len(samples) == 1 else {"outputs": samples}
+    if output.prompt_logprobs is not None:
+        outcome["prompt_logprobs"] = [place and _place(place) for place in output.prompt_logprobs]
+    return outcome
+
+
+def _sample(completion: CompletionOutput) -> dict[str, Any]:
+    sample: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.cumulative_logprob is not None:
+        sample["cumulative_logprob"] = finite(completion.cumulative_logprob)
+    if completion.logprobs is not None:
+        sample["logprobs"] = [_place(place) for place in completion.logprobs]
+    return sample
+
+
+def _place(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+    """The candidates for one place of a text, the token that is there first."""
+    return [
+        {"token_id": i, "token": c.decoded_token, "logprob": finite(c.logprob), "rank": c.rank}
+        for i, c in place.items()
+    ]
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can have it, which knows no infinity."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def _parse_text(line: str, sampling: dict[str, Any]) -> Job:
+    return Job({"prompt": line}, SamplingParams(**sampling), "")
+
+
+def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
+    value = parse_json(line)
+    if not isinstance(value, dict):
+        raise RequestError('a line must be an object such as {"prompt": "..."}')
+    prompt = {key: value.pop(key) for key in ("prompt", "prompt_token_ids") if key in value}
+    if len(prompt) != 1:
+        raise RequestError("a line must have either prompt or prompt_token_ids")
+    if not isinstance(prompt.get("prompt", ""), str):
+        raise RequestError(f"prompt must be a string, got {prompt['prompt']!r}")
+    if not isinstance(prompt.get("prompt_token_ids", []), list):
+        raise RequestError(f"prompt_token_ids must be a list of ints, got {prompt['prompt_token_ids']!r}")
+    tenant = value.pop("tenant", "")
+    return Job(prompt, SamplingParams(**{**sampling, **sampling_from_json(value)}), tenant)

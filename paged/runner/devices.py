@@ -1,0 +1,161 @@
+"""What the machine is: the device and dtype to run in, and the memory there is for KV."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import psutil
+import torch
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..kernels.backend import BackendName, check_target, current_target, has_numba, in_interpreter
+from ..kernels.gpu.attention.config import MAX_HEAD_DIM, MIN_HEAD_DIM
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of this name, which must be here; "auto" is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}")
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        raise ConfigError(f"device {name!r} is not here: torch sees {count} GPUs; device='cpu' needs none")
+    return device
+
+
+def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
+    """The dtype to compute in: the one requested, or the checkpoint's where this device is fast in it.
+
+    Elsewhere that is float32, which has room for all values of the others.
+    """
+    dtype = checkpoint if requested == "auto" else requested
+    if device.type != "cpu" or not _is_slow_on_cpu(dtype):
+        return dtype
+    if requested == "auto":
+        logger.info("dtype float32 in place of the checkpoint's %s, in which this CPU is slow", checkpoint)
+        return "float32"
+    _warn_of_slow(dtype)
+    return dtype
+
+
+def _is_slow_on_cpu(dtype: str) -> bool:
+    return dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
+
+
+@cache  # once for all engines
+def _warn_of_slow(dtype: str) -> None:
+    logger.warning("dtype %s is slow on this CPU; dtype='auto' takes one that is not", dtype)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively; elsewhere it is emulated, slower than float32."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def bfloat16_is_a_librarys() -> bool:
+    """Whether the CPU multiplies bfloat16 as libraries can and our kernels cannot: in ARM's way."""
+    return "bf16" in cpu_flags()
+
+
+def cpu_flags() -> set[str]:
+    """What the CPU can do, as Linux names it; elsewhere nothing is known."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+
+
+def resolve_backend(requested: str, device: torch.device) -> BackendName:
+    """The attention backend asked for; "auto" is Triton on a GPU and numba on a CPU, or torch without it."""
+    if requested == "auto":
+        if device.type == "cuda":
+            return "triton"
+        if has_numba():
+            return "numba"
+        logger.warning(
+            "numba is not installed, so attention runs in plain torch, slower: pip install 'paged[cpu]'"
+        )
+        return "torch"
+    if requested == "numba" and device.type != "cpu":
+        raise ConfigError(
+            f"attention_backend='numba' is for a CPU, not for device {device}; use 'triton' there"
+        )
+    if requested == "triton" and device.type == "cpu" and not in_interpreter():
+        raise ConfigError(
+            "attention_backend='triton' on a CPU runs in Triton's interpreter, for tests only: set "
+            "TRITON_INTERPRET=1 before Python starts, or use attention_backend='numba' or 'torch'"
+        )
+    return cast(BackendName, requested)
+
+
+def check_attention(
+    backend: BackendName, head_dim: int, kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
+) -> None:
+    """Raise ConfigError where a backend has no attention for this model or this cache."""
+    if backend != "torch" and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        raise ConfigError(
+            f"attention_backend {backend!r} takes a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, this "
+            f"model's is {head_dim}; use 'torch'"
+        )
+    if backend != "triton":
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        try:
+            check_target(kv_dtype, current_target())
+        except ValueError as error:
+            name = config.kv_cache_dtype
+            raise ConfigError(f"kv_cache_dtype {name!r} cannot be had, but 'int8' can: {error}") from error
+
+
+def weights_in_panels(
+    config: EngineConfig, backend: BackendName, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether linears are our own kernel's: the bits of a row are then the same in any batch.
+
+    In bfloat16 it takes deterministic=True where `bfloat16_is_a_librarys`. Raises ConfigError where that
+    cannot be had.
+    """
+    if not config.deterministic:
+        left_to_torch = dtype == torch.bfloat16 and bfloat16_is_a_librarys()
+        return backend == "numba" and not left_to_torch
+    if device.type != "cpu" or backend != "numba":
+        raise ConfigError(
+            f"deterministic=True is for a CPU with attention_backend='numba' so far; got {device} with "
+            f"{backend!r}: take those, or leave it out"
+        )
+    return True
+
+
+def kv_bytes_on_cpu(config: EngineConfig) -> int:
+    """The stated share of the RAM that is free now, within the container's limit."""
+    return int(min(psutil.virtual_memory().available, _cgroup_free_bytes()) * config.cpu_memory_utilization)
+
+
+def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
+    """What gpu_memory_utilization leaves beside others on the GPU and our own weights and activations.
+
+    peak_bytes: the most that torch held while a step of the largest size ran.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * config.gpu_memory_utilization) - others - peak_bytes
+
+
+def _cgroup_free_bytes() -> float:
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return float("inf")
+    # Cached file pages count as used, and go as soon as somebody needs the memory.
+    stat = dict(line.split() for line in used.with_name("memory.stat").read_text().splitlines())
+    cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return max(0, int(limit.read_text()) - int(used.read_text()) + cached)

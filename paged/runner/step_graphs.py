@@ -1,0 +1,123 @@
+"""StepGraphs: steps of a model on a CPU, recorded for each number of tokens and repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.cpu.attention.attention import ATTEND, MERGE
+from ..kernels.cpu.attention.paged_attention import Plan, plan_units
+from ..kernels.cpu.attention.units import SPLIT
+from ..kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder
+from ..kernels.cpu.simd.memory import LINE
+from ..model.batch import Batch
+from ..model.kv_cache import KVCache
+
+Compute = Callable[[Batch, KVCache], tuple[Tensor, ...]]
+
+MOST_GRAPHS = 256  # some ten KiB each, a hundred of a model of 32 layers
+MOST_TOKENS = 512  # of a step that is recorded: of a larger one what is between the kernels takes no time
+
+
+class StepGraphs:
+    """Computes steps with the same bits as the model's own way, without Python between its kernels.
+
+    num_heads, num_kv_heads: of every layer.
+    most_decodes: how many are worth being recorded with their logits, which stay in memory.
+    """
+
+    most_decodes = 64
+
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._graphs: dict[tuple[int, ...], _StepGraph | None] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._last: _Last | None = None
+
+    def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+        """compute(batch, kv_cache), in memory that the next step overwrites.
+
+        compute: the same for every batch of a kind (`is_decode`) and number of tokens; what it launches may
+        depend on these alone, and on what attention makes of the lengths.
+        """
+        if batch.num_tokens > MOST_TOKENS:
+            return compute(batch, kv_cache)
+        last, num_threads = self._last, torch.get_num_threads()
+        where = (num_threads, *(tensor.data_ptr() for tensor in kv_cache.tensors.values()))
+        if last is not None and batch is last.batch and where == last.where and batch.age < last.end:
+            return last.graph.replay()
+        seq_lens = batch.queries.seq_lens.numpy()
+        plan = plan_units(
+            seq_lens, batch.queries.cu_seqlens_q.numpy(), self._num_heads, self._num_kv_heads, num_threads
+        )
+        key = (batch.is_decode, batch.num_tokens, *where, plan.num_parts, plan.max_rows, len(plan.merges))
+        if key in self._graphs:
+            graph = self._graphs.pop(key)
+        else:  # At once: what recording takes, a model of some size saves already in this step.
+            graph = self._record(compute, batch, kv_cache)
+            if len(self._graphs) == MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+        self._graphs[key] = graph  # the last one that was needed
+        if graph is None:
+            return compute(batch, kv_cache)
+        graph.use(plan, batch)
+        # A plan is good while no sequence needs one more split.
+        self._last = _Last(batch, batch.age + 1 + int((-seq_lens % SPLIT).min()), where, graph)
+        return graph.replay()
+
+    def _record(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> _StepGraph | None:
+        """None where the model does what only torch can, or there is no room: it goes on without."""
+        try:
+            with Recorder() as recorder:
+                outputs = compute(batch, kv_cache)
+            graph = _StepGraph(recorder, batch, outputs)
+            if graph.num_bytes > len(self._memory):
+                self._graphs.clear()
+                memory = torch.empty(2 * graph.num_bytes + LINE, dtype=torch.uint8)
+                self._memory = memory[-memory.data_ptr() % LINE :]
+        except (NotRecordableError, RuntimeError):  # RuntimeError: torch has no narrower one for a CPU
+            return None
+        graph.use_memory(self._memory)
+        return graph
+
+
+class _Last(NamedTuple):
+    """The last step. Where the same batch, brought up to date in place, is the next one, all holds for it."""
+
+    batch: Batch
+    end: int  # the age of the batch that needs another plan
+    where: tuple[int, ...]
+    graph: _StepGraph
+
+
+class _StepGraph(Graph):
+    """A step of so many tokens of any sequences."""
+
+    def __init__(self, recorder: Recorder, batch: Batch, outputs: tuple[Tensor, ...]) -> None:
+        super().__init__(recorder, _inputs(batch), outputs, torch.get_num_threads())
+        tables = [table.data_ptr() for table in batch.queries.block_tables]
+        self._attends = [self.launches_of(ATTEND, block_tables=table) for table in tables]
+        self._merges = self.launches_of(MERGE)
+
+    def use(self, plan: Plan, batch: Batch) -> None:
+        """Compute this one from now on."""
+        for attends, table in zip(self._attends, batch.queries.block_tables, strict=True):
+            self.set(
+                attends,
+                ATTEND,
+                num_units=len(plan.units),
+                units=plan.units.ctypes.data,
+                table_stride=table.stride(0) * table.itemsize,
+            )
+        self.set(self._merges, MERGE, merges=plan.merges.ctypes.data)
+        self._plan = plan  # whose memory it reads
+        self.use_inputs(_inputs(batch))
+
+
+def _inputs(batch: Batch) -> list[Tensor]:
+    queries = batch.queries
+    by_token, lengths = (batch.token_ids, batch.positions), (queries.seq_lens, queries.cu_seqlens_q)
+    return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables]

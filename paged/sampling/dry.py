@@ -1,0 +1,284 @@
+"""DryHistory: which tokens would go on with a repetition, and what DRY takes off their logits.
+
+DRY is p-e-w's "Don't Repeat Yourself" (2024): a token that followed an earlier occurrence of the last n
+tokens costs dry_multiplier * dry_base ** (n - dry_allowed_length), for the largest such n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..requests.request import Request
+
+# The largest power that is still far from what a float32 holds: longer repetitions cost no more.
+MAX_LOG_PENALTY = math.log(1e30)
+# Of a place: the token before it, its own, where in its text it is, which text that is, the place before it,
+# and its reach. Before the first token is -1. So it is before a breaker, which never costs anything: that its
+# reach is then 0 changes nothing behind it, where repetitions count from the breaker on.
+PRIOR, TOKEN, POSITION, OWNER, BEFORE, REACH = range(6)
+
+
+class DryHistory:
+    """The texts of the current batch's requests that use DRY, and of nobody else, on the device.
+
+    A place is one token of one of them; those of all texts lie one behind another as they came. Its reach is
+    how many tokens before it are the same as the last ones of its text. Nothing is left of a request that
+    ended or was preempted; one that comes back is read again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._requests: list[Request] = []
+        # Of these requests, in their order. There are none while they change, so that after an interrupt the
+        # next update reads them all again.
+        self._texts: list[_Text] = []
+        self._places = self._ints([[]] * 6)  # i32[6, capacity]
+        self._num_places = 0
+        self._newest = self._ints([])  # i32[num_texts]: the last place of each
+        self._found = self._ints([])  # i64: the places with a reach
+        self._bounds = self._ints([[]] * 3)  # i32[3, num_texts]: see _Text.bounds
+        self._costs = torch.empty(0, device=device)  # f32: see _Text.costs; one text's behind another's
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens there is memory for."""
+        return self._places.shape[1]
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        """Have the texts of these requests, and of no others."""
+        if not requests and not self._requests:
+            return
+        texts, self._texts, self._requests = self._texts, [], [*requests]
+        slots = {request: slot for slot, request in enumerate(requests)}
+        if moved := [slots.get(text.request, -1) for text in texts]:
+            self._renumber(moved)
+        else:
+            self._places, self._num_places = self._ints([[]] * 6), 0
+        known = {text.request: text for text in texts}
+        first_cost = 0
+        for slot, request in enumerate(requests):
+            text = known.get(request) or _Text(request, self.device)
+            text.slot, text.first_cost = slot, first_cost
+            first_cost += text.longest + 1
+            if request not in known:
+                known[request] = text
+                self._read(text)
+        texts = [known[request] for request in requests]
+        self._find(len(texts))
+        self._bounds = self._ints([text.bounds() for text in texts]).view(-1, 3).T
+        self._costs = torch.cat([self._costs[:0], *(text.costs for text in texts)])
+        self._texts = texts
+
+    def update(self) -> None:
+        """Take the tokens that are new since the last time."""
+        num_new = {len(text.request.token_ids) - text.num_known for text in self._texts}
+        if num_new == {1}:
+            self._advance()
+        elif num_new != {0}:  # something failed when some had their token
+            requests, self._texts = self._requests, []
+            self.keep(requests)
+
+    def apply(
+        self,
+        logits: Tensor,  # f32[num_rows * vocab_size], changed in place
+        rows: Tensor,  # i64[num_texts]: where each one's begin
+    ) -> None:
+        """Take what tokens cost off their logits."""
+        columns = (self._places[row] for row in (TOKEN, POSITION, OWNER, REACH))
+        token, position, owner, reach = (column.index_select(0, self._found) for column in columns)
+        start, first_cost, last_cost = (bound.index_select(0, owner) for bound in self._bounds)
+        # All of a repetition must be in the window, and behind the last breaker.
+        cost = reach.minimum(position.sub_(start)).clamp_(min=0).add_(first_cost).minimum(last_cost)
+        index = rows.index_select(0, owner).add_(token)
+        rest = logits.index_select(0, index).sub_(self._costs.index_select(0, cost))
+        # A token's highest cost leaves least. No sum is made: the order of places does not matter.
+        logits.scatter_reduce_(0, index, rest, "amin")
+
+    def _advance(self) -> None:
+        """Take one token of every text: what it continues reaches one token further, all else ends."""
+        texts, self._texts = self._texts, []
+        if self._num_places + len(texts) > self.capacity:
+            position, owner = self._places[POSITION : OWNER + 1, : self._num_places]
+            self._forget(position < self._bounds[0].index_select(0, owner))
+            self._find(len(texts))
+        columns = self._ints([text.take() for text in texts]).T
+        self._bounds = columns[4:]
+        self._newest = self._append(columns[:4], self._newest)
+        prior, _, _, owner, before, reach = self._places[:, : self._num_places]
+        self._found = (prior == columns[TOKEN].index_select(0, owner)).nonzero()[:, 0]
+        reaches = reach.index_select(0, before.index_select(0, self._found)).add_(1)
+        reach.zero_().index_copy_(0, self._found, reaches)
+        self._texts = texts
+
+    def _read(self, text: _Text) -> None:
+        """Take all tokens of a text that is new here."""
+        tokens, first = text.request.token_ids[text.start :], self._num_places
+        token = self._ints(tokens)
+        prior = token.roll(1)
+        prior[0] = -1
+        if alone := text.alone & {*tokens}:
+            prior[[i for i, breaker in enumerate(tokens) if breaker in alone]] = -1
+        position = torch.arange(len(tokens), dtype=torch.int32, device=self.device)
+        columns = (prior, token, position + text.start, torch.full_like(position, text.slot))
+        self._append(torch.stack(columns), (position + (first - 1)).clamp_(min=0))
+        reach, reaches = self._places[REACH, first : self._num_places].zero_(), _reaches(tokens)
+        reach.index_copy_(0, self._ints([*reaches]).long(), self._ints([*reaches.values()]))
+        reach.mul_(prior >= 0)
+
+    def _append(self, columns: Tensor, before: Tensor) -> Tensor:
+        """Add places, i32[4, num] and i32[num], without their reach. Returns which they are: i32[num]."""
+        first, end = self._num_places, self._num_places + len(before)
+        if end > self.capacity:
+            # Doubled, so that what is there is not copied for every new token.
+            grown = self._places.new_empty(6, 2 * end)
+            grown[:, :first] = self._places[:, :first]
+            self._places = grown
+        self._places[:BEFORE, first:end] = columns
+        self._places[BEFORE, first:end] = before
+        self._num_places = end
+        return torch.arange(first, end, dtype=torch.int32, device=self.device)
+
+    def _renumber(self, slots: list[int]) -> None:
+        """Give texts other numbers, and forget those that get -1."""
+        if slots != [*range(len(slots))]:
+            owner = self._places[OWNER, : self._num_places]
+            owner.copy_(self._ints(slots).index_select(0, owner))
+            if -1 in slots:
+                self._forget(owner < 0)
+
+    def _forget(self, gone: Tensor) -> None:
+        """Leave out places: bool[num_places]."""
+        left = ~gone
+        # Where a window begins, the place before is gone: any other will do, for none reaches across.
+        moved = left.cumsum(0, dtype=torch.int32).sub_(1).clamp_(min=0)
+        places = self._places[:, : self._num_places]
+        places[BEFORE] = moved.index_select(0, places[BEFORE])
+        index = left.nonzero()[:, 0]
+        self._places = torch.stack([row.index_select(0, index) for row in places])
+        self._num_places = self.capacity
+
+    def _find(self, num_texts: int) -> None:
+        """Look where each text ends, and which places have a reach."""
+        owner, _, reach = self._places[OWNER:, : self._num_places]
+        places = torch.arange(self._num_places, dtype=torch.int32, device=self.device)
+        self._newest = places.new_zeros(num_texts).scatter_reduce_(0, owner.long(), places, "amax")
+        self._found = reach.nonzero()[:, 0]
+
+    def _ints(self, numbers: Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+    def check(self) -> None:
+        """Every text has its places, each with the reach that brute force finds."""
+        assert [text.request for text in self._texts] == self._requests, "an update was interrupted"
+        _, token, position, owner, before, reach = self._places[:, : self._num_places].tolist()
+        assert set(owner) == {*range(len(self._texts))}, "places of nobody, or a text without any"
+        assert self._found.tolist() == [place for place, n in enumerate(reach) if n]
+        for slot, text in enumerate(self._texts):
+            places = [place for place in range(self._num_places) if owner[place] == slot]
+            assert (text.slot, int(self._newest[slot])) == (slot, places[-1])
+            assert self._bounds[:, slot].tolist() == [*text.bounds()]
+            ids, start, behind = text.request.token_ids[: text.num_known], text.start, text.behind(text.start)
+            assert [token[place] for place in places][start - len(ids) :] == ids[start:]
+            assert position[places[-1]] == len(ids) - 1
+            for last, place in pairwise(places):
+                at = position[place]
+                assert (at, before[place]) == (position[last] + 1, last)
+                if at > start:
+                    expected = _common_end(ids[start:at], ids) if ids[at] not in text.alone else 0
+                    assert min(reach[place], at - start, behind) == min(expected, behind)
+
+
+class _Text:
+    """What the host knows of a request's text, and what its parameters say.
+
+    costs: f32[longest + 1], of repetitions by their length; longer ones cost no more.
+    slot, first_cost: which text of the history's it is, and where its costs begin there.
+    """
+
+    def __init__(self, request: Request, device: torch.device) -> None:
+        params = request.params
+        self.request, self.num_known = request, len(request.token_ids)
+        self.slot = self.first_cost = 0
+        self.last_n = params.dry_penalty_last_n
+        power, allowed = math.log(params.dry_base), params.dry_allowed_length
+        most = int(MAX_LOG_PENALTY / power) if power > 0 else 0
+        self.longest = min(allowed + most, request.max_total_tokens)
+        costs = [params.dry_multiplier * params.dry_base**n for n in range(self.longest + 1 - allowed)]
+        costs = [0.0] * (self.longest + 1 - len(costs)) + costs
+        self.costs = torch.tensor(costs, dtype=torch.float32, device=device)
+        self.breakers = request.rules.breakers
+        self.alone = self.breakers.get((), frozenset())
+        self.tail_lengths = {len(tail) for tail in self.breakers}
+        self.breaker = self._last_breaker()
+
+    @property
+    def start(self) -> int:
+        """Where the window begins in which repetitions are looked for."""
+        return max(0, self.num_known - self.last_n) if self.last_n >= 0 else 0
+
+    def behind(self, start: int) -> int:
+        """How many tokens came after the last breaker of the window."""
+        head, end = self.breaker
+        return self.num_known - end if head >= start else self.num_known
+
+    def take(self) -> tuple[int, ...]:
+        """Know one token more. Returns its place without what is on the device, and the new bounds."""
+        at, token_ids = self.num_known, self.request.token_ids
+        token, self.num_known = token_ids[at], at + 1
+        for length in self.tail_lengths:
+            if self._is_breaker(at - length, at + 1):
+                self.breaker = max(self.breaker, (at - length, at + 1))
+        return -1 if token in self.alone else token_ids[at - 1], token, at, self.slot, *self.bounds()
+
+    def bounds(self) -> tuple[int, int, int]:
+        """Where the window begins; of the history's costs the first, and that of what is behind a breaker."""
+        start, first = self.start, self.first_cost
+        return start, first, first + min(self.behind(start), self.longest)
+
+    def _last_breaker(self) -> tuple[int, int]:
+        """Where the last breaker begins and has ended; an empty one before the text where there is none.
+
+        As in llama.cpp, that is the one that begins last, and of several there the longest.
+        """
+        for head in range(self.num_known - 1, self.start - 1, -1) if self.breakers else ():
+            ends = (head + length + 1 for length in self.tail_lengths)
+            if found := [end for end in ends if end <= self.num_known and self._is_breaker(head, end)]:
+                return head, max(found)
+        return 0, 0
+
+    def _is_breaker(self, head: int, end: int) -> bool:
+        token_ids = self.request.token_ids
+        return head >= 0 and token_ids[head] in self.breakers.get(tuple(token_ids[head + 1 : end]), ())
+
+
+def _reaches(tokens: Sequence[int]) -> dict[int, int]:
+    """The places of a text that have a reach, and it.
+
+    By Z-boxes (Gusfield, 1997) from its end: linear, however repetitive it is.
+    """
+    recent, num = tokens[::-1], len(tokens)
+    reaches: dict[int, int] = {}
+    start = end = 0  # the match that goes back furthest: [start, end) equals [0, end - start)
+    distance = 0
+    while True:
+        try:
+            distance = recent.index(recent[0], distance + 1)
+        except ValueError:
+            return reaches
+        n = min(reaches.get(num - distance + start, 0), end - distance) if distance < end else 0
+        while distance + n < num and recent[n] == recent[distance + n]:
+            n += 1
+        reaches[num - distance] = n
+        if distance + n > end:
+            start, end = distance, distance + n
+
+
+def _common_end(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many last tokens are the same."""
+    pairs = enumerate(zip(reversed(a), reversed(b), strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,0 +1,66 @@
+"""Reporter: from the hidden states of prompt rows to what is reported of them, in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.backend import Kernels
+from ..requests.request import TokenLogprobs
+from ..scheduler.schedule import AskedRows
+from .logprobs import token_logprobs
+
+# Logits that are looked at together: 64 MiB, and as much again for the log-probabilities made of them, for
+# prompts of any length and any vocabulary (128 rows of 131,072). Rows enough for one reading of the head.
+MAX_LOGITS = 2**24
+Rows = list[TokenLogprobs] | Tensor
+
+
+class Reporter:
+    """Log-probabilities of prompt tokens, and sums of hidden states.
+
+    head: [n, hidden_size] -> f32[n, vocab_size].
+    max_rows: how many rows have their logits in memory at once. Rows are split, the vocabulary is not: a rank
+        and the most likely tokens need all of it. A row longer than MAX_LOGITS is taken alone.
+    """
+
+    def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, kernels: Kernels) -> None:
+        self.head, self.kernels = head, kernels
+        self.max_rows = max(1, MAX_LOGITS // vocab_size)
+
+    def report(
+        self,
+        asked: Sequence[AskedRows],
+        hidden: Tensor,  # [num_rows, hidden_size], the rows asked for, one after the other
+    ) -> list[tuple[AskedRows, Rows]]:
+        """What each asks for: log-probabilities row by row, or f64[hidden_size] on the CPU."""
+        parts = hidden.split_with_sizes([rows.end - rows.start for rows in asked])
+        told = [i for i, rows in enumerate(asked) if rows.report.num_top is not None]
+        summed = [i for i, rows in enumerate(asked) if rows.report.num_top is None]
+        found: dict[int, Rows] = {}
+        if told:
+            chosen = hidden if not summed else torch.cat([parts[i] for i in told])
+            logprobs = iter(self._logprobs([asked[i] for i in told], chosen))
+            found |= {i: [*itertools.islice(logprobs, len(parts[i]))] for i in told}
+        if summed:
+            # One trip from a GPU.
+            sums = torch.stack([parts[i].sum(0, dtype=torch.float64) for i in summed]).cpu()
+            found |= zip(summed, sums, strict=True)
+        return [(rows, found[i]) for i, rows in enumerate(asked)]
+
+    def _logprobs(self, asked: Sequence[AskedRows], hidden: Tensor) -> list[TokenLogprobs]:
+        """Of the token behind each row."""
+        tokens, num_tops = list[int](), list[int]()
+        for request, report, start, end, _ in asked:
+            assert report.num_top is not None
+            tokens += request.token_ids[start + 1 : end + 1]
+            num_tops += [report.num_top] * (end - start)
+        logprobs = []
+        for i in range(0, len(tokens), self.max_rows):
+            rows = slice(i, i + self.max_rows)
+            logits = self.head(hidden[rows])
+            logprobs += token_logprobs(self.kernels, logits, tokens[rows], num_tops[rows])
+        return logprobs

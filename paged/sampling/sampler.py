@@ -1,0 +1,189 @@
+"""Sampler: logits to tokens. Random numbers come from (request seed, position), from no shared stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.backend import Kernels
+from ..requests.request import Request, TokenLogprobs
+from ..sampling_params import SamplingParams
+from ..scheduler.schedule import NOT_FINITE, StepOutput
+from .dry import DryHistory
+from .logits_edits import LogitsEdits
+from .logprobs import token_logprobs
+from .structured_outputs import GrammarMasks
+from .token_history import TokenHistory
+
+NONE_LEFT = (
+    "no token is left: bad_words, min_tokens or a logits processor ban everything that allowed_token_ids and "
+    "structured_outputs allow"
+)
+OVERFLOW = "the sampling parameters made logits that are not finite"
+
+
+class Sampler:
+    """Takes a token for each request from its logits.
+
+    What follows from a batch's requests and their parameters is kept while the same requests are sampled.
+    """
+
+    def __init__(self, kernels: Kernels, vocab_size: int, device: torch.device) -> None:
+        self.kernels, self.vocab_size, self.device = kernels, vocab_size, device
+        self.history, self.dry = TokenHistory(vocab_size, device), DryHistory(device)
+        self._last: _Batch | None = None
+
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        grammar_masks: GrammarMasks | None = None,
+        best: tuple[Tensor, Tensor] | None = None,
+    ) -> StepOutput:
+        """One token for each row of f32[len(requests), vocab_size], which is changed in place.
+
+        best: `kernels.greedy` of the logits, where that is known.
+
+        A row without one has its error: the model overflowed, and a token would be made up, or what its own
+        parameters ask for cannot be had.
+        """
+        if not requests:
+            return StepOutput()
+        batch = self._last
+        if batch is None or batch.requests != requests:
+            # The histories leave its requests, even if the new batch fails half-way.
+            self._last = None
+            batch = self._last = _Batch(requests, self)
+        tokens, highest = best or self.kernels.greedy(logits)
+        if batch.is_greedy and grammar_masks is None:
+            return _greedy(tokens.tolist(), highest.tolist())
+        return self._sample(logits, highest, batch, grammar_masks)
+
+    def _sample(
+        self, logits: Tensor, highest: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None
+    ) -> StepOutput:
+        raw = batch.raw_rows(logits, changed=grammar_masks is not None)
+        errors: dict[int, str] = {}
+        if grammar_masks is not None:
+            grammar_masks.apply(logits)
+        if batch.edits is not None:
+            errors = batch.edits.apply(logits)
+        may_leave_none = batch.may_leave_none or grammar_masks is not None
+        edited = self.kernels.greedy(logits)[1] if may_leave_none else None
+        drawn = batch.draw(logits).tolist()
+        reports = batch.reports(raw, drawn)
+        of_model = highest.tolist()
+        errors.update(_not_finite(of_model, of_model if edited is None else edited.tolist(), errors))
+        tokens = [None if row in errors else token for row, token in enumerate(drawn)]
+        return StepOutput(tokens, {row: reports[row] for row in reports if row not in errors}, errors)
+
+
+class _Batch:
+    """What follows from the requests of a batch: columns of parameters, which of them are used, and rows."""
+
+    def __init__(self, requests: Sequence[Request], sampler: Sampler) -> None:
+        self.requests, self.kernels, self.device = requests, sampler.kernels, sampler.device
+        self.vocab_size = vocab_size = sampler.vocab_size
+        self.is_greedy = all(request.is_greedy for request in requests)
+        self.edits: LogitsEdits | None = None
+        if any(request.params.edits_logits for request in requests):
+            self.edits = LogitsEdits(requests, sampler.kernels, sampler.history, sampler.dry, vocab_size)
+        else:
+            sampler.history.keep([])
+            sampler.dry.keep([])
+        self.may_leave_none = self.edits is not None and self.edits.may_leave_none
+        self._asked = [row for row, request in enumerate(requests) if request.wants_logprobs]
+        self._raw: Tensor | None = None
+        self._drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0.0]
+        drawn = [requests[row] for row in self._drawn]
+        self._rows = torch.tensor(self._drawn, device=self.device)
+        self._seeds = torch.tensor([_signed(request.seed) for request in drawn], device=self.device)
+        self._filters = _filters([r.params for r in drawn], vocab_size, self.device) if drawn else {}
+
+    def raw_rows(self, logits: Tensor, *, changed: bool) -> Tensor | None:
+        """The rows that report log-probabilities as they are before a parameter, or the draw, changes them.
+
+        changed: whether anything else does. The memory of a copy is that of the step before: new memory of
+        this size costs more than what is written there.
+        """
+        if not self._asked:
+            return None
+        if len(self._asked) < len(self.requests):
+            return logits[self._asked]
+        if not (changed or self.edits or self._drawn):
+            return logits
+        if self._raw is None:
+            self._raw = torch.empty_like(logits)
+        return self._raw.copy_(logits)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """A token of each row: i64[num_rows]. The logits are destroyed."""
+        if not self._drawn:
+            return self.kernels.greedy(logits)[0]
+        positions = [len(self.requests[row].token_ids) for row in self._drawn]
+        all_drawn = len(positions) == len(self.requests)
+        tokens = self.kernels.greedy(logits)[0] if not all_drawn else None
+        drawn = self.kernels.sample_tokens(
+            logits if tokens is None else logits[self._rows],
+            self._seeds,
+            torch.tensor(positions, device=self.device),
+            **self._filters,
+        )
+        return drawn if tokens is None else tokens.index_copy_(0, self._rows, drawn)
+
+    def reports(self, raw: Tensor | None, tokens: list[int]) -> dict[int, TokenLogprobs]:
+        """What the requests asked for; NaN of a row without a finite maximum."""
+        if raw is None:
+            return {}
+        num_tops = [self.requests[row].params.logprobs or 0 for row in self._asked]
+        told = token_logprobs(self.kernels, raw, [tokens[row] for row in self._asked], num_tops)
+        return dict(zip(self._asked, told, strict=True))
+
+
+def _greedy(tokens: list[int | None], highest: list[float]) -> StepOutput:
+    """The most likely token of each row: on a CPU the first of equals."""
+    if math.isfinite(sum(highest)):
+        return StepOutput(tokens)
+    errors = {row: NOT_FINITE for row, value in enumerate(highest) if not math.isfinite(value)}
+    return StepOutput([None if row in errors else token for row, token in enumerate(tokens)], errors=errors)
+
+
+def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str]) -> dict[int, str]:
+    """Errors of the rows without a finite maximum: in the model's own logits, and after all edits."""
+    errors = {row: NOT_FINITE for row, value in enumerate(of_model) if not math.isfinite(value)}
+    for row, value in enumerate(edited):
+        if not math.isfinite(value) and row not in errors and row not in known:
+            errors[row] = NONE_LEFT if value == -math.inf else OVERFLOW
+    return errors
+
+
+def _filters(
+    params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+) -> dict[str, Tensor | None]:
+    """A column for each filter that somebody uses."""
+
+    def column(values: Sequence[float], unused: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        if all(value == unused for value in values):
+            return None
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    # A float32 does not hold every temperature that is legal.
+    most = torch.finfo(torch.float32).max
+    temperatures = [min(p.temperature, most) for p in params]
+    top_ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    return {
+        "temperature": torch.tensor(temperatures, dtype=torch.float32, device=device),
+        "min_p": column([p.min_p for p in params], 0.0),
+        "top_n_sigma": column([min(p.top_n_sigma, most) for p in params], 0.0),
+        "typical_p": column([p.typical_p for p in params], 1.0),
+        "top_k": column(top_ks, vocab_size, torch.int32),
+        "top_p": column([p.top_p for p in params], 1.0),
+    }
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as an int64."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,387 @@
+"""Structured outputs: grammars over tokens, and which tokens they allow next, found while the device runs.
+
+The grammars are llguidance's. It refuses the keywords of a JSON schema that it does not do, where xgrammar,
+the other library looked at, lets some of them pass and the output with them (`python -m
+benchmarks.grammar_libraries`); it is small, has no dependencies, reads Lark and GBNF, and bounds by itself
+what a grammar may cost. As a "date" it lets 29 February through in any year. What it takes of a step:
+`python -m benchmarks.structured_outputs`.
+
+How an output ends: where the grammar is complete, the request's stop tokens (EOS, stop_token_ids) become
+possible, and where nothing can follow they are all that is. A request without any (ignore_eos, or a model
+that has no EOS) finishes there by itself, with "stop". max_tokens and stop strings may cut an output before.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import RequestError
+from ..requests.request import Request
+from ..sampling_params import StructuredOutputsParams
+from ..scheduler.schedule import StepOutput
+from ..text.tokenizer import Tokenizer
+
+MAX_CHARACTERS = 2**18  # of a grammar's text
+MAX_CACHED = 256  # compiled grammars kept,
+MAX_CACHED_CHARACTERS = 2**22  # and their texts in sum: compiled, a text takes up to 100 times its size
+COMPILE_TIMEOUT_S = 10.0
+# Rules that lead from one to the next are followed by recursion, in compiled code where an overflow would end
+# the process. As many as fit MAX_CHARACTERS need less than this; what is not touched takes no memory.
+COMPILE_STACK_BYTES = 512 * 2**20
+# One space, or a new line and its indentation. Without a bound, a model may write blanks for ever.
+WHITESPACE = r"[ ]|\n[ ]{0,32}"
+WORD_BITS = 32
+
+
+class Grammars:
+    """Compiles the grammars of one tokenizer's model, and keeps those used last. Thread-safe.
+
+    vocab_size: of the logits. The tokenizer may have fewer tokens, or more: what only one of them has is
+        never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def start(self, params: StructuredOutputsParams) -> GrammarState:
+        """The beginning of an output in this language.
+
+        Raises RequestError if there is no such language, it cannot be compiled within bounds, or the library
+        or the tokenizer is missing.
+        """
+        kind, text = params.kind, _text(params)
+        if self._tokenizer is None:
+            raise RequestError(
+                f"structured_outputs {kind} needs the tokenizer, which skip_tokenizer_init=True left out"
+            )
+        if len(text) > MAX_CHARACTERS:
+            raise RequestError(
+                f"structured_outputs {kind} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed"
+            )
+        with self._lock:
+            vocabulary = self._vocabulary = self._vocabulary or _Vocabulary(
+                self._tokenizer, self._vocab_size, self._eos_token_ids
+            )
+            matcher = self._compiled.get((kind, text))
+            if matcher is not None:
+                self._compiled.move_to_end((kind, text))
+                return GrammarState(matcher.deep_copy(), vocabulary)
+        # Outside the lock: whoever needs another grammar does not wait for this one.
+        matcher = _in_thread(kind, lambda: _compile(kind, text, vocabulary))
+        with self._lock:
+            self._keep((kind, text), matcher)
+            return GrammarState(matcher.deep_copy(), vocabulary)
+
+    def _keep(self, key: tuple[str, str], matcher: Any) -> None:
+        self._compiled[key] = matcher
+        num_characters = sum(len(text) for _, text in self._compiled)
+        while len(self._compiled) > MAX_CACHED or num_characters > MAX_CACHED_CHARACTERS:
+            (_, text), _ = self._compiled.popitem(last=False)
+            num_characters -= len(text)
+
+
+class _Vocabulary:
+    """The tokens of the logits as bytes, with a token that stands for the end of an output."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise RequestError(
+                "structured_outputs needs the package llguidance: pip install 'paged[structured]'"
+            ) from error
+        num_tokens = len(tokenizer.hf)
+        ends = [i for i in sorted(eos_token_ids) if i < num_tokens]
+        # The library must have one. Where the model has none, any special token does: it is masked.
+        ends = (
+            ends
+            or [i for i in (tokenizer.hf.eos_token_id, *tokenizer.hf.all_special_ids) if i is not None][:1]
+        )
+        if not ends:
+            raise RequestError("structured_outputs needs a tokenizer with at least one special token")
+        try:
+            self.tokens = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends)
+        except (ValueError, TypeError) as error:
+            raise RequestError(
+                f"structured_outputs cannot read this checkpoint's tokenizer: {error}"
+            ) from error
+        self.ends = frozenset(ends)
+        self.num_words = -(-self.tokens.vocab_size // WORD_BITS)
+        # i32[num_words], the bits of tokens that have a logit
+        self.in_logits = _bits(range(vocab_size), self.num_words)
+
+    def allowed(self, matcher: Any) -> NDArray[np.int32]:
+        """i32[num_words], the bits of tokens that may follow."""
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)  # and perhaps one of padding
+        return words[: self.num_words] & self.in_logits
+
+
+def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
+    """A matcher at the start of its grammar, within the library's bounds on time and memory."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(
+        vocabulary.tokens,
+        _library_grammar(kind, text),
+        log_level=0,
+        # Its other limits are kept: at most 1e6 units of fuel and 500 000 symbols to compile, about 20 ms of
+        # work for each of the next masks. A long message would repeat the grammar.
+        limits=LLParserLimits(verbose_errors=False),
+    )
+    # The first mask is computed here too, where it may take its time.
+    possible = not matcher.is_error() and vocabulary.allowed(matcher).any()
+    if matcher.is_error() or not possible:
+        error = _error(matcher)
+        nothing = not error or error.startswith("NoExtension")
+        raise ValueError("nothing in this model's vocabulary matches it" if nothing else error)
+    return matcher
+
+
+def _error(matcher: Any) -> str:
+    return _one_line(matcher.get_error().replace("<non-verbose/>", ""))
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())[:500]
+
+
+def _library_grammar(kind: str, text: str) -> Any:
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "json":
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+    if kind == "choice":
+        # As one terminal: thousands of them are as quick as a few.
+        strings = " | ".join(json.dumps(s, ensure_ascii=False) for s in json.loads(text))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
+    return grammar_from("regex" if kind == "regex" else "grammar", text)
+
+
+def _text(params: StructuredOutputsParams) -> str:
+    value = getattr(params, params.kind)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
+    """Run it with a deep stack, for so long at most.
+
+    A compilation that takes longer goes on in its thread until the library's own bounds end it: nothing can
+    stop it, and nobody waits for it.
+    """
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(compile_it())
+        except BaseException as error:  # a Rust panic is no Exception
+            result.set_exception(error)
+
+    _start_thread(run)
+    try:
+        return result.result(COMPILE_TIMEOUT_S)
+    except TimeoutError as error:
+        raise RequestError(
+            f"structured_outputs {kind} was not compiled within {COMPILE_TIMEOUT_S:g} s; make it smaller"
+        ) from error
+    except BaseException as error:
+        if result.done():
+            raise RequestError(f"structured_outputs {kind} is refused: {_one_line(str(error))}") from error
+        raise  # an interrupt of the caller
+
+
+_stack_size_lock = threading.Lock()
+
+
+def _start_thread(run: Callable[[], None]) -> None:
+    with _stack_size_lock:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="paged-compile-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+
+class GrammarState:
+    """Where one output is in its grammar: a matcher that has taken the first of the output's tokens.
+
+    It follows what the request has generated, and so needs no word of preemption or failed steps.
+    """
+
+    __slots__ = ("matcher", "num_taken", "vocabulary")
+
+    def __init__(self, matcher: Any, vocabulary: _Vocabulary, num_taken: int = 0) -> None:
+        self.matcher, self.vocabulary, self.num_taken = matcher, vocabulary, num_taken
+
+    def copy(self) -> GrammarState:
+        """A state of its own at the same place."""
+        return GrammarState(self.matcher.deep_copy(), self.vocabulary, self.num_taken)
+
+    def missing(self, request: Request) -> list[int]:
+        """The tokens that it has not taken yet, which count as taken from now on."""
+        start, self.num_taken = request.num_prompt_tokens + self.num_taken, request.num_output_tokens
+        return request.token_ids[start:]
+
+    def follow(self, request: Request) -> bool:
+        """Take all of the output. Returns whether the grammar has it."""
+        tokens = self.missing(request)
+        return not tokens or bool(self.matcher.consume_tokens(tokens))
+
+    def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that may come next, where these are what ends an output."""
+        vocabulary = self.vocabulary
+        row = vocabulary.allowed(self.matcher) & ~_bits(vocabulary.ends, vocabulary.num_words)
+        if self.matcher.is_accepting():
+            row |= _bits(stop_ids, vocabulary.num_words)
+        flags = np.unpackbits(row.view(np.uint8), bitorder="little")
+        return frozenset(np.flatnonzero(flags).tolist())
+
+    def is_complete(self, request: Request) -> bool:
+        """Whether the output is, and nothing can follow it."""
+        if not self.follow(request) or not self.matcher.is_accepting():
+            return False
+        vocabulary = self.vocabulary
+        return not (vocabulary.allowed(self.matcher) & ~_bits(vocabulary.ends, vocabulary.num_words)).any()
+
+
+class GrammarMasks:
+    """The tokens that grammars allow in the rows of one step.
+
+    A worker fills them: `start` before the forward, `apply` waits for it. Then `check` says what went wrong.
+    """
+
+    def __init__(self, rows: list[int], requests: list[Request]) -> None:
+        self.rows, self.errors = rows, dict[int, str]()
+        self._requests = requests
+        self._states: list[GrammarState] = [request.grammar for request in requests]  # type: ignore[misc]
+        vocabulary = self._states[0].vocabulary
+        # i32[len(rows), num_words]: bit b of word w is of token 32 w + b
+        self._bits = np.zeros((len(rows), vocabulary.num_words), np.int32)
+        self._filled = False
+        self._job: Future[None] = _worker().submit(self._fill, *self._advances())
+
+    @classmethod
+    def start(cls, requests: Sequence[Request]) -> GrammarMasks | None:
+        """Begin the masks of those that have a grammar; None if nobody does."""
+        rows = [row for row, request in enumerate(requests) if request.grammar is not None]
+        return cls(rows, [requests[row] for row in rows]) if rows else None
+
+    def apply(
+        self,
+        logits: Tensor,  # f32[num_rows, vocab_size], changed in place
+    ) -> None:
+        """Set the logits of tokens that are not allowed to -inf; what is not finite stays to be seen."""
+        device = logits.device
+        bits = torch.from_numpy(self.wait().view(np.uint8)).to(device, non_blocking=True)
+        # [len(rows), bytes, 8] -> [len(rows), vocab_size]; a table of bytes is far quicker than shifts.
+        bias = torch.nn.functional.embedding(bits.int(), _byte_table(device, logits.dtype))
+        bias = bias.flatten(1)[:, : logits.shape[1]]
+        # Added, not filled in: a NaN is the sampler's to find.
+        logits.index_add_(0, torch.tensor(self.rows).to(device, non_blocking=True), bias)
+
+    def check(self, output: StepOutput) -> None:
+        """Turn the tokens of rows that went wrong into errors of their requests."""
+        bits = self.wait()
+        for i, row in enumerate(self.rows):
+            token = output.tokens[row]
+            if token is not None and not bits[i, token // WORD_BITS] >> (token % WORD_BITS) & 1:
+                self.errors.setdefault(row, f"token {token} is not in the language of structured_outputs")
+            if row in self.errors:
+                output.tokens[row] = None
+                output.logprobs.pop(row, None)
+        output.errors |= self.errors
+
+    def wait(self) -> NDArray[np.int32]:
+        """The bits, once they are there."""
+        self._job.result()
+        if not self._filled:
+            self._filled = True
+            self._finish()
+        return self._bits
+
+    def _advances(self) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
+        """What the worker does, all of it in calls that leave Python alone: tokens to take, rows to fill."""
+        single = []
+        for request, state in zip(self._requests, self._states, strict=True):
+            tokens = state.missing(request)
+            if len(tokens) == 1:
+                single.append((state.matcher, tokens[0]))
+            elif tokens:  # a fork, or somebody who was given tokens
+                state.matcher.consume_tokens(tokens)
+        return single, [(state.matcher, i) for i, state in enumerate(self._states)]
+
+    def _fill(self, single: list[tuple[Any, int]], matchers: list[tuple[Any, int]]) -> None:
+        executor, bits = _executor(), self._bits
+        if single:
+            executor.consume_token_par(single)
+        executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+
+    def _finish(self) -> None:
+        """Put the requests' own ends in the place of the library's, and open rows where nothing is left."""
+        for i, (request, state) in enumerate(zip(self._requests, self._states, strict=True)):
+            if request.stop_ids != state.vocabulary.ends or request.params.min_tokens:
+                self._set_ends(i, request, state)
+        self._bits &= self._states[0].vocabulary.in_logits
+        empty = {*np.flatnonzero(~self._bits.any(1)).tolist()}
+        for i, (row, request, state) in enumerate(zip(self.rows, self._requests, self._states, strict=True)):
+            if state.matcher.is_error():
+                self.errors[row] = f"structured_outputs: {_error(state.matcher)}"
+            elif i in empty:
+                self.errors[row] = _dead_end(request)
+        broken = [i for i, row in enumerate(self.rows) if row in self.errors]
+        self._bits[broken] = -1  # what is sampled there is thrown away
+
+    def _set_ends(self, i: int, request: Request, state: GrammarState) -> None:
+        row, ends = self._bits[i], _bits(request.stop_ids, self._bits.shape[1])
+        row &= ~_bits(state.vocabulary.ends, len(row))
+        if request.num_output_tokens < request.params.min_tokens:
+            row &= ~ends
+        elif state.matcher.is_accepting():
+            row |= ends
+
+
+def _dead_end(request: Request) -> str:
+    num, least = request.num_output_tokens, request.params.min_tokens
+    if num < least:
+        return f"structured_outputs allows nothing more after {num} tokens, and min_tokens is {least}"
+    return f"structured_outputs allows no token of the vocabulary after {num} tokens"
+
+
+def _bits(token_ids: Any, num_words: int) -> NDArray[np.int32]:
+    """i32[num_words] with the bits of these tokens."""
+    flags = np.zeros(num_words * WORD_BITS, np.uint8)
+    flags[[*token_ids]] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+@lru_cache(maxsize=4)
+def _byte_table(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[256, 8]: for each byte, 0 where a bit is set and -inf where it is not."""
+    flags = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(flags, 0.0, -np.inf)).to(device, dtype)
+
+
+@lru_cache(maxsize=1)
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "paged-grammar-masks")
+
+
+@lru_cache(maxsize=1)
+def _executor() -> Any:
+    """The library's own pool of threads."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()

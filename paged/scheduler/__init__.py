@@ -1,0 +1,1 @@
+"""Which request computes how many tokens in a step."""

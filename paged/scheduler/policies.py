@@ -1,0 +1,293 @@
+"""Policies: in which order requests wait, and who gives way to whom.
+
+A policy is a queue of waiting requests with an opinion. `rank` orders the running ones: blocks are taken from
+the highest rank first, and only from ranks above one's own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from ..config import POLICIES as POLICIES
+from ..config import check_policy
+from ..requests.request import Request, RequestStatus
+
+Rank = tuple[float, int]
+
+
+class Policy(Protocol):
+    """What the scheduler asks of a policy.
+
+    preempts: whether a waiting request may take the place of a running one whose priority number is higher.
+    """
+
+    preempts: bool
+
+    def rank(self, request: Request) -> Rank:
+        """Where a request stands among those running; fixed while it lives."""
+
+    def push(self, request: Request) -> None:
+        """Let a request wait, for the first time or again."""
+
+    def peek(self) -> Request | None:
+        """Who is to run next; None if nobody waits."""
+
+    def pop(self, request: Request) -> None:
+        """That request runs now."""
+
+    def remove(self, request: Request) -> None:
+        """A waiting request was finished from outside."""
+
+    def generated(self, requests: Iterable[Request]) -> None:
+        """Each of these requests got a token."""
+
+    def __len__(self) -> int:
+        """How many wait."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Those who wait."""
+
+
+class FirstComeFirstServed:
+    """In the order of arrival, which the preempted keep."""
+
+    preempts = False
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, Request]] = []
+        self._num_removed = 0
+
+    def rank(self, request: Request) -> Rank:
+        """By arrival."""
+        return (0.0, request.arrival)
+
+    def push(self, request: Request) -> None:
+        """Enter the queue."""
+        heapq.heappush(self._heap, (request.rank, request))
+
+    def peek(self) -> Request | None:
+        """The lowest rank."""
+        # Removed requests are dropped as they come up: searching for them would take as long as the queue.
+        while self._heap and self._heap[0][1].status is RequestStatus.FINISHED:
+            heapq.heappop(self._heap)
+            self._num_removed -= 1
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self, request: Request) -> None:
+        """Leave the queue from its head."""
+        _, head = heapq.heappop(self._heap)
+        assert head is request, "somebody else was at the head of the queue"
+
+    def remove(self, request: Request) -> None:
+        """Leave the queue from anywhere."""
+        self._num_removed += 1
+        # Behind a head that waits for long they would pile up.
+        if self._num_removed > len(self._heap) // 2:
+            self._heap = sorted((r.rank, r) for r in self if r is not request)
+            self._num_removed = 0
+
+    def generated(self, requests: Iterable[Request]) -> None:
+        """Nothing to book."""
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_removed
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([r for _, r in sorted(self._heap) if r.status is not RequestStatus.FINISHED])
+
+
+class Priority(FirstComeFirstServed):
+    """The lowest priority number first, as in vLLM; it takes the place of higher ones if it must."""
+
+    preempts = True
+
+    def rank(self, request: Request) -> Rank:
+        """By priority, then arrival."""
+        return (request.priority, request.arrival)
+
+
+class LongestPrefixMatch:
+    """Whoever has most of its prompt in the prefix cache first, as in SGLang; then by arrival.
+
+    Looks at the WINDOW oldest only, so that the queue's length costs nothing. The oldest is overtaken
+    at most MAX_OVERTAKES times; those who ran before stand in front of it.
+    """
+
+    preempts = False
+    WINDOW = 64
+    MAX_OVERTAKES = 256
+
+    def __init__(self, num_cached: Callable[[Request], int]) -> None:
+        self._num_cached = num_cached
+        self._queue: OrderedDict[int, Request] = OrderedDict()  # by arrival
+        self._num_overtakes = 0
+
+    def rank(self, request: Request) -> Rank:
+        """By arrival."""
+        return (0.0, request.arrival)
+
+    def push(self, request: Request) -> None:
+        """Enter the queue; somebody who ran before goes to its front."""
+        self._queue[request.arrival] = request
+        if request.ran_before:
+            self._queue.move_to_end(request.arrival, last=False)
+
+    def peek(self) -> Request | None:
+        """The best match among the oldest."""
+        if not self._queue:
+            return None
+        if self._num_overtakes >= self.MAX_OVERTAKES:
+            return next(iter(self._queue.values()))
+        oldest = (request for request, _ in zip(self._queue.values(), range(self.WINDOW), strict=False))
+        return max(oldest, key=self._num_cached)  # of equals, the first
+
+    def pop(self, request: Request) -> None:
+        """Leave the queue."""
+        self._num_overtakes += not request.ran_before
+        self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Leave the queue."""
+        # Behind somebody who ran before the oldest is still the same.
+        if next(iter(self._queue)) == request.arrival and not request.ran_before:
+            self._num_overtakes = 0
+        del self._queue[request.arrival]
+
+    def generated(self, requests: Iterable[Request]) -> None:
+        """Nothing to book."""
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._queue.values())
+
+
+class Fair:
+    """The tenant that got least, for its weight, first: the Virtual Token Counter of "Fairness in Serving
+    Large Language Models" (Sheng et al., OSDI 2024, algorithm 2).
+
+    Of two tenants that both have requests waiting all the while, neither gets more than
+    2 max(INPUT_COST longest prompt, OUTPUT_COST tokens in the KV cache) / weight more service than the other
+    (theorem 4.4), where a prompt token is worth INPUT_COST and a generated one OUTPUT_COST.
+    """
+
+    preempts = False
+    INPUT_COST, OUTPUT_COST = 1.0, 2.0
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = dict(weights or {})
+        self.service: dict[str, float] = {}  # the counters: service received, by weight
+        # Tenants with requests waiting, these by arrival.
+        self._queues: dict[str, OrderedDict[int, Request]] = {}
+        # Their counters, as they were some time ago, and the arrivals since which they wait; some of these
+        # tenants have left since.
+        self._heap: list[tuple[float, int, str]] = []
+        self._in_heap: set[str] = set()
+        self._last_to_leave = ""
+        self._num_waiting = 0
+        self._forget_at = 64
+
+    def rank(self, request: Request) -> Rank:
+        """By arrival."""
+        return (0.0, request.arrival)
+
+    def push(self, request: Request) -> None:
+        """Wait in the tenant's own queue; a tenant that had none gets no credit for the time without."""
+        tenant = request.tenant
+        if tenant not in self._queues:
+            floor = self._floor()
+            self.service[tenant] = max(self.service.get(tenant, 0.0), floor)
+            self._queues[tenant] = OrderedDict()
+            if tenant not in self._in_heap:
+                self._in_heap.add(tenant)
+                heapq.heappush(self._heap, (self.service[tenant], request.arrival, tenant))
+            if len(self.service) > self._forget_at:
+                self._forget(floor)
+        self._queues[tenant][request.arrival] = request
+        if request.ran_before:
+            self._queues[tenant].move_to_end(request.arrival, last=False)
+        self._num_waiting += 1
+
+    def peek(self) -> Request | None:
+        """The first request of the tenant with the lowest counter."""
+        while self._heap:
+            counter, arrival, tenant = self._heap[0]
+            queue = self._queues.get(tenant)
+            if queue is None:
+                heapq.heappop(self._heap)
+                self._in_heap.remove(tenant)
+            elif counter != self.service[tenant]:  # counters only grow: put it where it belongs now
+                heapq.heapreplace(self._heap, (self.service[tenant], arrival, tenant))
+            else:
+                return next(iter(queue.values()))
+        return None
+
+    def pop(self, request: Request) -> None:
+        """Leave the queue, charged for the prompt the first time."""
+        head = next(iter(self._queues[request.tenant].values()))
+        assert head is request, "somebody else was at the head of the queue"
+        if not request.ran_before:
+            self._charge(request, self.INPUT_COST * request.num_prompt_tokens)
+        self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Leave the queue from anywhere."""
+        tenant = request.tenant
+        del self._queues[tenant][request.arrival]
+        self._num_waiting -= 1
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+            self._last_to_leave = tenant
+
+    def generated(self, requests: Iterable[Request]) -> None:
+        """Charge a token each."""
+        for request in requests:
+            self._charge(request, self.OUTPUT_COST)
+
+    def _charge(self, request: Request, cost: float) -> None:
+        tenant = request.tenant
+        if tenant not in self.service:  # forgotten, or that of a fork who never waited
+            self.service[tenant] = self._floor()
+        self.service[tenant] += cost / self._weights.get(tenant, 1.0)
+
+    def _floor(self) -> float:
+        """Where a tenant begins: level with the lowest who wait, or with who was the last to."""
+        head = self.peek()
+        return self.service.get(self._last_to_leave if head is None else head.tenant, 0.0)
+
+    def _forget(self, floor: float) -> None:
+        """Drop the tenants who do not wait and would come back at the floor, so that many may come and go."""
+        self.service = {t: c for t, c in self.service.items() if t in self._queues or c > floor}
+        self._heap = sorted(entry for entry in self._heap if entry[-1] in self._queues)
+        self._in_heap = set(self._queues)
+        self._forget_at = 2 * len(self.service) + 64
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for queue in self._queues.values() for request in queue.values())
+
+
+def new_policy(
+    name: str, num_cached: Callable[[Request], int], weights: Mapping[str, float] | None = None
+) -> Policy:
+    """A policy by name.
+
+    num_cached: how many tokens of a waiting request the prefix cache holds.
+    weights: of tenants, for "fair".
+
+    Raises ConfigError for an unknown name or weights that are not positive.
+    """
+    check_policy(name, weights)
+    if name == "fcfs":
+        return FirstComeFirstServed()
+    if name == "priority":
+        return Priority()
+    if name == "longest-prefix-match":
+        return LongestPrefixMatch(num_cached)
+    return Fair(weights)

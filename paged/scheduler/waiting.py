@@ -1,0 +1,149 @@
+"""WaitingQueue: who waits, in order. Need and Room: what one of them takes to run, and what there is."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..blocks.manager import BlockManager
+from ..blocks.pool import BlockId
+from ..requests.request import Request
+from .policies import Policy, Rank
+
+
+class Need(NamedTuple):
+    """What a waiting request takes to run.
+
+    hits: the cached blocks that it begins with, for each group; None where it is swapped in.
+    num_computed_tokens: what it begins with; num_missing_tokens: what it then lacks.
+    """
+
+    hits: list[list[BlockId]] | None
+    num_computed_tokens: int
+    num_missing_tokens: int
+    num_seats: int
+    num_blocks: int
+
+
+class Room(NamedTuple):
+    """What a step has for those who wait, or what one who runs takes of it.
+
+    num_seats: how many may run. num_partial: how many prompts may stay in part.
+    num_blocks: infinite for somebody who is alone with the pool, where everybody fits.
+    """
+
+    num_tokens: int
+    num_seats: int
+    num_partial: int
+    num_blocks: float
+
+    def plus(self, other: Room) -> Room:
+        """Both together."""
+        return Room(*map(operator.add, self, other))
+
+    def minus(self, other: Room) -> Room:
+        """What is left without the other."""
+        return Room(*map(operator.sub, self, other))
+
+    def first_chunk(self, need: Need, max_chunk: int) -> int:
+        """How many tokens a request would begin with; 0 if it cannot."""
+        num_new = min(need.num_missing_tokens, max_chunk, self.num_tokens)
+        in_part = num_new < need.num_missing_tokens
+        if need.num_seats > self.num_seats or need.num_blocks > self.num_blocks:
+            return 0
+        return 0 if in_part and self.num_partial <= 0 else max(0, num_new)
+
+
+def num_tokens_ahead(request: Request) -> int:
+    """How many tokens there must be blocks for before a request runs, or goes on with its prompt."""
+    # The last token is only sampled, never computed.
+    last = request.max_total_tokens - 1
+    return last if request.protected else min(request.num_tokens + 1, last)
+
+
+class WaitingQueue:
+    """The protected by rank, and then the others as the policy says.
+
+    max_chunk: the most tokens that one of them begins with.
+    watermark: the share of blocks that stays free when one is admitted.
+    """
+
+    def __init__(self, policy: Policy, block_manager: BlockManager, max_chunk: int, watermark: float) -> None:
+        self._policy, self._manager, self._max_chunk = policy, block_manager, max_chunk
+        self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
+        self._protected: list[tuple[Rank, Request]] = []
+        self._num_changes = 0  # grows whenever somebody comes or goes
+        # When the head was refused last, by what may change that, and what it needed.
+        self._refused: tuple[tuple[int, int], Need] | None = None
+
+    def push(self, request: Request) -> None:
+        """Let a request wait, for the first time or again."""
+        self._num_changes += 1
+        if request.protected:
+            heapq.heappush(self._protected, (request.rank, request))
+        else:
+            self._policy.push(request)
+
+    def peek(self) -> Request | None:
+        """The head: who is to run next; None if nobody waits."""
+        return self._protected[0][1] if self._protected else self._policy.peek()
+
+    def pop(self, request: Request) -> None:
+        """The head runs now."""
+        self._num_changes += 1
+        if request.protected:
+            heapq.heappop(self._protected)
+        else:
+            self._policy.pop(request)
+
+    def remove(self, request: Request) -> None:
+        """Somebody was finished from outside."""
+        self._num_changes += 1
+        if request.protected:
+            self._protected = sorted(entry for entry in self._protected if entry[1] is not request)
+        else:
+            self._policy.remove(request)
+
+    def head_for(self, room: Room) -> tuple[Request, Need, int] | None:
+        """The head, what it needs, and how many tokens it begins with, if there is room for all that.
+
+        It waits until `pop`.
+        """
+        # While these stay the same it needs what it needed, or more.
+        state = (self._num_changes, self._manager.pool.last_serial)
+        if self._refused is not None:
+            before, need = self._refused
+            if before == state and not room.first_chunk(need, self._max_chunk):
+                return None
+        request = self.peek()
+        if request is None:
+            return None
+        need = self.need(request)
+        num_new = room.first_chunk(need, self._max_chunk)
+        if not num_new:
+            self._refused = (state, need)
+            return None
+        return request, need, num_new
+
+    def reconsider(self) -> None:
+        """Who was refused may need less now."""
+        self._refused = None
+
+    def need(self, request: Request) -> Need:
+        """What a waiting request takes to run."""
+        manager, seq = self._manager, request.blocks
+        hits = manager.match(seq, request.token_ids, request.first_needed) if seq.host is None else None
+        computed = request.num_computed_tokens if hits is None else len(hits[0]) * manager.block_size
+        # Not for its first chunk alone: it would be computed only to be preempted, again and again.
+        num_blocks = manager.blocks_to_start(hits or (), num_tokens_ahead(request))
+        num_blocks += len(request.siblings) * len(manager.windows) + self._watermark_blocks
+        return Need(hits, computed, request.num_tokens - computed, 1 + len(request.siblings), num_blocks)
+
+    def __len__(self) -> int:
+        return len(self._protected) + len(self._policy)
+
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain([request for _, request in sorted(self._protected)], self._policy)

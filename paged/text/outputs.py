@@ -1,0 +1,205 @@
+"""OutputProcessor: what the owner of a request sees of it, and the stop strings found on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar, overload
+
+from ..requests.request import (
+    CompletionOutput,
+    Logprob,
+    Request,
+    RequestGroup,
+    RequestOutput,
+    TokenLogprobs,
+)
+from ..sampling_params import RequestOutputKind
+from .tokenizer import Tokenizer
+from .transcript import Transcript
+
+T = TypeVar("T")
+
+
+class View(Sequence[T]):
+    """A part of a list that only grows: what is in the view stays, and is not copied."""
+
+    __slots__ = ("_items", "_start", "_stop")
+
+    def __init__(self, items: list[T], start: int, stop: int) -> None:
+        self._items, self._start, self._stop = items, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        places = range(self._start, self._stop)[index]
+        if isinstance(places, int):
+            return self._items[places]
+        return [self._items[place] for place in places]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, View | list) and self[:] == other[:]
+
+    __hash__ = None  # type: ignore[assignment]  # as that of a list
+
+    def __repr__(self) -> str:
+        return repr(self[:])
+
+
+def _by_likelihood(completion: CompletionOutput) -> tuple[bool, float]:
+    """The most likely first, those that did not come to their end last: they have fewer tokens."""
+    assert completion.cumulative_logprob is not None
+    return completion.finish_reason in ("abort", "error"), -completion.cumulative_logprob
+
+
+class OutputProcessor:
+    """Keeps the text of the requests that somebody looks at; the others cost nothing until they finish."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._progress: dict[Request, _Progress] = {}
+        self._prompt_logprobs: dict[RequestGroup, list[dict[int, Logprob] | None]] = {}
+
+    def end_at_stop_string(self, request: Request, now: float) -> None:
+        """Finish a request whose newest token completes one of its stop strings, and cut its text there."""
+        transcript = self._progress_of(request).transcript
+        assert transcript is not None, "stop strings were admitted without a tokenizer"
+        stop = transcript.read()
+        if stop is not None:
+            request.finish("stop", now, stop)
+
+    def output(self, group: RequestGroup) -> RequestOutput:
+        """The request so far; of one whose output_kind is DELTA, what is new since the last time."""
+        first = group.samples[0]
+        cached = first.num_cached_tokens  # of a fork, those that its parent had generated are among them
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=self._completions(group),
+            finished=group.finished,
+            num_cached_tokens=cached and min(cached, first.num_prompt_tokens),
+            metrics=first.metrics,
+            prompt_logprobs=self._prompt_logprobs_of(group),
+        )
+
+    def forget(self, group: RequestGroup) -> None:
+        """Drop the texts of a request that is over."""
+        self._prompt_logprobs.pop(group, None)
+        for sample in group.samples:
+            self._progress.pop(sample, None)
+
+    def _progress_of(self, request: Request) -> _Progress:
+        progress = self._progress.get(request)
+        if progress is None:
+            progress = self._progress[request] = _Progress(request, self._tokenizer)
+        return progress
+
+    def _completions(self, group: RequestGroup) -> list[CompletionOutput]:
+        """One for each sample, or the best ones of a group that takes more than it returns."""
+        params = group.samples[0].params
+        if not group.samples[0].generates:
+            return []
+        if params.best_of is not None and not group.finished:
+            return []  # nobody knows yet which they are
+        completions = [self._completion(sample) for sample in group.samples]
+        if params.best_of is None:
+            return completions
+        best = sorted(completions, key=_by_likelihood)[: params.n]
+        return [replace(completion, index=index) for index, completion in enumerate(best)]
+
+    def _prompt_logprobs_of(self, group: RequestGroup) -> list[dict[int, Logprob] | None] | None:
+        report, params = group.samples[0].report, group.samples[0].params
+        if params.prompt_logprobs is None or report is None or report.failed or not report.is_complete:
+            return None
+        if group not in self._prompt_logprobs:
+            tokenizer = self._tokenizer if params.detokenize else None
+            self._prompt_logprobs[group] = [None, *(_readable(row, tokenizer) for row in report.logprobs)]
+        return self._prompt_logprobs[group]
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        progress = self._progress_of(request)
+        if request.params.output_kind is RequestOutputKind.DELTA:
+            return progress.news()
+        return progress.everything()
+
+
+class _Progress:
+    """What the owner of a request has seen of it."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.transcript: Transcript | None = None
+        self._tokenizer = tokenizer if request.params.detokenize else None
+        if self._tokenizer is not None:
+            self.transcript = Transcript(self._tokenizer, request)
+        self._request = request
+        self._logprobs: list[dict[int, Logprob]] = []
+        # The sum of the first so many, to which each step adds a few: all of them would cost too much.
+        self._cumulative, self._num_summed = 0.0, 0
+        self._num_characters_shown, self._num_tokens_shown = 0, 0
+
+    def everything(self) -> CompletionOutput:
+        """All of it so far: at the end as lists, which cost too much to copy for every token."""
+        self._catch_up()
+        request = self._request
+        text = self.transcript.visible if self.transcript is not None else ""
+        start, end = request.num_prompt_tokens, request.num_tokens
+        if request.finish_reason is not None:
+            return self._completion(text, request.output_token_ids, self._logprobs)
+        logprobs = View(self._logprobs, 0, len(self._logprobs))
+        return self._completion(text, View(request.token_ids, start, end), logprobs)
+
+    def news(self) -> CompletionOutput:
+        """What is new since the last time."""
+        self._catch_up()
+        request, text = self._request, ""
+        if self.transcript is not None:
+            text = self.transcript.since(self._num_characters_shown)
+            self._num_characters_shown += len(text)
+        shown, self._num_tokens_shown = self._num_tokens_shown, request.num_output_tokens
+        token_ids = request.token_ids[request.num_prompt_tokens + shown :]
+        return self._completion(text, token_ids, self._logprobs[shown:])
+
+    def _completion(
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
+    ) -> CompletionOutput:
+        request = self._request
+        return CompletionOutput(
+            index=request.index,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            logprobs=None if request.params.logprobs is None else logprobs,
+            cumulative_logprob=self._cumulative if request.wants_logprobs else None,
+        )
+
+    def _catch_up(self) -> None:
+        """Bring text and log-probabilities up to the tokens."""
+        if self.transcript is not None:
+            self.transcript.read()
+        request = self._request
+        if request.wants_logprobs:
+            # A step that failed may have brought those of a token that it did not bring.
+            new = request.logprobs[self._num_summed : request.num_output_tokens]
+            for place in new:  # one after the other: the sum is the same however often somebody looks
+                self._cumulative += place.logprobs[0]
+            self._num_summed += len(new)
+            if request.params.logprobs is not None:
+                self._logprobs += [_readable(place, self._tokenizer) for place in new]
+
+
+def _readable(place: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """By token: that at the place comes first, and once."""
+    ranks, found = [place.rank, *range(1, len(place.token_ids))], dict[int, Logprob]()
+    for token_id, logprob, rank in zip(place.token_ids, place.logprobs, ranks, strict=True):
+        text = None if tokenizer is None else tokenizer.token_text(token_id)
+        found.setdefault(token_id, Logprob(logprob, rank, text))
+    return found

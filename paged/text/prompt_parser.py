@@ -1,0 +1,149 @@
+"""PromptParser: prompts in any of their forms to checked token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from ..errors import RequestError, reject_unknown
+from ..model.config import ModelConfig
+from ..requests.request import Prompt
+from ..validation import check_bool, shown
+from .tokenizer import Tokenizer
+
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrompt:
+    """A prompt as checked token ids.
+
+    namespace: what else its KV follows from; prompts of different namespaces share no blocks.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    namespace: bytes
+
+
+class PromptParser:
+    """Reads prompts for one model, in contexts of up to max_model_len tokens."""
+
+    def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+        self.model_config, self.tokenizer, self.max_model_len = model_config, tokenizer, max_model_len
+
+    def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
+        """Check a prompt in any of its forms; a salt of its own goes before the one given."""
+        add_special_tokens = True
+        if isinstance(prompt, Mapping):
+            reject_unknown("a prompt dict", map(str, prompt), PROMPT_FIELDS)
+            fields = dict(prompt)
+            if "prompt" in fields:
+                add_special_tokens = fields.pop("add_special_tokens", True)
+                check_bool(RequestError, "add_special_tokens", add_special_tokens)
+            salt = fields.pop("cache_salt", salt)
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise RequestError(f"cache_salt must be a non-empty string, got {shown(salt)}")
+            if len(fields) != 1:
+                raise RequestError(
+                    f"a prompt dict has either prompt or prompt_token_ids, got {sorted(fields)}"
+                )
+            ((key, prompt),) = fields.items()
+            if isinstance(prompt, str) != (key == "prompt"):
+                wanted = "text" if key == "prompt" else "a list of token ids"
+                raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
+        prompt = _listed(prompt)
+        self._check_far_too_long("the prompt", prompt)
+        text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
+        if not token_ids:
+            raise RequestError("the prompt is empty; it must have at least one token")
+        self._check_length("the prompt", len(token_ids))
+        self.check_vocabulary("prompt_token_ids", token_ids)
+        token_ids = [int(token_id) for token_id in token_ids]
+        return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)))
+
+    def _encode(
+        self, prompt: Any, name: str = "a prompt", *, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    f"{name} that is text needs the tokenizer, which skip_tokenizer_init=True left out"
+                )
+            if not prompt:
+                return prompt, []
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, name=name)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            return None, [*prompt]
+        raise RequestError(
+            f"{name} is text or a list of token ids, a prompt may be a dict, got {shown(prompt)}"
+        )
+
+    def namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
+        """What the KV of such a prompt follows from, beside its tokens."""
+        rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
+        # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
+        stretched = num_prompt_tokens if rope.type == "dynamic" and num_prompt_tokens > trained else None
+        if salt is None and stretched is None:
+            return b""
+        return repr((salt, stretched)).encode("utf-8", "surrogatepass")
+
+    def parse_continued(self, prompt: Prompt, continuations: Any) -> tuple[ParsedPrompt, list[ParsedPrompt]]:
+        """A prompt, and it with each of the continuations behind it, which are text or token ids.
+
+        A text is made tokens by itself, without special tokens: so the prompt is the same for all of them.
+        """
+        parsed = self.parse(prompt)
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
+            raise RequestError(
+                f"continuations must be a list of texts or token ids, got {shown(continuations)}"
+            )
+        if not continuations:
+            raise RequestError("continuations must have at least one entry, got []")
+        wholes = []
+        for i, continuation in enumerate(continuations):
+            name = f"continuations[{i}]"
+            self._check_far_too_long(name, continuation)
+            _, token_ids = self._encode(continuation, name, add_special_tokens=False)
+            if not token_ids:
+                raise RequestError(f"{name} is empty; it must have at least one token")
+            self.check_vocabulary(name, token_ids)
+            whole = [*parsed.token_ids, *map(int, token_ids)]
+            self._check_length(f"{name}: the prompt", len(whole))
+            wholes.append(ParsedPrompt(None, whole, self.namespace(salt, len(whole))))
+        return parsed, wholes
+
+    def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raise RequestError, with a name, if one of these is no token id of the model."""
+        vocab_size = self.model_config.vocab_size
+        for i, token_id in enumerate(token_ids):
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                raise RequestError(f"{name}[{i}] must be an int, got {shown(token_id)}")
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}"
+                )
+
+    def _check_far_too_long(self, name: str, prompt: Any) -> None:
+        """Refuse megabytes of text, or a range of more than memory holds, before all of it is looked at."""
+        if isinstance(prompt, str):
+            if self.tokenizer is not None:
+                least = self.tokenizer.least_tokens(prompt, self.max_model_len)
+                self._check_length(name, least, at_least="at least ")
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            self._check_length(name, len(prompt))
+
+    def _check_length(self, name: str, num_tokens: int, at_least: str = "") -> None:
+        if num_tokens > self.max_model_len:
+            raise RequestError(
+                f"{name} has {at_least}{num_tokens} tokens, more than max_model_len {self.max_model_len}"
+            )
+
+
+def _listed(prompt: Any) -> Any:
+    """Token ids as numpy and torch have them, as a list; anything else as it is."""
+    is_array = not isinstance(prompt, str | bytes | bytearray | memoryview | Sequence | Mapping)
+    return prompt.tolist() if is_array and hasattr(prompt, "tolist") else prompt

@@ -1,0 +1,277 @@
+"""`paged chat`: turns from a terminal or a pipe, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paged import LLMEngine, SamplingParams
+from paged.commands import cli, common
+from paged.scheduler.schedule import StepOutput
+from tests.support.command_line import running, write
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{% if messages[-1].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+GREEDY = ("--temperature", "0", "--max-tokens", "5")
+ARGV = ("chat", "--chat-template", TEMPLATE, *GREEDY)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    with running(monkeypatch, capsys) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return LLMEngine("demo", num_blocks=64, device="cpu", max_model_len=60)
+
+
+@pytest.fixture
+def loaded(engine, monkeypatch):
+    monkeypatch.setattr(common, "start", lambda _: engine)
+    yield engine
+    engine.scheduler.check()
+    assert not engine.has_unfinished_requests()
+
+
+class Talk:
+    """What an engine says, with all that was said before."""
+
+    def __init__(self, engine, **params):
+        self.engine, self.params = engine, SamplingParams(**{"temperature": 0, "max_tokens": 5, **params})
+        self.messages = []
+
+    def say(self, text, role="user"):
+        self.messages.append({"role": role, "content": text})
+        if role == "system":
+            return ""
+        (output,) = self.engine.chat(self.messages, self.params, chat_template=TEMPLATE, use_tqdm=False)
+        self.messages.append({"role": "assistant", "content": output.outputs[0].text})
+        return output.outputs[0].text
+
+
+def test_a_pipe_is_a_turn_a_line(run, loaded):
+    talk = Talk(loaded)
+    answers = [talk.say("def f(x):"), talk.say("why?"), talk.say("/etc")]
+    code, out, err = run(*ARGV, stdin="def f(x):\n\nwhy?\n//etc\n")
+    assert (code, err) == (0, "")
+    assert out == "".join(answer + "\n" for answer in answers)
+    talk = Talk(loaded, seed=5, temperature=0.9)
+    talk.say("be kind", role="system")
+    argv = (*ARGV, "--system", "be kind", "--seed", "5", "--temperature", "0.9")
+    assert run(*argv, stdin="a")[1] == talk.say("a") + "\n"
+
+
+def test_what_fails_through_a_pipe_ends_it(run, loaded):  # those behind it may depend on it
+    answer = Talk(loaded).say("a")
+    code, out, err = run(*ARGV, stdin="a\nbad\nb\n")
+    assert (code, out) == (2, answer + "\n")
+    assert err == "paged: the chat template refuses this: no bad words\n"
+    assert run(*ARGV, stdin="/foo\n")[2].startswith("paged: there is no command '/foo'; /help lists them")
+
+
+def test_commands_of_the_conversation(run, loaded, tmp_path):
+    talk, file = Talk(loaded), tmp_path / "talk.json"
+    talk.say("be kind", role="system")
+    answers = [talk.say("a\nb"), talk.say("c")]
+    lines = [
+        "x",
+        "/reset",
+        "/system  be kind ",
+        "a\\",
+        "b",
+        "bad",
+        "c",
+        "/retry",
+        f"/save {file}",
+        "/save",
+        f"/save {tmp_path}",
+        "/nothing",
+        "/help",
+        "/exit",
+        "never read",
+    ]
+    code, out, err = run(*ARGV, typed="".join(f"{line}\n" for line in lines))
+    assert code == 0
+    shown = out.split(">>> ")
+    assert shown[4] == "... " + answers[0] + "\n"
+    assert shown[6:8] == [answers[1] + "\n"] * 2  # greedy: the same again
+    assert "/retry          another answer" in shown[12]
+    assert len(shown) == 14
+    assert json.loads(file.read_text()) == talk.messages
+    assert err.splitlines() == [
+        "/help lists the commands; Ctrl-D leaves",
+        "paged: the chat template refuses this: no bad words",
+        "paged: /save needs a file to write to",
+        f"paged: [Errno 21] Is a directory: '{tmp_path}'",
+        "paged: there is no command '/nothing'; /help lists them, // begins a turn with /",
+    ]
+
+
+def test_a_retry_is_another_answer(run, loaded, tmp_path):
+    argv = (*ARGV, "--temperature", "1", "--max-tokens", "8", "--seed", "1")
+    file = tmp_path / "talk.json"
+    _, out, err = run(*argv, typed=f"/retry\na\n/retry\n/retry\n/save {file}\n")
+    first, second, third = (text.strip() for text in out.split(">>> ")[2:5])
+    talk = Talk(loaded, temperature=1, max_tokens=8, seed=1)
+    assert first == talk.say("a").strip()
+    assert len({first, second, third}) == 3
+    assert json.loads(file.read_text())[1]["content"].strip() == third
+    assert "there is no answer yet to try again" in err
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_context_that_is_full_is_said(run):
+    argv = (*ARGV, "--max-tokens", "1000", "--ignore-eos")
+    way_out = "the context has 60 tokens: /reset forgets the conversation, --max-model-len and --num-blocks"
+    _, out, err = run(*argv, typed="a\nb\n/reset\na\n")
+    _, first, second, _, again, _ = out.split(">>> ")
+    assert (first, second) == (again, "")  # the turn that had no room is forgotten too
+    cut, refused, cut_again = err.splitlines()[1:]
+    assert cut == cut_again
+    assert cut.startswith(f"paged: the answer fills the context; {way_out}")
+    assert "more than max_model_len 60; " + way_out in refused
+    assert run(*argv, stdin="a\nb\n")[0] == 2
+    # What has nothing to do with the context has no such way out.
+    code, _, err = run(*argv, "--stop-token-ids", "9999", stdin="a\n")
+    assert code == 2
+    assert err.splitlines()[-1] == "paged: stop_token_ids[0] is 9999; the vocabulary is 0 to 4095"
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_chat(run, loaded, monkeypatch):
+    step, num_steps = loaded.step, 0
+
+    def interrupted_step():
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(loaded, "step", interrupted_step)
+    code, out, _ = run(*ARGV, "--max-tokens", "20", "--ignore-eos", typed="a\nb\n")
+    assert code == 0
+    assert num_steps == 3 + 20
+    monkeypatch.setattr(loaded, "step", step)
+    talk = Talk(loaded, max_tokens=3, ignore_eos=True)
+    _, first, second, _ = out.split(">>> ")
+    assert first == talk.say("a") + "\n"
+    # What there was of it is part of the conversation.
+    talk.params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    assert second == talk.say("b") + "\n"
+
+
+@pytest.mark.usefixtures("loaded")
+def test_interrupts_where_a_line_is_typed(run, monkeypatch):
+    lines = iter([KeyboardInterrupt, "/system x", KeyboardInterrupt, KeyboardInterrupt])
+
+    def typed(_):
+        line = next(lines)
+        if line is KeyboardInterrupt:
+            raise line
+        return line
+
+    monkeypatch.setattr(builtins, "input", typed)
+    code, _, err = run(*ARGV)
+    assert code == 0
+    assert err.count("Ctrl-C again, Ctrl-D or /exit leaves") == 2
+    assert next(lines, None) is None
+
+
+def test_a_request_that_fails_is_no_turn(run, loaded, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        loaded.runner, "execute", lambda schedule: StepOutput([None for _ in schedule.requests])
+    )
+    file = tmp_path / "talk.json"
+    code, _, err = run(*ARGV, typed=f"a\n/save {file}\n")
+    assert code == 0
+    assert err.splitlines()[1:] == ["paged: the model's logits are not finite"]
+    assert json.loads(file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--n", "2"], "--n and --best-of have no place in a chat"),
+        (["--best-of", "2"], "--n and --best-of have no place in a chat"),
+        (["--logprobs", "1"], "--logprobs has no place in a chat"),
+        (["--prompt-logprobs", "1"], "--prompt-logprobs has no place in a chat"),
+        (["--no-detokenize"], "--no-detokenize leaves nothing to show"),
+        (["--chat-template", "missing.jinja"], "missing.jinja: No such file or directory"),
+        (["--chat-template-kwargs", "{"], "--chat-template-kwargs must be JSON: "),
+        (["--chat-template-kwargs", "[]"], "--chat-template-kwargs must be a JSON object, got '[]'"),
+        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--foo"], "No such option: --foo (see paged chat --help)"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_flags(run, argv, message):
+    assert message in run.refused("chat", *argv)
+
+
+def test_a_template_is_named_or_there_is_none(run, loaded, tmp_path):
+    message = "paged: this checkpoint has no chat template: give a Jinja template as chat_template ("
+    assert run("chat", stdin="a\n")[2].startswith(message)
+    assert (
+        "'nope' is neither a Jinja template nor the name of one"
+        in run("chat", "--chat-template", "nope", stdin="a\n")[2]
+    )
+    answer = Talk(loaded).say("a")
+    file = write(tmp_path / "t.jinja", TEMPLATE)
+    assert run("chat", "--chat-template", file, *GREEDY, stdin="a")[1] == answer + "\n"
+    (output,) = loaded.generate("import os", SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+    argv = ("--chat-template", "{{ mood }}", "--chat-template-kwargs", '{"mood": "import os"}')
+    assert run("chat", *argv, *GREEDY, stdin="a")[1] == output.outputs[0].text + "\n"
+
+
+def test_keys_of_a_real_terminal():
+    """Ctrl-C reaches the whole foreground group: the process that renders templates must survive it too."""
+    master, slave = pty.openpty()
+    code = "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv[0] = 'paged'; "
+    code += "runpy.run_module('paged', run_name='__main__')"
+    argv = ["chat", "--chat-template", "plain", "--ignore-eos", "--max-tokens", "1500", "--num-blocks", "128"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *argv, "--device", "cpu"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        env={**environment, "TERM": "dumb"},
+    ) as process:
+        os.close(slave)
+        shown = ""
+
+        def wait_for(pattern):
+            nonlocal shown
+            deadline = time.monotonic() + 60
+            while not (found := re.search(pattern, shown, re.DOTALL)):
+                assert time.monotonic() < deadline, shown
+                if select.select([master], [], [], 1)[0]:
+                    shown += os.read(master, 65536).decode(errors="replace")
+            shown = shown[found.end() :]
+
+        wait_for("Ctrl-D leaves.*>>> ")
+        for _ in range(2):
+            os.write(master, b"def f(x):\n")
+            wait_for(r"def f\(x\):\r\n.{20}")
+            os.write(master, b"\x03")
+            wait_for(">>> ")
+        os.write(master, b"\x04")
+        assert process.wait(timeout=30) == 0
+        os.close(master)

@@ -1,0 +1,549 @@
+"""The command line, run in this process but for what only a fresh one can show."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams, __version__
+from paged.commands import cli, common, generate
+from paged.protocol.jobs import read_jobs
+from paged.scheduler.schedule import StepOutput
+from tests.support.command_line import running, write
+
+SMALL = ("--num-blocks", "64", "--device", "cpu")
+LONG_GRAMMAR = f'root ::= "{"b" * 300}"'  # longer than a file's name may be
+GREEDY = ("--temperature", "0", "--max-tokens", "8")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    with running(monkeypatch, capsys) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return LLMEngine("demo", num_blocks=64, device="cpu")
+
+
+@pytest.fixture
+def loaded(engine, monkeypatch):
+    """The engine, in place of one that is loaded for each run."""
+    monkeypatch.setattr(common, "start", lambda _: engine)
+    yield engine
+    engine.scheduler.check()
+    assert not engine.has_unfinished_requests()
+
+
+def expected(engine, prompt, **params) -> str:
+    return engine.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0].text
+
+
+def test_prompt_text_and_figures(run, engine):
+    code, out, err = run("generate", "def add(a, b):", *GREEDY, *SMALL)
+    assert code == 0
+    assert out == "def add(a, b):" + expected(engine, "def add(a, b):", temperature=0, max_tokens=8) + "\n"
+    start, figures = err.splitlines()
+    assert start == engine.describe()
+    num_tokens = len(engine.tokenizer.encode("def add(a, b):")) + 7
+    assert figures.startswith("time to first token ")
+    assert "; 8 tokens, " in figures
+    assert figures.endswith(f" tokens/s; {-(-num_tokens // 16)} of 64 blocks used")
+
+
+def test_text_comes_as_it_is_made(run, loaded, monkeypatch, capsys):
+    pieces = []
+    step = loaded.step
+
+    def recorded_step():
+        pieces.append(capsys.readouterr().out)
+        return step()
+
+    monkeypatch.setattr(loaded, "step", recorded_step)
+    run("generate", "def add(a, b):", *GREEDY)
+    assert pieces[0] == "def add(a, b):"
+    assert len(pieces) == 8
+    text = expected(loaded, "def add(a, b):", temperature=0, max_tokens=7)
+    assert all(pieces[1:])
+    assert "".join(pieces[1:]) == text
+
+
+def test_prompt_from_stdin(run, loaded):
+    text = expected(loaded, "def add(a, b):", temperature=0, max_tokens=8)
+    assert run("generate", *GREEDY, stdin="def add(a, b):\n")[1] == f"def add(a, b):{text}\n"
+
+
+def test_every_option_of_the_api_is_a_flag(run):
+    help_text = run("generate", "--help")[1]
+    names = {field.name for owner in (SamplingParams, EngineConfig) for field in fields(owner)}
+    assert set(common.NO_FLAGS) < names
+    flags = names - set(common.NO_FLAGS) | {"json_schema", "json_object", "regex", "choice", "grammar"}
+    for name in flags:
+        assert f"\n  --{name.replace('_', '-')} " in help_text
+    # What is none is refused, not taken for something else.
+    for name in common.NO_FLAGS:
+        assert "No such option" in run.refused("generate", "x", f"--{name.replace('_', '-')}", "1")
+    # Help and defaults are those of the API; the width of the terminal breaks the lines.
+    words = " ".join(help_text.split())
+    assert "0 or -1 keeps all. [default: 0]" in words
+    assert "[default: 256]" in words
+    assert "[default: demo]" in words
+    assert "added to the logits of token ids. As ID=BIAS. May be given several times." in words
+    assert """May be given several times. [default: '\\n' ':' '"' '*']""" in words
+
+
+# A flag for every field, with a value that is not its default.
+FLAGS = {
+    "n": (["--n", "2"], 2),
+    "best_of": (["--best-of", "3"], 3),
+    "temperature": (["--temperature", "0.5"], 0.5),
+    "top_p": (["--top-p", "0.5"], 0.5),
+    "top_k": (["--top-k", "-1"], -1),
+    "min_p": (["--min-p", "0.1"], 0.1),
+    "typical_p": (["--typical-p", "0.9"], 0.9),
+    "top_n_sigma": (["--top-n-sigma", "1.5"], 1.5),
+    "seed": (["--seed", "0"], 0),
+    "presence_penalty": (["--presence-penalty", "-1"], -1.0),
+    "frequency_penalty": (["--frequency-penalty", "0.5"], 0.5),
+    "repetition_penalty": (["--repetition-penalty", "1.1"], 1.1),
+    "dry_multiplier": (["--dry-multiplier", "0.8"], 0.8),
+    "dry_base": (["--dry-base", "2"], 2.0),
+    "dry_allowed_length": (["--dry-allowed-length", "3"], 3),
+    "dry_sequence_breakers": (
+        ["--dry-sequence-breakers", ";", "--dry-sequence-breakers", "."],
+        [";", "."],
+    ),
+    "dry_penalty_last_n": (["--dry-penalty-last-n", "0"], 0),
+    "logit_bias": (["--logit-bias", "5=-100", "--logit-bias", "6=1.5"], {5: -100.0, 6: 1.5}),
+    "allowed_token_ids": (["--allowed-token-ids", "1", "--allowed-token-ids", "0"], [1, 0]),
+    "bad_words": (["--bad-words", "a b"], ["a b"]),
+    "min_tokens": (["--min-tokens", "2"], 2),
+    "max_tokens": (["--max-tokens", "3"], 3),
+    "stop": (["--stop", "a", "--stop", "b,c"], ["a", "b,c"]),
+    "stop_token_ids": (["--stop-token-ids", "1", "--stop-token-ids", "0"], [1, 0]),
+    "include_stop_str_in_output": (["--include-stop-str-in-output"], True),
+    "ignore_eos": (["--ignore-eos"], True),
+    "logprobs": (["--logprobs", "2"], 2),
+    "prompt_logprobs": (["--prompt-logprobs", "0"], 0),
+    "detokenize": (["--no-detokenize"], False),
+    "skip_special_tokens": (["--no-skip-special-tokens"], False),
+    "spaces_between_special_tokens": (["--no-spaces-between-special-tokens"], False),
+    "priority": (["--priority", "-1"], -1.0),
+    "timeout_s": (["--timeout-s", "1.5"], 1.5),
+    "cache_salt": (["--cache-salt", "s"], "s"),
+    "structured_outputs": (["--regex", "a+"], StructuredOutputsParams(regex="a+")),
+}
+
+
+def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(common, "start", lambda options: options)
+    monkeypatch.setattr(generate, "_stream", lambda *given: seen.append(given))
+    monkeypatch.setattr(generate, "_check_shows_text", lambda _: None)
+    assert {*FLAGS, "logits_processors", "output_kind"} == {field.name for field in fields(SamplingParams)}
+    given = {name: value for name, (_, value) in FLAGS.items() if name not in ("stop", "detokenize")}
+    run("generate", "x", *(text for name in given for text in FLAGS[name][0]))
+    # Stop strings need text.
+    run("generate", "x", *FLAGS["stop"][0])
+    run("generate", "x", *FLAGS["detokenize"][0])
+    run("generate", "x")
+    wanted = [given, {"stop": ["a", "b,c"]}, {"detokenize": False}, {}]
+    assert seen == [({"model": "demo"}, "x", SamplingParams(**params)) for params in wanted]
+    # The other languages, as text or in a file.
+    schema, grammar = write(tmp_path / "s.json", {"type": "null"}), write(tmp_path / "g", 'root ::= "a"')
+    seen.clear()
+    flags = [
+        (["--json-schema", "{}"], {"json": "{}"}),
+        (["--json-object"], {"json_object": True}),
+        (["--json-schema", schema], {"json": schema.read_text()}),
+        (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
+        (["--grammar", 'root ::= "b"'], {"grammar": 'root ::= "b"'}),
+        (["--grammar", grammar], {"grammar": grammar.read_text()}),
+        (["--grammar", LONG_GRAMMAR], {"grammar": LONG_GRAMMAR}),
+    ]
+    for argv, _ in flags:
+        run("generate", "x", *argv)
+    assert [params.structured_outputs for *_, params in seen] == [
+        StructuredOutputsParams(**language) for _, language in flags
+    ]
+
+
+def test_engine_flags_reach_the_engine(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(common, "start", seen.append)
+    monkeypatch.setattr(generate, "_stream", lambda *_: 0)
+    options = {
+        "model": "some/where",
+        "tokenizer": "else/where",
+        "dtype": "float32",
+        "device": "cpu",
+        "block_size": 32,
+        "max_model_len": 100,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "num_blocks": 9,
+        "gpu_memory_utilization": 0.5,
+        "cpu_memory_utilization": 0.25,
+        "attention_backend": "torch",
+        "scheduling_policy": "fair",
+        "long_prefill_token_threshold": 5,
+        "max_num_partial_prefills": 2,
+        "max_waiting": 7,
+        "watermark": 0.1,
+        "preemption_mode": "swap",
+        "max_preemptions": 3,
+        "swap_space": 0.5,
+    }
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+    # --seed is a sampling option.
+    weights = ("--tenant-weights", "a=2,b=0.5", "--tenant-weights", "c=1")
+    run("generate", "x", *flags, *weights, "--no-enable-prefix-caching", "--seed", "3")
+    extra = {"tenant_weights": {"a": 2.0, "b": 0.5, "c": 1.0}, "enable_prefix_caching": False}
+    assert seen == [options | extra]
+
+
+def test_file_of_texts(run, loaded, tmp_path):
+    prompts = write(tmp_path / "prompts.txt", "def a(x):", "", '{"prompt": "as it stands"}')
+    code, out, err = run("generate", "--prompts", prompts, *GREEDY)
+    assert code == 0
+    results = [json.loads(line) for line in out.splitlines()]
+    assert [result["index"] for result in results] == [0, 1]
+    assert [result["prompt"] for result in results] == ["def a(x):", '{"prompt": "as it stands"}']
+    for result in results:
+        assert result["text"] == expected(loaded, result["prompt"], temperature=0, max_tokens=8)
+        assert result["finish_reason"] in ("length", "stop")
+    assert "2/2" in err
+    assert "tokens/s" in err
+
+
+def test_file_of_objects_in_order(run, loaded, tmp_path):
+    # The first takes longest, and its result still comes first.
+    lines = [
+        {"prompt": "def a(x):", "max_tokens": 20, "ignore_eos": True},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "ignore_eos": True},
+        {"prompt": "a\u2028b", "stop_token_ids": list(range(loaded.model_config.vocab_size))},
+    ]
+    output = tmp_path / "results.jsonl"
+    prompts = write(tmp_path / "prompts.jsonl", *lines)
+    # A line's own options go before those of the command line.
+    flags = ("--temperature", "0", "--max-tokens", "3")
+    code, out, _ = run("generate", "--prompts", prompts, "--output", output, *flags)
+    assert (code, out) == (0, "")
+    first, second, third = map(json.loads, output.read_text().splitlines())
+    assert list(first) == ["index", "prompt", "text", "token_ids", "finish_reason", "stop_reason"]
+    assert first["text"] == expected(loaded, "def a(x):", temperature=0, max_tokens=20, ignore_eos=True)
+    assert len(first["token_ids"]) == 20
+    assert second["prompt_token_ids"] == [5, 6, 7]
+    assert (len(second["token_ids"]), second["finish_reason"]) == (2, "length")
+    assert third["prompt"] == "a\u2028b"
+    assert (third["text"], third["finish_reason"]) == ("", "stop")
+
+
+def test_lines_carry_terms_and_several_samples(run, loaded, tmp_path):
+    lines = [
+        {"prompt": "a", "n": 2, "seed": 3, "priority": 0, "tenant": "x", "timeout_s": 60},
+        {"prompt": "a", "cache_salt": "s"},
+    ]
+    file = write(tmp_path / "p.jsonl", *lines)
+    code, out, _ = run("generate", "--prompts", file, "--max-tokens", "5")
+    assert code == 0
+    several, salted = map(json.loads, out.splitlines())
+    samples = [expected(loaded, "a", seed=3, max_tokens=5, n=n) for n in (1, 2)]
+    assert several["outputs"][0]["text"] == samples[0] == samples[1]
+    assert len({sample["text"] for sample in several["outputs"]}) == 2
+    assert salted["finish_reason"] in ("length", "stop")
+
+
+def test_lines_carry_every_sampling_parameter_that_json_can_say(tmp_path):
+    values = {name: value for name, (_, value) in FLAGS.items() if name != "detokenize"}
+    line = values | {"logit_bias": {"5": -100, "6": 1.5}, "structured_outputs": {"regex": "a+"}}
+    (job,) = read_jobs(write(tmp_path / "p.jsonl", {"prompt": "x", **line}), {"n": 9})
+    assert job.params == SamplingParams(**values)
+
+
+def test_log_probabilities_are_in_the_lines(run, loaded, tmp_path):
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "def f(x):", "logprobs": 2, "prompt_logprobs": 0})
+    (result,) = map(json.loads, run("generate", "--prompts", prompts, *GREEDY)[1].splitlines())
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+    output = loaded.generate("def f(x):", params, use_tqdm=False)[0].outputs[0]
+    assert result["cumulative_logprob"] == output.cumulative_logprob
+    assert [place[0]["token_id"] for place in result["logprobs"]] == output.token_ids
+    of_prompt = [place and place[0]["token_id"] for place in result["prompt_logprobs"]]
+    assert of_prompt == [None, *loaded.tokenizer.encode("def f(x):")[1:]]
+    for place, expected_place in zip(result["logprobs"], output.logprobs, strict=True):
+        assert {entry["token_id"]: entry["logprob"] for entry in place} == {
+            token_id: candidate.logprob for token_id, candidate in expected_place.items()
+        }
+        assert set(place[0]) == {"token_id", "token", "logprob", "rank"}
+        assert place[0]["rank"] == 1
+
+
+def test_several_samples_of_a_prompt_are_set_apart(run, loaded):
+    _, out, err = run("generate", "a", "--n", "2", "--max-tokens", "4", "--seed", "1", "--temperature", "1")
+    first, second = (part.split("\n", 1) for part in out.split("\n--- sample ")[1:])
+    assert (first[0], second[0]) == ("1 of 2", "2 of 2")
+    assert first[1].strip() == expected(loaded, "a", max_tokens=4, seed=1).strip()
+    assert "; 8 tokens, " in err
+
+
+def test_live_view_ends_with_everything_done(run, loaded, tmp_path):
+    file, output = write(tmp_path / "p", "a", "b"), tmp_path / "out"
+    _, out, err = run("generate", "--prompts", file, "--output", output, "--live", *GREEDY)
+    assert out == ""
+    assert len(output.read_text().splitlines()) == 2
+    words = err.split()
+    assert " ".join(words[words.index("requests") :]).startswith("requests 0 running 0 waiting 2 of 2 done")
+    assert "64 blocks" not in err
+    assert loaded.stats().num_used_blocks == 0
+
+
+def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
+    vocab_size = loaded.model_config.vocab_size
+    lines = [{"prompt": "x"}, {"prompt_token_ids": [vocab_size]}, '{"prompt": "\\ud800"}', {"prompt": "y"}]
+    code, out, err = run("generate", "--prompts", write(tmp_path / "p.jsonl", *lines), *GREEDY)
+    assert code == 1
+    results = [json.loads(line) for line in out.splitlines()]
+    assert ["error" in result for result in results] == [False, True, True, False]
+    assert str(vocab_size) in results[1]["error"]
+    assert results[3]["text"] == expected(loaded, "y", temperature=0, max_tokens=8)
+    assert err.splitlines()[-1] == "paged: 2 of 4 prompts failed; the error in their lines says why"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": ', "Expecting value"),
+        ("[1]", "must be an object"),
+        ("{}", "either prompt or prompt_token_ids"),
+        ('{"prompt": "x", "prompt_token_ids": [1]}', "either prompt or prompt_token_ids"),
+        ('{"prompt": 5}', "prompt must be a string, got 5"),
+        ('{"prompt_token_ids": "x"}', "prompt_token_ids must be a list of ints, got 'x'"),
+        ('{"prompt": "x", "max_tokns": 1}', "did you mean 'max_tokens'"),
+        ('{"prompt": "x", "temperature": NaN}', "temperature must be finite"),
+        ('{"prompt": "x", "timeout_s": -1}', "timeout_s must be above 0, got -1"),
+        ("[" * 100_000, "recursion"),
+        ('{"prompt": "x", "output_kind": "delta"}', "output_kind cannot be given here: the"),
+        (
+            '{"prompt": "x", "logits_processors": []}',
+            "logits_processors cannot be given here",
+        ),
+        (
+            '{"prompt": "x", "logit_bias": {"a": 1}}',
+            "a token id in logit_bias must be an int, at least 0, got 'a'",
+        ),
+        ('{"prompt": "x", "logit_bias": [1]}', "logit_bias must be a dict"),
+        ('{"prompt": "x", "logit_bias": {"7": 1, "07": 2}}', "logit_bias has token 7 twice, with 1.0 and 2"),
+        (
+            '{"prompt": "x", "structured_outputs": "a"}',
+            "structured_outputs must be an object",
+        ),
+        ('{"prompt": "x", "structured_outputs": {"jsn": 1}}', "did you mean 'json'"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_bad_line_is_named(run, tmp_path, line, message):
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "fine"}, "", line)
+    error = run.refused("generate", "--prompts", prompts)
+    assert f"{prompts}:3: " in error
+    assert message in error
+
+
+def test_a_line_that_is_no_text_is_named(run, tmp_path):
+    prompts = tmp_path / "p.txt"
+    prompts.write_bytes(b"fine\n\xff\n")
+    assert f"{prompts}:2: " in run.refused("generate", "--prompts", prompts)
+
+
+def test_empty_file_gives_empty_output(run, tmp_path):
+    output = write(tmp_path / "results.jsonl", "of an earlier run")
+    prompts = write(tmp_path / "p.txt")
+    assert run("generate", "--prompts", prompts, "--output", output)[:2] == (0, "")
+    assert output.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate", "x", "--temprature", "1"], "--temprature"),
+        (["generate", "x", "--temperature", "hot"], "'--temperature'"),
+        (["generate", "x", "--model"], "'--model'"),
+        (["generate", "x", "y"], "unexpected extra argument"),
+        (["serve"], "'serve'"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be at least 0"),
+        (["generate", "x", "--temperature", "nan"], "temperature must be finite"),
+        (
+            ["generate", "x", "--max-tokens", "2", "--min-tokens", "3"],
+            "min_tokens 3 is more than max_tokens 2",
+        ),
+        (["generate", "x", "--stop", ""], "stop must be a list of non-empty strings, got ['']"),
+        (["generate", "x", "--block-size", "12"], "block_size must be a power of two, got 12"),
+        (["generate", "x", "--dtype", "int3"], "dtype must be one of auto, float32, float16, bfloat16"),
+        (["generate", "x", "--prompts", "y"], "either a prompt or --prompts"),
+        (["generate", "x", "--output", "y"], "--output takes the results of --prompts"),
+        (["generate", "x", "--live"], "--live shows many requests at once"),
+        (
+            ["generate", "x", "--logprobs", "1"],
+            "--logprobs has no place in the text of one prompt",
+        ),
+        (["generate", "x", "--prompt-logprobs", "1"], "--prompt-logprobs has no place in the text"),
+        (["generate", "x", "--no-detokenize"], "--no-detokenize leaves nothing to show"),
+        (["generate", "x", "--logit-bias", "5"], "--logit-bias must be ID=BIAS such as 42=-100; got '5'"),
+        (["generate", "x", "--logit-bias", "-1=5"], "--logit-bias must be ID=BIAS"),
+        (
+            ["generate", "x", "--logit-bias", "5=1", "--logit-bias", "05=2"],
+            "logit_bias has token 5 twice, with 1.0 and 2.0",
+        ),
+        (["generate", "x", "--json-schema", "{"], "json must be a JSON schema: "),
+        (["generate", "x", "--json-schema", "missing.json"], "missing.json: No such file"),
+        (["generate", "x", "--json-schema", ""], "json must be a JSON schema: "),
+        (
+            ["generate", "x", "--regex", "a", "--choice", "a"],
+            "exactly one of json, regex",
+        ),
+        (["generate", "--prompts", "y", "--live"], "give --output for the results"),
+        (
+            ["generate", "x", "--scheduling-policy", "sjf"],
+            "must be one of fcfs, priority, longest-prefix-match",
+        ),
+        (["generate", "x", "--tenant-weights", "a=2"], "tenant_weights go with scheduling_policy 'fair'"),
+        (
+            ["generate", "x", "--scheduling-policy", "fair", "--tenant-weights", "a=-1"],
+            "the weight of tenant 'a' must be above 0, got -1.0",
+        ),
+        (["generate", "x", "--tenant-weights", "a"], "a number for each tenant such as a=3,b=1; got 'a'"),
+        (
+            ["generate", "x", "--tenant-weights", "a=1,a=2"],
+            "a number for each tenant such as a=3,b=1; got 'a=1,a=2'",
+        ),
+        (["generate"], "no prompt: give it as an argument, on stdin,"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_flags(run, argv, message):
+    assert message in run.refused(*argv)
+
+
+def test_empty_stdin(run):
+    assert "stdin is empty" in run.refused("generate", stdin="")
+
+
+def test_missing_files(run, tmp_path):
+    prompts = write(tmp_path / "p.txt", "x")
+    missing = tmp_path / "missing" / "p.txt"
+    assert run.refused("generate", "--prompts", missing) == f"paged: {missing}: No such file or directory"
+    assert f"{tmp_path}: " in run.refused("generate", "--prompts", tmp_path)
+    assert f"no such directory: {missing.parent}" in run.refused(
+        "generate", "--prompts", prompts, "--output", missing
+    )
+    assert f"{tmp_path}: " in run.refused("generate", "--prompts", prompts, "--output", tmp_path)
+    assert "would overwrite" in run.refused("generate", "--prompts", prompts, "--output", prompts)
+    assert prompts.read_text() == "x\n"
+
+
+def test_unknown_models(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    missing = tmp_path / "missing"
+    assert run.fails("generate", "x", "--model", missing) == f"paged: no such directory: {missing}"
+    assert "config.json" in run.fails("generate", "x", "--model", tmp_path)
+    assert "is a file" in run.fails("generate", "x", "--model", write(tmp_path / "file"))
+
+
+@pytest.mark.usefixtures("loaded")
+def test_prompt_that_the_engine_refuses(run):
+    assert "can never fit" in run.fails("generate", "x", "--max-tokens", "2000")
+
+
+def test_request_that_ends_in_an_error(run, loaded, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        loaded.runner, "execute", lambda schedule: StepOutput([None for _ in schedule.requests])
+    )
+    code, _, err = run("generate", "x")
+    assert (code, err) == (1, "paged: the model's logits are not finite\n")
+    code, out, _ = run("generate", "--prompts", write(tmp_path / "p.txt", "x"))
+    assert code == 1
+    assert json.loads(out) == {"index": 0, "prompt": "x", "error": "the model's logits are not finite"}
+
+
+def test_version_and_help(run):
+    assert run("--version") == (0, f"paged {__version__}\n", "")
+    assert run("--help")[1] == run()[1]
+    assert "generate" in run()[1]
+
+
+def paged_process(*argv, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "paged", *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        **options,
+    )
+
+
+def test_as_a_module_without_torch():
+    """Nobody waits seconds for torch to be told about a typing error."""
+    code = "import sys, runpy; sys.argv[1:] = ['generate', '--foo']\n"
+    code += "try: runpy.run_module('paged', run_name='__main__')\n"
+    code += "finally: print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert done.stderr.startswith("paged: No such option: --foo")
+    assert done.stderr.count("\n") == 1
+
+
+LONG = (
+    "generate",
+    "def f(x):",
+    "--ignore-eos",
+    "--max-tokens",
+    "2000",
+    "--num-blocks",
+    "128",
+    "--device",
+    "cpu",
+)
+
+
+def test_interrupt_is_quiet():
+    with paged_process(*LONG) as process:
+        assert process.stdout.read(9) == "def f(x):"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    # A shell shows it as 130.
+    assert process.returncode == -signal.SIGINT
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_closed_pipe_is_quiet():
+    with paged_process(*LONG) as process:
+        assert process.stdout.read(9) == "def f(x):"
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=60)
+    assert "Traceback" not in err
+    assert "Error" not in err
+
+
+@pytest.mark.parametrize(
+    ("num_kernels", "line"),
+    [(0, "nothing to compile: no Triton kernels run here\n"), (9, "9 kernels ready\n")],
+)
+def test_warmup_says_what_is_ready(run, loaded, monkeypatch, num_kernels, line):
+    monkeypatch.setattr(loaded, "num_kernels", num_kernels)
+    assert run("warmup", "demo")[:2] == (0, line)
+
+
+def test_warmup_refuses_before_it_loads(run):
+    assert run.refused("warmup", "--dtype", "float33").startswith("paged: dtype must be one of")
+    message = run.refused("warmup", "--kv-cache-dtype", "int4")
+    assert message.startswith("paged: kv_cache_dtype must be one of auto, ")

@@ -1,0 +1,450 @@
+"""`paged run-batch`: OpenAI's bodies, a line for each request whatever is wrong with others, and kills."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paged import LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.commands import cli, common
+from paged.commands import run_batch as command
+from paged.errors import PagedError
+from paged.protocol.batch_file import IdentitySet
+from paged.protocol.openai import SAME, parse_call
+from tests.support.command_line import running, write
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "def f(x):"}]
+MODEL = ("--num-blocks", "128", "--max-num-seqs", "4", "--device", "cpu")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    with running(monkeypatch, capsys) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return LLMEngine("demo", num_blocks=128, max_num_seqs=4, device="cpu")
+
+
+@pytest.fixture
+def loaded(engine, monkeypatch):
+    monkeypatch.setattr(common, "start", lambda _: engine)
+    yield engine
+    engine.scheduler.check()
+    assert not engine.has_unfinished_requests()
+
+
+def line(custom_id, url=COMPLETIONS, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def text_line(i: int) -> dict:
+    """Ends after as many tokens as its number says, so that lines are not done in their order."""
+    return line(f"t{i}", prompt=f"def f{i}(x):", max_tokens=1 + 5 * i % 6, n=1 + i % 2, ignore_eos=True)
+
+
+def results(file: Path) -> dict[str, dict]:
+    """Results by identity: each is there once."""
+    found = [json.loads(text) for text in file.read_text().splitlines()]
+    for result in found:
+        assert set(result) == {"id", "custom_id", "response", "error"}
+        result["response"]["body"].pop("created", None)
+        for usage in [result["response"]["body"].get("usage", {})]:
+            usage.pop("prompt_tokens_details", None)  # what is cached depends on what ran before
+    assert len({result["id"] for result in found}) == len(found)
+    return {result["id"]: result for result in found}
+
+
+def by_custom_id(file: Path) -> dict[str | None, dict]:
+    return {result["custom_id"]: result for result in results(file).values()}
+
+
+def test_bodies_are_those_of_openai(run, loaded, tmp_path):
+    source = write(
+        tmp_path / "in.jsonl",
+        line("text", model="demo", prompt="def f(x):", max_tokens=5, temperature=0),
+        line("many", prompt=["a", "b"], n=2, echo=True, seed=3, max_tokens=4),
+        line("ids", prompt=[5, 6], logprobs=2, temperature=0, max_tokens=2),
+        line("chat", CHAT, messages=HELLO, logprobs=True, top_logprobs=2, max_completion_tokens=3, user="u"),
+    )
+    before, output = int(time.time()), tmp_path / "out.jsonl"
+    code, out, err = run("run-batch", source, output, "--chat-template", "plain")
+    assert (code, out) == (0, "")
+    assert "4/4" in err
+    created = json.loads(output.read_text().splitlines()[0])["response"]["body"]["created"]
+    assert before <= created <= time.time()
+    found = by_custom_id(output)
+    for result in found.values():
+        assert result["error"] is None
+        assert result["response"]["status_code"] == 200
+        assert result["response"]["body"]["model"] == "demo"
+    body = found["text"]["response"]["body"]
+    params = SamplingParams(temperature=0, max_tokens=5)
+    (expected,) = loaded.generate("def f(x):", params, use_tqdm=False)
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "text": expected.outputs[0].text,
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    num_prompt = len(expected.prompt_token_ids)
+    assert body["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 5,
+        "total_tokens": num_prompt + 5,
+    }
+    choices = found["many"]["response"]["body"]["choices"]
+    params = SamplingParams(n=2, seed=3, max_tokens=4)
+    expected = loaded.generate(["a", "b"], params, use_tqdm=False)
+    assert [choice["text"] for choice in choices] == [
+        output.prompt + completion.text for output in expected for completion in output.outputs
+    ]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    places = found["ids"]["response"]["body"]["choices"][0]["logprobs"]
+    assert [len(top) for top in places["top_logprobs"]] == [2, 2]
+    assert places["text_offset"] == [0, len(places["tokens"][0])]
+    assert places["token_logprobs"] == [max(top.values()) for top in places["top_logprobs"]]
+    body = found["chat"]["response"]["body"]
+    assert body["object"] == "chat.completion"
+    (choice,) = body["choices"]
+    assert choice["message"]["role"] == "assistant"
+    places = choice["logprobs"]["content"]
+    assert "".join(place["token"] for place in places) == choice["message"]["content"]
+    for place in places:
+        assert bytes(place["bytes"]).decode() == place["token"]
+        assert len(place["top_logprobs"]) == 2
+        assert place["logprob"] <= place["top_logprobs"][0]["logprob"]
+    prompt = "User: def f(x):\nAssistant:"
+    assert body["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode(prompt))
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_bad_line_is_that_lines_error(run, tmp_path):
+    bad = {
+        "unknown": (line("unknown", prompt="x", max_tokns=1), "did you mean 'max_tokens'?"),
+        "embeddings": (
+            line("embeddings", "/v1/embeddings", input="x"),
+            "url '/v1/embeddings' is not supported; it is one of /v1/chat/completions, /v1/completions",
+        ),
+        "get": ({**line("get", prompt="x"), "method": "GET"}, "method must be 'POST', got 'GET'"),
+        "extra": ({**line("extra", prompt="x"), "priority": 1}, "a line got an unknown argument 'priority'"),
+        "nobody": ({"custom_id": "nobody", "url": CHAT}, "body is missing"),
+        "body": ({"custom_id": "body", "url": CHAT, "body": []}, "body must be an object, got []"),
+        "range": (line("range", prompt="x", temperature=-1), "temperature must be at least 0, got -1"),
+        "tokens": (line("tokens", prompt=[10**6]), "the vocabulary is 0 to 4095"),
+        # The first of its prompts is in the engine already.
+        "second": (line("second", prompt=[[1, 2], [10**6]]), "the vocabulary is 0 to 4095"),
+        "template": (line("template", CHAT, messages=HELLO), "this checkpoint has no chat template"),
+        "role": (line("role", CHAT, messages=[{}], chat_template="plain"), 'messages[0] must have a "role"'),
+        "refused": (
+            line("refused", CHAT, messages=HELLO, chat_template="{{ raise_exception('no') }}"),
+            "the chat template refuses this: no",
+        ),
+        "streamed": (line("streamed", prompt="x", stream=True), "stream must be false"),
+        "surrogate": (line("surrogate", prompt="\ud800"), "not valid Unicode"),
+        "url": ({**line("url"), "url": [CHAT]}, "url ['/v1/chat/completions'] is not supported"),
+    }
+    others = [
+        ('{"custom_id": ', "Expecting value"),
+        ("[1]", "a line must be an object such as"),
+        ({"custom_id": ""}, "custom_id must be a non-empty string, got ''"),
+        ("\udcff", "line 22: 'utf-8' codec can't decode"),
+        ("[" * 100_000, "recursion"),
+        ('{"custom_id": "a", "body": {"n": 1, "n": 2}}', "'n' is given twice in one object; give it once"),
+    ]
+    good = [line("good", prompt="x", max_tokens=2), line("also", prompt="y", max_tokens=2)]
+    twice = line("good", prompt="z")
+    lines = [good[0], *(text for text, _ in bad.values()), "", twice, *(text for text, _ in others), good[1]]
+    source = tmp_path / "in.jsonl"
+    text = "\n".join(item if isinstance(item, str) else json.dumps(item) for item in lines)
+    source.write_bytes(text.encode(errors="surrogateescape"))
+    output = tmp_path / "out.jsonl"
+    code, _, err = run("run-batch", source, output)
+    num_bad = len(bad) + len(others) + 1
+    assert code == 1
+    assert err.splitlines()[-1] == (
+        f"paged: {num_bad} of {num_bad + 2} lines failed; the error in their results says why"
+    )
+    found = [*results(output).values()]
+    assert len(found) == num_bad + 2
+    for custom_id, (_, message) in bad.items():
+        (result,) = (result for result in found if result["custom_id"] == custom_id)
+        response = result["response"]
+        assert response["status_code"] == 400
+        assert message in response["body"]["error"]["message"]
+        assert response["body"]["error"]["type"] == "invalid_request_error"
+        assert result["error"]["message"] == response["body"]["error"]["message"]
+    nameless = [result["error"]["message"] for result in found if result["custom_id"] is None]
+    for (_, message), given in zip(others, nameless, strict=True):
+        assert message in given
+    first, second = sorted(
+        (result for result in found if result["custom_id"] == "good"), key=lambda r: r["error"] is not None
+    )
+    assert first["response"]["status_code"] == 200
+    assert "custom_id 'good' is that of an earlier line" in second["error"]["message"]
+    # A second run has nothing to do, and needs no model for it.
+    content = output.read_bytes()
+    run.monkeypatch.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
+    assert run("run-batch", source, output)[0] == 1
+    assert output.read_bytes() == content
+
+
+@pytest.mark.usefixtures("loaded")
+def test_models_go_by_their_name(run, tmp_path):
+    source = write(tmp_path / "in.jsonl", line("a", model="gpt-4o", prompt="x", max_tokens=1))
+    assert run("run-batch", source, tmp_path / "1.jsonl")[0] == 1
+    (result,) = results(tmp_path / "1.jsonl").values()
+    assert result["response"]["status_code"] == 404
+    assert result["response"]["body"]["error"]["code"] == "model_not_found"
+    assert "'gpt-4o' is not here, this is 'demo'; see --served-model-name" in result["error"]["message"]
+    assert run("run-batch", source, tmp_path / "2.jsonl", "--served-model-name", "gpt-4o")[0] == 0
+    (result,) = results(tmp_path / "2.jsonl").values()
+    assert result["response"]["body"]["model"] == "gpt-4o"
+
+
+@pytest.mark.usefixtures("loaded")
+def test_requests_that_do_not_end_are_errors(run, tmp_path):
+    late = line("late", prompt="x", timeout_s=1e-9, max_tokens=50)
+    source = write(tmp_path / "in.jsonl", late, line("fine", prompt="x", max_tokens=1))
+    assert run("run-batch", source, tmp_path / "out.jsonl")[0] == 1
+    found = by_custom_id(tmp_path / "out.jsonl")
+    assert found["late"]["response"]["status_code"] == 408
+    assert "timeout_s" in found["late"]["error"]["message"]
+    assert found["fine"]["response"]["status_code"] == 200
+
+
+def test_lines_are_read_as_they_are_needed(run, loaded, tmp_path, monkeypatch):
+    source, output = write(tmp_path / "in.jsonl", *map(text_line, range(40))), tmp_path / "out.jsonl"
+    ahead, read_lines = [], command.read_lines
+
+    def counting(*given):
+        for number, item in enumerate(read_lines(*given), start=1):
+            ahead.append(number - output.read_bytes().count(b"\n"))
+            yield item
+
+    monkeypatch.setattr(command, "read_lines", counting)
+    assert run("run-batch", source, output)[0] == 0
+    assert len(ahead) == 40
+    # Those that run, those that wait, and the next one.
+    assert max(ahead) <= 2 * loaded.config.max_num_seqs + 1
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory):
+    """27 lines, good and bad."""
+    lines = [*map(text_line, range(24)), line("bad", prompt="x", n=0), text_line(3), '{"custom_id"']
+    return write(tmp_path_factory.mktemp("batch") / "in.jsonl", *lines)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_run_that_was_cut_anywhere_is_completed(run, tmp_path):
+    lines = [line(str(i), prompt="x", max_tokens=2 + 2 * (i == 0)) for i in range(4)]
+    batch, output = write(tmp_path / "in.jsonl", *lines, "{", lines[0]), tmp_path / "out.jsonl"
+    run("run-batch", batch, output)
+    whole, expected = output.read_bytes(), results(output)
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (
+        0,
+        1,
+        9,
+        ends[0] - 1,
+        ends[0],
+        ends[0] + 17,
+        ends[0] + 18,
+        ends[0] + 30,
+        ends[-2] - 2,
+        ends[-2],
+    ):
+        output.write_bytes(whole[:cut])
+        run("run-batch", batch, output)
+        assert results(output) == expected
+        kept = max((end for end in ends if end <= cut), default=0)
+        assert output.read_bytes()[:kept] == whole[:kept]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
+    # One is long, so that not all are done when the kill comes.
+    long = line("long", prompt="x", max_tokens=400, ignore_eos=True)
+    batch = write(tmp_path / "in.jsonl", long, batch.read_text())
+    output, expected = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    argv = [sys.executable, "-m", "paged", "run-batch", str(batch), str(output), *MODEL]
+    with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not output.exists() or output.read_bytes().count(b"\n") < 5:
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    num_left = output.read_bytes().count(b"\n")
+    assert 5 <= num_left < 28
+    run("run-batch", batch, expected)
+    _, _, err = run("run-batch", batch, output)
+    assert "28/28" in err
+    assert results(output) == results(expected)
+    assert len(results(output)) == 28
+
+
+def test_nothing_else_is_written_over(run, tmp_path):
+    source = write(tmp_path / "in.jsonl", line("a", prompt="x"))
+    other = write(tmp_path / "notes.txt", "a note")
+    for text in ("a note\n", "a note", '{"id": "x"}\n'):
+        other.write_text(text)
+        assert f"{other}:1: not a result of `paged run-batch`" in run.refused("run-batch", source, other)
+        assert other.read_text() == text
+    assert "would overwrite the input" in run.refused("run-batch", source, source)
+    assert "No such file" in run.refused("run-batch", tmp_path / "missing", tmp_path / "out")
+    assert "no such directory" in run.refused("run-batch", source, tmp_path / "missing" / "out")
+    assert "missing.jinja: No such" in run.refused(
+        "run-batch", source, tmp_path / "out", "--chat-template", "missing.jinja"
+    )
+    assert "block_size must be" in run.refused("run-batch", source, tmp_path / "out", "--block-size", "3")
+    assert "/dev/null: not a file that results stay in" in run.refused("run-batch", source, "/dev/null")
+    assert "/dev/null: not a file that can be read twice" in run.refused(
+        "run-batch", "/dev/null", tmp_path / "out"
+    )
+    with (tmp_path / "out").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "another process is writing this file" in run.refused("run-batch", source, tmp_path / "out")
+
+
+def test_a_set_of_identities_is_a_set():
+    # Some want the same place, and there are more than the table has to begin with.
+    identities = [f"{5:016x}{i:016x}" for i in range(1, 40)]
+    identities += [hashlib.sha256(b"%d" % i).hexdigest()[:32] for i in range(900)]
+    some, plain = IdentitySet(), set()
+    for identity in identities * 2:
+        assert (identity in some) == (identity in plain)
+        assert some.add(identity) == (identity not in plain)
+        plain.add(identity)
+        assert len(some) == len(plain)
+    assert all(identity in some for identity in identities)
+    assert f"{5:016x}{0:016x}" not in some
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "params"),
+    [
+        (COMPLETIONS, {}, {"max_tokens": 16}),
+        (COMPLETIONS, {"max_tokens": None, "stop": None, "logprobs": 3}, {"max_tokens": 16, "logprobs": 3}),
+        (COMPLETIONS, {"best_of": 3, "n": 2}, {"max_tokens": 16, "best_of": 3, "n": 2}),
+        (CHAT, {}, {}),
+        (CHAT, {"max_completion_tokens": 5}, {"max_tokens": 5}),
+        (CHAT, {"logprobs": True}, {"logprobs": 0}),
+        (CHAT, {"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        (CHAT, {"logprobs": False}, {}),
+        (CHAT, {"logit_bias": {"50": -100}}, {"logit_bias": {50: -100.0}}),
+        (CHAT, {"stop": "a", "presence_penalty": -2}, {"stop": "a", "presence_penalty": -2.0}),
+        (CHAT, {"response_format": {"type": "text"}}, {}),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": StructuredOutputsParams(json={"type": "object"})},
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}},
+            {"structured_outputs": StructuredOutputsParams(json={})},
+        ),
+        (
+            CHAT,
+            {"structured_outputs": {"regex": "a"}},
+            {"structured_outputs": StructuredOutputsParams(regex="a")},
+        ),
+    ],
+    ids=str,
+)
+def test_fields_are_sampling_parameters(url, body, params):
+    start = {"messages": HELLO} if url == CHAT else {"prompt": "x"}
+    assert parse_call(url, {**start, **body}).params == SamplingParams(**params)
+
+
+def test_every_sampling_parameter_has_its_name_in_a_body():
+    changed = {
+        "top_k": 5,
+        "min_p": 0.5,
+        "dry_multiplier": 1,
+        "priority": 2,
+        "cache_salt": "s",
+        "timeout_s": 3,
+    }
+    assert changed.keys() < SAME
+    assert parse_call(CHAT, {"messages": HELLO, **changed}).params == SamplingParams(**changed)
+    call = parse_call(CHAT, {"messages": HELLO, "user": "u", "model": "m", "stream": True})
+    assert (call.tenant, call.model, call.stream) == ("u", "m", True)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "message"),
+    [
+        (CHAT, {"messages": None}, "messages is missing"),
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
+        (CHAT, {"top_logprobs": 1}, "top_logprobs needs logprobs: true"),
+        (CHAT, {"logprobs": 1}, "logprobs must be True or False, got 1"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be from 0 to 20, got 21"),
+        (
+            CHAT,
+            {"tools": [], "tool_choice": "required"},
+            "tool_choice must be 'auto' or 'none', got 'required'",
+        ),
+        (CHAT, {"response_format": "json"}, "of type text, json_object or json_schema, got 'json'"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, 'response_format needs {"json_schema"'),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "say the same; give one of them",
+        ),
+        (CHAT, {"user": 5}, "user must be a string, got 5"),
+        (CHAT, {"functions": []}, "unknown argument 'functions'"),
+        (CHAT, {"prompt_logprobs": 1}, "unknown argument 'prompt_logprobs'"),
+        (CHAT, {"detokenize": False}, "unknown argument 'detokenize'"),
+        (COMPLETIONS, {"prompt": None}, "prompt is missing"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt must be text, a list of token ids, or a list of such"),
+        (COMPLETIONS, {"suffix": "x"}, "unknown argument 'suffix'"),
+        (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo with logprobs"),
+        (COMPLETIONS, {"echo": True, "prompt": [1]}, "echo needs prompts that are text"),
+        (
+            COMPLETIONS,
+            {"logit_bias": {"x": 1}},
+            "a token id in logit_bias must be an int, at least 0, got 'x'",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_bodies(url, body, message):
+    start = {"messages": HELLO} if url == CHAT else {"prompt": "x"}
+    with pytest.raises(PagedError) as refused:
+        parse_call(url, {**start, **body})
+    assert message in str(refused.value)
+
+
+def test_what_a_body_says_of_the_template_reaches_it(engine):
+    options = {
+        "chat_template": "{{ tools }}{{ x }}{{ messages[-1].content }}",
+        "chat_template_kwargs": {"x": "!"},
+    }
+    rest = {"add_generation_prompt": False, "continue_final_message": True}
+    for tool_choice, tools in (("auto", "[{'a': 1}]"), ("none", "None")):
+        body = {"messages": HELLO, "tools": [{"a": 1}], "tool_choice": tool_choice, **options, **rest}
+        (prompt,) = parse_call(CHAT, body).prompts(engine)
+        assert prompt == {"prompt": f"{tools}!def f(x):", "add_special_tokens": False}
+    (prompt,) = parse_call(COMPLETIONS, {"prompt": "x", "add_special_tokens": False}).prompts(engine)
+    assert prompt == {"prompt": "x", "add_special_tokens": False}

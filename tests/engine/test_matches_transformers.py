@@ -1,0 +1,211 @@
+"""The tokens and logits of transformers' greedy generation, float32, for every supported architecture.
+
+Every slot that nobody owns holds NaN in all of these (`checkpoints.new_engine`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paged import LLMEngine, RequestOutput, SamplingParams
+from paged.model.hf_config import ARCHITECTURES
+from paged.model.weights import DEMO
+from paged.requests.request import Request
+from paged.sampling.sampler import Sampler
+from tests.support.checkpoints import (
+    CONFIGS,
+    STRETCHED,
+    Reference,
+    assert_all_free,
+    checkpoint,
+    new_engine,
+    ragged_prompts,
+    reference,
+)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@contextmanager
+def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[int, ...], Tensor]]:
+    """Logits by the tokens that they follow."""
+    logits_after: dict[tuple[int, ...], Tensor] = {}
+    sample = Sampler.sample
+
+    def recording(sampler: Sampler, logits: Tensor, requests: Sequence[Request], *masks: Any) -> Any:
+        for row, request in zip(logits, requests, strict=True):
+            logits_after[tuple(request.token_ids)] = row.cpu().clone()
+        return sample(sampler, logits, requests, *masks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "sample", recording)
+        yield logits_after
+
+
+def assert_matches(
+    engine: LLMEngine,
+    oracle: Reference,
+    prompts: list[list[int]],
+    max_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = [oracle.greedy(prompt, max_tokens) for prompt in prompts]
+    with recorded_logits(monkeypatch) as logits_after:
+        outputs = engine.generate(prompts, greedy(max_tokens), use_tqdm=False)
+    assert_all_free(engine)
+    assert tokens_of(outputs) == [tokens for tokens, _ in expected]
+    for prompt, (tokens, logits) in zip(prompts, expected, strict=True):
+        ours = torch.stack([logits_after[(*prompt, *tokens[:i])] for i in range(max_tokens)])
+        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
+
+
+def lengths_for(name: str, count: int) -> list[int]:
+    """Prompt lengths from 1 to 400; for the stretched ropes around and beyond max_position_embeddings 64."""
+    rng = random.Random(count)
+    if name in STRETCHED:
+        return [1, 58, 64, 65, *(rng.randint(2, 240) for _ in range(count - 4))][:count]
+    return [1, 400, 24, 25, *(rng.randint(2, 120) for _ in range(count - 4))][:count]
+
+
+def test_every_supported_architecture_is_tested():
+    assert {CONFIGS[name]().__class__.__name__.replace("Config", "ForCausalLM") for name in CONFIGS} == set(
+        ARCHITECTURES
+    )
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ragged_batch_matches_transformers(name, backend, monkeypatch):
+    prompts = ragged_prompts(lengths_for(name, 10))
+    engine = new_engine(checkpoint(name), attention_backend=backend)
+    assert_matches(engine, reference(name), prompts, 12, monkeypatch)
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
+    rng = random.Random(count)
+    prompts = ragged_prompts([400, *(rng.randint(1, 100) for _ in range(count - 1))], seed=count)
+    assert_matches(new_engine(checkpoint("qwen2-mixed")), reference("qwen2-mixed"), prompts, 6, monkeypatch)
+
+
+# Every architecture; between them biases, norms, tied embeddings, stretched rope, layers with a window.
+@pytest.mark.parametrize("name", ["llama-llama3", "mistral", "qwen2-mixed", "qwen3"])
+def test_triton_kernels_match_transformers(name, monkeypatch):
+    # On a CPU the kernels run in Triton's interpreter, a thousand times slower: few and short.
+    engine = new_engine(checkpoint(name), device="auto", attention_backend="triton", num_blocks=24)
+    assert engine.runner.model.kernels.name == "triton"
+    assert_matches(engine, reference(name), ragged_prompts([1, 17, 30]), 3, monkeypatch)
+
+
+def test_demo_model_matches_transformers(monkeypatch):
+    engine = new_engine("demo", skip_tokenizer_init=False)
+    texts = ["def add(a, b):", "The", "import os\nimport sys\n\n\nclass Path:\n    def"]
+    prompts = [engine.tokenizer.encode(text) for text in texts]
+    oracle = Reference(DEMO)
+    assert_matches(engine, oracle, prompts, 16, monkeypatch)
+    for text, prompt in zip(texts, prompts, strict=True):
+        (output,) = engine.generate(text, greedy(16), use_tqdm=False)
+        expected, _ = oracle.greedy(prompt, 16)
+        assert output.outputs[0].token_ids == expected
+        assert output.outputs[0].text == engine.tokenizer.decode([*prompt, *expected])[len(text) :]
+
+
+def test_demo_model_matches_transformers_on_ragged_batches(monkeypatch):
+    engine = new_engine("demo")
+    prompts = ragged_prompts([1, 2, 15, 16, 17, 64, 200, 400])
+    assert_matches(engine, Reference(DEMO), prompts, 8, monkeypatch)
+
+
+def test_stop_strings_and_ids_end_where_those_of_transformers_do():
+    engine = new_engine("demo", skip_tokenizer_init=False)
+    text, model, tokenizer = "class Path:\n    def __init__(self", Reference(DEMO).model, engine.tokenizer.hf
+    ids = torch.tensor([engine.tokenizer.encode(text)])
+    (free,) = tokens_of(engine.generate(text, greedy(48), use_tqdm=False))
+    middle = engine.tokenizer.decode(free[20:24])
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"stop": [middle[1:]]}, {"stop_strings": [middle[1:]], "tokenizer": tokenizer}),
+        (
+            {"stop": ["never seen", middle[-2:]]},
+            {"stop_strings": ["never seen", middle[-2:]], "tokenizer": tokenizer},
+        ),
+        ({"stop_token_ids": free[9:11]}, {"eos_token_id": free[9:11]}),
+    ]
+    for ours, theirs in cases:
+        params = SamplingParams(temperature=0.0, max_tokens=48, **ours)
+        (tokens,) = tokens_of(engine.generate(text, params, use_tqdm=False))
+        expected = model.generate(ids, max_new_tokens=48, do_sample=False, **theirs)[0, ids.shape[1] :]
+        assert tokens == expected.tolist()
+        assert len(tokens) < 48
+
+
+def test_demo_model_has_learned():
+    engine = new_engine("demo", skip_tokenizer_init=False)
+    # Python that it was not trained on. Guessing all 4096 tokens alike would cost 8.3 nats a token.
+    text = Path(__file__).read_text(encoding="utf-8")[:4000]
+    ids = torch.tensor([engine.tokenizer.encode(text)])
+    with torch.no_grad():
+        loss = Reference(DEMO).model(ids, labels=ids).loss.item()
+    assert loss < 4.5
+
+
+# Everything that may differ between two runs of one request, and must not show.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "budget1": {"max_num_batched_tokens": 1},
+    "budget7": {"max_num_batched_tokens": 7},
+    "budget512": {"max_num_batched_tokens": 512},
+    "block8": {"block_size": 8},
+    "block64": {"block_size": 64},
+    "seqs2": {"max_num_seqs": 2},
+    "preemption": {"num_blocks": 12, "block_size": 8},
+    "preemption-budget7": {"num_blocks": 12, "block_size": 8, "max_num_batched_tokens": 7},
+}
+NUM_GROUPS = {"qwen2-mixed": 2, "llama-dynamic": 1}
+
+
+@pytest.mark.parametrize("name", ["qwen2-mixed", "llama-dynamic"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_do_not_depend_on(variant, name):
+    prompts = ragged_prompts([30, 1, 61, 8, 16, 17, 63])
+    expected = [reference(name).greedy(prompt, 20)[0] for prompt in prompts]
+    options = VARIANTS[variant]
+    if "num_blocks" in options:  # each layer group takes its own
+        options = {**options, "num_blocks": options["num_blocks"] * NUM_GROUPS[name]}
+    engine = new_engine(checkpoint(name), **options)
+    outputs = engine.generate(prompts, greedy(20), use_tqdm=False)
+    assert tokens_of(outputs) == expected
+    assert_all_free(engine)
+    preemptions = sum(output.metrics.num_preemptions for output in outputs)
+    assert (preemptions > 0) == ("preemption" in variant)
+
+
+@pytest.mark.parametrize("name", ["qwen2-mixed", "llama-dynamic"])
+def test_tokens_do_not_depend_on_neighbours(name):
+    prompts = ragged_prompts([30, 1, 61, 8, 16, 17, 63])
+    expected = [reference(name).greedy(prompt, 20)[0] for prompt in prompts]
+    engine = new_engine(checkpoint(name))
+    assert [tokens_of(engine.generate(p, greedy(20), use_tqdm=False))[0] for p in prompts] == expected
+    assert tokens_of(engine.generate(prompts[::-1], greedy(20), use_tqdm=False)) == expected[::-1]
+    # One by one, each a few steps after the one before it.
+    finished = {}
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(20))
+        for _ in range(3):
+            finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    while engine.has_unfinished_requests():
+        finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    assert [finished[str(i)] for i in range(len(prompts))] == expected
+    assert_all_free(engine)

@@ -1,0 +1,167 @@
+"""config.json is read as transformers reads it, without transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from paged.errors import CheckpointError, UnsupportedModelError
+from paged.model.hf_config import ARCHITECTURES, from_hf, read_config
+from paged.model.weights import DEMO
+from paged.text.tokenizer import Tokenizer
+from tests.support.checkpoints import CONFIGS, edit_json
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 128,
+    "intermediate_size": 80,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# What is in config.json besides the sizes.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "old-names": {"torch_dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": None, "head_dim": 32},
+    "null-in-rope": {"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": None}},
+    "old-linear": {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "both-names": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3.0},
+        "rope_scaling": {"rope_type": "dynamic", "factor": 3},
+        "rope_theta": 7,
+    },
+    "llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    "llama3-trained-on-less": {
+        "rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 512, **LLAMA3}
+    },
+    "windows": {"use_sliding_window": True, "sliding_window": 100},
+    "windows-from-a-layer-on": {"use_sliding_window": True, "max_window_layers": 35},
+    "windows-off": {"use_sliding_window": False, "sliding_window": 100, "layer_types": None},
+    "windows-none": {"use_sliding_window": True, "sliding_window": None},
+    "windows-by-layer": {
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"] * 18,
+    },
+    "heads": {"num_key_value_heads": 4, "head_dim": 48, "rms_norm_eps": 1e-5},
+    "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+}
+
+
+def completed(hf: dict[str, Any]) -> dict[str, Any]:
+    """What transformers makes of a config.json."""
+    return AutoConfig.for_model(**hf).to_dict() | {"architectures": hf["architectures"]}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
+    known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture][0]}
+    hf = known | SIZES | VARIANTS[variant]
+    assert from_hf(json.loads(json.dumps(hf))) == from_hf(completed(hf))
+
+
+def test_kv_heads_that_are_null_are_as_many_as_heads():
+    hf = LLAMA | {"num_key_value_heads": None}
+    assert from_hf(hf) == from_hf(completed(hf))
+    assert from_hf(hf).num_kv_heads == 32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_that_transformers_wrote(name, tmp_path):
+    config = CONFIGS[name]()
+    config.architectures = [n for n, (kind, *_) in ARCHITECTURES.items() if kind == config.model_type]
+    config.save_pretrained(tmp_path)
+    assert from_hf(json.loads((tmp_path / "config.json").read_text())) == from_hf(config.to_dict())
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"vocab_size": None}, "vocab_size is missing"),
+    "flag-is-text": (
+        {"tie_word_embeddings": "true"},
+        "tie_word_embeddings must be True or False",
+    ),
+    "flag-is-null": ({"attention_bias": None}, "attention_bias must be True or False, got None"),
+    "eps": ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0 and at most 1, got 0"),
+    "eps-is-text": (
+        {"rms_norm_eps": "1e-6"},
+        "rms_norm_eps must be a number, above 0, at most 1, got '1e-6'",
+    ),
+    "rope-is-a-list": ({"rope_scaling": [1]}, r"rope_parameters must be an object, got \[1\]"),
+    "rope-needs-a-factor": ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
+    "rope-needs-all": (
+        {"rope_scaling": {"type": "llama3", "factor": 8}},
+        "low_freq_factor, high",
+    ),
+    "rope-shrinks": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "at least 1, got 0.5"),
+    "head-dim-too-large": ({"head_dim": 257}, "head_dim must be from 1 to 256, got 257"),
+    "no-head-dim": ({"hidden_size": 16}, "head_dim must be even for rotary, got 0"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_values_are_named(kind):
+    values, message = WRONG[kind]
+    with pytest.raises(CheckpointError, match=message):
+        from_hf(LLAMA | values)
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"dtype": "int8"}, "dtype 'int8' is not supported; supported are float64, float32"),
+    "outer-partial-rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "rope-by-layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+    "rope-type-is-a-list": ({"rope_scaling": {"type": ["linear"]}}, "rope type .* default, linear"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_values_are_named(kind):
+    values, message = UNSUPPORTED[kind]
+    with pytest.raises(UnsupportedModelError, match=message):
+        from_hf(LLAMA | values)
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", None])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_tokenizer_is_the_one_of_transformers(model_type, kind, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=kind)
+    edit_json(tmp_path / "config.json", model_type=model_type)
+    ours, theirs = Tokenizer(tmp_path).hf, AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    text = "def f(x):\n    return ' naïve 日本語'"
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert ours.special_tokens_map == theirs.special_tokens_map
+
+
+@pytest.mark.parametrize("kind", [5, ["LlamaTokenizer"], True])
+def test_tokenizer_class_that_is_none_is_refused(kind, tmp_path):
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=kind)
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded"):
+        Tokenizer(tmp_path)
+
+
+def test_config_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Is a directory"):
+        read_config(tmp_path)
+
+
+def test_engine_does_without_the_compiler_of_torch():
+    """It is large and slow to load, and nobody sees who imported it."""
+    code = """
+import sys
+from paged import LLMEngine
+LLMEngine("demo", num_blocks=64).generate(["def", "class"], use_tqdm=False)
+print(*{"torch._dynamo", "torch._inductor", "sympy", "triton"} & set(sys.modules))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == ""

@@ -1,0 +1,223 @@
+"""Weights in int8 and int4: what they stand for, that they multiply as that, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams
+from paged.model.decoder import Decoder
+from paged.model.linear import Forms, Linear, PlainWeight, choose_forms
+from paged.model.panels import PANEL_FORMS
+from paged.model.quantization import Int4Weight, Int8Weight
+from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
+
+CPU = torch.device("cpu")
+FORMS = {"int8": Int8Weight, "int4": Int4Weight}
+DTYPES = [torch.float32, torch.bfloat16]
+# Outputs and inputs: less than a panel or a tile, no multiple of one, several tiles; no step of a kernel.
+SHAPES = [(5, 32), (100, 96), (67, 2048), (2100, 288)]
+CASES = [(form, shape) for form in FORMS.values() for shape in SHAPES] + [(Int8Weight, (33, 50))]
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+cases = pytest.mark.parametrize(
+    ("form", "shape"), CASES, ids=[f"{form.__name__}-{shape}" for form, shape in CASES]
+)
+
+
+def awkward_weight(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
+    """Random rows of very different sizes; one of zeros, one of one value."""
+    weight = torch.randn(num_outputs, num_inputs) * torch.logspace(-3, 3, num_outputs)[:, None]
+    weight[0], weight[1] = 0, -7.0
+    return weight.to(dtype)
+
+
+def steps(weight: Tensor, form: type[Int8Weight | Int4Weight]) -> Tensor:
+    """By the formula, in float64: how far apart two neighbouring values of each weight lie."""
+    weight = weight.double()
+    if form is Int8Weight:
+        return (weight.abs().amax(1, keepdim=True) / 127).expand_as(weight)
+    groups = weight.view(len(weight), -1, 32)
+    spread = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
+    return spread.expand_as(groups).reshape(weight.shape)
+
+
+@cases
+@dtypes
+def test_a_weight_is_at_most_half_a_step_off(form, dtype, shape):
+    weight = awkward_weight(*shape, dtype)
+    step = steps(weight, form)
+    # Scale and zero are rounded too, those of int4 to bfloat16 for any dtype, and so is what they stand for.
+    eps = torch.finfo(torch.bfloat16 if form is Int4Weight else dtype).eps
+    rounding = eps * (8 * step + weight.double().abs())
+    error = (form(weight).dequantized().double() - weight.double()).abs()
+    assert (error <= 0.5 * step + rounding).all()
+    assert error.mean() > 0.1 * step.mean(), "not quantised at all"
+
+
+@cases
+@dtypes
+def test_products_are_those_of_the_dequantized_weight(form, dtype, shape):
+    linear = Linear(shape[1], shape[0], bias=True).to(dtype)
+    linear.weight.data = awkward_weight(*shape, dtype)
+    linear.bias.data.normal_()
+    linear.take_form(form)
+    weight = linear.form.dequantized().double()
+    for num_rows in (1, 2, 3, 17, 65, 300):
+        x = torch.randn(num_rows, shape[1], dtype=dtype)
+        # Each rounding, of a sum or a weight, is relative to what is added up.
+        size = x.double().abs() @ weight.abs().T + 1
+        error = (linear(x).double() - (x.double() @ weight.T + linear.bias.double())).abs()
+        assert (error <= 4 * torch.finfo(dtype).eps * size).all()
+
+
+@forms
+def test_the_kernel_and_the_tiles_agree(form):
+    """With nothing to round: integers that every dtype holds, over both ways of either dtype."""
+    values = torch.randint(-7, 9, (130, 64)).float()
+    values[:, ::32], values[:, 1::32] = 8, -7  # the ends of every group
+    values[:, 0] = 127 if form is Int8Weight else 8  # of every row
+    x = torch.randint(-2, 3, (33, 64)).float()
+    for dtype in DTYPES:
+        weight = form(values.to(dtype))
+        assert torch.equal(weight.dequantized().float(), values)
+        ways = [weight.by_tiles] + [weight.by_kernel] * (dtype == torch.bfloat16)
+        for way in ways:
+            out = way(x.to(dtype))
+            assert out.is_contiguous()
+            assert torch.equal(out, (x @ values.T).to(dtype))
+
+
+@forms
+def test_few_rows_of_bfloat16_have_the_same_bits_in_any_company(form):
+    weight = form(torch.randn(100, 96).bfloat16())
+    x = torch.randn(form.KERNEL_ROWS, 96).bfloat16()
+    together = weight(x, None)
+    assert all(torch.equal(weight(row[None], None)[0], out) for row, out in zip(x, together, strict=True))
+
+
+def test_rows_that_lie_askew_are_not_given_to_the_kernel():
+    weight, memory = Int8Weight(torch.randn(40, 48).bfloat16()), torch.randn(3 * 48 + 1).bfloat16()
+    askew = memory[1:].view(3, 48)
+    torch.testing.assert_close(weight(askew, None), weight(askew.clone(), None), rtol=0.02, atol=0.2)
+
+
+def test_rows_of_a_table_are_those_of_the_dequantized_weight():
+    table = Int8Weight(torch.randn(50, 48))
+    indices = torch.tensor([3, 49, 3, 0])
+    assert torch.equal(table.rows(indices), table.dequantized()[indices])
+
+
+def prompt_logprobs(engine: LLMEngine, prompt: str) -> Tensor:
+    """The log-probability of each token of a prompt."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (output,) = engine.generate(prompt, params, use_tqdm=False)
+    token_ids = output.prompt_token_ids[1:]
+    rows = output.prompt_logprobs[1:]
+    return torch.tensor([row[i].logprob for row, i in zip(rows, token_ids, strict=True)])
+
+
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.03), ("int4", 0.3)])
+def test_the_demo_model_stays_near(quantization, most):
+    prompt = (
+        "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def "
+    )
+    plain, quantized = (
+        new_engine("demo", skip_tokenizer_init=False, quantization=q) for q in (None, quantization)
+    )
+    difference = (prompt_logprobs(quantized, prompt) - prompt_logprobs(plain, prompt)).abs()
+    assert 0 < difference.mean() < most
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    outputs = [e.generate(prompt, params, use_tqdm=False)[0].outputs[0] for e in (plain, quantized)]
+    assert len(outputs[1].token_ids) == 8
+    # In int4 a near tie falls the other way.
+    assert quantization == "int4" or outputs[0].text == outputs[1].text
+    assert f"float32 with weights in {quantization} on cpu" in quantized.describe()
+    assert_all_free(quantized)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("demo", "int4"), ("llama", "int8"), ("llama-tied-bias", "int8")]
+)
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_nothing_is_held_twice(name, quantization, backend, monkeypatch):
+    """While a model loads, one part of it is in float; then none, but an embedding that is only looked up."""
+    load, held = Decoder.load, []
+
+    def load_and_count(
+        self: Decoder, device: torch.device, forms: Forms, fill: Callable[..., object]
+    ) -> None:
+        def fill_and_count(tensors: Mapping[str, Tensor]) -> None:
+            fill(tensors)
+            held.append(sum(p.numel() for p in self.parameters() if p.dim() > 1 and not p.is_meta))
+            parts.append(sum(t.numel() for t in tensors.values() if t.dim() > 1))
+
+        load(self, device, forms, fill_and_count)
+
+    parts: list[int] = []
+    monkeypatch.setattr(Decoder, "load", load_and_count)
+    options = {"quantization": quantization, "attention_backend": backend}
+    model = new_engine(name if name == "demo" else checkpoint(name), **options).runner.model
+    assert held == parts
+    assert not [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    forms = PANEL_FORMS if backend == "numba" else FORMS
+    assert {type(linear.form) for linear in linears} == {forms[quantization], forms["int8"]}
+    if model.config.tie_word_embeddings:
+        assert model.embedding.form is model.head.form
+    else:
+        assert isinstance(model.embedding.form, PlainWeight)
+
+
+def test_a_request_has_the_same_tokens_in_a_batch_as_alone():
+    engine = new_engine(checkpoint("llama"), quantization="int8")
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    prompts = ragged_prompts([3, 40, 17])
+    together = engine.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, together, strict=True):
+        (alone,) = engine.generate([prompt], params, use_tqdm=False)
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_what_does_not_exist_is_named_with_what_does():
+    with pytest.raises(ConfigError, match=r"quantization must be one of int8, int4; got 'int3'"):
+        LLMEngine("demo", quantization="int3")
+
+
+def test_inputs_that_do_not_divide_are_named():
+    message = r"groups of 32, and layers\.0\.attention\.qkv has 48; use quantization='int8'"
+    with pytest.raises(ConfigError, match=message):
+        new_engine(checkpoint("llama"), quantization="int4")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [("cuda", torch.float32, "CPU only so far; got device cuda"), ("cpu", torch.float16, "got float16")],
+    ids=["cuda", "float16"],
+)
+def test_where_weights_cannot_be_quantised_is_said(device, dtype, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_forms(torch.device(device), dtype, "int8", tied=False, in_panels=False)
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+@forms
+def test_a_torch_without_the_kernel_is_named(form, error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(form, "by_kernel", fail)
+    name = "int8" if form is Int8Weight else "int4"
+    with pytest.raises(ConfigError, match=rf"'{name}' goes by kernels that torch .* \({form.__name__}\)"):
+        choose_forms(CPU, torch.float32, name, tied=False, in_panels=False)
+
+
+def test_kv_of_other_weights_is_not_loaded(tmp_path):
+    plain, quantized = (new_engine("demo", quantization=q) for q in (None, "int8"))
+    plain.generate([list(range(1, 40))], SamplingParams(max_tokens=1), use_tqdm=False)
+    plain.save_prefix(tmp_path / "kv")
+    with pytest.raises(CheckpointError, match="other weights"):
+        quantized.load_prefix(tmp_path / "kv")

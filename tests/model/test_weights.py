@@ -1,0 +1,384 @@
+"""Checkpoints: every layout users have loads; everything damaged is refused and named."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paged import CheckpointError, LLMEngine, SamplingParams, UnsupportedModelError
+from paged.model.hf_config import read_config, read_eos_token_ids
+from paged.model.layers import Embedding
+from paged.model.linear import Linear
+from paged.model.weights import read_header, resolve
+from tests.support.checkpoints import (
+    CONFIGS,
+    Reference,
+    checkpoint,
+    edit_json,
+    new_engine,
+    ragged_prompts,
+    random_model,
+    reference,
+)
+
+PROMPTS = ragged_prompts([5, 30])
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the "llama" checkpoint to be changed."""
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), directory)
+    return directory
+
+
+def generated(directory: Path, **options: Any) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    engine = new_engine(directory, **options)
+    return [o.outputs[0].token_ids for o in engine.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def expected(name: str) -> list[list[int]]:
+    return [reference(name).greedy(prompt, 8)[0] for prompt in PROMPTS]
+
+
+def load_raises(directory: Path, *named: str, error: type[Exception] = CheckpointError) -> str:
+    """The message of the error that loading raises, which must name all of these."""
+    with pytest.raises(error) as info:
+        LLMEngine(str(directory), skip_tokenizer_init=True, num_blocks=4, dtype="float32", device="cpu")
+    message = str(info.value)
+    for name in named:
+        assert name in message
+    return message
+
+
+def test_sharded_checkpoint(tmp_path):
+    random_model(CONFIGS["llama"]()).save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert generated(tmp_path) == expected("llama")
+
+
+def test_bfloat16_checkpoint_computes_in_the_dtype_asked_for(tmp_path):
+    random_model(CONFIGS["llama"]()).to(torch.bfloat16).save_pretrained(tmp_path)
+    oracle = Reference(tmp_path)  # the rounded weights, in float32
+    assert generated(tmp_path) == [oracle.greedy(prompt, 8)[0] for prompt in PROMPTS]
+    engine = new_engine(tmp_path, dtype="bfloat16")
+    weight = engine.runner.model.embedding.form.weight
+    assert engine.runner.kv_cache.tensors["kv"].dtype == weight.dtype == torch.bfloat16
+    # Too coarse for equal tokens; that it runs and ends is what can be said of any model.
+    assert all(len(tokens) == 8 for tokens in generated(tmp_path, dtype="bfloat16"))
+
+
+def test_checkpoint_of_transformers_4(tmp_path):
+    """Rope settings and dtype under their old names, and buffers that were saved then."""
+    shutil.copytree(checkpoint("llama-llama3"), tmp_path, dirs_exist_ok=True)
+    scaling = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    theta = scaling.pop("rope_theta")
+    edit_json(
+        tmp_path / "config.json",
+        rope_parameters=None,
+        dtype=None,
+        torch_dtype="float32",
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+    file = tmp_path / "model.safetensors"
+    old_buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}
+    save_file(load_file(file) | old_buffers, file)
+    assert generated(tmp_path) == expected("llama-llama3")
+
+
+def test_old_name_of_the_rope_type(tmp_path):
+    shutil.copytree(checkpoint("llama-linear"), tmp_path, dirs_exist_ok=True)
+    edit_json(
+        tmp_path / "config.json",
+        rope_parameters=None,
+        rope_theta=10000.0,
+        rope_scaling={"type": "linear", "factor": 4.0},
+    )
+    assert generated(tmp_path) == expected("llama-linear")
+
+
+def test_tied_checkpoint_may_carry_its_head(tmp_path):
+    shutil.copytree(checkpoint("qwen3"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    assert generated(tmp_path) == expected("qwen3")
+
+
+def test_every_parameter_is_loaded(monkeypatch):
+    # Left as they were loaded:
+    for module in (Linear, Embedding):
+        monkeypatch.setattr(module, "take_form", lambda self, _: setattr(self, "form", None))
+    for name in CONFIGS:
+        model = new_engine(checkpoint(name)).runner.model
+        views = model.hf_tensors().values()
+        parameters = {id(p): p for p in model.parameters()}.values()
+        assert sum(v.numel() for v in views) == sum(p.numel() for p in parameters)
+        assert all(p.isfinite().all() for p in parameters), "torch.empty gives NaN in tests"
+
+
+def edit_header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = directory / "model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def set_entry(**values: Any) -> Callable[[Path], None]:
+    return lambda d: edit_header(d, lambda header: header["model.norm.weight"].update(values))
+
+
+def set_metadata(metadata: Any) -> Callable[[Path], None]:
+    return lambda d: edit_header(d, lambda header: header.update(__metadata__=metadata))
+
+
+def move_tensors(by: int) -> Callable[[Path], None]:
+    """All but the first for less than nothing, all for more."""
+
+    def move(header: dict[str, Any]) -> None:
+        for name, entry in header.items():
+            if name != "__metadata__" and entry["data_offsets"][0] + by >= 0:
+                entry["data_offsets"] = [offset + by for offset in entry["data_offsets"]]
+
+    def damage(directory: Path) -> None:
+        edit_header(directory, move)
+        if by > 0:
+            append_bytes(directory)
+
+    return damage
+
+
+def append_bytes(directory: Path) -> None:
+    with (directory / "model.safetensors").open("ab") as file:
+        file.write(bytes(8))
+
+
+def weights_directory(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").mkdir()
+
+
+# What is done to a sound checkpoint, and what the error must then name.
+def truncate(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def truncate_header(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+
+
+def empty_file(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"")
+
+
+def change_tensors(**changes: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        file = directory / "model.safetensors"
+        tensors = load_file(file)
+        for name, new in changes.items():
+            name = name.replace("__", ".")
+            if new is None:
+                del tensors[name]
+            else:
+                tensors[name] = new(tensors.get(name, torch.zeros(3)))
+        save_file(tensors, file)
+
+    return change
+
+
+def rewrite_header(edit: Callable[[dict[str, Any]], str]) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        file = directory / "model.safetensors"
+        content = file.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = edit(json.loads(content[8 : 8 + length])).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+    return change
+
+
+def doubled(header: dict[str, Any]) -> str:
+    entry = json.dumps(header["model.norm.weight"])
+    return json.dumps(header)[:-1] + f', "model.norm.weight": {entry}}}'
+
+
+def shifted(header: dict[str, Any]) -> str:
+    entry = header["model.norm.weight"]
+    entry["data_offsets"] = [entry["data_offsets"][0], entry["data_offsets"][1] - 4]
+    return json.dumps(header)
+
+
+def of_integers(header: dict[str, Any]) -> str:
+    header["model.norm.weight"]["dtype"] = "I32"
+    return json.dumps(header)
+
+
+def set_config(**values: Any) -> Callable[[Path], None]:
+    return lambda directory: edit_json(directory / "config.json", **values)
+
+
+def pickled(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    torch.save({}, directory / "pytorch_model.bin")
+
+
+def outside_index(directory: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def lost_shard(directory: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+NORM = "model.norm.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "no-config": (lambda d: (d / "config.json").unlink(), ("config.json", "does not exist")),
+    "config-not-json": (lambda d: (d / "config.json").write_text("{"), ("config.json", "not JSON")),
+    "config-not-object": (lambda d: (d / "config.json").write_text("[]"), ("config.json", "object")),
+    "no-weights": (lambda d: (d / "model.safetensors").unlink(), ("model.safetensors", "does not exist")),
+    "pickle": (pickled, ("pytorch_model.bin", "pickle", "safetensors")),
+    "truncated": (truncate, ("model.safetensors", "truncated", "model.norm.weight")),
+    "truncated-header": (truncate_header, ("model.safetensors", "truncated")),
+    "empty": (empty_file, ("model.safetensors", "truncated")),
+    "header-not-json": (rewrite_header(lambda _: "{x"), ("model.safetensors", "damaged header")),
+    "header-not-object": (rewrite_header(lambda _: "[1]"), ("model.safetensors", "damaged header")),
+    "duplicate-key": (rewrite_header(doubled), ("model.safetensors", NORM, "twice")),
+    "offsets-disagree": (rewrite_header(shifted), ("model.safetensors", NORM)),
+    "integer-weights": (rewrite_header(of_integers), ("model.safetensors", NORM, "I32")),
+    "missing-tensor": (change_tensors(model__norm__weight=None), (NORM, "missing")),
+    "extra-tensor": (change_tensors(model__extra__weight=lambda t: t), ("model.extra.weight", "not part")),
+    "wrong-shape": (change_tensors(model__norm__weight=lambda t: t[:-1].clone()), (NORM, "[47]", "[48]")),
+    "wrong-rank": (change_tensors(model__norm__weight=lambda t: t[None]), (NORM, "[1, 48]", "[48]")),
+    "index-outside": (outside_index, ("outside",)),
+    "lost-shard": (lost_shard, ("model-00001-of-00002.safetensors", "does not exist")),
+    "config-more-layers": (set_config(num_hidden_layers=3), ("model.layers.2.", "missing")),
+    "config-fewer-layers": (set_config(num_hidden_layers=1), ("model.layers.1.", "not part")),
+    "config-other-vocabulary": (set_config(vocab_size=212), ("[211, 48]", "[212, 48]")),
+    "config-bias": (set_config(attention_bias=True), ("q_proj.bias", "missing")),
+    "heads-do-not-divide": (set_config(num_attention_heads=3), ("config.json", "3 query heads")),
+    "odd-head-dim": (set_config(head_dim=15), ("config.json", "head_dim", "15")),
+    "vocabulary-of-zero": (set_config(vocab_size=0), ("config.json", "vocab_size")),
+    "size-is-text": (set_config(hidden_size="48"), ("config.json", "hidden_size")),
+    "size-is-a-bool": (set_config(num_key_value_heads=True), ("config.json",)),
+    "beyond-every-ceiling": (set_config(intermediate_size=10**12), ("config.json", "intermediate_size")),
+    "a-trillion-layers": (set_config(num_hidden_layers=10**12), ("config.json", "num_hidden_layers")),
+    "disagrees-hugely": (set_config(hidden_size=2**17, intermediate_size=2**20), ("config.json",)),
+    "window-of-zero": (
+        set_config(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
+        ("sliding_window",),
+    ),
+    "another-model-type": (set_config(model_type="gemma2"), ("model_type", "gemma2", "llama")),
+    "rope-factor-nan": (
+        set_config(rope_parameters={"rope_type": "linear", "factor": math.nan, "rope_theta": 1e4}),
+        ("factor", "nan"),
+    ),
+    "rope-theta-negative": (
+        set_config(rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
+        ("rope_theta", "-1.0"),
+    ),
+    "bytes-behind-the-last-tensor": (append_bytes, ("model.safetensors", "tensors take")),
+    "gap-between-tensors": (move_tensors(8), ("begins at byte 8",)),
+    "overlapping-tensors": (move_tensors(-8), ("begins at byte",)),
+    "shape-of-text": (set_entry(shape=["48"]), ("damaged header", "['48']")),
+    "offsets-of-text": (set_entry(data_offsets=["0", "192"]), ("damaged header", "'192'")),
+    "metadata-of-numbers": (set_metadata({"format": 1}), ("damaged header", "__metadata__")),
+    "weights-are-a-directory": (weights_directory, ("model.safetensors does not exist",)),
+    "eos-is-text": (
+        lambda d: edit_json(d / "generation_config.json", eos_token_id="2"),
+        ("generation_config.json", "eos_token_id"),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_refused_and_named(damage, copy):
+    change, named = DAMAGES[damage]
+    change(copy)
+    assert str(copy) in load_raises(copy, *named)
+
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
+UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    ),
+    "no-architecture": ({"architectures": None}, ("none named", "LlamaForCausalLM")),
+    "rope": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}},
+        ("yarn", *ROPE_TYPES),
+    ),
+    "old-rope": (
+        {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        ("yarn", *ROPE_TYPES),
+    ),
+    "partial-rotary": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ("partial_rotary_factor",),
+    ),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
+    "activation": ({"hidden_act": "gelu"}, ("gelu", "silu")),
+}
+
+
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_unsupported_feature_is_named_with_what_is_supported(feature, copy):
+    values, named = UNSUPPORTED[feature]
+    edit_json(copy / "config.json", **values)
+    load_raises(copy, *named, error=UnsupportedModelError)
+
+
+def test_nothing_is_loaded_before_all_headers_are_checked(copy, monkeypatch):
+    truncate(copy)
+    monkeypatch.setattr("paged.model.weights.safe_open", lambda *_, **__: pytest.fail("a tensor was read"))
+    load_raises(copy, "truncated")
+
+
+@pytest.mark.parametrize("model", ["/no/such/directory", "./nowhere", "a/b/c", "bad\0name"], ids=ascii)
+def test_model_that_is_nowhere_is_named(model):
+    with pytest.raises(CheckpointError, match="no such directory"):
+        resolve(model)
+
+
+def test_file_in_place_of_a_directory_is_refused(copy):
+    with pytest.raises(CheckpointError, match="give the directory"):
+        resolve(str(copy / "model.safetensors"))
+
+
+def test_eos_ids_come_from_generation_config_before_config(tmp_path):
+    edit_json(tmp_path / "config.json", eos_token_id=2)
+    assert read_eos_token_ids(tmp_path) == {2}
+    edit_json(tmp_path / "generation_config.json", eos_token_id=[3, 5])
+    assert read_eos_token_ids(tmp_path) == {3, 5}
+    edit_json(tmp_path / "generation_config.json", eos_token_id=0)
+    assert read_eos_token_ids(tmp_path) == {0}
+
+
+def test_config_reads_each_layers_window():
+    assert read_config(checkpoint("mistral")).layer_windows == (24, 24)
+    assert read_config(checkpoint("qwen2-mixed")).layer_windows == (24, None)
+    assert read_config(checkpoint("qwen2")).layer_windows == (None, None)
+
+
+def test_header_names_every_shape():
+    shapes = read_header(checkpoint("llama") / "model.safetensors")
+    assert shapes["model.embed_tokens.weight"] == [211, 48]
+    assert "__metadata__" not in shapes

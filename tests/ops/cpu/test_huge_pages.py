@@ -1,0 +1,56 @@
+"""The system is asked for pages of megabytes where a core reads much memory."""
+
+import os
+import platform
+
+import pytest
+import torch
+from torch import Tensor
+
+from paged.kernels.cpu.launch.huge_pages import in_huge_pages
+from paged.kernels.cpu.linear.linear import pack, pack_int4
+from paged.kernels.cpu.linear.short import shortened
+from paged.kernels.cpu.simd.vectors import HAS_LOOKUP
+from tests.support.checkpoints import new_engine
+
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or not os.path.isdir("/sys/kernel/mm/transparent_hugepage"),
+    reason="this system has no transparent huge pages",
+)
+
+
+def is_asked_for(x: Tensor) -> bool:
+    """Whether the mapping that has the middle of x is one of them."""
+    middle, inside = x.data_ptr() + x.nbytes // 2, False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            first, *others = line.split()
+            if "-" in first and not first.endswith(":"):
+                start, end = (int(bound, 16) for bound in first.split("-"))
+                inside = start <= middle < end
+            elif inside and first == "VmFlags:":
+                return "hg" in others
+    raise AssertionError("a tensor is in no mapping")
+
+
+def test_of_memory_that_has_room_for_them():
+    # So much is a mapping of its own each time.
+    plain, asked = (torch.empty(2**26, dtype=torch.uint8) for _ in range(2))
+    assert in_huge_pages(asked) is asked
+    assert is_asked_for(asked)
+    assert not is_asked_for(plain)
+    for small in (torch.empty(0), torch.ones(1000), torch.empty(2**23, device="meta")):
+        assert in_huge_pages(small) is small
+
+
+def test_weights_are_in_them_and_the_cache_is_not():
+    """Of a cache a short request touches little, and would wait for whole pages to be cleared."""
+    weight = torch.randn(2048, 2048)
+    assert is_asked_for(pack(weight).weight)
+    codes, factors = torch.zeros(4096, 2048, dtype=torch.uint8), torch.ones(4096, 64, dtype=torch.bfloat16)
+    assert is_asked_for(pack_int4(codes, factors, factors).weight)
+    short = shortened(pack(weight.bfloat16())).weight
+    assert is_asked_for(short)
+    assert (short.dtype == torch.int16) is HAS_LOOKUP
+    engine = new_engine("demo", num_blocks=2**15)
+    assert not is_asked_for(engine.runner.kv_cache.tensors["kv"])

@@ -1,0 +1,237 @@
+"""The kernels compiled for GPUs that are not here: what the binaries must and must not contain."""
+
+import re
+from importlib.metadata import version
+
+import pytest
+import torch
+from packaging.version import Version
+
+from paged.kernels.gpu.attention.config import choose_config
+from tests.aot import TABLE, figures_of, known_figures, readme, reports
+from tests.support.absent_gpu import TARGETS
+from tests.support.binary_figures import SHARED_LIMITS
+from tests.support.kernel_launches import ATTENTION_CASES, DTYPES, FP8_TARGETS
+
+SAMPLING = {"penalties", "maxima", "coarse", "gather", "search", "mask", "best", "pick"}
+KNOWN = known_figures()
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return reports(KNOWN)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_spills_and_everything_fits(compiled, target):
+    """Without a stack and local memory there is nothing that ld.local and st.local could mean."""
+    rows = compiled[target]
+    assert [row for row in rows if row["stack"] or row["local"]] == []
+    assert [row for row in rows if row["shared"] > SHARED_LIMITS[target]] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_is_compiled(compiled, target):
+    kernels = {row["kernel"] for row in compiled[target]}
+    others = {"rms_norm", "rotary_store_kv", "silu_and_mul", "copy_blocks"}
+    assert kernels == {"prefill", "decode", "plan", "merge"} | others | SAMPLING
+
+
+def row_of_the_table(use, head_dim, value_dim, dtype, cache_dtype, group, target):
+    """What choose_config decides, and from what; SHARED is a constexpr, how rows are shared out is not."""
+    config = choose_config(head_dim, group, dtype, use, target, value_dim, cache_dtype)
+    widths = (64, 128, 256, 576) if value_dim <= 512 else (1024,)
+    width = next(width for width in widths if max(head_dim, value_dim) <= width)
+    # A tile of more than 512 values is the same for any cache.
+    converted = cache_dtype != dtype and width != 1024
+    shape = config.BLOCK_M, config.TILE, config.num_warps, config.num_stages
+    return use, width, dtype == torch.float32, converted, *shape
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_row_that_choose_config_can_return_is_compiled(target):
+    compiled_rows = set()
+    for head_dim, group, dtype, _, options in ATTENTION_CASES:
+        if options.get("cache") == "float8_e4m3fn" and target not in FP8_TARGETS:
+            continue
+        dtypes = DTYPES[dtype], DTYPES[options.get("cache", dtype)]
+        for use in ("shared", "decode") if options.get("shared") else ("prefill", "decode"):
+            value_dim = options.get("value_dim", head_dim)
+            compiled_rows.add(row_of_the_table(use, head_dim, value_dim, *dtypes, group, target))
+    half, single = torch.bfloat16, torch.float32
+    caches = [(half, half), (half, torch.int8), (single, single), (single, half), (single, torch.int8)]
+    possible = {
+        row_of_the_table(use, head_dim, value_dim, *dtypes, group, target)
+        for head_dim in range(16, 577, 16)
+        for value_dim in {head_dim, 128, 512}
+        for group in (1, 3, 8, 16, 17, 20, 32, 64, 128)
+        for dtypes in caches
+        for use in ("prefill", "decode", "shared")
+    }
+    assert possible == compiled_rows
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_uses_the_tensor_cores(compiled, target):
+    for row in compiled[target]:
+        if row["kernel"] not in ("prefill", "decode") or "float32" in row["case"]:
+            continue
+        if target == "gfx942":
+            assert row["mfma"] > 0, row
+            assert row["loads_16B"] > 0, row
+            continue
+        best = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}[target]
+        # 64 rows make the best; a decode has fewer, unless its group is large or a prefix is shared.
+        head_dim, few_rows = int(row["case"].split("x")[0]), row["kernel"] == "decode"
+        # 64 rows of 1024 partial results would be all registers, and 8 bits need some on their way.
+        few_rows |= head_dim > 512 and "value_dim" not in row["case"]
+        wide_8_bits = head_dim > 256 and " cache " in row["case"]
+        assert row[best] + (row["mma"] if few_rows or wide_8_bits else 0) > 0, row
+        assert row["async_copies"] + (row["loads_16B"] if wide_8_bits else 0) > 0, row
+        assert row["loads_2B"] == 0, row
+
+
+# What each kernel is designed for: the least of its blocks that an SM, or AMD's CU, holds at once. By
+# Little's law an H200's SM needs 25 KB in flight (4.8 TB/s for 700 ns), an MI300's CU 14 KB (5.3 TB/s for
+# 800 ns).
+LEAST_BLOCKS = {
+    "prefill": (1, 1),  # and see test_attention_has_warps_for_every_scheduler
+    "decode": (1, 1),  # likewise
+    "merge": (3, 3),  # 16 splits, of 128 values 8 KB, out of the L2: half the latency
+    "plan": (8, 8),  # of one sequence each, which waits for a few lengths
+    "rotary_store_kv": (8, 8),  # 4 KB
+    "rotary_store_kv float32": (4, 4),  # 8 KB
+    "rms_norm": (6, 6),  # of 4096: 8 KB, or 16 with the residual
+    "silu_and_mul": (8, 8),  # 8 KB, and an exponential on their way
+    "copy_blocks": (8, 8),  # 4 KB
+    "penalties": (2, 2),  # 32 KB behind 4 KB that say whether they are needed: one waits while one moves
+    "maxima": (8, 8),  # 4 KB, with or without the moments
+    "coarse": (4, 4),  # 4 KB, out of the L2: half the latency
+    "gather": (8, 8),  # 4 KB, of which most are not needed
+    "search": (1, 1),  # one block a row, as far as there are rows
+    "mask": (8, 8),  # 4 KB
+    "best": (8, 8),  # of two warps, that compute: Philox for every token
+    "pick": (8, 8),  # 1 block a row
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_sm_holds_as_many_blocks_as_designed(compiled, target):
+    def least(row):
+        in_float32 = f"{row['kernel']} float32" if "float32" in row["case"] else ""
+        return LEAST_BLOCKS.get(in_float32, LEAST_BLOCKS[row["kernel"]])[target == "gfx942"]
+
+    assert [row for row in compiled[target] if row["blocks_per_sm"] < least(row)] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_has_warps_for_every_scheduler(compiled, target):
+    """Two on NVIDIA's, of one block or two: one computes weights while the other's products run. AMD: one."""
+    for row in attention_rows({target: compiled[target]}):
+        assert row["blocks_per_sm"] * row["warps"] >= (4 if target == "gfx942" else 8), row
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_decodes_of_whole_tiles_load_by_descriptors(compiled, target):
+    """Both loops of it, K and V, in no more registers than leave room for 3 blocks an SM, 2 if quantised."""
+    described = set()
+    for row in compiled[target]:
+        if row.get("tma", 0) > 0:
+            described.add((row["kernel"], row["case"].partition(" block")[0]))
+            assert row["tma"] >= 4, row
+            assert row["blocks_per_sm"] >= (2 if "cache" in row["case"] else 3), row
+    expected = {("decode", case) for case in ("128x7 float16", "128x4 bfloat16", "256x4 bfloat16")}
+    assert described == (set() if target == "sm_80" else expected)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_decode_hides_latency_with_several_blocks_an_sm(compiled, target):
+    for row in compiled[target]:
+        if row["kernel"] == "decode" and row["warps"] == 4:
+            assert row["blocks_per_sm"] >= 2, row
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_only_moves_bytes_moves_16_at_a_time(compiled, target):
+    """A slot, or the pair of blocks to copy, is the only thing that a thread loads by itself."""
+    scalars = {"rotary_store_kv": 1, "copy_blocks": 2}
+    for row in compiled[target]:
+        if row["kernel"] in {"prefill", "decode", "plan", "merge"} | SAMPLING:
+            continue
+        assert row["loads_16B"] > 0, row
+        assert row["loads_narrow"] <= scalars.get(row["kernel"], 0), row
+        if " cache " in row["case"]:  # of 8 bits: a thread's 8 values are 8 bytes, and there is a scale
+            continue
+        assert row["stores_16B"] > 0, row
+        assert row["stores_narrow"] == 0, row
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_logits_move_16_bytes_at_a_time(compiled, target):
+    """But for what reads a list of a few logits, or the best of each block; most store figures of a row."""
+    for row in compiled[target]:
+        if row["kernel"] in SAMPLING - {"search", "pick"}:
+            assert row["loads_16B"] > 0, row
+        if row["kernel"] in ("penalties", "mask"):
+            assert row["stores_16B"] > 0, row
+            assert row["stores_narrow"] == 0, row
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_loads_do_not_wait_for_each_other(compiled, target):
+    for row in compiled[target]:
+        if row["kernel"] == "rotary_store_kv" and " cache " not in row["case"]:
+            assert row["shared"] == 0, row
+        if row["kernel"] == "rms_norm" and target != "gfx942":
+            assert row["loads_behind_barrier"] == 0, row
+
+
+def same_numbers(made: str, kept: str) -> bool:
+    """Whether two texts are the same, but that numbers may differ by 2 %: AMD's compiler gives other code."""
+    (words, figures), (kept_words, numbers) = (
+        (pieces[::2], [*map(int, pieces[1::2])])
+        for pieces in (re.split(r"(\d+)", text) for text in (made, kept))
+    )
+    return words == kept_words and all(
+        abs(n - figure) <= 0.02 * figure for n, figure in zip(numbers, figures, strict=True)
+    )
+
+
+STALE = "run `python -m tests.aot --write` and look at what changed"
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """The table; with a Triton older than it was made with there is none, with a newer one it is stale."""
+    text, installed = TABLE.read_text(), version("triton")
+    (made_with,) = re.findall(r"with Triton (\S+) ", text)
+    if Version(installed) < Version(made_with):
+        pytest.skip(f"{TABLE.name} was made with Triton {made_with}, this is {installed}")
+    assert installed == made_with, STALE
+    return text
+
+
+def test_table_of_figures_is_fresh(compiled, kept):
+    assert same_numbers(readme(compiled), kept), STALE
+
+
+def attention_rows(compiled):
+    return [row for rows in compiled.values() for row in rows if row["kernel"] in ("prefill", "decode")]
+
+
+def test_every_kernel_is_compiled_for_a_target(compiled):
+    """And for all targets, if it is not known. The figures known of it are those it has."""
+    rows = [row for rows in compiled.values() for row in rows]
+    compiled_now = [row for row in rows if row["compiled"]]
+    # Which cases share a plan or a merge depends on the tiles, which are the target's.
+    cases = {(row["kernel"], row["case"]) for row in rows if row["kernel"] not in ("plan", "merge")}
+    assert cases <= {(row["kernel"], row["case"]) for row in compiled_now}
+    for row in compiled_now:
+        if row["key"] in KNOWN:
+            assert same_numbers(str(figures_of(row)), str(KNOWN[row["key"]])), (row, STALE)
+
+
+@pytest.mark.usefixtures("kept")
+def test_every_kernel_is_known(compiled):
+    """Else each run would compile it for all targets, which takes minutes."""
+    assert {row["key"] for rows in compiled.values() for row in rows} == set(KNOWN), STALE

@@ -1,0 +1,49 @@
+"""How many binaries a model needs: the kernels that batches launch, by what they would compile to."""
+
+import json
+
+import pytest
+
+from tests.aot import run_compiler
+from tests.support.absent_gpu import TARGETS
+from tests.support.aot_variants import MODELS
+
+
+@pytest.fixture(scope="module")
+def found():
+    return json.loads(run_compiler("tests.support.aot_variants"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_batches_do_not_multiply_binaries(found, target, model):
+    """One model's batches of any size: a handful of binaries, all of them made by a warm-up."""
+    num_kinds = len(MODELS[model][3])  # of layers
+    assert found[target]["variants"][model] == {
+        "prefill_kernel": num_kinds,
+        "decode_kernel": num_kinds,
+        "_plan_kernel": num_kinds,
+        "_merge_kernel": 1,
+        "_rms_norm_kernel": 3,  # with residual, without, and Gemma 3's
+        "_rotary_store_kv_kernel": 1,
+        "_silu_and_mul_kernel": 1,
+        "_copy_blocks_kernel": 1,
+        "_penalties_kernel": 1,
+        "_maxima_kernel": 2,  # with the deviation of a row and without
+        "_coarse_kernel": 1,
+        "_gather_kernel": 1,
+        "search_kernel": 1,
+        "_mask_kernel": 1,
+        "_best_kernel": 2,  # with filters and without
+        "_pick_kernel": 1,
+    }
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_warm_up_compiles_all_that_batches_need(found, target):
+    assert found[target]["warm_up"] == {"num_compiled": 19, "ready": 19, "later": []}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_whoever_listens_is_told_of_every_kernel_that_is_compiled(found, target):
+    assert found[target]["compiled"] == [5, 5]

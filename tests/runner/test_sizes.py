@@ -1,0 +1,84 @@
+"""What the options leave open: worked out by hand, and the same for the engine and the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paged import ConfigError, EngineConfig
+from paged.runner.sizes import Sizes
+from paged.simulate.fleet import Fleet, FleetConfig
+from paged.simulate.model import read_model
+from tests.support.checkpoints import checkpoint, new_engine
+
+MODEL = read_model("demo")  # 4 layers, hidden 256, MLP 512, 8 heads of 64, 2 of them for K and V, 2048 tokens
+BLOCK_BYTES = 16 * 2 * 4 * 2 * 64 * 2
+
+
+def sizes(device: str = "cuda", **options: Any) -> Sizes:
+    return Sizes(EngineConfig(model="demo", **options), MODEL, device, "bfloat16")
+
+
+@pytest.mark.parametrize(("device", "budget", "space"), [("cuda", 8192, 4), ("cpu", 512, 0)])
+def test_defaults_of_a_device(device, budget, space):
+    found = sizes(device)
+    assert (found.max_num_batched_tokens, found.max_step_tokens, found.max_model_len) == (
+        budget,
+        budget,
+        2048,
+    )
+    assert (found.block_bytes, found.most_blocks) == (BLOCK_BYTES, 256 * 128)
+    assert found.num_host_blocks == space * 2**30 // BLOCK_BYTES
+    assert found.new_scheduler(found.new_block_manager(9, found.num_host_blocks)).swap_pays == (
+        found.swap_pays if space else None
+    )
+
+
+def test_options_go_before_defaults():
+    found = sizes(
+        max_model_len=33,
+        max_num_seqs=3,
+        max_num_batched_tokens=7,
+        long_prefill_token_threshold=9,
+        swap_space=1,
+    )
+    assert (found.max_model_len, found.most_blocks, found.max_step_tokens) == (33, 9, 7)
+    assert found.num_host_blocks == 2**30 // BLOCK_BYTES
+    assert sizes(long_prefill_token_threshold=9).max_step_tokens == 9
+    assert sizes(preemption_mode="recompute").num_host_blocks == 0
+
+
+def test_swapping_pays_when_it_takes_less_time_than_computing_again():
+    # At 100 TFLOP/s and 12 GB/s a token's 2 kB, there and back, take 0.34 µs. Its 5 million FLOPs, and 4,096
+    # for each token of the sequence, take 0.05 µs and more: as much from 7,000 tokens on.
+    layers = 4 * (256 * 8 * 64 + 2 * 256 * 2 * 64 + 8 * 64 * 256 + 3 * 256 * 512)
+    break_even = (2 * BLOCK_BYTES / 16 / 12e9 * 100e12 - 2 * layers) / (2 * 4 * 8 * 64)
+    assert break_even == pytest.approx(7000, rel=0.05)
+    assert [sizes().swap_pays(round(break_even * x)) for x in (0.01, 0.99, 1.01)] == [False, False, True]
+    assert sizes(preemption_mode="swap").swap_pays(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preemption_mode": "swap"}, r"'swap' cannot swap: swap_space 0 GiB \(the default on cpu\)"),
+        ({"preemption_mode": "swap", "swap_space": 0}, "swap_space 0 GiB holds no block of .* bytes; raise"),
+        ({"swap_space": 1e-9}, "'auto' cannot swap: swap_space 1e-09 GiB holds no block"),
+        ({"preemption_mode": "recompute", "swap_space": 8}, "swap_space 8 is no use to .*'recompute'"),
+    ],
+    ids=str,
+)
+def test_swapping_that_would_not_take_place_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        new_engine(checkpoint("llama"), **options)
+    assert sizes("cpu", preemption_mode="recompute", swap_space=0).num_host_blocks == 0
+
+
+def test_simulator_refuses_what_the_engine_refuses():
+    for options in ({"max_model_len": 2049}, {"preemption_mode": "swap", "swap_space": 1e-9}):
+        with pytest.raises(ConfigError) as of_engine:
+            new_engine("demo", dtype="bfloat16", **options)
+        with pytest.raises(ConfigError) as of_fleet:
+            Fleet(FleetConfig(), EngineConfig(model="demo", **options))
+        assert str(of_fleet.value) == str(of_engine.value)

@@ -1,0 +1,202 @@
+"""Steps repeated from a recording have the bits of the model's own way."""
+
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from paged import SamplingParams
+from paged.kernels import reference
+from paged.kernels.cpu.attention.units import SPLIT
+from paged.kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder, _column
+from paged.kernels.cpu.launch.tasks import Launch, Task
+from paged.kernels.cpu.rows import ops as numba_ops
+from paged.kernels.cpu.simd.vectors import HAS_DOT
+from tests.support.checkpoints import (
+    SHAPE,
+    assert_all_free,
+    checkpoint,
+    new_engine,
+    ragged_prompts,
+    random_model,
+)
+
+CASES = {
+    "llama": {},
+    "llama-tied-bias": {},
+    "llama-linear": {"kv_cache_dtype": "int8"},
+    "llama-llama3": {"quantization": "int8"},
+    "mistral": {"max_num_seqs": 3},
+    "qwen2-mixed": {"block_size": 8},
+    "qwen3": {"quantization": "int8"},
+}
+if HAS_DOT:  # elsewhere bfloat16 is left to torch in part
+    CASES |= {name: {"dtype": "bfloat16", "deterministic": True} for name in ("demo", "qwen2")}
+
+
+@pytest.fixture(scope="module")
+def long_checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("long")
+    random_model(LlamaConfig(**{**SHAPE, "max_position_embeddings": 2 * SPLIT + 64})).save_pretrained(
+        directory
+    )
+    return directory
+
+
+def run(engine, prompts, params):
+    """Tokens and their log-probabilities, which are equal only where every bit is."""
+    outputs = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]
+    assert_all_free(engine)
+    return [(o.token_ids, [{t: p.logprob for t, p in d.items()} for d in o.logprobs]) for o in outputs]
+
+
+def graphs_of(engine):
+    return [graph for graph in engine.runner.graphs._graphs.values() if graph is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_the_model_itself(name, monkeypatch):
+    """While requests come and go, are preempted and share prefixes; no number is read unwritten."""
+    prompts = ragged_prompts([1, 9, 40, 17, 3, 40, 60, 33])
+    prompts[5] = prompts[2]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, logprobs=1) for n in (30, 9, 25, 2, 40, 14, 33, 28)
+    ]
+    options = {"num_blocks": 24, "max_num_batched_tokens": 48, **CASES[name]}
+    plain = new_engine(name if name == "demo" else checkpoint(name), **options)
+    plain.runner.graphs = None
+    expected = run(plain, prompts, params)
+    engine = new_engine(name if name == "demo" else checkpoint(name), **options)
+    replay, num_replays = Graph.replay, 0
+
+    def poisoned(graph):
+        nonlocal num_replays
+        num_replays += 1
+        engine.runner.graphs._memory.fill_(0xFF)  # NaN
+        return replay(graph)
+
+    monkeypatch.setattr(Graph, "replay", poisoned)
+    assert run(engine, prompts, params) == expected
+    kinds = {key[0] for key, graph in engine.runner.graphs._graphs.items() if graph is not None}
+    assert kinds == {False, True}, "prompts and decodes"
+    assert num_replays > 20
+
+
+def test_lengths_over_a_split(long_checkpoint):
+    """One that grows a split longer, alone and with others, needs another plan."""
+    params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=20)
+    prompts = ragged_prompts([2 * SPLIT - 6, SPLIT - 3])
+    engines = [new_engine(long_checkpoint, num_blocks=300) for _ in range(2)]
+    engines[0].runner.graphs = None
+    expected, found = ([run(e, p, params) for p in (prompts[:1], prompts)] for e in engines)
+    assert found == expected
+    assert len(graphs_of(engines[1])) >= 2
+
+
+@pytest.mark.parametrize("name", ["llama", "demo"])
+def test_other_number_of_threads(name):
+    params = SamplingParams(temperature=0.0, max_tokens=30, logprobs=1)
+    engine = new_engine(name if name == "demo" else checkpoint(name))
+    before, expected = torch.get_num_threads(), None
+    try:
+        for num_threads in (1, 2, 7):  # more than there are cores: some come late
+            torch.set_num_threads(num_threads)
+            expected = expected or run(engine, ragged_prompts([5, 30, 80]), params)
+            assert run(engine, ragged_prompts([5, 30, 80]), params) == expected
+    finally:
+        torch.set_num_threads(before)
+    assert len(graphs_of(engine)) >= 2
+
+
+def test_what_torch_computes_is_not_repeated():
+    """Dynamic scaling is torch's: the engine goes on without a recording."""
+    engine = new_engine(checkpoint("llama-dynamic"))
+    run(engine, ragged_prompts([5, 30]), SamplingParams(temperature=0.0, max_tokens=6, logprobs=1))
+    assert not graphs_of(engine)
+    x = torch.rand(3, 32)
+    with Recorder():
+        numba_ops.silu_and_mul(x.view(6, 16)).flatten()
+    with pytest.raises(NotRecordableError, match="add"), Recorder():
+        x + 1
+
+
+@pytest.mark.parametrize("where", ["__enter__", "__exit__"])
+def test_an_interrupt_while_recording_leaves_no_kernel_undone(where, monkeypatch):
+    x, exits = torch.rand(6, 16), TorchDispatchMode.__exit__
+
+    def interrupted(mode: TorchDispatchMode, *error: object) -> None:
+        if where == "__exit__":
+            exits(mode, *error)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchDispatchMode, where, interrupted)
+        with pytest.raises(KeyboardInterrupt), Recorder():
+            pass
+    assert torch.allclose(numba_ops.silu_and_mul(x), reference.silu_and_mul(x))
+
+
+def test_without_memory_to_record_in_steps_go_on(monkeypatch):
+    prompts, params = ragged_prompts([3, 9]), SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
+    expected = run(new_engine(checkpoint("llama")), prompts, params)
+
+    def full(_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("paged.runner.step_graphs.Recorder.__enter__", full)
+    engine = new_engine(checkpoint("llama"))
+    assert run(engine, prompts, params) == expected
+    assert not graphs_of(engine)
+
+
+def test_steps_are_recorded_at_once_and_the_last_needed_are_kept(monkeypatch):
+    monkeypatch.setattr("paged.runner.step_graphs.MOST_GRAPHS", 2)
+    engine = new_engine(checkpoint("llama"), enable_prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
+    for length, kept in ((5, [5]), (9, [5, 9]), (5, [9, 5]), (17, [5, 17])):
+        run(engine, ragged_prompts([length]), params)
+        assert [key[1] for key in engine.runner.graphs._graphs] == kept
+
+
+def test_numbers_that_are_needed_at_once_share_no_place():
+    """Of random launches, each finds what it reads as it was written, and the output is whole in the end."""
+    generator, task = random.Random(0), Task(("out", "first", "second"))
+    saved = 0
+    for _ in range(100):
+        recorder = Recorder()
+        tensors = recorder.allocated = [torch.empty(generator.randint(1, 200)) for _ in range(12)]
+        reads = [(0, 0), *((generator.randrange(i), generator.randrange(i)) for i in range(1, 12))]
+        for out, read in zip(tensors, reads, strict=True):
+            addresses = [tensor.data_ptr() for tensor in (out, *(tensors[i] for i in read))]
+            recorder.launches.append(Launch(task, task._layout.pack(0, 0, 1, 0, 0, *addresses)))
+        output = generator.randrange(12)
+        graph = Graph(recorder, [], [tensors[output]], num_threads=1)
+        memory = torch.zeros(graph.num_bytes, dtype=torch.uint8)
+        graph.use_memory(memory)
+        rows = (
+            graph._table[:, [_column(name, task) for name in ("out", "first", "second")]] - memory.data_ptr()
+        )
+        for number, ((to, *sources), out) in enumerate(zip(rows.tolist(), tensors, strict=True)):
+            memory[to : to + out.nbytes] = number
+            for source, i in zip(sources, reads[number], strict=True):
+                assert (memory[source : source + tensors[i].nbytes] == i).all()
+        saved += sum(tensor.nbytes for tensor in tensors) > graph.num_bytes
+        assert (graph._outputs[0].view(torch.uint8) == output).all()
+    assert saved > 90
+
+
+def test_eager_engine_records_nothing_and_says_the_same():
+    prompts, params = ragged_prompts([3, 9]), SamplingParams(temperature=0.0, max_tokens=8)
+    eager, recorded = (
+        new_engine(checkpoint("llama"), attention_backend="numba", enforce_eager=is_eager)
+        for is_eager in (True, False)
+    )
+    assert eager.runner.graphs is None
+    assert recorded.runner.graphs is not None
+    tokens = [
+        [o.outputs[0].token_ids for o in engine.generate(prompts, params, use_tqdm=False)]
+        for engine in (eager, recorded)
+    ]
+    assert tokens[0] == tokens[1]

@@ -1,0 +1,111 @@
+"""Which kernels batches of a model launch, by their keys; nothing is compiled but what counting is tried on.
+
+python -m tests.support.aot_variants        # JSON; needs TRITON_INTERPRET unset
+"""
+
+import collections
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import torch
+
+from paged import EngineConfig, SamplingParams
+from paged.kernels.backend import listening, load_kernels
+from paged.model.hf_config import read_config
+from paged.model.weights import resolve
+from paged.requests.request import Request
+from paged.runner import model_runner
+from tests.support.absent_gpu import TARGETS, always, compiling
+from tests.support.kernel_launches import (
+    launch_attention,
+    launch_others,
+    launch_rotary_store_kv,
+    launch_sampling,
+)
+
+
+def count_compiled(target: str) -> tuple[int, int]:
+    """How many kernels were compiled, and for how many whoever listens was told so."""
+    told: list[None] = []
+    with compiling(target) as launches, listening(lambda: told.append(None)):
+        launch_others(load_kernels("triton"), torch.bfloat16)
+    return len({launch.key for launch in launches if launch.binary}), len(told)
+
+
+# Heads, and what else attention needs, of models: num_heads, num_kv_heads, head_dim, and for each kind of
+# layer its options.
+MODELS: dict[str, tuple[int, int, int, list[dict[str, Any]]]] = {
+    "GQA": (28, 4, 128, [{}]),
+    "MHA": (32, 32, 96, [{}]),
+    "MQA": (32, 1, 256, [{}]),
+    "window and full": (64, 8, 64, [{"window": 128, "sinks": True}, {"sinks": True}]),
+    "int8 cache": (32, 8, 128, [{"cache": "int8"}]),
+}
+
+
+def count_variants(target: str, model: str) -> dict[str, int]:
+    """How many binaries each kernel needs for batches of every awkward size of one model."""
+    kernels = load_kernels("triton")
+    num_heads, num_kv_heads, head_dim, layers = MODELS[model]
+    keys = collections.defaultdict(set)
+    with compiling(target, always) as launches:
+        for num_tokens, num_seqs, max_blocks in [(1, 1, 33), (16, 2, 48), (17, 16, 1024), (3, 3, 1001)]:
+            sizes = {"num_tokens": num_tokens, "num_seqs": num_seqs, "max_blocks": max_blocks}
+            for options in layers:
+                group = num_heads // num_kv_heads
+                launch_attention(kernels, head_dim, group, torch.bfloat16, 64, **options, **sizes)
+                heads = num_heads, num_kv_heads, head_dim
+                cache = options.get("cache")
+                launch_rotary_store_kv(kernels, *heads, torch.bfloat16, "", num_tokens, cache_dtype=cache)
+            launch_others(kernels, torch.bfloat16, num_tokens)
+            for filters in [(), ("top_k",), ("min_p", "top_p"), ("top_n_sigma", "typical_p")]:
+                launch_sampling(*filters, num_rows=num_tokens)
+    for launch in launches:
+        keys[launch.kernel].add(launch.key)
+    return {kernel: len(found) for kernel, found in keys.items()}
+
+
+WAYS_TO_SAMPLE = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_k=5, frequency_penalty=0.5),
+    SamplingParams(min_p=0.1, top_n_sigma=2.0),
+)
+
+
+def warm_up(target: str) -> dict[str, Any]:
+    """How many kernels an engine's warm-up makes ready, and which a day's batches need beyond them."""
+    config = EngineConfig(model="demo", device="cpu", dtype="bfloat16", num_blocks=200)
+    directory = resolve("demo")
+    model_runner.resolve_backend = lambda *_: "triton"
+    with compiling(target, always) as launches:
+        runner = model_runner.ModelRunner(config, read_config(directory), directory)
+        num_compiled = runner.warm_up()
+        ready = {launch.key for launch in launches}
+        manager = runner.sizes.new_block_manager(200)
+        scheduler = runner.sizes.new_scheduler(manager)
+        for i, prompt_len in enumerate([1, 2, 3, 700, 17, 640]):
+            params = dataclasses.replace(WAYS_TO_SAMPLE[i % len(WAYS_TO_SAMPLE)], max_tokens=3)
+            request = Request(str(i), None, [i] * prompt_len, params, prompt_len + 3, frozenset(), 0)
+            scheduler.add(request)
+            for _ in range(2):
+                schedule = scheduler.schedule()
+                schedule.copies.append((0, 1))
+                tokens = runner.execute(schedule).tokens
+                scheduler.update(schedule, [0] * len(tokens))  # what is not launched computes nothing
+    later = [launch.kernel for launch in launches if launch.key not in ready]
+    return {"num_compiled": num_compiled, "ready": len(ready), "later": later}
+
+
+if __name__ == "__main__":
+    found = {
+        target: {
+            "compiled": count_compiled(target),
+            "variants": {model: count_variants(target, model) for model in MODELS},
+            "warm_up": warm_up(target),
+        }
+        for target in TARGETS
+    }
+    json.dump(found, sys.stdout)

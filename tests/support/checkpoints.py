@@ -1,0 +1,223 @@
+"""Small random checkpoints, written by transformers, and what its own `generate` makes of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from paged import LLMEngine
+from paged.scheduler.schedule import Schedule
+
+# torch keeps the constructors that obey `with torch.device(...)` as they are at its first use: it must come
+# before conftest wraps torch.empty, or a model built on the meta device would be allocated.
+with torch.device("cpu"):
+    torch.empty(0)
+
+# Where there is no NaN; in a quantised cache the scales are NaN besides.
+POISON = {torch.int8: 99}
+VOCAB_SIZE = 211  # a prime: no tile or vector divides it
+# Rope scaling that stretches: longer than max_position_embeddings, shorter than these times its factor.
+STRETCHED = ("llama-linear", "llama-dynamic")
+
+# Every head has 16 dimensions where hidden_size / num_heads is 12: a model may choose them freely.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _rope(kind: str, **values: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "llama-tied-bias": lambda: LlamaConfig(
+        **{**SHAPE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama-linear": lambda: LlamaConfig(
+        **{**SHAPE, "max_position_embeddings": 64}, **_rope("linear", factor=4.0)
+    ),
+    "llama-dynamic": lambda: LlamaConfig(
+        **{**SHAPE, "max_position_embeddings": 64}, **_rope("dynamic", factor=4.0)
+    ),
+    "llama-llama3": lambda: LlamaConfig(
+        **SHAPE,
+        **_rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=24),
+    "qwen2": lambda: Qwen2Config(**SHAPE),
+    "qwen2-mixed": lambda: Qwen2Config(
+        **SHAPE,
+        use_sliding_window=True,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "qwen3": lambda: Qwen3Config(**{**SHAPE, "tie_word_embeddings": True}),
+}
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
+    """A float32 model whose every parameter matters.
+
+    transformers' own initialisation has zero biases, unit norms and attention so flat that a wrong window or
+    rotation would pass.
+    """
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.3 * noise)
+            else:
+                gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+                parameter.copy_(noise * gain / math.sqrt(parameter.shape[1]))
+    return model
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="paged-checkpoints-")
+
+
+@functools.cache
+def checkpoint(name: str) -> Path:
+    """The directory of one of CONFIGS, written once a session."""
+    directory = Path(_root().name) / name
+    random_model(CONFIGS[name]()).save_pretrained(directory)
+    return directory
+
+
+def edit_json(file: Path, **values: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    content = {k: v for k, v in {**content, **values}.items() if v is not None}
+    file.write_text(json.dumps(content))
+
+
+def ragged_prompts(lengths: Sequence[int], vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:
+    """Random token ids, one prompt for each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+class Reference:
+    """transformers itself, eager and in float32, one prompt at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        # Else generate() would never choose EOS before min_new_tokens.
+        self.model.generation_config.eos_token_id = None
+        self._known: dict[tuple[tuple[int, ...], int], tuple[list[int], Tensor]] = {}
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], Tensor]:
+        """The tokens that follow, and the logits that each was chosen from: f32[max_tokens, vocab_size]."""
+        key = (tuple(prompt), max_tokens)
+        if key not in self._known:
+            # A fresh model: the dynamic rope of transformers remembers the longest sequence it has seen.
+            model = copy.deepcopy(self.model)
+            result = model.generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            tokens = result.sequences[0, len(prompt) :].tolist()
+            self._known[key] = tokens, torch.cat(result.logits)
+        return self._known[key]
+
+
+@functools.cache
+def reference(name: str) -> Reference:
+    """transformers on one of CONFIGS; what it generated is remembered."""
+    return Reference(checkpoint(name))
+
+
+def new_engine(model: str | Path, **options: Any) -> LLMEngine:
+    """A float32 engine without a tokenizer on the CPU, unless `options` say otherwise, full of poison."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "num_blocks": 512,
+    }
+    engine = LLMEngine(str(model), **{**defaults, **options})
+    poison(engine)
+    return engine
+
+
+def poison(engine: LLMEngine) -> None:
+    """Fill every slot that nobody owns with NaN: those of now, and those of every block handed out later."""
+    runner, pool = engine.runner, engine.block_manager.pool
+    tensors, allocate, copy_blocks = runner.kv_cache.tensors.values(), pool.allocate, runner._copy_blocks
+    fresh: list[int] = []
+
+    def allocate_and_note(n: int) -> Any:
+        blocks = allocate(n)
+        fresh.extend(blocks or ())
+        return blocks
+
+    def poison_and_copy(schedule: Schedule) -> None:
+        # What is swapped out may lie in blocks that have new owners since.
+        copy_blocks(Schedule(swap_out=schedule.swap_out))
+        for tensor in tensors:
+            tensor[:, :, fresh] = POISON.get(tensor.dtype, math.nan)
+        fresh.clear()
+        copy_blocks(Schedule(swap_in=schedule.swap_in, copies=schedule.copies))
+
+    def load_and_keep(path: Path) -> int:
+        fresh.clear()
+        try:
+            return load_prefix(path)
+        finally:
+            fresh.clear()  # these are filled
+
+    for tensor in tensors:
+        tensor.fill_(POISON.get(tensor.dtype, math.nan))
+    load_prefix = engine.load_prefix
+    engine.load_prefix = load_and_keep  # type: ignore[method-assign]
+    pool.allocate = allocate_and_note  # type: ignore[method-assign]
+    runner._copy_blocks = poison_and_copy  # type: ignore[method-assign]
+
+
+def assert_all_free(engine: LLMEngine) -> None:
+    """Nothing runs, waits or holds a block."""
+    engine.scheduler.check()
+    assert engine.block_manager.pool.num_used == engine.block_manager.num_pinned
+    assert not engine.has_unfinished_requests()

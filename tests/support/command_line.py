@@ -1,0 +1,67 @@
+"""Runs `paged` in this process, and says what it wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged.commands import cli, common
+
+
+class Terminal(io.StringIO):
+    """Typed lines."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Run:
+    """Runs `paged` with these arguments: exit code, stdout and stderr."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *argv: Any, stdin: str | None = None, typed: str = "") -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["paged", *map(str, argv)])
+        self.monkeypatch.setattr(sys, "stdin", Terminal(typed) if stdin is None else io.StringIO(stdin))
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = self.capsys.readouterr()
+        return left.value.code or 0, out, err
+
+    def refused(self, *argv: Any, stdin: str | None = None) -> str:
+        """The one line of an error that was found before the model was loaded."""
+        self.monkeypatch.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
+        return self.fails(*argv, stdin=stdin)
+
+    def fails(self, *argv: Any, stdin: str | None = None) -> str:
+        """The one line of an error."""
+        code, out, err = self(*argv, stdin=stdin)
+        assert (code, out) == (2, "")
+        *before, line = err.splitlines()
+        assert line.startswith("paged: ")
+        assert "Traceback" not in err
+        assert not before or before[0].startswith("LlamaForCausalLM")
+        return line
+
+
+@contextmanager
+def running(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """A Run, after which Ctrl-C means what it did before."""
+    handler = signal.getsignal(signal.SIGINT)  # which main() gives back to the system
+    yield Run(monkeypatch, capsys)
+    signal.signal(signal.SIGINT, handler)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    """A file of these lines; what is no text is written as JSON."""
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path

@@ -1,0 +1,219 @@
+"""What is compiled ahead of time: each kernel launched for every case that may need code of its own."""
+
+from typing import Any
+
+import torch
+
+from paged.kernels.backend import Kernels
+from paged.kernels.checks import QUANTIZED_DTYPES
+from paged.kernels.gpu.sampling.filter_logits import filter_logits
+from paged.kernels.gpu.sampling.penalties import apply_penalties
+from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}
+# Every row of choose_config's tables and each branch of the kernels, with head dims that are padded and the
+# smallest and the largest blocks: head_dim, group, dtype, block_size, and what else is not as usual.
+ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
+    (64, 4, "bfloat16", 16, {"alibi": True, "causal": False}),
+    (128, 4, "bfloat16", 16, {"window": 4096}),
+    (128, 7, "float16", 64, {}),
+    (128, 20, "bfloat16", 64, {"tree": True}),
+    (256, 4, "bfloat16", 16, {"window": 4096, "softcap": True}),
+    (96, 3, "float16", 8, {"window": 1024}),
+    (32, 1, "bfloat16", 256, {}),
+    (64, 8, "bfloat16", 16, {"window": 128, "sinks": True}),
+    (128, 4, "bfloat16", 16, {"cache": "int8"}),
+    (128, 4, "bfloat16", 16, {"cache": "float8_e4m3fn"}),
+    (128, 4, "bfloat16", 16, {"shared": True}),
+    (576, 16, "bfloat16", 64, {"value_dim": 512}),
+    (64, 4, "float32", 16, {}),
+    (128, 7, "float32", 16, {}),
+    (256, 4, "float32", 16, {"window": 4096}),
+    (576, 16, "float32", 64, {"value_dim": 512}),
+    (64, 4, "bfloat16", 64, {}),
+    (128, 4, "bfloat16", 128, {"window": 4096, "sinks": True}),
+    (128, 4, "bfloat16", 64, {"cache": "float8_e4m3fn"}),
+    (256, 4, "bfloat16", 64, {"cache": "int8"}),
+    (256, 4, "bfloat16", 64, {"softcap": True}),
+    (128, 4, "bfloat16", 64, {"tree": True}),
+    # Groups beyond 16 rows: each a shared prefix and what follows it, both of many rows.
+    (64, 32, "bfloat16", 16, {"shared": True}),
+    (256, 32, "bfloat16", 16, {"shared": True}),
+    (576, 128, "bfloat16", 64, {"value_dim": 512, "shared": True}),
+    (64, 32, "float32", 16, {"shared": True}),
+    (128, 32, "float32", 16, {"shared": True}),
+    (256, 32, "float32", 16, {"shared": True}),
+    (576, 128, "float32", 64, {"value_dim": 512, "shared": True}),
+    # Values of other dimensions than keys that are no view of them; the widest of each row; an 8-bit cache,
+    # and one narrower than queries of float32, for every row.
+    (192, 4, "bfloat16", 16, {"value_dim": 128}),
+    (64, 4, "bfloat16", 16, {"cache": "int8"}),
+    (576, 128, "bfloat16", 64, {"value_dim": 512}),
+    (512, 4, "bfloat16", 16, {}),
+    (192, 4, "float32", 16, {"value_dim": 128}),
+    (256, 4, "bfloat16", 16, {"cache": "int8"}),
+    (576, 16, "bfloat16", 64, {"value_dim": 512, "cache": "int8"}),
+    (576, 4, "bfloat16", 16, {}),
+    (576, 4, "float32", 16, {}),
+    (64, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
+    (128, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
+    (64, 4, "float32", 16, {"cache": "bfloat16"}),
+    (128, 4, "float32", 16, {"cache": "float16"}),
+    (256, 32, "bfloat16", 16, {"cache": "int8", "shared": True}),
+    (576, 128, "bfloat16", 64, {"value_dim": 512, "cache": "int8", "shared": True}),
+    (256, 4, "float32", 16, {"cache": "int8"}),
+    (576, 16, "float32", 64, {"value_dim": 512, "cache": "float16"}),
+    (576, 32, "bfloat16", 16, {"shared": True}),
+    (576, 32, "float32", 16, {"shared": True}),
+    (64, 4, "float32", 16, {"cache": "float16", "shared": True}),
+    (256, 4, "float32", 16, {"cache": "float16", "shared": True}),
+    (128, 4, "float32", 16, {"cache": "int8", "shared": True}),
+    (576, 16, "float32", 64, {"value_dim": 512, "cache": "int8", "shared": True}),
+    (128, 4, "float16", 16, {"cache": "int8"}),
+    # A few tokens of a decode are more rows too.
+    (64, 8, "bfloat16", 64, {"max_decode_q": 8}),
+    (128, 8, "bfloat16", 64, {"max_decode_q": 8}),
+    (128, 8, "bfloat16", 16, {"max_decode_q": 4, "cache": "int8"}),
+    (256, 8, "bfloat16", 16, {"max_decode_q": 4}),
+]
+# e4m3 arithmetic begins with sm_89, and gfx942 has a format of its own.
+FP8_TARGETS = ("sm_90", "sm_100")
+
+
+def launch_attention(
+    kernels: Kernels,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    window: int | None = None,
+    value_dim: int | None = None,
+    cache: str | None = None,
+    softcap: bool = False,
+    sinks: bool = False,
+    alibi: bool = False,
+    tree: bool = False,
+    causal: bool = True,
+    shared: bool = False,
+    max_decode_q: int = 1,
+    num_tokens: int = 40,
+    num_seqs: int = 2,
+    max_blocks: int = 128,
+) -> None:
+    """Launch attention once, as a batch with prefill does: it compiles prefill, plan, decode and merge.
+
+    Values of 512 dimensions are a view of the keys, as in MLA. A `cache` of another dtype than queries has
+    scales where it is quantised.
+    """
+    num_kv_heads, num_blocks = 2, 4
+    num_heads = num_kv_heads * group
+    if shared:
+        num_tokens = num_seqs
+    sizes = num_blocks, block_size, num_kv_heads
+    key_cache = torch.empty(*sizes, head_dim, dtype=DTYPES[cache] if cache else dtype)
+    quantized = key_cache.dtype in QUANTIZED_DTYPES
+    scales = torch.empty(num_blocks, num_kv_heads, block_size) if quantized else None
+    kernels.paged_attention(
+        torch.empty(num_tokens, num_heads, head_dim, dtype=dtype),
+        key_cache,
+        key_cache[..., :512] if value_dim == 512 else key_cache.new_empty(*sizes, value_dim or head_dim),
+        torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
+        torch.zeros(num_seqs, dtype=torch.int32),
+        torch.zeros(num_seqs + 1, dtype=torch.int32),
+        scale=head_dim**-0.5,
+        max_seqlen_q=1 if shared else num_tokens,
+        sliding_window=window,
+        causal=causal,
+        softcap=50.0 if softcap else None,
+        sinks=torch.empty(num_heads) if sinks else None,
+        alibi_slopes=torch.empty(num_heads) if alibi else None,
+        tree_mask=torch.empty(num_tokens, dtype=torch.int64) if tree else None,
+        key_scales=scales,
+        value_scales=scales,
+        shared_prefix_len=max_blocks * block_size // 2 if shared else 0,
+        max_decode_q=max_decode_q,
+    )
+
+
+def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> None:
+    """Launch the kernels that know no heads as a layer of Llama-3-8B does."""
+    size = 4096
+    hidden = torch.empty(num_tokens, size, dtype=dtype)
+    kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, residual=torch.empty_like(hidden))
+    for unit_offset in (False, True):
+        kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, unit_offset=unit_offset)
+    kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+    planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
+    kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
+
+
+# num_heads, num_kv_heads, head_dim, dtype, norm, dtype of the cache: every shape of tile, full and padded.
+ROTARY_CASES: list[tuple[int, int, int, str, str, str | None]] = [
+    (32, 8, 64, "bfloat16", "", None),
+    (32, 4, 64, "bfloat16", "norm", None),
+    (32, 8, 128, "bfloat16", "", None),
+    (16, 8, 128, "bfloat16", "norm", None),
+    (32, 8, 80, "float16", "", None),
+    (8, 4, 256, "bfloat16", "norm", None),
+    (7, 1, 16, "float16", "norm", None),
+    (32, 8, 128, "float32", "norm", None),
+    (8, 4, 256, "float32", "norm", None),
+    (32, 8, 128, "bfloat16", "", "int8"),
+    (8, 4, 256, "bfloat16", "norm", "int8"),
+    (32, 8, 128, "float32", "norm", "int8"),
+    (16, 8, 128, "bfloat16", "norm", "float8_e4m3fn"),
+    (8, 4, 256, "bfloat16", "norm unit_offset", None),
+]
+
+
+def launch_rotary_store_kv(
+    kernels: Kernels,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    norm: str = "",
+    num_tokens: int = 5,
+    cache_dtype: str | None = None,
+) -> None:
+    """Launch it as a layer does, on the view of a fused projection's output; norm: that of heads, if any."""
+    qkv = torch.empty(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = torch.empty(num_tokens, head_dim // 2)
+    stored = DTYPES[cache_dtype] if cache_dtype else dtype
+    key_cache, value_cache = torch.empty(2, 4, 16, num_kv_heads, head_dim, dtype=stored)
+    key_scales, value_scales = torch.empty(2, 4, num_kv_heads, 16) if cache_dtype else (None, None)
+    weight = torch.empty(head_dim, dtype=dtype) if norm else None
+    kernels.rotary_store_kv(
+        qkv.unflatten(-1, (-1, head_dim)),
+        angles,
+        angles,
+        key_cache,
+        value_cache,
+        torch.zeros(num_tokens, dtype=torch.int64),
+        query_norm_weight=weight,
+        key_norm_weight=weight,
+        unit_offset="unit_offset" in norm,
+        key_scales=key_scales,
+        value_scales=value_scales,
+    )
+
+
+# Llama 3's: a row begins at 16 bytes. With an odd one no kernel can load more than 4 bytes a thread.
+VOCAB_SIZE = 128256
+
+
+def launch_sampling(*filters: str, num_rows: int = 3) -> None:
+    """Launch what makes tokens of logits, with these filters."""
+    logits = torch.empty(num_rows, VOCAB_SIZE)
+    rows = torch.zeros(num_rows, dtype=torch.int64)
+    counts = torch.zeros(2, VOCAB_SIZE, dtype=torch.int32)
+    ones = torch.ones(num_rows)
+    apply_penalties(logits, rows, rows, counts, counts > 0, ones, ones, ones)
+    params: dict[str, Any] = {
+        name: (ones.int() if name == "top_k" else ones) if name in filters else None
+        for name in ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
+    }
+    sample_tokens(logits, rows, rows, temperature=ones, **params)
+    if filters:
+        filter_logits(logits, temperature=ones, **params)

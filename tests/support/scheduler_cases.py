@@ -1,0 +1,93 @@
+"""A scheduler on a made-up model, whose tokens are a fixed function of the request and the position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from paged.blocks.manager import BlockManager
+from paged.requests.request import Request
+from paged.sampling_params import SamplingParams
+from paged.scheduler.schedule import Schedule
+from paged.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 8
+STOP = 999
+
+
+def new_request(name: str, prompt_len: int, max_tokens: int, **fields: Any) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    prompt = [hash_token(name, i) for i in range(prompt_len)]
+    request = Request(name, None, prompt, params, prompt_len + max_tokens, frozenset([STOP]), seed=0)
+    for field, value in fields.items():
+        setattr(request, field, value)
+    return request
+
+
+def hash_token(name: str, position: int) -> int:
+    """What the made-up model says at a position: a fixed function, so that recomputing changes nothing."""
+    return random.Random(f"{name}/{position}").randrange(100)
+
+
+def new_scheduler(
+    num_blocks: int = 16,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    num_host_blocks: int = 0,
+    **options: Any,
+) -> Scheduler:
+    manager = BlockManager(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks)
+    return Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **options)
+
+
+def added(scheduler: Scheduler, *requests: Request) -> list[Request]:
+    for request in requests:
+        scheduler.add(request)
+    return list(requests)
+
+
+def scheduled(scheduler: Scheduler) -> Schedule:
+    schedule = scheduler.schedule()
+    scheduler.check()
+    return schedule
+
+
+def computed(schedule: Schedule) -> dict[str, int]:
+    """How many tokens each request computes, in the order of the step."""
+    ids = [request.request_id for request in schedule.requests]
+    return dict(zip(ids, schedule.num_new_tokens, strict=True))
+
+
+def updated(scheduler: Scheduler, schedule: Schedule) -> list[Request]:
+    tokens = [hash_token(request.request_id, request.num_tokens) for request in schedule.sampled_requests]
+    advanced = scheduler.update(schedule, tokens)
+    scheduler.check()
+    return advanced
+
+
+def run_step(scheduler: Scheduler) -> dict[str, int]:
+    schedule = scheduled(scheduler)
+    updated(scheduler, schedule)
+    return computed(schedule)
+
+
+def run_until(scheduler: Scheduler, reached: Callable[[], object]) -> list[dict[str, int]]:
+    """Run steps until something is so. Returns what each computed."""
+    steps = []
+    while not reached():
+        steps.append(run_step(scheduler))
+        assert len(steps) < 5000, "it never came to that"
+    return steps
+
+
+def finish(scheduler: Scheduler) -> list[dict[str, int]]:
+    """Run steps until nobody is left, and nothing held for anybody."""
+    steps = run_until(scheduler, lambda: not scheduler.has_unfinished())
+    assert scheduler.block_manager.pool.num_used == 0
+    assert scheduler.block_manager.host_pool.num_used == 0
+    return steps
+
+
+def names(requests: Iterable[Request]) -> list[str]:
+    return [request.request_id for request in requests]

@@ -1,0 +1,318 @@
+"""Text from tokens, a few at a time: never half a character, and in the end what decoding at once gives."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from paged.errors import CheckpointError, RequestError
+from paged.model.weights import DEMO
+from paged.text.detokenizer import REPLACEMENT, Detokenizer
+from paged.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "naïve 日本語 🙂",
+    "語",
+    "def add(a, b):\n    return a + b\n",
+    "👩‍👩‍👧 é é ​ ½",
+    " leading and trailing ",
+]
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """GPT-2's kind: tokens are bytes, spaces belong to words."""
+    return Tokenizer(DEMO)
+
+
+def sentencepiece(directory, decoder):
+    """Llama 2's kind: a leading space vanishes at the start of a text, unknown characters become bytes."""
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = [
+        *special,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abdefnrt(),:+\n",
+        "▁a",
+        "é▁",
+        "▁▁",
+    ]
+    backend = Backend(
+        models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken("<more>", special=False)])
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoder
+    directory.mkdir()
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return sentencepiece(tmp_path_factory.mktemp("tokenizers") / "llama", decoders.Sequence(steps))
+
+
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory):
+    steps = [decoders.ByteFallback(), decoders.Metaspace()]
+    return sentencepiece(tmp_path_factory.mktemp("tokenizers") / "metaspace", decoders.Sequence(steps))
+
+
+@pytest.fixture(params=["bytes", "window"])
+def way(request):
+    """Text by the bytes of tokens, and as it is made where nobody knows these."""
+
+    def changed(tokenizer):
+        tokenizer = copy.copy(tokenizer)
+        assert tokenizer.token_bytes is not None
+        if request.param == "window":
+            tokenizer.token_bytes = None
+        return tokenizer
+
+    return changed
+
+
+def shown(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: bool) -> list[str]:
+    """The text before the first token and after each one, and what the end adds."""
+    detokenizer = Detokenizer(tokenizer, prompt, **options)
+    texts = [*itertools.accumulate(map(detokenizer.append, ids), initial="")]
+    return [*texts, detokenizer.finish()]
+
+
+def whole_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: bool) -> str:
+    return "".join(shown(tokenizer, prompt, ids, **options)[-2:])
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+@pytest.mark.parametrize("before", ["def b", "日本語"], ids=ascii)
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_token_by_token_equals_decoding_at_once(kind, way, before, text, request):
+    tokenizer = way(request.getfixturevalue(kind))
+    prompt = tokenizer.encode(before)
+    # Without the space that a Llama puts before a text: characters made of bytes then follow one another.
+    ids = tokenizer.encode(text)[kind == "llama" :]
+    whole = tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
+    *texts, rest = shown(tokenizer, prompt, ids)
+    assert texts[-1] == whole
+    assert text.strip() in whole
+    assert REPLACEMENT not in "".join(texts)
+    assert rest == "", "whole characters were held back until the end"
+
+
+def repaired(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """The ids with replacement characters in the place of byte tokens that are no UTF-8.
+
+    Decoding at once also spoils the characters beside these, which may have been shown already.
+    """
+    result = list[int]()
+    pairs = zip(tokenizer.hf.convert_ids_to_tokens(ids), ids, strict=True)
+    for is_bytes, group in itertools.groupby(pairs, lambda pair: pair[0].startswith("<0x")):
+        tokens, run = zip(*group, strict=True)
+        if is_bytes:
+            text = bytes(int(token[3:5], 16) for token in tokens).decode("utf-8", "replace")
+            run = tokenizer.hf.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in text.encode()])
+        result += run
+    return result
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "metaspace"])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_random_tokens_equal_decoding_at_once(kind, data, request):
+    """With special tokens and without, after any prompt, whatever the bytes are."""
+    tokenizer = request.getfixturevalue(kind)
+    assert tokenizer.token_bytes is not None
+    # Bytes and special tokens are few among the tokens of a model, and what matters.
+    last = len(tokenizer.hf) - 1
+    token = st.integers(0, min(280, last)) | st.integers(0, last)
+    prompt, ids = data.draw(st.lists(token, max_size=12)), data.draw(st.lists(token, max_size=30))
+    skip = data.draw(st.booleans())
+    texts = shown(tokenizer, prompt, ids, skip_special_tokens=skip, spaces_between_special_tokens=False)
+    if skip:
+        prompt, ids = ([i for i in part if i not in tokenizer.special_token_ids] for part in (prompt, ids))
+    before, whole = (
+        tokenizer.decode(repaired(tokenizer, part), skip_special_tokens=False)
+        for part in (prompt, prompt + ids)
+    )
+    if not before.endswith(REPLACEMENT):  # else what follows may complete it
+        assert before + "".join(texts[-2:]) == whole
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+def test_half_a_character_waits_and_is_a_replacement_only_at_the_end(kind, way, request):
+    tokenizer = way(request.getfixturevalue(kind))
+    prompt, ids = tokenizer.encode("x"), tokenizer.encode("🙂")[kind == "llama" :]
+    assert len(ids) > 2
+    *texts, rest = shown(tokenizer, prompt, ids[:-1])
+    assert set(texts) == {""}
+    assert set(rest) == {REPLACEMENT}
+    # Its beginning may be in the prompt.
+    if tokenizer.token_bytes is not None:
+        assert whole_text(tokenizer, prompt + ids[:-1], ids[-1:]) == "🙂"
+
+
+def test_bytes_that_are_never_a_character_do_not_wait_for_ever(llama, way):
+    tokenizer = way(llama)
+    stray = tokenizer.hf.convert_tokens_to_ids("<0x80>")
+    texts = shown(tokenizer, tokenizer.encode("x"), [stray] * 100)
+    assert len(texts[-2]) > 50
+    assert set(texts[-2]) == {REPLACEMENT}
+
+
+def test_special_tokens_are_text_only_if_they_are_not_skipped(byte_level, way):
+    tokenizer = way(byte_level)
+    ids, end, text = tokenizer.encode("a b"), tokenizer.hf.eos_token_id, tokenizer.hf.eos_token
+    ids = [end, *ids, end, end, *ids]
+    assert whole_text(tokenizer, [end], ids) == "a ba b"
+    shown_too = {"skip_special_tokens": False}
+    assert whole_text(tokenizer, [end], ids, **shown_too) == f"{text}a b{text} {text}a b"
+    together = whole_text(tokenizer, [end], ids, **shown_too, spaces_between_special_tokens=False)
+    assert together == tokenizer.decode(ids, skip_special_tokens=False) == f"{text}a b{text}{text}a b"
+
+
+def test_space_after_a_special_token_stays(llama, way):
+    tokenizer = way(llama)
+    special = tokenizer.hf.eos_token_id
+    ids = [*tokenizer.encode("a"), special, special, *tokenizer.encode("b")]
+    assert whole_text(tokenizer, tokenizer.encode("d"), ids) == " a b"
+    # At the beginning of everything there is none.
+    assert whole_text(tokenizer, [special], ids) == "a b"
+
+
+def test_long_text_costs_linear_time(byte_level, monkeypatch):
+    """Where tokens have to be decoded, each is decoded a few times, however long the text is."""
+    tokenizer, decoded = copy.copy(byte_level), 0
+    tokenizer.token_bytes = None
+
+    def counting(token_ids, **options):
+        nonlocal decoded
+        decoded += len(token_ids)
+        return byte_level.decode(token_ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    ids = tokenizer.encode("def add(a, b):\n") * 50
+    assert whole_text(tokenizer, ids, ids) == "def add(a, b):\n" * 50
+    assert decoded < 20 * len(ids)
+
+
+def test_ids_beyond_the_tokenizer_are_no_text(byte_level):
+    # The vocabulary of a model may be larger than that of its tokenizer.
+    ids = [*byte_level.encode("a"), len(byte_level.hf) + 7, *byte_level.encode("b")]
+    assert whole_text(byte_level, [], ids) == "ab"
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [decoders.WordPiece(), decoders.CTC(), decoders.BPEDecoder(), decoders.Strip(" ", 1, 0), None],
+    ids=str,
+)
+def test_tokens_that_depend_on_their_neighbours_are_decoded_together(decoder, tmp_path):
+    tokenizer = sentencepiece(tmp_path / "other", decoder)
+    assert tokenizer.token_bytes is None
+    ids = [i for i in tokenizer.encode("abc def") if i not in tokenizer.special_token_ids]
+    assert whole_text(tokenizer, ids[:1], ids[1:]) == tokenizer.decode(ids)[len(tokenizer.decode(ids[:1])) :]
+
+
+def words(directory, **parts):
+    """One token for each word of a's, and one for any other."""
+    backend = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+def test_text_of_far_too_many_tokens_is_seen_at_its_beginning(kind, request, monkeypatch):
+    tokenizer = copy.copy(request.getfixturevalue(kind))
+    text, seen, encode = "def add(a, b): " * 70_000, [], tokenizer.encode
+
+    def counting(text, **options):
+        seen.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counting)
+    num_tokens = len(encode(text))
+    assert 1000 < tokenizer.least_tokens(text, 1000) < num_tokens
+    assert sum(seen) < len(text) / 50
+    # Never said of a text that fits, nor of one that may be only a little too long.
+    for most in (num_tokens, num_tokens + 1, num_tokens * 9 // 10):
+        assert tokenizer.least_tokens(text, most) == 0
+
+
+BLANK = 300_000
+SWALLOWED = {
+    "blanks": ({"pre_tokenizer": pre_tokenizers.WhitespaceSplit()}, " " * BLANK + "a a"),
+    "stripped": ({"normalizer": normalizers.Strip()}, "a" + "\n" * BLANK),
+    "one-word": ({}, "b" * BLANK),
+    "far-behind": (
+        {
+            "normalizer": normalizers.Replace(Regex("<[^>]*>"), ""),
+            "pre_tokenizer": pre_tokenizers.WhitespaceSplit(),
+        },
+        "a <" + " b" * BLANK + ">",
+    ),
+    "cut-out": (
+        {
+            "pre_tokenizer": pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex("<[^>]*>"), "removed"),
+                    pre_tokenizers.WhitespaceSplit(),
+                ]
+            )
+        },
+        "a <" + " b" * BLANK + ">",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SWALLOWED)
+def test_text_that_the_tokenizer_swallows_is_not_too_long(case, tmp_path):
+    parts, text = SWALLOWED[case]
+    tokenizer = words(tmp_path, **parts)
+    assert 0 < len(tokenizer.encode(text)) < 3
+    assert tokenizer.least_tokens(text, 10) == 0
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"], ids=ascii)
+def test_lone_surrogate_is_refused(byte_level, text):
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        byte_level.encode(text)
+
+
+def test_directory_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"(?s)tokenizer cannot be loaded.*skip_tokenizer_init") as info:
+        Tokenizer(tmp_path)
+    assert str(tmp_path) in str(info.value)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "metaspace"])
+def test_several_tokens_at_once_say_what_each_says(kind, skip, way, request):
+    tokenizer = way(request.getfixturevalue(kind))
+    rng = random.Random(skip)
+    for prompt in ([], tokenizer.encode("a")):
+        # Characters of several tokens, and a special token in a fifth of the places.
+        ids = [i for text in TEXTS for i in tokenizer.encode_bare(text)]
+        special = [*tokenizer.special_token_ids]
+        ids = [rng.choice(special) if rng.random() < 0.2 else i for i in ids]
+        one, several = (Detokenizer(tokenizer, prompt, skip_special_tokens=skip) for _ in range(2))
+        while ids:
+            size = rng.randint(1, 7)
+            chunk, ids = ids[:size], ids[size:]
+            assert several.extend(chunk) == "".join(map(one.append, chunk))
+        assert several.finish() == one.finish()
