@@ -19,8 +19,8 @@ from .checks import (
     check_span,
     in_debug_mode,
 )
-from .gpu.attention.config import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM
 
+MAX_GROUP, MIN_HEAD_DIM, MAX_HEAD_DIM = 128, 16, 576
 MAX_TREE = 64  # candidates: bits of an int64
 _MAX_INT32 = 2**31 - 1
 

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backend import check_launchable
 from ..checks import (
     KERNEL_DTYPES,
     QUANTIZED_DTYPES,
@@ -17,6 +16,7 @@ from ..checks import (
     check_shape,
     in_debug_mode,
 )
+from .target import check_launchable
 
 _CHUNK = 2048
 # Copied as integers, whose bits nothing rounds and nothing takes for a NaN.

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backend import check_launchable
 from ..checks import (
     check_apart,
     check_device,
@@ -16,6 +15,7 @@ from ..checks import (
     check_positive,
     check_shape,
 )
+from .target import check_launchable
 
 _TILE = 2048  # values one program normalises, where the row is not longer
 

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backend import check_launchable, check_target, current_target
 from ..checks import (
     QUANTIZED_DTYPES,
     check_apart,
@@ -24,6 +23,7 @@ from ..checks import (
     in_debug_mode,
 )
 from .rms_norm import weighted
+from .target import check_launchable, check_target, current_target
 
 # Pairs (x1, x2) of one program, whatever the model: two warps move them 16 bytes a thread, on AMD too. A tile
 # smaller than that would give pairs two owners, and the query of one could be read after the other wrote it.

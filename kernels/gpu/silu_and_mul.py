@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backend import check_launchable
 from ..checks import check_dtype, check_last_dim_contiguous, check_multiple, check_shape
+from .target import check_launchable
 
 _BLOCK = 2048  # 16 bytes a thread in bfloat16 even of 256 threads, which 4 warps are on AMD
 

@@ -13,8 +13,9 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..kernels.backend import BackendName, check_target, current_target, has_numba, in_interpreter
-from ..kernels.gpu.attention.config import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..kernels.attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..kernels.backend import BackendName, has_numba
+from ..kernels.gpu.target import check_target, current_target, in_interpreter
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..kernels.backend import in_interpreter, listening, load_kernels
+from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
 from ..kernels.gpu.attention.config import SPLIT
+from ..kernels.gpu.target import in_interpreter, listening
 from ..model.batch import Batch, BatchBuilder
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder

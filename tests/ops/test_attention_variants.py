@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged.kernels import reference
-from paged.kernels.backend import in_interpreter, load_kernels
+from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import INTERPRETED_SPLIT
+from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_exact_enough
 from tests.support.kernel_cases import DEVICE, quantized, ragged_case, take_sequences, tree_of
 

@@ -10,8 +10,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from paged.kernels import backend, reference
+from paged.kernels import reference
 from paged.kernels.backend import load_kernels
+from paged.kernels.gpu import target
 
 OPERATIONS = (
     "rms_norm",
@@ -44,7 +45,7 @@ def test_triton_says_where_it_can_launch(monkeypatch):
     """Not on a CPU but in its interpreter, and not on a GPU that is not the current one."""
     driver = pytest.importorskip("triton.runtime").driver
     kernels, x = load_kernels("triton"), torch.ones(2, 4)
-    monkeypatch.setattr(backend, "in_interpreter", lambda: False)
+    monkeypatch.setattr(target, "in_interpreter", lambda: False)
     no_gpu = Mock(**{"get_active_torch_device.side_effect": RuntimeError("0 active drivers")})
     monkeypatch.setattr(driver, "_active", no_gpu)
     with pytest.raises(ValueError, match=r"x is on cpu, and Triton finds no GPU here.*TRITON_INTERPRET=1"):

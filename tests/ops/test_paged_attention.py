@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from paged.kernels import reference
-from paged.kernels.backend import in_interpreter, load_kernels
+from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import choose_config, split_size
 from paged.kernels.gpu.attention.paged_attention import paged_attention_cost
 from paged.kernels.gpu.attention.split_kv import MAX_SPLITS, plan_decodes
+from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import SAME_IN_FLOAT64, assert_exact_enough
 from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS, cu_seqlens, ragged_case, take_sequences
 

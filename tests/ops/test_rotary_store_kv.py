@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from paged.kernels import reference
-from paged.kernels.backend import in_interpreter, load_kernels
+from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.rotary_store_kv import rotary_store_kv_cost
+from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_rotated, in_float64
 from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from paged import EngineConfig, SamplingParams
-from paged.kernels.backend import listening, load_kernels
+from paged.kernels.backend import load_kernels
+from paged.kernels.gpu.target import listening
 from paged.model.hf_config import read_config
 from paged.model.weights import resolve
 from paged.requests.request import Request

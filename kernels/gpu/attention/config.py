@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from ...attention_options import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM
+
 # Prefill: many query tokens. Decode: one to BLOCK_Q of them. Shared: one of each of many sequences, over
 # the prefix that these have in common.
 Use = Literal["prefill", "decode", "shared"]
@@ -28,7 +30,6 @@ class AttentionConfig:
 
 # Key tokens of one split of a decode, a multiple of every TILE.
 SPLIT, INTERPRETED_SPLIT = 512, 64
-MAX_GROUP, MIN_HEAD_DIM, MAX_HEAD_DIM = 128, 16, 576
 MAX_FEW_ROWS = 16  # heads of a group times query tokens, for the tiles of a decode of few rows
 
 

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_options import AttentionOptions, check_attention, check_own_plan, check_plans
-from ...backend import check_launchable, check_target, current_target, in_interpreter, num_sms
 from ...checks import check_between, in_debug_mode
+from ..target import check_launchable, check_target, current_target, in_interpreter, num_sms
 from .config import AttentionConfig, Use, choose_config, split_size
 from .descriptors import describe_caches
 from .kernel import decode_kernel, prefill_kernel

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backend import check_launchable
 from ...checks import (
     check_apart,
     check_device,
@@ -15,6 +14,7 @@ from ...checks import (
     check_shape,
     in_debug_mode,
 )
+from ..target import check_launchable
 
 _CHUNK = 4096  # tokens of one program
 

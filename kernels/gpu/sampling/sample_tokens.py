@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...backend import check_launchable
 from ...checks import check_device, check_shape
 from ...gumbel import LN_2, LOG_POLYNOMIAL, SMALL_POLYNOMIAL, SQRT_HALF_BITS
+from ..target import check_launchable
 from .filter_logits import BLOCK, Filters, block_maxima, check_logits, row_limits
 from .filter_row import NUM_LIMITS, kept_and_scaled, load_finite, row_scale, scaled
 

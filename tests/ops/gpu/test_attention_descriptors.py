@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from paged.kernels import reference
-from paged.kernels.backend import in_interpreter
 from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import choose_config
 from paged.kernels.gpu.attention.descriptors import describe_caches, loads_by_descriptors
+from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_exact_enough
 from tests.support.kernel_cases import quantized, ragged_case, take_sequences, tree_of
 
