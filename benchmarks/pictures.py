@@ -93,7 +93,7 @@ def blocks() -> Figure:
 def step() -> Figure:
     """Draw one step: a prompt of 5 tokens, a decode, and a chunk of 4 tokens of a long prompt."""
     figure, axes = _canvas(9.2, 4.9)
-    new = {"A": range(0, 5), "B": range(9, 10), "C": range(8, 12)}
+    new = {"A": range(5), "B": range(9, 10), "C": range(8, 12)}
     tables = {"A": [7, 2], "B": [0, 4, 5], "C": [1, 9, 3]}
     told = {
         "A": "a prompt of 5 tokens, all of it:\nits next token is sampled",
