@@ -1,15 +1,14 @@
-"""The operations as one value, in the implementation asked for.
+"""The interface that every backend implements, and the choice of one.
 
 Importing this module, and loading "torch", needs no Triton.
 """
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -18,31 +17,141 @@ BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """One implementation of every operation; the signatures are those of `reference`."""
+class Kernels(Protocol):
+    """One implementation of every operation, and what callers must know of it.
 
-    name: BackendName
-    take_rows: Callable[[Tensor, Tensor], Tensor]
-    rms_norm: Callable[..., Tensor]
-    rotary_store_kv: Callable[..., Tensor]
-    silu_and_mul: Callable[..., Tensor]
-    copy_blocks: Callable[..., None]
-    paged_attention: Callable[..., Tensor]
-    apply_penalties: Callable[..., None]
-    sample_tokens: Callable[..., Tensor]
-    greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
-    token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    Implemented by the modules `gpu.backend`, `cpu.backend` and `plain.backend`. `reference` documents the
+    operations.
+    """
+
+    @property
+    def name(self) -> BackendName:
+        """The backend's name in messages. To choose behaviour, ask one of the properties below."""
+
+    @property
+    def head_dims(self) -> range:
+        """The head dimensions that attention takes."""
+
+    @property
+    def has_linear(self) -> bool:
+        """Whether the backend has products of its own, by panels of a weight: batch-invariant ones."""
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether a step's launches can be recorded, and repeated without Python between them."""
+
+    @property
+    def compiles_at_launch(self) -> bool:
+        """Whether the first launch of a kernel compiles it, so that an engine should warm up."""
+
+    @property
+    def needs_partials(self) -> bool:
+        """Whether attention of split decodes allocates partial results that grow with the batch."""
+
+    def check_cache_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ValueError if the current device cannot read a cache of this dtype."""
+
+    def take_rows(self, table: Tensor, indices: Tensor) -> Tensor: ...
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None = None,
+        *,
+        unit_offset: bool = False,
+    ) -> Tensor: ...
+
+    def rotary_store_kv(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        query_norm_weight: Tensor | None = None,
+        key_norm_weight: Tensor | None = None,
+        eps: float = 1e-6,
+        unit_offset: bool = False,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def silu_and_mul(self, x: Tensor) -> Tensor: ...
+
+    def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None: ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        scale: float,
+        max_seqlen_q: int,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        causal: bool = True,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        tree_mask: Tensor | None = None,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+        shared_prefix_len: int = 0,
+        max_decode_q: int = 1,
+        min_seqlen_q: int = 0,
+        plans: dict[Any, Any] | None = None,
+    ) -> Tensor: ...
+
+    def apply_penalties(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        output_counts: Tensor,
+        seen: Tensor,
+        repetition_penalty: Tensor,
+        frequency_penalty: Tensor,
+        presence_penalty: Tensor,
+    ) -> None: ...
+
+    def sample_tokens(
+        self,
+        logits: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        temperature: Tensor,
+        min_p: Tensor | None,
+        top_n_sigma: Tensor | None,
+        typical_p: Tensor | None,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+    ) -> Tensor: ...
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def token_logprobs(
+        self, logits: Tensor, tokens: Tensor, num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def load_kernels(name: BackendName) -> Kernels:
     """Return the kernels of one backend.
 
-    Raises ValueError for an unknown name, and ImportError where "triton" or "numba" is missing or numba has
-    no place for what it compiles.
+    Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
+    directory to keep compiled kernels in.
     """
     if name == "torch":
-        return _torch_kernels()
+        from .plain import backend as torch_kernels
+
+        return torch_kernels
     if name == "numba":
         return _numba_kernels()
     if name == "triton":
@@ -50,32 +159,11 @@ def load_kernels(name: BackendName) -> Kernels:
     raise ValueError(f"attention_backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
 
 
-def _torch_kernels() -> Kernels:
-    from . import reference
-    from .plain import logprobs as torch_logprobs
-    from .plain import ops as torch_ops
-    from .plain import sampling as torch_sampling
-
-    return Kernels(
-        name="torch",
-        take_rows=reference.take_rows,
-        rms_norm=torch_ops.rms_norm,
-        rotary_store_kv=torch_ops.rotary_store_kv,
-        silu_and_mul=torch_ops.silu_and_mul,
-        copy_blocks=reference.copy_blocks,
-        paged_attention=torch_ops.paged_attention,
-        apply_penalties=torch_sampling.apply_penalties,
-        sample_tokens=torch_sampling.sample_tokens,
-        greedy=torch_ops.greedy,
-        token_logprobs=torch_logprobs.token_logprobs,
-    )
-
-
 def has_numba() -> bool:
-    """Whether the CPU kernels' compiler is installed."""
+    """Return whether numba, which compiles the CPU kernels, is installed."""
     try:
         return find_spec("numba") is not None
-    except ValueError:  # somebody took it out of sys.modules
+    except ValueError:  # sys.modules["numba"] is None
         return False
 
 
@@ -93,27 +181,10 @@ def _numba_kernels() -> Kernels:
     notice.daemon = True
     notice.start()
     try:
-        from . import reference
-        from .cpu.attention import paged_attention as numba_paged_attention
-        from .cpu.rows import lookup as numba_lookup
-        from .cpu.rows import ops as numba_ops
-        from .cpu.sampling import logits as numba_logits
-        from .cpu.sampling import sample_tokens as numba_sampling
+        from .cpu import backend as numba_kernels
     finally:
         notice.cancel()
-    return Kernels(
-        name="numba",
-        take_rows=numba_lookup.take_rows,
-        rms_norm=numba_ops.rms_norm,
-        rotary_store_kv=numba_ops.rotary_store_kv,
-        silu_and_mul=numba_ops.silu_and_mul,
-        copy_blocks=reference.copy_blocks,
-        paged_attention=numba_paged_attention.paged_attention,
-        apply_penalties=numba_logits.apply_penalties,
-        sample_tokens=numba_sampling.sample_tokens,
-        greedy=numba_ops.greedy,
-        token_logprobs=numba_logits.token_logprobs,
-    )
+    return numba_kernels
 
 
 def _triton_kernels() -> Kernels:
@@ -124,27 +195,6 @@ def _triton_kernels() -> Kernels:
             "attention_backend='triton' needs Triton, which exists for Linux only: "
             "`pip install triton`, or use attention_backend='torch'"
         ) from error
-    from .gpu.attention.paged_attention import paged_attention
-    from .gpu.copy_blocks import copy_blocks
-    from .gpu.rms_norm import rms_norm
-    from .gpu.rotary_store_kv import rotary_store_kv
-    from .gpu.sampling.penalties import apply_penalties
-    from .gpu.sampling.sample_tokens import sample_tokens
-    from .gpu.silu_and_mul import silu_and_mul
-    from .plain.logprobs import token_logprobs
-    from .plain.ops import greedy
-    from .reference import take_rows
+    from .gpu import backend as triton_kernels
 
-    return Kernels(
-        name="triton",
-        take_rows=take_rows,
-        rms_norm=rms_norm,
-        rotary_store_kv=rotary_store_kv,
-        silu_and_mul=silu_and_mul,
-        copy_blocks=copy_blocks,
-        paged_attention=paged_attention,
-        apply_penalties=apply_penalties,
-        sample_tokens=sample_tokens,
-        greedy=greedy,
-        token_logprobs=token_logprobs,
-    )
+    return triton_kernels

@@ -16,6 +16,10 @@ def _upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
+def check_cache_dtype(dtype: torch.dtype) -> None:
+    """Accept every dtype of a cache: a CPU reads them all."""
+
+
 def take_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Rows of [n, size] by i64[m]: [m, size]."""
     return table.index_select(0, indices)

@@ -17,6 +17,8 @@ from .quantization import Int4Weight, Int8Weight, require_kernels, require_quant
 class WeightForm(Protocol):
     """A weight [out_features, in_features] that multiplies, made of the plain one."""
 
+    gated: bool  # whether its products are silu(gate) * up
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features], in the dtype of x.
 
@@ -41,6 +43,7 @@ class Forms(NamedTuple):
     gated: Callable[[Tensor], WeightForm]  # of a layer's gates and what they gate
     head: Callable[[Tensor], WeightForm]
     embedding: Callable[[Tensor], TableForm]
+    group: int | None = None  # inputs of `layers` that share a scale
 
 
 class Linear(nn.Module):
@@ -68,7 +71,7 @@ class Linear(nn.Module):
     @property
     def is_gated(self) -> bool:
         """Whether what comes out is silu(gate) * up."""
-        return getattr(self.form, "gated", False)
+        return self.form.gated
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """The parameter of a linear that is not fused, under its Hugging Face name."""
@@ -77,6 +80,8 @@ class Linear(nn.Module):
 
 class PlainWeight:
     """The weight as it was loaded."""
+
+    gated = False
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -92,6 +97,7 @@ class PlainWeight:
 class PackedWeight:
     """Laid out as oneDNN reads it: 2 to 3 times faster up to a few dozen rows. Where `can_pack` holds."""
 
+    gated = False
     # Rows that the layout is chosen for; measured, 1 to 512 make no difference beyond noise.
     FOR_ROWS = 16
 
@@ -115,23 +121,24 @@ def choose_forms(
     """
     if quantization is not None:
         require_quantization(quantization, device, dtype)
+    group = Int4Weight.GROUP if quantization == "int4" else None
     if in_panels:
         from .panels import PANEL_FORMS, Table
 
         layers = PANEL_FORMS[quantization]
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
-        return Forms(layers, partial(layers, gated=True), head, head if tied else Table)
+        return Forms(layers, partial(layers, gated=True), head, head if tied else Table, group)
     if quantization is not None:
         require_kernels(quantization)
         plain = Int4Weight if quantization == "int4" else Int8Weight
-        return Forms(plain, plain, Int8Weight, Int8Weight if tied else PlainWeight)
+        return Forms(plain, plain, Int8Weight, Int8Weight if tied else PlainWeight, group)
     form = PackedWeight if can_pack(device, dtype) else PlainWeight
     return Forms(form, form, form, PlainWeight)
 
 
 def require_whole_groups(model: nn.Module, forms: Forms) -> None:
     """Raise ConfigError for a layer whose inputs int4 cannot divide into groups."""
-    group = getattr(forms.layers, "GROUP", None)
+    group = forms.group
     if group is None:
         return
     for name, module in model.named_modules():

@@ -30,6 +30,7 @@ TINY = torch.finfo(torch.float32).tiny
 class Int8Weight:
     """Symmetric, one scale for an output: weight[n, k] ≈ scale[n] * codes[n, k]."""
 
+    gated = False
     MAX_CODE = 127
     KERNEL_ROWS = INT8_KERNEL_ROWS
     # Elements of a row that it reads at a time, there or not; the bytes that its first address divides by.
@@ -94,6 +95,7 @@ class Int4Weight:
     """
 
     # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.5 and 1.8 times as much.
+    gated = False
     GROUP = 32
     MIDDLE = 8
     KERNEL_ROWS = INT4_KERNEL_ROWS

@@ -13,9 +13,8 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..kernels.attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..kernels.backend import BackendName, has_numba
-from ..kernels.gpu.target import check_target, current_target, in_interpreter
+from ..kernels.backend import BackendName, Kernels, has_numba
+from ..kernels.gpu.target import in_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -100,26 +99,25 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
 
 
 def check_attention(
-    backend: BackendName, head_dim: int, kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
+    kernels: Kernels, head_dim: int, kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
 ) -> None:
     """Raise ConfigError where a backend has no attention for this model or this cache."""
-    if backend != "torch" and not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+    dims = kernels.head_dims
+    if head_dim not in dims:
         raise ConfigError(
-            f"attention_backend {backend!r} takes a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, this "
+            f"attention_backend {kernels.name!r} takes a head_dim from {dims[0]} to {dims[-1]}, this "
             f"model's is {head_dim}; use 'torch'"
         )
-    if backend != "triton":
-        return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
-            check_target(kv_dtype, current_target())
+            kernels.check_cache_dtype(kv_dtype)
         except ValueError as error:
             name = config.kv_cache_dtype
             raise ConfigError(f"kv_cache_dtype {name!r} cannot be had, but 'int8' can: {error}") from error
 
 
 def weights_in_panels(
-    config: EngineConfig, backend: BackendName, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> bool:
     """Whether linears are our own kernel's: the bits of a row are then the same in any batch.
 
@@ -128,11 +126,11 @@ def weights_in_panels(
     """
     if not config.deterministic:
         left_to_torch = dtype == torch.bfloat16 and bfloat16_is_a_librarys()
-        return backend == "numba" and not left_to_torch
-    if device.type != "cpu" or backend != "numba":
+        return kernels.has_linear and not left_to_torch
+    if device.type != "cpu" or not kernels.has_linear:
         raise ConfigError(
             f"deterministic=True is for a CPU with attention_backend='numba' so far; got {device} with "
-            f"{backend!r}: take those, or leave it out"
+            f"{kernels.name!r}: take those, or leave it out"
         )
     return True
 

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
 from ..kernels.gpu.attention.config import SPLIT
-from ..kernels.gpu.target import in_interpreter, listening
+from ..kernels.gpu.target import listening
 from ..model.batch import Batch, BatchBuilder
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
@@ -78,13 +78,13 @@ class ModelRunner:
             kernels = load_kernels(resolve_backend(config.attention_backend, self.device))
         except ImportError as error:  # Triton or numba is not installed
             raise ConfigError(str(error)) from error
-        check_attention(kernels.name, model_config.head_dim, self.kv_dtype, config, self.device)
+        check_attention(kernels, model_config.head_dim, self.kv_dtype, config, self.device)
         forms = choose_forms(
             self.device,
             self.dtype,
             config.quantization,
             tied=model_config.tie_word_embeddings,
-            in_panels=weights_in_panels(config, kernels.name, self.device, self.dtype),
+            in_panels=weights_in_panels(config, kernels, self.device, self.dtype),
         )
         with torch.device("meta"), _default_dtype(self.dtype):
             self.model = Decoder(model_config, kernels)
@@ -99,7 +99,7 @@ class ModelRunner:
         self.model.rotary.tabulate(self.sizes.max_model_len)
         self.graphs: StepGraphs | None = None
         is_eager = config.enforce_eager or in_debug_mode()  # what is repeated is not checked
-        if kernels.name == "numba" and not is_eager:
+        if kernels.records_steps and not is_eager:
             from .step_graphs import StepGraphs
 
             self.graphs = StepGraphs(model_config.num_heads, model_config.num_kv_heads)
@@ -206,7 +206,7 @@ class ModelRunner:
 
     def _most_partial_bytes(self) -> int:
         """What split decodes take at most: the profiled step has hardly any. A row may be wanted twice."""
-        if self.model.kernels.name != "triton":
+        if not self.model.kernels.needs_partials:
             return 0
         from ..kernels.gpu.attention.split_kv import most_partial_bytes
 
@@ -250,7 +250,7 @@ class ModelRunner:
         using. Triton keeps what it compiled on disk: the next start takes a fraction of the time.
         """
         kernels, num_blocks = self.model.kernels, self.kv_cache.num_blocks
-        if kernels.name != "triton" or in_interpreter():
+        if not kernels.compiles_at_launch:
             return 0
         with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, listening(bar.update):
             self.execute(self._end_of_a_prompt(self.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,10 +161,8 @@ def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str
     return errors
 
 
-def _filters(
-    params: Sequence[SamplingParams], vocab_size: int, device: torch.device
-) -> dict[str, Tensor | None]:
-    """A column for each filter that somebody uses."""
+def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> dict[str, Any]:
+    """Return a column for each parameter of `sample_tokens`, None where no request filters by it."""
 
     def column(values: Sequence[float], unused: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
         if all(value == unused for value in values):

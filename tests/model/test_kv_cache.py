@@ -164,7 +164,7 @@ def test_simulator_counts_the_bytes_of_the_engine():
 
 
 def test_fp8_is_refused_on_a_gpu_without_it(monkeypatch):
-    monkeypatch.setattr("paged.runner.devices.current_target", lambda: "sm_80")
+    monkeypatch.setattr("paged.kernels.gpu.backend.current_target", lambda: "sm_80")
     options = {"attention_backend": "triton", "num_blocks": 8}
     with pytest.raises(ConfigError, match=r"kv_cache_dtype 'fp8' cannot be had, but 'int8' can: .* is sm_80"):
         new_engine(checkpoint("llama"), kv_cache_dtype="fp8", **options)

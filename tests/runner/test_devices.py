@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paged import ConfigError, EngineConfig, SamplingParams
+from paged.kernels.backend import load_kernels
 from paged.runner import devices
 from paged.runner.devices import resolve_device, resolve_dtype
 from tests.support.checkpoints import checkpoint, new_engine
@@ -81,15 +82,15 @@ def test_dtype_in_which_the_cpu_is_slow_works_and_is_said_once(monkeypatch, capl
 )
 def test_linears_in_bfloat16_are_a_librarys_where_that_is_faster(monkeypatch, flags, expected):
     monkeypatch.setattr(devices, "cpu_flags", lambda: flags)
-    config = EngineConfig(model="demo")
+    config, kernels = EngineConfig(model="demo"), load_kernels("numba")
 
     def in_panels(**options):
-        return devices.weights_in_panels(replace(config, **options), "numba", CPU, torch.bfloat16)
+        return devices.weights_in_panels(replace(config, **options), kernels, CPU, torch.bfloat16)
 
     assert in_panels() is expected
     assert in_panels(quantization="int8") is expected
     assert in_panels(deterministic=True)
-    assert devices.weights_in_panels(config, "numba", CPU, torch.float32)
+    assert devices.weights_in_panels(config, kernels, CPU, torch.float32)
 
 
 def test_nothing_is_said_of_a_dtype_in_which_the_device_is_fast(monkeypatch, caplog):

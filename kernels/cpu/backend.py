@@ -1,0 +1,38 @@
+"""The "numba" backend: compiled for the CPU that it runs on. Implements `backend.Kernels`."""
+
+from typing import Final
+
+from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..reference import check_cache_dtype, copy_blocks
+from .attention.paged_attention import paged_attention
+from .rows.lookup import take_rows
+from .rows.ops import greedy, rms_norm, rotary_store_kv, silu_and_mul
+from .sampling.logits import apply_penalties, token_logprobs
+from .sampling.sample_tokens import sample_tokens
+
+name: Final = "numba"
+head_dims: Final = range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)
+has_linear: Final = True
+records_steps: Final = True
+compiles_at_launch: Final = False  # all are compiled, or loaded, when this module is imported
+needs_partials: Final = False
+
+__all__ = [
+    "apply_penalties",
+    "check_cache_dtype",
+    "compiles_at_launch",
+    "copy_blocks",
+    "greedy",
+    "has_linear",
+    "head_dims",
+    "name",
+    "needs_partials",
+    "paged_attention",
+    "records_steps",
+    "rms_norm",
+    "rotary_store_kv",
+    "sample_tokens",
+    "silu_and_mul",
+    "take_rows",
+    "token_logprobs",
+]
