@@ -11,11 +11,13 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..products.amx import STEPS, TILE_ROWS, _do, _pointer, by_pairs, configure, write_settings
+from ..products.amx import STEPS, TILE_ROWS, by_pairs, configure, emit_tile, write_settings
+from ..simd import emit
+from ..simd.emit import I64, INTS, int64, operation
 from ..simd.gather import copy_pairs, pair_rows
-from ..simd.memory import BFLOAT16, FLOAT32, LINE, _load, _store, get_int, set_byte, set_int, set_long
-from ..simd.vectors import _I64, _INTS, LANES, VECTOR_BYTES, _at, _operation, function
-from .decode import _long
+from ..simd.memory import LINE, get_int, set_byte, set_int, set_long
+from ..simd.numbers import BFLOAT16, FLOAT32
+from ..simd.vectors import LANES, VECTOR_BYTES, function
 from .pages import fill_blocks
 from .softmax import TILE, TILE_BYTES, ZERO, fill, weigh
 
@@ -34,26 +36,28 @@ def multiply_tiles(rows, vectors, c, c_stride, is_first, a, a_stride, b, b_strid
         by_pairs(rows, 1, to, c_stride, is_first, a, a_stride, at, b_stride, steps, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
-@_operation(types.void, *[types.int64] * 7)
+@operation(types.void, *[types.int64] * 7)
 def _multiply_keys(
     builder: Any, to: Any, places: Any, offset: Any, k_stride: Any, query: Any, q_stride: Any, steps: Any
 ) -> None:
     """K Qᵀ for four times 16 keys of one head, each at an address of its own."""
     blocks = []
     for tile in _KEY_SUMS:
-        _do(builder, "tilezero", tile)
-        blocks.append(builder.add(builder.load(_at(builder, _I64, places, _long(8 * tile))), offset))
-    q_step = builder.mul(q_stride, _long(STEPS))
+        emit_tile(builder, "tilezero", tile)
+        blocks.append(builder.add(builder.load(emit.pointer(builder, I64, places, int64(8 * tile))), offset))
+    q_step = builder.mul(q_stride, int64(STEPS))
     with cgutils.for_range(builder, steps) as loop:
-        column = builder.mul(loop.index, _long(LINE))
+        column = builder.mul(loop.index, int64(LINE))
         row = builder.add(query, builder.mul(loop.index, q_step))
-        _do(builder, "tileloadd64", _QUERY, _pointer(builder, row), q_stride)
+        emit_tile(builder, "tileloadd64", _QUERY, emit.byte_pointer(builder, row), q_stride)
         for tile, block in zip(_KEY_SUMS, blocks, strict=True):
-            _do(builder, "tileloadd64", _KEY, _pointer(builder, builder.add(block, column)), k_stride)
-            _do(builder, "tdpbf16ps", tile, _KEY, _QUERY)
+            emit_tile(
+                builder, "tileloadd64", _KEY, emit.byte_pointer(builder, builder.add(block, column)), k_stride
+            )
+            emit_tile(builder, "tdpbf16ps", tile, _KEY, _QUERY)
     for tile in _KEY_SUMS:
-        place = builder.add(to, builder.mul(q_stride, _long(TILE_ROWS * tile)))
-        _do(builder, "tilestored64", tile, _pointer(builder, place), q_stride)
+        place = builder.add(to, builder.mul(q_stride, int64(TILE_ROWS * tile)))
+        emit_tile(builder, "tilestored64", tile, emit.byte_pointer(builder, place), q_stride)
 
 
 def _apart(builder: Any, vectors: list[Any]) -> list[Any]:
@@ -62,19 +66,19 @@ def _apart(builder: Any, vectors: list[Any]) -> list[Any]:
         return vectors
     found = []
     for first in range(2):
-        lanes = ir.Constant(_INTS, [2 * lane + first for lane in range(LANES)])
+        lanes = ir.Constant(INTS, [2 * lane + first for lane in range(LANES)])
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         found.append(_apart(builder, [builder.shuffle_vector(*pair, lanes) for pair in pairs]))
     return [x for both in zip(*found, strict=True) for x in both]
 
 
 def _turner(columns: int) -> Any:
-    @_operation(types.void, types.int64, types.int64, types.int64)
+    @operation(types.void, types.int64, types.int64, types.int64)
     def turn(builder: Any, to: Any, stride: Any, source: Any) -> None:
-        places = [builder.add(source, _long(VECTOR_BYTES * c)) for c in range(columns)]
-        rows = _apart(builder, [_load(builder, FLOAT32, place) for place in places])
+        places = [builder.add(source, int64(VECTOR_BYTES * c)) for c in range(columns)]
+        rows = _apart(builder, [emit.load(builder, FLOAT32, place) for place in places])
         for r, row in enumerate(rows):
-            _store(builder, FLOAT32, builder.add(to, builder.mul(stride, _long(r))), row)
+            emit.store(builder, FLOAT32, builder.add(to, builder.mul(stride, int64(r))), row)
 
     return turn
 

@@ -16,18 +16,8 @@ from ..products.amx import configure_rows, release
 from ..products.codes import PAIRS
 from ..products.tiles import multiply_add, multiply_add_pairs
 from ..simd.gather import copy_pairs, copy_row, copy_rows, copy_words, fetch_rows, pair_rows
-from ..simd.memory import (
-    FLOAT32,
-    address_of,
-    claim,
-    get_float,
-    get_long,
-    item_size,
-    load,
-    set_float,
-    store,
-    transpose,
-)
+from ..simd.memory import address_of, claim, get_float, get_long, item_size, load, set_float, store, transpose
+from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES, function
 from .amx_attention import (
     KEYS,

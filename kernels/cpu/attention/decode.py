@@ -13,42 +13,15 @@ from numba import types
 from numba.core import cgutils
 
 from ..products.codes import PAIRS
-from ..simd.memory import (
-    _ITEM_SIZES,
-    BFLOAT16,
-    FLOAT32,
-    INT8,
-    LINE,
-    _load,
-    _prefetch,
-    _side_by_side,
-    _store,
-    _transpose,
-    get_long,
-    set_long,
-)
-from ..simd.vectors import (
-    _F32,
-    _I64,
-    HAS_DOT,
-    LANES,
-    VECTOR_BYTES,
-    _at,
-    _dot,
-    _fma,
-    _operation,
-    _same,
-    _splat,
-    function,
-)
+from ..simd import emit
+from ..simd.emit import F32, I64, int64, operation
+from ..simd.memory import LINE, get_long, set_long
+from ..simd.numbers import BFLOAT16, FLOAT32, INT8, ITEM_SIZES
+from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function
 
 MOST_ROWS = 8  # of a KV head: for more, scratch memory pays
 _MANY_REGISTERS = LANES == 16  # AVX-512 has twice as many
 _BLOCK = 8  # keys whose V is added for all heads before the next: some pages of memory
-
-
-def _long(number: int) -> ir.Constant:
-    return ir.Constant(_I64, number)
 
 
 def _key_tile(rows: int, kind: int) -> Any:
@@ -57,11 +30,11 @@ def _key_tile(rows: int, kind: int) -> Any:
     What is read next, the same columns at LANES other addresses, is fetched meanwhile: a few lines with each
     step, all of them once. PAIRS: a number of the depth is two of bfloat16, and half a step may be left.
     """
-    stored, multiply_add = (FLOAT32, _dot) if kind == PAIRS else (kind, _fma)
-    step_bytes = LANES * _ITEM_SIZES[stored]
+    stored, multiply_add = (FLOAT32, emit.dot) if kind == PAIRS else (kind, emit.fma)
+    step_bytes = LANES * ITEM_SIZES[stored]
     num_fetched = max(1, LANES * step_bytes // LINE)  # lines of each step
 
-    @_operation(types.void, *[types.int64] * 9)
+    @operation(types.void, *[types.int64] * 9)
     def key_tile(
         builder: Any,
         scores: Any,
@@ -74,38 +47,40 @@ def _key_tile(rows: int, kind: int) -> Any:
         ahead: Any,
         ahead_offset: Any,
     ) -> None:
-        longs = [builder.load(_at(builder, _I64, keys, _long(8 * lane))) for lane in range(LANES)]
+        longs = [builder.load(emit.pointer(builder, I64, keys, int64(8 * lane))) for lane in range(LANES)]
         places = [builder.add(address, offset) for address in longs]
-        sums = [cgutils.alloca_once_value(builder, _same(0.0)) for _ in range(rows)]
+        sums = [cgutils.alloca_once_value(builder, emit.constant(0.0)) for _ in range(rows)]
 
         def fetch(first: Any, count: int, step: Any) -> None:
             for lane in range(count):
-                other = builder.load(_at(builder, _I64, ahead, first, _long(8 * lane)))
-                _prefetch(builder, builder.add(builder.add(other, ahead_offset), step))
+                other = builder.load(emit.pointer(builder, I64, ahead, first, int64(8 * lane)))
+                emit.prefetch(builder, builder.add(builder.add(other, ahead_offset), step))
 
         def add_columns(step: Any, query_step: Any, first: int) -> None:
-            columns = _transpose(builder, [_load(builder, stored, builder.add(p, step)) for p in places])
+            columns = emit.transpose(
+                builder, [emit.load(builder, stored, builder.add(p, step)) for p in places]
+            )
             query = builder.add(queries, query_step)
             for lane, column in [*enumerate(columns)][first:]:
                 for r, total in enumerate(sums):
-                    at = builder.add(query, builder.mul(q_stride, _long(r)))
-                    number = builder.load(_at(builder, _F32, at, _long(4 * lane)), align=4)
+                    at = builder.add(query, builder.mul(q_stride, int64(r)))
+                    number = builder.load(emit.pointer(builder, F32, at, int64(4 * lane)), align=4)
                     now = builder.load(total)
-                    builder.store(multiply_add(builder, _splat(builder, number), column, now), total)
+                    builder.store(multiply_add(builder, emit.splat(builder, number), column, now), total)
 
-        with cgutils.for_range(builder, builder.udiv(depth, _long(LANES))) as loop:
-            step = builder.mul(loop.index, _long(step_bytes))
-            first = builder.mul(builder.urem(loop.index, _long(LANES // num_fetched)), _long(8 * num_fetched))
+        with cgutils.for_range(builder, builder.udiv(depth, int64(LANES))) as loop:
+            step = builder.mul(loop.index, int64(step_bytes))
+            first = builder.mul(builder.urem(loop.index, int64(LANES // num_fetched)), int64(8 * num_fetched))
             fetch(first, num_fetched, step)
-            add_columns(step, builder.mul(loop.index, _long(VECTOR_BYTES)), 0)
+            add_columns(step, builder.mul(loop.index, int64(VECTOR_BYTES)), 0)
         if kind == PAIRS:
-            with builder.if_then(builder.trunc(builder.udiv(depth, _long(LANES // 2)), ir.IntType(1))):
-                step = builder.mul(builder.sub(depth, _long(LANES)), _long(4))
-                fetch(_long(0), LANES, builder.add(step, _long(step_bytes // 2)))
+            with builder.if_then(builder.trunc(builder.udiv(depth, int64(LANES // 2)), ir.IntType(1))):
+                step = builder.mul(builder.sub(depth, int64(LANES)), int64(4))
+                fetch(int64(0), LANES, builder.add(step, int64(step_bytes // 2)))
                 add_columns(step, step, LANES // 2)
         for r, total in enumerate(sums):
-            at = builder.add(scores, builder.mul(stride, _long(r)))
-            _store(builder, FLOAT32, at, builder.load(total))
+            at = builder.add(scores, builder.mul(stride, int64(r)))
+            emit.store(builder, FLOAT32, at, builder.load(total))
 
     return key_tile
 
@@ -116,19 +91,19 @@ def _value_tile(rows: int, vectors: int, kind: int) -> Any:
     For each key, as much is fetched `ahead`. PAIRS: a step is two keys, whose weights are bfloat16.
     """
     where = [(r, v) for r in range(rows) for v in range(vectors)]
-    keys_per_step, multiply_add = (2, _dot) if kind == PAIRS else (1, _fma)
-    size = LANES * _ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
+    keys_per_step, multiply_add = (2, emit.dot) if kind == PAIRS else (1, emit.fma)
+    size = LANES * ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
 
     def read(builder: Any, places: list[Any]) -> list[Any]:
         """A vector of each, or of neighbouring numbers of both."""
         if kind != PAIRS:
-            return [_load(builder, kind, builder.add(places[0], _long(v * size))) for v in range(vectors)]
+            return [emit.load(builder, kind, builder.add(places[0], int64(v * size))) for v in range(vectors)]
         return [
-            _side_by_side(builder, BFLOAT16, *(builder.add(place, _long(v * size)) for place in places))
+            emit.load_pairs(builder, BFLOAT16, *(builder.add(place, int64(v * size)) for place in places))
             for v in range(vectors)
         ]
 
-    @_operation(types.void, *[types.int64] * 9)
+    @operation(types.void, *[types.int64] * 9)
     def value_tile(
         builder: Any,
         out: Any,
@@ -142,28 +117,32 @@ def _value_tile(rows: int, vectors: int, kind: int) -> Any:
         ahead_offset: Any,
     ) -> None:
         def place(r: int, v: int) -> Any:
-            return builder.add(builder.add(out, builder.mul(stride, _long(r))), _long(v * VECTOR_BYTES))
+            return builder.add(builder.add(out, builder.mul(stride, int64(r))), int64(v * VECTOR_BYTES))
 
-        sums = {p: cgutils.alloca_once_value(builder, _load(builder, FLOAT32, place(*p))) for p in where}
+        sums = {p: cgutils.alloca_once_value(builder, emit.load(builder, FLOAT32, place(*p))) for p in where}
         with cgutils.for_range(builder, count) as loop:
             keys = [
-                builder.add(builder.mul(loop.index, _long(8 * keys_per_step)), _long(8 * i))
+                builder.add(builder.mul(loop.index, int64(8 * keys_per_step)), int64(8 * i))
                 for i in range(keys_per_step)
             ]
-            places = [builder.add(builder.load(_at(builder, _I64, values, key)), offset) for key in keys]
+            places = [
+                builder.add(builder.load(emit.pointer(builder, I64, values, key)), offset) for key in keys
+            ]
             for key in keys:
-                other = builder.add(builder.load(_at(builder, _I64, ahead, key)), ahead_offset)
+                other = builder.add(builder.load(emit.pointer(builder, I64, ahead, key)), ahead_offset)
                 for byte in range(0, vectors * size, LINE):
-                    _prefetch(builder, builder.add(other, _long(byte)))
+                    emit.prefetch(builder, builder.add(other, int64(byte)))
             parts = read(builder, places)
             for r in range(rows):
-                at = builder.add(weights, builder.mul(w_stride, _long(r)))
-                number = builder.load(_at(builder, _F32, at, builder.mul(loop.index, _long(4))), align=4)
-                same = _splat(builder, number)
+                at = builder.add(weights, builder.mul(w_stride, int64(r)))
+                number = builder.load(
+                    emit.pointer(builder, F32, at, builder.mul(loop.index, int64(4))), align=4
+                )
+                same = emit.splat(builder, number)
                 for v, part in enumerate(parts):
                     builder.store(multiply_add(builder, same, part, builder.load(sums[r, v])), sums[r, v])
         for p in where:
-            _store(builder, FLOAT32, place(*p), builder.load(sums[p]))
+            emit.store(builder, FLOAT32, place(*p), builder.load(sums[p]))
 
     return value_tile
 
@@ -174,7 +153,7 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
     value_8x2, value_4x2, value_4x1 = (_value_tile(*tile, kind) for tile in ((8, 2), (4, 2), (4, 1)))
     value_2x4, value_2x1 = _value_tile(2, 4, kind), _value_tile(2, 1, kind)
     value_1x8, value_1x6, value_1x3, value_1x1 = (_value_tile(1, vectors, kind) for vectors in (8, 6, 3, 1))
-    size = LANES * _ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
+    size = LANES * ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
 
     @function
     def score(scores, stride, queries, q_stride, keys, offset, depth, rows, ahead, ahead_offset):

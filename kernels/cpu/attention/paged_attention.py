@@ -11,7 +11,7 @@ from torch import Tensor
 from ...attention_options import AttentionOptions, check_attention, check_own_plan, check_plans
 from ...checks import check_device, in_debug_mode
 from ..products.amx import HAS_TILES
-from ..simd.memory import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 from .attention import ATTEND, MAX_ROWS, MERGE
 from .softmax import padded
 from .units import SPLIT, scratch_size

@@ -1,7 +1,8 @@
 """Where attention finds the tokens of a tile: the block table for numba. Addresses are int64."""
 
 from ..products.amx import TILE_ROWS
-from ..simd.memory import FLOAT32, get_int, get_long, load_up_to, set_long, store_some_as
+from ..simd.memory import get_int, get_long, load_up_to, set_long, store_some_as
+from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, function
 from .softmax import TILE, ZERO, fill
 

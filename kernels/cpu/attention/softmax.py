@@ -11,17 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..simd.gather import copy_row, fetch_rows, highest_of_rows, totals_of_rows
-from ..simd.memory import (
-    FLOAT32,
-    get_float,
-    get_long,
-    load,
-    load_up_to,
-    set_float,
-    store,
-    store_narrow,
-    store_some_as,
-)
+from ..simd.memory import get_float, get_long, load, load_up_to, set_float, store, store_narrow, store_some_as
+from ..simd.numbers import FLOAT32
 from ..simd.vectors import (
     LANES,
     VECTOR_BYTES,

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from ..products.amx import TILE_ROWS
 from ..products.codes import PAIRS
-from ..simd.memory import BFLOAT16, FLOAT8, INT8, LINE, get_int, get_long
+from ..simd.memory import LINE, get_int, get_long
+from ..simd.numbers import BFLOAT16, FLOAT8, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function
 from .amx_attention import KEYS, in_place_bytes
 from .decode import reads_in_place

@@ -8,7 +8,6 @@ NaN.
 
 from typing import Any
 
-from llvmlite import ir
 from numba import carray, types
 
 from ..launch.runs import take_run
@@ -34,31 +33,11 @@ from ..products.codes import (
     step_bytes,
 )
 from ..products.unpack import unpack
-from ..simd.memory import (
-    FLOAT32,
-    LINE,
-    _load,
-    _store,
-    address_of,
-    claim,
-    item_size,
-    load,
-    store_some_as,
-)
-from ..simd.vectors import (
-    _I64,
-    _INTS,
-    _VECTOR,
-    LANES,
-    VECTOR_BYTES,
-    _narrow,
-    _operation,
-    _same,
-    add,
-    function,
-    multiply,
-    silu,
-)
+from ..simd import emit
+from ..simd.emit import INTS, VECTOR, int64, operation
+from ..simd.memory import LINE, address_of, claim, item_size, load, store_some_as
+from ..simd.numbers import FLOAT32
+from ..simd.vectors import LANES, VECTOR_BYTES, add, function, multiply, silu
 
 THIRDS = 3
 DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
@@ -142,24 +121,22 @@ def is_read_apart(num_rows: int, num_panels: int, in_features: int, thirds: int)
     return is_large and num_rows * thirds <= BLOCK // _TOGETHER
 
 
-@_operation(types.void, *[types.int64] * 4)
+@operation(types.void, *[types.int64] * 4)
 def _split(builder: Any, source: Any, first: Any, second: Any, third: Any) -> None:
     """INPUTS numbers of float32 as the upper, the middle and the lower 8 bits of what they are made of.
 
     What is not finite stays that in all three.
     """
-    halves = [
-        _load(builder, FLOAT32, builder.add(source, ir.Constant(_I64, VECTOR_BYTES * v))) for v in range(2)
-    ]
+    halves = [emit.load(builder, FLOAT32, builder.add(source, int64(VECTOR_BYTES * v))) for v in range(2)]
     for to in (first, second, third):
         parts = []
         for v, x in enumerate(halves):
-            bits, exponent = builder.bitcast(x, _INTS), _same(0x7F800000, _INTS)
+            bits, exponent = builder.bitcast(x, INTS), emit.constant(0x7F800000, INTS)
             is_finite = builder.icmp_signed("!=", builder.and_(bits, exponent), exponent)
-            upper = builder.bitcast(builder.and_(bits, _same(0xFFFF0000, _INTS)), _VECTOR)
+            upper = builder.bitcast(builder.and_(bits, emit.constant(0xFFFF0000, INTS)), VECTOR)
             parts.append(builder.select(is_finite, upper, x))
             halves[v] = builder.select(is_finite, builder.fsub(x, upper), x)
-        _store(builder, FLOAT32, to, _narrow(builder, *parts))
+        emit.store(builder, FLOAT32, to, emit.narrow(builder, *parts))
 
 
 @function

@@ -37,18 +37,8 @@ from ..products.codes import (
 )
 from ..products.tiles import GATED, MOST_TILE_ROWS, multiply_panel
 from ..products.unpack import unpack, unpacked_kind
-from ..simd.memory import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    INT8,
-    address_of,
-    claim,
-    get_byte,
-    item_size,
-    set_byte,
-    store,
-)
+from ..simd.memory import address_of, claim, get_byte, item_size, set_byte, store
+from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 from .amx_linear import TILES, is_read_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
 

@@ -16,8 +16,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..simd.memory import LINE, _prefetch, set_byte
-from ..simd.vectors import _I64, HAS_DOT, VECTOR_BYTES, _at, _call, _has, _operation, function
+from ..simd import emit
+from ..simd.emit import has_feature, int64, operation
+from ..simd.memory import LINE, set_byte
+from ..simd.vectors import HAS_DOT, VECTOR_BYTES, function
 from .codes import PANEL, Int8Pairs, Rows
 from .codes_int4 import Int4Pairs
 from .codes_short import ShortPairs
@@ -54,31 +56,27 @@ def _may_use_tiles() -> bool:
 
 
 # What is compiled, and kept for other processes, depends on the CPU alone.
-_CPU_HAS_TILES = HAS_DOT and _has("amx-bf16") and _has("amx-tile")
+_CPU_HAS_TILES = HAS_DOT and has_feature("amx-bf16") and has_feature("amx-tile")
 HAS_TILES = _CPU_HAS_TILES and _may_use_tiles()
 
 
-def _do(builder: Any, name: str, *args: Any) -> None:
+def emit_tile(builder: Any, name: str, *args: Any) -> None:
     """One of LLVM's functions for tiles, where there are any; an int is the number of a tile."""
     if not _CPU_HAS_TILES:
         return
     values = [ir.Constant(ir.IntType(8), arg) if isinstance(arg, int) else arg for arg in args]
-    _call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
+    emit.call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
 
 
-def _pointer(builder: Any, address: Any) -> Any:
-    return _at(builder, ir.IntType(8), address)
-
-
-@_operation(types.void, types.int64)
+@operation(types.void, types.int64)
 def configure(builder: Any, address: Any) -> None:
-    _do(builder, "ldtilecfg", _pointer(builder, address))
+    emit_tile(builder, "ldtilecfg", emit.byte_pointer(builder, address))
 
 
-@_operation(types.void)
+@operation(types.void)
 def release(builder: Any) -> None:
     """No tile is in use any more: saving and restoring them would slow the system down."""
-    _do(builder, "tilerelease")
+    emit_tile(builder, "tilerelease")
 
 
 def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> Any:
@@ -90,28 +88,28 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
     factors_far, c_far, b_far and `far` behind the first one's.
     """
 
-    @_operation(types.void, *[types.int64] * 16)
+    @operation(types.void, *[types.int64] * 16)
     def block_product(
         builder: Any, c: Any, c_stride: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
         tiles: Any, ahead: Any, pace: Any, unpacked: Any, factors: Any, factors_far: Any, c_far: Any,
         b_far: Any, far: Any,
     ) -> None:  # fmt: skip
         c_group, a_group, b_step = (
-            builder.mul(stride, ir.Constant(_I64, TILE_ROWS)) for stride in (c_stride, a_stride, b_stride)
+            builder.mul(stride, int64(TILE_ROWS)) for stride in (c_stride, a_stride, b_stride)
         )
         sums = []
         for g, p, v in product(range(groups), range(panels), range(2)):
-            place = builder.add(c, builder.mul(c_far if p else c_group, ir.Constant(_I64, g + p)))
-            place = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
-            sums.append((_SUMS[2 * (g + p) + v], _pointer(builder, place)))
-        with builder.if_else(builder.icmp_signed("!=", at_first, ir.Constant(_I64, 0))) as (empty, go_on):
+            place = builder.add(c, builder.mul(c_far if p else c_group, int64(g + p)))
+            place = builder.add(place, int64(VECTOR_BYTES * v))
+            sums.append((_SUMS[2 * (g + p) + v], emit.byte_pointer(builder, place)))
+        with builder.if_else(builder.icmp_signed("!=", at_first, int64(0))) as (empty, go_on):
             with empty:
                 for tile, _ in sums:
-                    _do(builder, "tilezero", tile)
+                    emit_tile(builder, "tilezero", tile)
             with go_on:
                 for tile, place in sums:
-                    _do(builder, "tileloadd64", tile, place, c_stride)
-        numbers, room = [ir.Constant(_I64, p) for p in range(panels)], ir.Constant(_I64, 2 * STEPS * _WIDTH)
+                    emit_tile(builder, "tileloadd64", tile, place, c_stride)
+        numbers, room = [int64(p) for p in range(panels)], int64(2 * STEPS * _WIDTH)
         if weight is not None:
             distance, brings = AHEAD_BYTES // panels, []
             for p in numbers:
@@ -126,25 +124,25 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
                 at_b, stride = builder.add(b, builder.mul(loop.index, b_step)), b_stride
                 places_b = [builder.add(at_b, builder.mul(b_far, p)) for p in numbers]
             else:
-                places_b, stride = [bring(loop.index) for bring in brings], ir.Constant(_I64, _WIDTH)
-            at_a = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, LINE)))
+                places_b, stride = [bring(loop.index) for bring in brings], int64(_WIDTH)
+            at_a = builder.add(a, builder.mul(loop.index, int64(LINE)))
             for g in range(groups):
-                place = builder.add(at_a, builder.mul(a_group, ir.Constant(_I64, g)))
-                _do(builder, "tileloadd64", _ROWS[g], _pointer(builder, place), a_stride)
+                place = builder.add(at_a, builder.mul(a_group, int64(g)))
+                emit_tile(builder, "tileloadd64", _ROWS[g], emit.byte_pointer(builder, place), a_stride)
             for p, place in enumerate(places_b):
                 for v, tile in enumerate(_HALVES):
-                    half = builder.add(place, ir.Constant(_I64, VECTOR_BYTES * v))
-                    _do(builder, "tileloadd64", tile, _pointer(builder, half), stride)
+                    half = builder.add(place, int64(VECTOR_BYTES * v))
+                    emit_tile(builder, "tileloadd64", tile, emit.byte_pointer(builder, half), stride)
                     for g in range(groups):
-                        _do(builder, "tdpbf16ps", _SUMS[2 * (g + p) + v], _ROWS[g], tile)
+                        emit_tile(builder, "tdpbf16ps", _SUMS[2 * (g + p) + v], _ROWS[g], tile)
             if weight is None:
-                with cgutils.for_range(builder, builder.udiv(pace, ir.Constant(_I64, LINE))) as lines:
-                    place = builder.add(fetched, builder.mul(lines.index, ir.Constant(_I64, LINE)))
+                with cgutils.for_range(builder, builder.udiv(pace, int64(LINE))) as lines:
+                    place = builder.add(fetched, builder.mul(lines.index, int64(LINE)))
                     for _ in range(panels):
-                        _prefetch(builder, place)
+                        emit.prefetch(builder, place)
                         place = builder.add(place, far)
         for tile, place in sums:
-            _do(builder, "tilestored64", tile, place, c_stride)
+            emit_tile(builder, "tilestored64", tile, place, c_stride)
 
     return block_product
 
@@ -160,13 +158,13 @@ def _unpack_ahead(
     Memory `distance` bytes ahead, in whole steps, is on its way meanwhile, behind the last of them that from
     next_b on.
     """
-    steps, size = ir.Constant(_I64, STEPS), ir.Constant(_I64, STEPS * _WIDTH)
-    one, bytes_ = ir.Constant(_I64, 1), builder.mul(b_stride, steps)
-    steps_ahead = builder.udiv(ir.Constant(_I64, distance), bytes_)
+    steps, size = int64(STEPS), int64(STEPS * _WIDTH)
+    one, bytes_ = int64(1), builder.mul(b_stride, steps)
+    steps_ahead = builder.udiv(int64(distance), bytes_)
 
     def unpack(step: Any, place: Any, ahead: Any = None) -> None:
         source = builder.add(b, builder.mul(step, bytes_))
-        group = builder.add(factors, builder.mul(step, ir.Constant(_I64, weight.group_bytes)))
+        group = builder.add(factors, builder.mul(step, int64(weight.group_bytes)))
         weight.unpack(builder, place, source, b_stride, group, steps, ahead)
 
     def bring(step: Any) -> Any:
@@ -175,7 +173,7 @@ def _unpack_ahead(
         following = builder.select(builder.icmp_signed("<", following, tiles), following, last)
         later = builder.add(following, steps_ahead)
         behind = builder.sub(later, tiles)
-        is_behind = builder.icmp_signed(">=", behind, ir.Constant(_I64, 0))
+        is_behind = builder.icmp_signed(">=", behind, int64(0))
         ahead = builder.add(
             builder.select(is_behind, next_b, b),
             builder.mul(builder.select(is_behind, behind, later), bytes_),
@@ -183,7 +181,7 @@ def _unpack_ahead(
         unpack(following, builder.add(unpacked, builder.mul(builder.xor(odd, one), size)), ahead)
         return builder.add(unpacked, builder.mul(odd, size))
 
-    unpack(ir.Constant(_I64, 0), unpacked)
+    unpack(int64(0), unpacked)
     return bring
 
 

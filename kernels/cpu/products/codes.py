@@ -11,25 +11,17 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..simd.memory import _ITEM_SIZES, BFLOAT16, FLOAT32, INT8, _load, _prefetch, _store, item_size
-from ..simd.vectors import (
-    _I64,
-    _INTS,
-    _VECTOR,
-    HAS_HALVES,
-    LANES,
-    VECTOR_BYTES,
-    _at,
-    _narrow,
-    _same,
-    function,
-)
+from ..simd import emit
+from ..simd.emit import INTS, VECTOR, int64
+from ..simd.memory import item_size
+from ..simd.numbers import BFLOAT16, FLOAT32, INT8, ITEM_SIZES
+from ..simd.vectors import HAS_HALVES, LANES, VECTOR_BYTES, function
 
 # How a panel is stored, after the kinds of single numbers.
 INT4, HALVES, PAIRS, INT8_PAIRS, INT4_PAIRS, SHORT_PAIRS, SHORT_HALVES = range(5, 12)
 PANEL = 2 * LANES  # outputs
 GROUP = 32  # inputs that share a scale and a zero in int4
-GROUP_BYTES = 2 * PANEL * _ITEM_SIZES[BFLOAT16]  # of these
+GROUP_BYTES = 2 * PANEL * ITEM_SIZES[BFLOAT16]  # of these
 INT4_STEPS = 8  # of int4 in pairs, that lie in a vector
 # Of bfloat16 in 12 bits: numbers of a group, and of a part of it, which becomes two vectors; bytes of a part,
 # and of what a group has in front of them, so that a step has a whole number of bytes.
@@ -56,10 +48,10 @@ class Rows:
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """A step's."""
-        return [_load(builder, self.kind, place) for place in self._halves(builder, address)]
+        return [emit.load(builder, self.kind, place) for place in self._halves(builder, address)]
 
     def _halves(self, builder: Any, address: Any) -> list[Any]:
-        return [address, builder.add(address, ir.Constant(_I64, LANES * _ITEM_SIZES[self.kind]))]
+        return [address, builder.add(address, int64(LANES * ITEM_SIZES[self.kind]))]
 
     def each_step(
         self,
@@ -75,8 +67,8 @@ class Rows:
             with cgutils.for_range(builder, depth) as loop:
                 body(loop.index, None)
             return
-        steps, size = ir.Constant(_I64, self.group_steps), ir.Constant(_I64, self.group_bytes)
-        some = ir.Constant(_I64, self.at_a_time)
+        steps, size = int64(self.group_steps), int64(self.group_bytes)
+        some = int64(self.at_a_time)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
             own = self.factors(builder, builder.add(factors, builder.mul(groups.index, size)))
             first = builder.mul(groups.index, steps)
@@ -107,21 +99,21 @@ class Rows:
         def step(index: Any, own: Any) -> None:
             source = builder.add(panel, builder.mul(stride, index))
             if ahead is not None:
-                _prefetch(builder, builder.add(ahead, builder.mul(stride, index)), near=True)
-            _store_step(builder, to, index, self.read(builder, source, own))
+                emit.prefetch(builder, builder.add(ahead, builder.mul(stride, index)), near=True)
+            store_step(builder, to, index, self.read(builder, source, own))
 
         self.each_step(builder, panel, stride, factors, depth, step)
 
 
-def _step_place(builder: Any, to: Any, index: Any) -> Any:
-    return builder.add(to, builder.mul(index, ir.Constant(_I64, 2 * VECTOR_BYTES)))
+def step_place(builder: Any, to: Any, index: Any) -> Any:
+    return builder.add(to, builder.mul(index, int64(2 * VECTOR_BYTES)))
 
 
-def _store_step(builder: Any, to: Any, index: Any, vectors: list[Any]) -> None:
-    row = _step_place(builder, to, index)
+def store_step(builder: Any, to: Any, index: Any, vectors: list[Any]) -> None:
+    row = step_place(builder, to, index)
     for vector in vectors:
-        _store(builder, FLOAT32, row, vector)
-        row = builder.add(row, ir.Constant(_I64, VECTOR_BYTES))
+        emit.store(builder, FLOAT32, row, vector)
+        row = builder.add(row, int64(VECTOR_BYTES))
 
 
 class Halves(Rows):
@@ -132,14 +124,14 @@ class Halves(Rows):
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """See Rows."""
-        return self.made_of(builder, [_load(builder, FLOAT32, address)])
+        return self.made_of(builder, [emit.load(builder, FLOAT32, address)])
 
     def made_of(self, builder: Any, stored: list[Any]) -> list[Any]:
         """A step's, of the vector that is stored for it."""
-        both = builder.bitcast(stored[0], _INTS)
-        first = builder.shl(both, _same(16, _INTS))
-        second = builder.and_(both, _same(0xFFFF0000, _INTS))
-        return [builder.bitcast(half, _VECTOR) for half in (first, second)]
+        both = builder.bitcast(stored[0], INTS)
+        first = builder.shl(both, emit.constant(16, INTS))
+        second = builder.and_(both, emit.constant(0xFFFF0000, INTS))
+        return [builder.bitcast(half, VECTOR) for half in (first, second)]
 
 
 class Pairs(Rows):
@@ -165,10 +157,12 @@ class Int8Pairs(Rows):
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
         """See Rows."""
-        places = address, builder.add(address, ir.Constant(_I64, PANEL))
+        places = address, builder.add(address, int64(PANEL))
         if HAS_HALVES:
             return [_int8_by_halves(builder, place) for place in places]
-        return [_narrow(builder, *super(Int8Pairs, self).read(builder, place, factors)) for place in places]
+        return [
+            emit.narrow(builder, *super(Int8Pairs, self).read(builder, place, factors)) for place in places
+        ]
 
 
 def _int8_by_halves(builder: Any, address: Any) -> Any:
@@ -178,12 +172,12 @@ def _int8_by_halves(builder: Any, address: Any) -> Any:
     112 larger, 128 and the same 4 bits: so sign and leading bit stay in place, and the others move down by 3.
     """
     bits, halves = ir.VectorType(ir.IntType(16), PANEL), ir.VectorType(ir.HalfType(), PANEL)
-    stored = builder.load(_at(builder, ir.VectorType(ir.IntType(8), PANEL), address), align=1)
+    stored = builder.load(emit.pointer(builder, ir.VectorType(ir.IntType(8), PANEL), address), align=1)
     down, kept, moved = (ir.Constant(bits, [n] * PANEL) for n in (3, 0xC000, 0x07FF))
     single = builder.sext(stored, bits)
     number = builder.bitcast(builder.sitofp(builder.add(single, single), halves), bits)
     rest = builder.and_(builder.lshr(number, down), moved)
-    return builder.bitcast(builder.or_(builder.and_(number, kept), rest), _VECTOR)
+    return builder.bitcast(builder.or_(builder.and_(number, kept), rest), VECTOR)
 
 
 @function

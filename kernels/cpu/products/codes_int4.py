@@ -5,8 +5,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..simd.memory import BFLOAT16, INT8, _load, _read
-from ..simd.vectors import _I64, _INTS, _VECTOR, LANES, VECTOR_BYTES, _fma, _narrow, _same, _twice
+from ..simd import emit
+from ..simd.emit import INTS, VECTOR, int64
+from ..simd.numbers import BFLOAT16, INT8
+from ..simd.vectors import LANES, VECTOR_BYTES
 from .codes import GROUP, GROUP_BYTES, INT4_STEPS, PANEL, Rows
 
 
@@ -23,15 +25,15 @@ class Int4(Rows):
         """For either half what multiplies a code, and what is added."""
         values = []
         for half in range(2):
-            at = builder.add(address, ir.Constant(_I64, 2 * LANES * half))
-            scale = _load(builder, BFLOAT16, at)
-            zero = _load(builder, BFLOAT16, builder.add(at, ir.Constant(_I64, 2 * PANEL)))
-            values.append((scale, _fma(builder, _same(-self.offset), scale, zero)))
+            at = builder.add(address, int64(2 * LANES * half))
+            scale = emit.load(builder, BFLOAT16, at)
+            zero = emit.load(builder, BFLOAT16, builder.add(at, int64(2 * PANEL)))
+            values.append((scale, emit.fma(builder, emit.constant(-self.offset), scale, zero)))
         return values
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
         """See Rows."""
-        codes = builder.zext(_read(builder, 8, address), _INTS)
+        codes = builder.zext(emit.read(builder, 8, address), INTS)
         return [_dequantized(builder, codes, half, *factors[half]) for half in range(2)]
 
 
@@ -59,26 +61,32 @@ class Int4Pairs(Int4):
         self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
     ) -> None:
         """See Rows; with the factors comes for each quarter what they multiply."""
-        places = [builder.add(place, ir.Constant(_I64, VECTOR_BYTES * quarter)) for quarter in range(4)]
-        codes = [_read(builder, 32, quarter) for quarter in places]
+        places = [builder.add(place, int64(VECTOR_BYTES * quarter)) for quarter in range(4)]
+        codes = [emit.read(builder, 32, quarter) for quarter in places]
         for step in range(self.at_a_time):
             numbers = [_from_16(builder, quarter, 4 * step) for quarter in codes]
-            body(builder.add(first, ir.Constant(_I64, step)), (numbers, factors))
+            body(builder.add(first, int64(step)), (numbers, factors))
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """See Rows."""
-        quarters = [_fma(builder, number, *own) for number, own in zip(*factors, strict=True)]
-        return [_narrow(builder, *quarters[:2]), _narrow(builder, *quarters[2:])]
+        quarters = [emit.fma(builder, number, *own) for number, own in zip(*factors, strict=True)]
+        return [emit.narrow(builder, *quarters[:2]), emit.narrow(builder, *quarters[2:])]
 
 
 def _from_16(builder: Any, codes: Any, first: int) -> Any:
     """16 and what 4 bits of an int32 hold, from the first on, which become the upper ones of a mantissa."""
     up = 19 - first
     move, by = (builder.shl, up) if up > 0 else (builder.lshr, -up)
-    bits = builder.and_(move(codes, _same(by, _INTS)), _same(15 << 19, _INTS))
-    return builder.bitcast(builder.or_(bits, _same(0x41800000, _INTS)), _VECTOR)
+    bits = builder.and_(move(codes, emit.constant(by, INTS)), emit.constant(15 << 19, INTS))
+    return builder.bitcast(builder.or_(bits, emit.constant(0x41800000, INTS)), VECTOR)
 
 
 def _dequantized(builder: Any, codes: Any, half: int, scale: Any, least: Any) -> Any:
-    bits = builder.and_(builder.lshr(codes, _same(4 * half, _INTS)), _same(15, _INTS))
-    return _fma(builder, builder.sitofp(bits, _VECTOR), scale, least)
+    bits = builder.and_(builder.lshr(codes, emit.constant(4 * half, INTS)), emit.constant(15, INTS))
+    return emit.fma(builder, builder.sitofp(bits, VECTOR), scale, least)
+
+
+def _twice(builder: Any, x: Any, first: int) -> Any:
+    """Half of the lanes from the first on, each twice."""
+    lanes = [first + lane // 2 for lane in range(LANES)]
+    return builder.shuffle_vector(x, x, ir.Constant(INTS, lanes))

@@ -6,8 +6,11 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..simd.memory import FLOAT32, LINE, _load, _prefetch
-from ..simd.vectors import _I32, _I64, _VECTOR, LANES, VECTOR_BYTES, _at, _call
+from ..simd import emit
+from ..simd.emit import I32, I64, VECTOR, int64
+from ..simd.memory import LINE
+from ..simd.numbers import FLOAT32
+from ..simd.vectors import LANES, VECTOR_BYTES
 from .codes import (
     PANEL,
     SHORT_GROUP,
@@ -20,8 +23,8 @@ from .codes import (
     Halves,
     Pairs,
     Rows,
-    _step_place,
-    _store_step,
+    step_place,
+    store_step,
 )
 
 _TOGETHER = 2  # parts of a group that are gone through at a time: with AVX-512 they fill lines
@@ -59,25 +62,25 @@ class _Short(Rows):
         """
         memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), 2 * SHORT_GROUP))
         memory.align = VECTOR_BYTES
-        number = builder.load(_at(builder, _I64, place, ir.Constant(_I64, TABLE_BYTES + 8)), align=1)
-        is_whole = builder.icmp_signed("==", number, ir.Constant(_I64, 0))
+        number = builder.load(emit.pointer(builder, I64, place, int64(TABLE_BYTES + 8)), align=1)
+        is_whole = builder.icmp_signed("==", number, int64(0))
         vectors = self.step // (2 * LANES)  # of a step
 
         def pass_on(index: Any, part: list[Any]) -> None:
-            step = builder.add(first, builder.mul(index, ir.Constant(_I64, 2 // vectors)))
+            step = builder.add(first, builder.mul(index, int64(2 // vectors)))
             for at in range(0, 2, vectors):
-                body(builder.add(step, ir.Constant(_I64, at // vectors)), part[at : at + vectors])
+                body(builder.add(step, int64(at // vectors)), part[at : at + vectors])
 
         with builder.if_else(is_whole) as (whole, other):
             with whole:
                 self._each_part(builder, place, pass_on)
             with other:
-                to, steps = builder.ptrtoint(memory, _I64), ir.Constant(_I64, self.group_steps)
+                to, steps = builder.ptrtoint(memory, I64), int64(self.group_steps)
                 self.unpack(builder, to, place, None, factors, steps)
                 with cgutils.for_range(builder, steps) as loop:
-                    step = builder.add(to, builder.mul(loop.index, ir.Constant(_I64, 2 * self.step)))
-                    places = [builder.add(step, ir.Constant(_I64, v * VECTOR_BYTES)) for v in range(vectors)]
-                    body(builder.add(first, loop.index), [_load(builder, FLOAT32, v) for v in places])
+                    step = builder.add(to, builder.mul(loop.index, int64(2 * self.step)))
+                    places = [builder.add(step, int64(v * VECTOR_BYTES)) for v in range(vectors)]
+                    body(builder.add(first, loop.index), [emit.load(builder, FLOAT32, v) for v in places])
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
         """See Rows."""
@@ -91,21 +94,21 @@ class _Short(Rows):
         ahead: have the memory of another group on its way, a few lines at a time in their order, which the
         CPU's own fetching follows.
         """
-        table = builder.load(_at(builder, _bytes(TABLE_BYTES), group), align=1)
+        table = builder.load(emit.pointer(builder, _bytes(TABLE_BYTES), group), align=1)
         table = _repeated(builder, table, SHORT_PART)
-        first = builder.add(group, ir.Constant(_I64, SHORT_HEAD_BYTES))
-        with cgutils.for_range(builder, ir.Constant(_I64, SHORT_PARTS // _TOGETHER)) as loop:
-            start = builder.mul(loop.index, ir.Constant(_I64, _TOGETHER * SHORT_PART_BYTES))
+        first = builder.add(group, int64(SHORT_HEAD_BYTES))
+        with cgutils.for_range(builder, int64(SHORT_PARTS // _TOGETHER)) as loop:
+            start = builder.mul(loop.index, int64(_TOGETHER * SHORT_PART_BYTES))
             for i in range(_TOGETHER):
                 for at in range(0, _TOGETHER * SHORT_PART_BYTES, LINE):
                     if ahead is not None and at // SHORT_PART_BYTES == i:
-                        _prefetch(builder, builder.add(builder.add(ahead, start), ir.Constant(_I64, at)))
-                index = builder.mul(loop.index, ir.Constant(_I64, _TOGETHER))
-                index = builder.add(index, ir.Constant(_I64, i))
-                source = builder.add(start, ir.Constant(_I64, SHORT_PART_BYTES * i))
+                        emit.prefetch(builder, builder.add(builder.add(ahead, start), int64(at)))
+                index = builder.mul(loop.index, int64(_TOGETHER))
+                index = builder.add(index, int64(i))
+                source = builder.add(start, int64(SHORT_PART_BYTES * i))
                 body(index, _lengthened(builder, builder.add(first, source), table))
         if ahead is not None:  # what is left of it
-            _prefetch(builder, builder.add(ahead, ir.Constant(_I64, SHORT_PARTS * SHORT_PART_BYTES)))
+            emit.prefetch(builder, builder.add(ahead, int64(SHORT_PARTS * SHORT_PART_BYTES)))
 
     def unpack(
         self,
@@ -118,16 +121,16 @@ class _Short(Rows):
         ahead: Any = None,
     ) -> None:
         """See Rows; what they become lies as it did before it was shortened."""
-        parts, steps = ir.Constant(_I64, SHORT_PARTS), ir.Constant(_I64, self.group_steps)
+        parts, steps = int64(SHORT_PARTS), int64(self.group_steps)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
-            start = builder.mul(groups.index, ir.Constant(_I64, SHORT_GROUP_BYTES))
+            start = builder.mul(groups.index, int64(SHORT_GROUP_BYTES))
             group, first = builder.add(panel, start), builder.mul(groups.index, parts)
 
             def keep(index: Any, part: list[Any], first: Any = first) -> None:
-                _store_step(builder, to, builder.add(first, index), part)
+                store_step(builder, to, builder.add(first, index), part)
 
             self._each_part(builder, group, keep, None if ahead is None else builder.add(ahead, start))
-            _mend(builder, _step_place(builder, to, first), group, factors)
+            _mend(builder, step_place(builder, to, first), group, factors)
 
 
 class ShortPairs(_Short):
@@ -147,35 +150,35 @@ class ShortHalves(_Short):
 def _lengthened(builder: Any, address: Any, table: Any) -> list[Any]:
     """A part of a group; table: the group's, for any 16 bytes of a vector."""
     width = SHORT_PART
-    lower = builder.load(_at(builder, _bytes(width), address), align=1)
-    place = builder.add(address, ir.Constant(_I64, width))
-    codes = _repeated(builder, builder.load(_at(builder, _bytes(PANEL), place), align=1), width)
-    longs = ir.VectorType(_I64, width // 8)
+    lower = builder.load(emit.pointer(builder, _bytes(width), address), align=1)
+    place = builder.add(address, int64(width))
+    codes = _repeated(builder, builder.load(emit.pointer(builder, _bytes(PANEL), place), align=1), width)
+    longs = ir.VectorType(I64, width // 8)
     shifts = ir.Constant(longs, [0] * (width // 16) + [4] * (width // 16))
     codes = builder.bitcast(builder.lshr(builder.bitcast(codes, longs), shifts), _bytes(width))
     codes = builder.and_(codes, ir.Constant(_bytes(width), [15] * width))
     look_up = "avx512.pshuf.b.512" if LANES == 16 else "avx2.pshuf.b"
-    upper = _call(builder, f"llvm.x86.{look_up}", _bytes(width), table, codes)
+    upper = emit.call(builder, f"llvm.x86.{look_up}", _bytes(width), table, codes)
     vectors = []
     for half in (0, 8):
         parts = range(width // 16)
         places = [16 * part + half + i + of for part in parts for i in range(8) for of in (0, width)]
-        both = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(_I32, width), places))
-        vectors.append(builder.bitcast(both, _VECTOR))
+        both = builder.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, width), places))
+        vectors.append(builder.bitcast(both, VECTOR))
     return vectors
 
 
 def _mend(builder: Any, place: Any, group: Any, exceptions: Any) -> None:
     """Put the exceptions of a group where they belong; see _Short."""
     first, number = (
-        builder.load(_at(builder, _I64, group, ir.Constant(_I64, TABLE_BYTES + at)), align=1) for at in (0, 8)
+        builder.load(emit.pointer(builder, I64, group, int64(TABLE_BYTES + at)), align=1) for at in (0, 8)
     )
     with cgutils.for_range(builder, number) as loop:
-        at = builder.mul(builder.add(first, loop.index), ir.Constant(_I64, 4))
-        exception = builder.load(_at(builder, _I32, exceptions, at))
-        where = builder.zext(builder.lshr(exception, ir.Constant(_I32, 8)), _I64)
+        at = builder.mul(builder.add(first, loop.index), int64(4))
+        exception = builder.load(emit.pointer(builder, I32, exceptions, at))
+        where = builder.zext(builder.lshr(exception, ir.Constant(I32, 8)), I64)
         upper = builder.trunc(exception, ir.IntType(8))
-        builder.store(upper, _at(builder, upper.type, place, where))
+        builder.store(upper, emit.pointer(builder, upper.type, place, where))
 
 
 def _bytes(number: int) -> ir.VectorType:
@@ -185,4 +188,4 @@ def _bytes(number: int) -> ir.VectorType:
 def _repeated(builder: Any, x: Any, length: int) -> Any:
     """The elements of a vector, again and again."""
     places = [i % x.type.count for i in range(length)]
-    return builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(_I32, length), places))
+    return builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, length), places))

@@ -6,27 +6,14 @@ bits of a row do not depend on how many rows are beside it. Addresses are int64,
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..simd.memory import _ITEM_SIZES, BFLOAT16, FLOAT16, FLOAT32, INT8, LINE, _load, _prefetch, _store
-from ..simd.vectors import (
-    _F32,
-    _I64,
-    HAS_DOT,
-    HAS_LOOKUP,
-    LANES,
-    VECTOR_BYTES,
-    _at,
-    _dot,
-    _fma,
-    _operation,
-    _same,
-    _silu,
-    _splat,
-    function,
-)
+from ..simd import emit
+from ..simd.emit import F32, int64, operation
+from ..simd.memory import LINE
+from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_SIZES
+from ..simd.vectors import HAS_DOT, HAS_LOOKUP, LANES, VECTOR_BYTES, function
 from .codes import (
     HALVES,
     INT4,
@@ -51,40 +38,40 @@ class _Tile:
     def __init__(self, rows: int, vectors: int, *, pairs: bool = False) -> None:
         self.rows, self.vectors = rows, vectors
         self.places = [(r, v) for r in range(rows) for v in range(vectors)]
-        self.multiply_add = _dot if pairs else _fma
+        self.multiply_add = emit.dot if pairs else emit.fma
 
     def zeros(self, builder: Any) -> dict[tuple[int, int], Any]:
         """The sums of nothing."""
-        return {place: cgutils.alloca_once_value(builder, _same(0.0)) for place in self.places}
+        return {place: cgutils.alloca_once_value(builder, emit.constant(0.0)) for place in self.places}
 
     def load(self, builder: Any, sums: Any, c: Any, stride: Any) -> None:
         """The sums so far."""
         for r, v in self.places:
             place = _place(builder, c, stride, r, v * VECTOR_BYTES)
-            builder.store(_load(builder, FLOAT32, place), sums[r, v])
+            builder.store(emit.load(builder, FLOAT32, place), sums[r, v])
 
     def add(self, builder: Any, sums: Any, a: Any, a_stride: Any, index: Any, row: list[Any]) -> None:
         """What one step of the depth adds, of which this is the row of B."""
-        column, multiply_add = builder.add(a, builder.mul(index, ir.Constant(_I64, 4))), self.multiply_add
+        column, multiply_add = builder.add(a, builder.mul(index, int64(4))), self.multiply_add
         for r in range(self.rows):
-            place = _at(builder, _F32, _place(builder, column, a_stride, r))
-            same = _splat(builder, builder.load(place, align=2))
+            place = emit.pointer(builder, F32, _place(builder, column, a_stride, r))
+            same = emit.splat(builder, builder.load(place, align=2))
             for v in range(self.vectors):
                 now = builder.load(sums[r, v])
                 builder.store(multiply_add(builder, same, row[v], now), sums[r, v])
 
 
 def _place(builder: Any, address: Any, stride: Any, row: Any, offset: int = 0) -> Any:
-    number = ir.Constant(_I64, row) if isinstance(row, int) else row
+    number = int64(row) if isinstance(row, int) else row
     place = builder.add(address, builder.mul(stride, number))
-    return builder.add(place, ir.Constant(_I64, offset))
+    return builder.add(place, int64(offset))
 
 
 def _register_tile(rows: int, vectors: int, *, pairs: bool) -> Any:
     """C += A B for so many rows of C and vectors of them; C = A B at first."""
     tile = _Tile(rows, vectors, pairs=pairs)
 
-    @_operation(types.void, *[types.int64] * 8)
+    @operation(types.void, *[types.int64] * 8)
     def register_tile(
         builder: Any, at_first: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
         depth: Any,
@@ -94,11 +81,11 @@ def _register_tile(rows: int, vectors: int, *, pairs: bool) -> Any:
             tile.load(builder, sums, c, c_stride)
         with cgutils.for_range(builder, depth) as loop:
             places = [_place(builder, b, b_stride, loop.index, v * VECTOR_BYTES) for v in range(vectors)]
-            row = [_load(builder, FLOAT32, place) for place in places]
+            row = [emit.load(builder, FLOAT32, place) for place in places]
             tile.add(builder, sums, a, a_stride, loop.index, row)
         for r, v in tile.places:
             to = _place(builder, c, c_stride, r, v * VECTOR_BYTES)
-            _store(builder, FLOAT32, to, builder.load(sums[r, v]))
+            emit.store(builder, FLOAT32, to, builder.load(sums[r, v]))
 
     return register_tile
 
@@ -121,18 +108,18 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
     def panel_tile(builder: Any, *args: Any) -> None:
         c, to, a, ahead, c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace = args
         for r in range(rows):
-            _prefetch(builder, _place(builder, to, to_stride, r), write=True)
+            emit.prefetch(builder, _place(builder, to, to_stride, r), write=True)
         with builder.if_then(builder.not_(_differ(builder, to_kind, FLOAT32))):
             for r in range(rows):
                 # Of narrower numbers what is behind is another panel's.
                 for at in range(LINE, 2 * VECTOR_BYTES, LINE):
-                    _prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
+                    emit.prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
         sums = tile.zeros(builder)
         tile.load(builder, sums, c, c_stride)
 
         def step(index: Any, factors: Any) -> None:
             for at in fetched:
-                _prefetch(builder, _place(builder, ahead, pace, index, at))
+                emit.prefetch(builder, _place(builder, ahead, pace, index, at))
             row = weight.read(builder, _place(builder, b, b_stride, index), factors)
             tile.add(builder, sums, a, a_stride, index, row)
 
@@ -141,33 +128,31 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
         for factors, combine in (*ends, (bias, builder.fadd)):
             with builder.if_then(_differ(builder, factors, 0)):
                 for r, v in tile.places:
-                    factor = _load(
-                        builder, FLOAT32, builder.add(factors, ir.Constant(_I64, v * VECTOR_BYTES))
-                    )
+                    factor = emit.load(builder, FLOAT32, builder.add(factors, int64(v * VECTOR_BYTES)))
                     builder.store(combine(builder.load(sums[r, v]), factor), sums[r, v])
-        gated = _differ(builder, builder.and_(to_kind, ir.Constant(_I64, GATED)), 0)
+        gated = _differ(builder, builder.and_(to_kind, int64(GATED)), 0)
         with builder.if_then(gated):
             for r in range(rows):
                 gate, up = (builder.load(sums[r, v]) for v in range(2))
-                builder.store(builder.fmul(_silu(builder, gate), up), sums[r, 0])
+                builder.store(builder.fmul(emit.silu(builder, gate), up), sums[r, 0])
 
         def write(own: int, v: int) -> None:
             for r in range(rows):
-                place = _place(builder, to, to_stride, r, v * LANES * _ITEM_SIZES[own])
-                _store(builder, own, place, builder.load(sums[r, v]))
+                place = _place(builder, to, to_stride, r, v * LANES * ITEM_SIZES[own])
+                emit.store(builder, own, place, builder.load(sums[r, v]))
 
-        number = builder.and_(to_kind, ir.Constant(_I64, GATED - 1))
+        number = builder.and_(to_kind, int64(GATED - 1))
         for own in (FLOAT32, FLOAT16, BFLOAT16):
             with builder.if_then(builder.not_(_differ(builder, number, own))):
                 write(own, 0)
                 with builder.if_then(builder.not_(gated)):
                     write(own, 1)
 
-    return _operation(types.void, *[types.int64] * 14)(panel_tile)
+    return operation(types.void, *[types.int64] * 14)(panel_tile)
 
 
 def _differ(builder: Any, x: Any, y: int) -> Any:
-    return builder.icmp_signed("!=", x, ir.Constant(_I64, y))
+    return builder.icmp_signed("!=", x, int64(y))
 
 
 def _product(*, pairs: bool) -> Any:

@@ -4,8 +4,9 @@ from typing import Any
 
 from numba import types
 
-from ..simd.memory import FLOAT32
-from ..simd.vectors import HAS_DOT, HAS_LOOKUP, _operation, function
+from ..simd.emit import operation
+from ..simd.numbers import FLOAT32
+from ..simd.vectors import HAS_DOT, HAS_LOOKUP, function
 from .codes import HALVES, INT4, INT4_PAIRS, INT8_PAIRS, PAIRS, SHORT_HALVES, Int8Pairs, Rows
 from .codes_int4 import Int4, Int4Pairs
 from .codes_short import ShortHalves, ShortPairs
@@ -13,7 +14,7 @@ from .codes_short import ShortHalves, ShortPairs
 
 def _unpacker(rows: Rows) -> Any:
 
-    @_operation(types.void, *[types.int64] * 5)
+    @operation(types.void, *[types.int64] * 5)
     def unpack(builder: Any, *args: Any) -> None:
         rows.unpack(builder, *args)
 

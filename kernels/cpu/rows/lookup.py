@@ -21,8 +21,6 @@ from ..products.codes import (
 from ..products.unpack import unpack, unpacked_kind
 from ..simd.gather import copy_row
 from ..simd.memory import (
-    BFLOAT16,
-    FLOAT32,
     address_of,
     claim,
     get_byte,
@@ -39,6 +37,7 @@ from ..simd.memory import (
     store,
     store_some_as,
 )
+from ..simd.numbers import BFLOAT16, FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES, function
 
 TAKE_ROWS = Task(("table", "indices", "out", "row_bytes", "kind"))  # FLOAT32: whatever is not widened

@@ -14,18 +14,8 @@ from ...checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
 from ...plain import ops as torch_ops
 from ..attention.paged_attention import KINDS
 from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task, is_plain
-from ..simd.memory import (
-    FLOAT16,
-    FLOAT32,
-    LINE,
-    address_of,
-    claim,
-    get_float,
-    load,
-    set_float,
-    set_long,
-    store,
-)
+from ..simd.memory import LINE, address_of, claim, get_float, load, set_float, set_long, store
+from ..simd.numbers import FLOAT16, FLOAT32
 from ..simd.vectors import (
     LANES,
     VECTOR_BYTES,

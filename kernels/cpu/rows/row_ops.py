@@ -8,19 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..simd.memory import (
-    _ITEM_SIZES,
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    INT8,
-    get_long,
-    item_size,
-    load_some_as,
-    set_float,
-    some_of,
-    store_some_as,
-)
+from ..simd.memory import get_long, item_size, load_some_as, set_float, some_of, store_some_as
+from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_SIZES
 from ..simd.vectors import (
     LANES,
     add,
@@ -48,7 +37,7 @@ class RowOps(NamedTuple):
 
 
 def _normaliser(kind: int) -> Any:
-    size_of, (load, store) = _ITEM_SIZES[kind], some_of(kind)
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
 
     @function
     def normalise(x, residual, weight, unit_offset, out, size, eps):
@@ -131,7 +120,7 @@ store_kv_as = _storer(_store_head_as)
 
 
 def _of_kind(kind: int) -> RowOps:
-    size_of, (load, store) = _ITEM_SIZES[kind], some_of(kind)
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
     normalise = _normaliser(kind)
 
     @function

@@ -3,24 +3,16 @@
 And what the lanes of LANES rows at a time come to.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 
+from . import emit
+from .emit import INTS, int64, operation
 from .memory import (
-    BFLOAT16,
-    FLOAT8,
-    FLOAT16,
-    FLOAT32,
-    INT8,
     LINE,
-    _in_pairs,
-    _load,
-    _numbers,
-    _prefetch,
-    _read,
-    _side_by_side,
     get_long,
     item_size,
     load,
@@ -32,7 +24,8 @@ from .memory import (
     store,
     store_as,
 )
-from .vectors import _I64, LANES, _of_rows, _operation, function, multiply, splat, vector
+from .numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+from .vectors import LANES, function, multiply, splat, vector
 
 
 def _copier(load_vector, size):
@@ -88,12 +81,12 @@ def copy_words(to, source, words):
 def _narrower(kind):
     """A function that copies rows of K in 8 bits, as `_copier`, to bfloat16: it holds all their numbers."""
 
-    @_operation(vector, types.int64)
+    @operation(vector, types.int64)
     def load_narrow(builder: Any, address: Any) -> Any:
-        both = _read(builder, 16, address)
+        both = emit.read(builder, 16, address)
         bytes_, eight = ir.VectorType(ir.IntType(8), LANES), ir.Constant(both.type, [8] * LANES)
         parts = (builder.trunc(x, bytes_) for x in (both, builder.lshr(both, eight)))
-        return _in_pairs(builder, *(_numbers(builder, kind, x) for x in parts))
+        return emit.pairs(builder, *(emit.to_float32(builder, kind, x) for x in parts))
 
     @function
     def narrow(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns):
@@ -130,9 +123,9 @@ def _pairer(kind):
     """A function that copies rows of V, as `_copier`, in pairs of two rows."""
     size = item_size.py_func(kind)
 
-    @_operation(vector, types.int64, types.int64)
+    @operation(vector, types.int64, types.int64)
     def load_side_by_side(builder: Any, first: Any, second: Any) -> Any:
-        return _side_by_side(builder, kind, first, second)
+        return emit.load_pairs(builder, kind, first, second)
 
     @function
     def pair(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
@@ -178,12 +171,31 @@ def copy_row(to_kind, to, from_kind, source, columns, factor):
         store_as(to_kind, to + d * item_size(to_kind), multiply(x, times))
 
 
+def _of_rows(builder: Any, rows: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """What the lanes of each of LANES vectors come to, by halves as in `total`: one in every lane."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        half = len(rows) // 2
+        # A block of 2 width lanes of one is followed by that of the other: its first half, its second half.
+        places = [
+            lane // width % 2 * LANES + lane // (2 * width) * 2 * width + lane % width
+            for lane in range(LANES)
+        ]
+        low, high = (ir.Constant(INTS, [place + first for place in places]) for first in (0, width))
+        pairs = [*zip(rows[:half], rows[half:], strict=True)]
+        rows = [
+            combine(builder.shuffle_vector(*pair, low), builder.shuffle_vector(*pair, high)) for pair in pairs
+        ]
+    return rows[0]
+
+
 def _rows_at(builder: Any, address: Any) -> list[Any]:
-    places = [builder.add(address, ir.Constant(_I64, 4 * LANES * row)) for row in range(LANES)]
-    return [_load(builder, FLOAT32, place) for place in places]
+    places = [builder.add(address, int64(4 * LANES * row)) for row in range(LANES)]
+    return [emit.load(builder, FLOAT32, place) for place in places]
 
 
-@_operation(vector, types.int64)
+@operation(vector, types.int64)
 def highest_of_rows(builder: Any, address: Any) -> Any:
     """The greatest number of each of LANES vectors; it may be NaN where one of them is."""
 
@@ -193,15 +205,15 @@ def highest_of_rows(builder: Any, address: Any) -> Any:
     return _of_rows(builder, _rows_at(builder, address), greater)
 
 
-@_operation(vector, types.int64)
+@operation(vector, types.int64)
 def totals_of_rows(builder: Any, address: Any) -> Any:
     """The sum of each of LANES vectors."""
     return _of_rows(builder, _rows_at(builder, address), builder.fadd)
 
 
-@_operation(types.void, types.int64)
+@operation(types.void, types.int64)
 def _fetch_line(builder: Any, address: Any) -> None:
-    _prefetch(builder, address)
+    emit.prefetch(builder, address)
 
 
 @function

@@ -1,0 +1,306 @@
+"""Emitters: functions that add LLVM instructions at the position of a `builder`.
+
+What kernels call is made of them: `operation` turns an emitter into a function that numba code can call.
+Vectors have LANES elements; addresses are int64.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import intrinsic
+
+from .numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_SIZES
+
+
+def _lanes() -> int:
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 16
+    return 8 if features.get("avx2") else 4
+
+
+LANES = _lanes()
+
+
+def has_feature(feature: str, lanes: int = 16) -> bool:
+    """Whether what numba compiles for has vectors of so many lanes, and that."""
+    if config.CPU_FEATURES is not None:  # told to compile for another CPU
+        return lanes == LANES and f"+{feature}" in config.CPU_FEATURES.split(",")
+    return lanes == LANES and bool(llvm.get_host_cpu_features().get(feature))
+
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+F32 = ir.FloatType()
+VECTOR, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)  # float32, int32
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOAT = _BFloat()
+
+
+def int64(number: int) -> ir.Constant:
+    return ir.Constant(I64, number)
+
+
+def constant(value: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
+    """Return a vector with this value in every lane."""
+    return ir.Constant(kind, [value] * LANES)
+
+
+def pointer(builder: Any, kind: ir.Type, address: Any, *offsets: Any) -> Any:
+    for offset in offsets:
+        address = builder.add(address, offset)
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def byte_pointer(builder: Any, address: Any) -> Any:
+    return pointer(builder, I8, address)
+
+
+def call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
+    """One of LLVM's own functions."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def splat(builder: Any, x: Any) -> Any:
+    first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), x, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
+
+
+def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """An intrinsic from what emits it: emit(builder, *values)."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            value = emit(builder, *args)
+            return context.get_dummy_value() if result is types.void else value
+
+        # numba counts the parameters of what it is given.
+        names = ", ".join(f"a{i}" for i in range(len(arguments)))
+        scope: dict[str, Any] = {"signature": result(*arguments), "codegen": codegen}
+        exec(f"def {emit.__name__}(context, {names}): return signature, codegen", scope)
+        return intrinsic(scope[emit.__name__])
+
+    return decorate
+
+
+def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    return call(builder, f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
+
+
+def dot(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """z and in each lane the products of two bfloat16 of x and y, whose bits these vectors are.
+
+    What is below float32's normal numbers counts as 0, whatever the thread is set to.
+    """
+    pairs = ir.VectorType(_BFLOAT, 2 * LANES)
+    factors = builder.bitcast(x, pairs), builder.bitcast(y, pairs)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, z, *factors)
+
+
+def narrow(builder: Any, x: Any, y: Any) -> Any:
+    """All lanes of x and then of y in bfloat16, as the bits of a vector."""
+    pairs = ir.VectorType(_BFLOAT, 2 * LANES)
+    return builder.bitcast(call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", pairs, y, x), VECTOR)
+
+
+def exp2(builder: Any, x: Any) -> Any:
+    low = constant(-127.0)
+    number = builder.select(builder.fcmp_ordered(">", x, low), x, low)  # NaN has no integer
+    number = builder.select(builder.fcmp_ordered("<", number, constant(128.0)), number, constant(128.0))
+    return power_of_two(builder, number, builder.select(builder.fcmp_unordered("uno", x, x), x, number))
+
+
+def silu(builder: Any, x: Any) -> Any:
+    power = exp2(builder, builder.fmul(x, constant(-1.4426950408889634)))
+    return builder.fdiv(x, builder.fadd(constant(1.0), power))
+
+
+def power_of_two(builder: Any, number: Any, x: Any) -> Any:
+    """2 to the power of x, which is the number, of -127 to 128, or NaN.
+
+    Numbers as large as _NEAREST are integers, so that its sum with another is the nearest one's, the lowest
+    bits of which are the exponent's.
+    """
+    shifted = builder.fadd(number, constant(_NEAREST))
+    rest = builder.fsub(x, builder.fsub(shifted, constant(_NEAREST)))
+    power = constant(_POWERS[-1])
+    for coefficient in _POWERS[-2::-1]:
+        power = fma(builder, power, rest, constant(coefficient))
+    exponent = builder.shl(builder.bitcast(shifted, INTS), constant(23, INTS))
+    return builder.fmul(power, builder.bitcast(exponent, VECTOR))
+
+
+_NEAREST = 1.5 * 2**23 + 127.0
+# Of the powers of f in 2^f for |f| <= 1/2: rounded to float32 their relative error is 2^-28 at most. The
+# first two are what float32 has of 1 and ln 2, the others the best beside these (Remez).
+_POWERS = (1.0, 0.6931471805599453, 0.240226476, 0.0555035959, 0.00961851756, 0.00133909585,
+           0.000153243151)  # fmt: skip
+
+
+def _first_lanes(builder: Any, count: Any) -> Any:
+    """A mask of the first `count` lanes, of all where there are more."""
+    most = int64(LANES)
+    fewer = builder.select(builder.icmp_signed("<", count, most), count, most)
+    one = builder.insert_element(
+        ir.Constant(INTS, ir.Undefined), builder.trunc(fewer, I32), ir.Constant(I32, 0)
+    )
+    limit = builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
+    return builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), limit)
+
+
+def read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = None) -> Any:
+    """LANES integers of so many bits; count: only the first so many, and the rest from `other`, or 0."""
+    integers = ir.VectorType(ir.IntType(bits), LANES)
+    place = pointer(builder, integers, address)
+    if count is None:
+        return builder.load(place, align=1)
+    mask, align = _first_lanes(builder, count), ir.Constant(I32, 1)
+    rest = other or ir.Constant(integers, [0] * LANES)
+    return call(builder, f"llvm.masked.load.v{LANES}i{bits}.p0", integers, place, align, mask, rest)
+
+
+def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = None) -> None:
+    """The lowest so many bits of each of LANES integers; count: only of the first so many."""
+    kind = ir.VectorType(ir.IntType(bits), LANES)
+    stored = integers if integers.type == kind else builder.trunc(integers, kind)
+    place = pointer(builder, kind, address)
+    if count is None:
+        builder.store(stored, place, align=1)
+    else:
+        mask, align = _first_lanes(builder, count), ir.Constant(I32, 1)
+        name = f"llvm.masked.store.v{LANES}i{bits}.p0"
+        call(builder, name, ir.VoidType(), stored, place, align, mask)
+
+
+def load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
+    """LANES numbers stored as `kind`; count: the first so many, and zeros."""
+    return to_float32(builder, kind, read(builder, 8 * ITEM_SIZES[kind], address, count))
+
+
+def to_float32(builder: Any, kind: int, stored: Any) -> Any:
+    """The numbers that are stored in LANES integers."""
+    if kind == FLOAT32:
+        return builder.bitcast(stored, VECTOR)
+    if kind == INT8:
+        return builder.sitofp(builder.sext(stored, INTS), VECTOR)
+    if kind == FLOAT16:
+        return builder.fpext(builder.bitcast(stored, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+    wide = builder.zext(stored, INTS)
+    if kind == BFLOAT16:
+        return builder.bitcast(builder.shl(wide, constant(16, INTS)), VECTOR)
+    # e4m3fn: exponent and mantissa go to their places, 120 too low in the exponent, subnormals too.
+    magnitude = builder.shl(builder.and_(wide, constant(0x7F, INTS)), constant(20, INTS))
+    number = builder.fmul(builder.bitcast(magnitude, VECTOR), constant(2.0**120))
+    sign = builder.shl(builder.and_(wide, constant(0x80, INTS)), constant(24, INTS))
+    return builder.bitcast(builder.or_(builder.bitcast(number, INTS), sign), VECTOR)
+
+
+def load_pairs(builder: Any, kind: int, first: Any, second: Any) -> Any:
+    """LANES numbers from two places in bfloat16, which holds them all: the first of both and so on."""
+    if kind != BFLOAT16:
+        return pairs(builder, *(load(builder, kind, place) for place in (first, second)))
+    rows = [read(builder, 16, place, None) for place in (first, second)]
+    lanes = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+    both = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), lanes))
+    return builder.bitcast(both, VECTOR)
+
+
+def pairs(builder: Any, x: Any, y: Any) -> Any:
+    """Numbers that bfloat16 holds as such, in pairs of one of x and one of y."""
+    low, high = builder.bitcast(x, INTS), builder.bitcast(y, INTS)
+    return builder.bitcast(builder.or_(builder.lshr(low, constant(16, INTS)), high), VECTOR)
+
+
+def store(builder: Any, kind: int, address: Any, x: Any, count: Any = None) -> None:
+    """Round to the nearest number of `kind`, ties to even, to INT8 halves up; count: the first so many."""
+    bits = _TO_BITS[kind](builder, x)
+    _write(builder, 8 * ITEM_SIZES[kind], address, bits, count)
+
+
+def _float32_bits(builder: Any, x: Any) -> Any:
+    return builder.bitcast(x, INTS)
+
+
+def _float16_bits(builder: Any, x: Any) -> Any:
+    half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), LANES))
+    return builder.bitcast(half, ir.VectorType(ir.IntType(16), LANES))
+
+
+def _bfloat16_bits(builder: Any, x: Any) -> Any:
+    bits = builder.bitcast(x, INTS)
+    odd = builder.and_(builder.lshr(bits, constant(16, INTS)), constant(1, INTS))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(0x7FFF, INTS))), constant(16, INTS))
+    return builder.select(builder.fcmp_unordered("uno", x, x), constant(0x7FC0, INTS), rounded)
+
+
+def _int8_bits(builder: Any, x: Any) -> Any:
+    """The integers nearest to x that an int8 holds; the lowest for NaN, which has none."""
+    whole = call(builder, f"llvm.floor.v{LANES}f32", VECTOR, builder.fadd(x, constant(0.5)))
+    low, high = constant(-128.0), constant(127.0)
+    whole = builder.select(builder.fcmp_ordered(">", whole, low), whole, low)
+    return builder.fptosi(builder.select(builder.fcmp_ordered("<", whole, high), whole, high), INTS)
+
+
+def _float8_bits(builder: Any, x: Any) -> Any:
+    """e4m3fn in the lowest 8 bits; NaN from 480 on."""
+    bits = builder.bitcast(x, INTS)
+    magnitude = builder.and_(bits, constant(0x7FFFFFFF, INTS))
+    odd = builder.and_(builder.lshr(magnitude, constant(20, INTS)), constant(1, INTS))
+    rounded = builder.lshr(
+        builder.add(magnitude, builder.add(odd, constant(0x7FFFF, INTS))), constant(20, INTS)
+    )
+    number = builder.sub(rounded, constant(120 << 3, INTS))
+    # Below 2^-6 they are multiples of 2^-9, to which a sum with 2^14 is rounded.
+    shifted = builder.fadd(builder.bitcast(magnitude, VECTOR), constant(2.0**14))
+    subnormal = builder.sub(builder.bitcast(shifted, INTS), constant((127 + 14) << 23, INTS))
+    is_small = builder.icmp_unsigned("<", magnitude, constant((127 - 6) << 23, INTS))
+    number = builder.select(is_small, subnormal, number)
+    is_large = builder.icmp_unsigned(">=", magnitude, constant(0x43F00000, INTS))
+    number = builder.select(is_large, constant(0x7F, INTS), number)
+    return builder.or_(number, builder.and_(builder.lshr(bits, constant(24, INTS)), constant(0x80, INTS)))
+
+
+_TO_BITS = (_float32_bits, _float16_bits, _bfloat16_bits, _int8_bits, _float8_bits)
+
+
+def transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """LANES vectors with rows and columns exchanged: blocks of 1, 2, 4, … at a time."""
+    step = 1
+    while step < LANES:
+        low = [i if not i & step else i - step + LANES for i in range(LANES)]
+        high = [i + step if not i & step else i + LANES for i in range(LANES)]
+        for i in range(LANES):
+            if not i & step:
+                first, second = rows[i], rows[i + step]
+                rows[i] = builder.shuffle_vector(first, second, ir.Constant(INTS, low))
+                rows[i + step] = builder.shuffle_vector(first, second, ir.Constant(INTS, high))
+        step *= 2
+    return rows
+
+
+def prefetch(builder: Any, address: Any, *, write: bool = False, near: bool = False) -> None:
+    """Have a cache line on its way, to be read or written; nothing happens where there is no memory.
+
+    What is read comes into the second cache. Into the first it would take the few places that a core has for
+    lines on their way there, which the loads of now need. near: do so.
+    """
+    how = [ir.Constant(I32, n) for n in (int(write), 3 if write or near else 2, 1)]
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer(builder, I8, address), *how)
