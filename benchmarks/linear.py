@@ -27,9 +27,9 @@ from torch import Tensor
 
 from benchmarks.common import SHAPES, print_json, print_table
 from benchmarks.timing import device_name
-from paged.model.linear import choose_forms
 from paged.model.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
 from paged.model.quantization import Int4Weight, Int8Weight
+from paged.model.weight_forms import choose_forms
 from paged.runner.devices import bfloat16_is_a_librarys
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from .batch import Batch, Queries
 from .config import ModelConfig
 from .kv_cache import KVCache
 from .layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
-from .linear import Forms, Linear
+from .linear import Linear
+from .weight_forms import Forms
 
 
 class DecoderLayer(nn.Module):

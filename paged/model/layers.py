@@ -206,7 +206,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.gate_up(hidden)
-        out: Tensor = self.down(hidden if self.gate_up.is_gated else self.kernels.silu_and_mul(hidden))
+        out: Tensor = self.down(hidden if self.gate_up.form.gated else self.kernels.silu_and_mul(hidden))
         return out
 
     def hf_tensors(self) -> dict[str, Tensor]:

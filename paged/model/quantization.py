@@ -94,8 +94,8 @@ class Int4Weight:
     the weight and of the second, so that a tile of either half is made by whole vectors.
     """
 
-    # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.5 and 1.8 times as much.
     gated = False
+    # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.5 and 1.8 times as much.
     GROUP = 32
     MIDDLE = 8
     KERNEL_ROWS = INT4_KERNEL_ROWS

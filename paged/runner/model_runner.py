@@ -21,7 +21,7 @@ from ..model.batch import Batch, BatchBuilder
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.kv_cache import KVCache
-from ..model.linear import choose_forms, require_whole_groups
+from ..model.weight_forms import choose_forms, require_whole_groups
 from ..model.weights import check_weights, load_weights
 from ..requests.request import Request
 from ..sampling.reporter import Reporter
