@@ -1,1 +1,1 @@
-"""One file per question. Each proves itself right, then times, prints a table and a last line of JSON."""
+"""One file per question. Each checks its results, then times, prints a table and a last line of JSON."""

@@ -1,12 +1,12 @@
-"""What does it cost to read 64 streams from an event loop, beside generate()?
+"""What does it cost to read 64 streams from an event loop, compared with generate()?
 
     python -m benchmarks.async_engine
 
-The same requests in turns: by LLMEngine.generate(), which shows nothing before the end, by stream(), and by
-an AsyncLLMEngine with a task for each that reads every delta; all on the thread of one engine, since on a CPU
-two threads' workers get in each other's way. First all must give the same tokens. A ratio
-is the median of those of the rounds, each of which is one run of all; that of processor time, of all
-threads, says more where others use the machine.
+The same requests run in turns by LLMEngine.generate(), which shows nothing before the end, by stream(), and
+by an AsyncLLMEngine with one task for each request that reads every delta. All run on the thread of one
+engine, since on a CPU the worker threads of two engines slow each other down. First all must give the same
+tokens. A ratio is the median over the rounds; the ratio of processor time (all threads) is more reliable on a
+shared machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tokens = list[list[int]]
 
 
 def main() -> None:
-    """Compare, then time in turns."""
+    """Compare the tokens, then time in turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--num-streams", type=int, default=64)
@@ -54,7 +54,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(args.rounds):
-        # Whoever goes first after the others must not always be the same.
+        # The order changes, so that no way always follows the same one.
         for name in sorted(ways, key=lambda name: hash((name, round_number))):
             wall, cpu = timed(ways[name])
             seconds[name].append(wall)
@@ -76,14 +76,14 @@ def main() -> None:
 
 
 def timed(run: Callable[[], Tokens]) -> tuple[float, float]:
-    """Seconds of a run, and processor seconds of all threads."""
+    """Run once. Return the wall time and the processor time of all threads, in seconds."""
     started, started_cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - started, time.process_time() - started_cpu
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """The median of what each takes of generate()'s time in the same round."""
+    """Return the median ratio of each time to that of generate() in the same round."""
     return {
         name: statistics.median(t / g for t, g in zip(times, seconds["generate"], strict=True))
         for name, times in seconds.items()
@@ -91,12 +91,12 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def generated(engine: LLMEngine, prompts: Tokens, params: SamplingParams) -> Tokens:
-    """The tokens of all prompts, by generate()."""
+    """Return the tokens of all prompts, by generate()."""
     return [list(o.outputs[0].token_ids) for o in engine.generate(prompts, params, use_tqdm=False)]
 
 
 def streamed(engine: LLMEngine, prompts: Tokens, params: SamplingParams) -> Tokens:
-    """The same, a step at a time."""
+    """Return the same, by stream()."""
     tokens: dict[str, list[int]] = {}
     for output in engine.stream(prompts, params):
         tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
@@ -104,7 +104,7 @@ def streamed(engine: LLMEngine, prompts: Tokens, params: SamplingParams) -> Toke
 
 
 async def read_all(engine: AsyncLLMEngine, prompts: Tokens, params: SamplingParams) -> Tokens:
-    """The same, by a task for each prompt."""
+    """Return the same, by one task for each prompt."""
 
     async def read(prompt: list[int]) -> list[int]:
         deltas = [o.outputs[0].token_ids async for o in engine.generate(prompt, params)]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.batch_scaling
 
-Speed-up is tokens/s over those of batch 1, efficiency the speed-up over the batch size. The pool is fixed: of
-a batch that it cannot hold some requests wait or, once they run, are preempted (counted in the last column).
+Speed-up is tokens/s over tokens/s of batch 1, efficiency the speed-up over the batch size. The pool is fixed:
+where it cannot hold a whole batch, some requests wait or are preempted (the last column counts them).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     batch = 1
     while batch <= args.max_batch:
-        # The best of the rounds: on a shared machine the others measure the neighbours.
+        # The best of the rounds: on a shared machine the slower ones measure other processes.
         result = min((run(engine, batch, args.max_tokens) for _ in range(args.rounds)), key=lambda r: r["s"])
         single = rows[0]["tokens/s"] if rows else result["tokens/s"]
         speed_up = result["tokens/s"] / single
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def run(engine: LLMEngine, batch: int, max_tokens: int) -> dict[str, float]:
-    """One batch of ragged prompts of 8 to 64 tokens, none of them cached."""
+    """Run one batch of ragged prompts of 8 to 64 tokens, none of them cached."""
     engine.reset_prefix_cache()
     rng = random.Random(batch)
     vocab_size = engine.model_config.vocab_size

@@ -1,4 +1,4 @@
-"""Operations with their inputs, each of which proves itself right before it is timed."""
+"""Operations with their inputs, each compared with the reference before it is timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKED_ROWS = 32  # of a sequence's new tokens: the reference holds a score fo
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: an operation, its arguments, and the bytes and FLOPs it cannot do without."""
+    """One measurement: an operation, its arguments, and the least bytes and FLOPs it needs."""
 
     name: str
     op: str
@@ -28,7 +28,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def check(self, kernels: Kernels) -> float:
-        """Compare what is returned and what is written in place with the reference; the largest error."""
+        """Compare the result and everything written in place with the reference. Return the largest error."""
         if self.op == "paged_attention":
             return self.check_attention(self.run(kernels))
         results = []
@@ -36,13 +36,13 @@ class Case:
             args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in self.args]
             returned = getattr(implementation, self.op)(*args, **self.options)
             if self.op == "rotary_store_kv":
-                args = args[1:]  # the key heads of qkv are scratch, its query is what is returned
+                args = args[1:]  # the key heads of qkv are scratch memory, its query heads are the result
             results.append([returned, *(arg for arg in args if isinstance(arg, Tensor))])
         pairs = [(got, want) for got, want in zip(*results, strict=True) if isinstance(got, Tensor)]
         return max(_assert_close(got, want) for got, want in pairs if got.is_floating_point())
 
     def check_attention(self, out: Tensor) -> float:
-        """Every row finite; the last rows of the first, the longest and the last sequence as they must be."""
+        """Check that every row is finite, and the last rows of the first, longest and last sequence."""
         query, key_cache, value_cache, tables, seq_lens, bounds = self.args
         assert out.isfinite().all(), f"{self.name}: not all of the output is finite"
         starts, lengths = bounds.tolist(), seq_lens.tolist()
@@ -70,7 +70,7 @@ def _assert_close(got: Tensor, want: Tensor) -> float:
 
 
 def attention_case(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Case:
-    """Attention over shuffled blocks; a shared prefix is in the same blocks for all."""
+    """Make a case of attention over shuffled blocks. The blocks of a shared prefix are in every table."""
     size = shape.block_size
     needed = [-(-n // size) for n in shape.seq_lens]
     num_shared = shape.shared_prefix_len // size
@@ -109,7 +109,7 @@ def attention_case(shape: AttentionShape, dtype: torch.dtype, device: torch.devi
 
 
 def quantize(cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A cache in 8 bits, with a scale for each token and head: f32[num_blocks, num_kv_heads, block_size]."""
+    """Quantise a cache to 8 bits. The scales are f32[num_blocks, num_kv_heads, block_size]."""
     largest = 127.0 if dtype == torch.int8 else 448.0
     scales = cache.float().abs().amax(-1) / largest
     values = cache.float() / scales[..., None]
@@ -118,7 +118,7 @@ def quantize(cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A model's sizes, for the kernels around attention: those of Llama-3.1-8B."""
+    """The sizes that the kernels around attention need; by default those of Llama-3.1-8B."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -133,7 +133,7 @@ TINY_LAYER = LayerShape(4, 2, 32, 16, 64, 96, 2)
 
 
 def layer_costs(shape: LayerShape, num_tokens: int, element_size: int) -> dict[str, tuple[int, int]]:
-    """(bytes, flops) of the kernels around attention by operation."""
+    """Return (bytes, FLOPs) of the kernels around attention, by operation."""
     from paged.kernels.gpu.copy_blocks import copy_blocks_cost
     from paged.kernels.gpu.rms_norm import rms_norm_cost
     from paged.kernels.gpu.rotary_store_kv import rotary_store_kv_cost
@@ -151,7 +151,7 @@ def layer_costs(shape: LayerShape, num_tokens: int, element_size: int) -> dict[s
 
 
 def layer_cases(shape: LayerShape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """The kernels around attention on num_tokens rows; and copy-on-write of a sixteenth as many blocks."""
+    """Make cases of the kernels around attention on num_tokens rows, and of num_tokens / 16 block copies."""
 
     def random(*size: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)
@@ -172,8 +172,8 @@ def layer_cases(shape: LayerShape, num_tokens: int, dtype: torch.dtype, device: 
         "rotary_store_kv": (qkv, angles.cos(), angles.sin(), *caches, slots),
         "copy_blocks": (planes, pairs),
     }
-    # It is timed in place: of any other weights' powers most numbers would soon be too small to be normal,
-    # with which CPUs are slow.
+    # The kernel works in place and runs many times. With weights other than 1 and -1 most numbers would soon
+    # be denormal, which is slow on a CPU.
     norms = {f"{name}_norm_weight": random(shape.head_dim).sign() for name in ("query", "key")}
     options = {"rotary_store_kv": norms}
     costs = layer_costs(shape, num_tokens, dtype.itemsize)
@@ -184,7 +184,7 @@ def layer_cases(shape: LayerShape, num_tokens: int, dtype: torch.dtype, device: 
 
 
 def layer_name(op: str, num_tokens: int) -> str:
-    """What a measurement of one of them is called."""
+    """Return the name of one such case."""
     if op == "copy_blocks":
         return f"copy_blocks, {num_tokens // 16} blocks"
     options = {"rms_norm": " with residual", "rotary_store_kv": " with norms"}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: checkpoints, workloads, memory, and a table."""
+"""Checkpoints, workloads, memory and tables for all benchmarks."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Ragged requests: prompts as token ids, and how many tokens each wants."""
+    """Ragged requests: prompts as token ids, and the number of tokens to generate for each."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
 
     @property
     def num_output_tokens(self) -> int:
-        """What everybody has to generate."""
+        """Tokens that all requests generate together."""
         return sum(self.max_tokens)
 
 
 def nano_vllm_workload(num_requests: int, scale: float, vocab_size: int, seed: int = 0) -> Workload:
-    """The workload of nano-vllm's benchmark, seed included, with its lengths (100 to 1024) times `scale`.
+    """Make the workload of nano-vllm's benchmark, seed included; its lengths are 100 to 1024 times `scale`.
 
-    seed: of the ids; with others than its own no cache knows the prompts of before.
+    seed: of the ids; a prefix cache hits nothing across seeds.
     """
     rng = random.Random(0)
     low, high = max(1, int(100 * scale)), int(1024 * scale)
@@ -78,11 +78,11 @@ def nano_vllm_workload(num_requests: int, scale: float, vocab_size: int, seed: i
 def ragged_workload(
     num_requests: int, vocab_size: int, *, scale: float = 1.0, common_prefix: int = 0, seed: int = 0
 ) -> Workload:
-    """The first of an endless list of requests: prompts of 16 to 512 ids, outputs of 50 to 128.
+    """Make the first num_requests of a fixed list: prompts of 16 to 512 ids, outputs of 50 to 128.
 
-    scale: of these lengths.
-    common_prefix: so many ids before every prompt, the same for all.
-    seed: of the ids. The lengths are always the same; with other ids no cache knows the prompts of before.
+    scale: factor on these lengths.
+    common_prefix: number of ids before every prompt, the same for all.
+    seed: of the ids. The lengths are always the same; a prefix cache hits nothing across seeds.
     """
     lengths, ids = random.Random(0), random.Random(seed)
 
@@ -98,7 +98,7 @@ def ragged_workload(
 
 
 def checkpoint(name: str) -> str:
-    """The directory of a model: "demo", one of SHAPES (made on first use), or the directory given."""
+    """Return the directory of a model: "demo", one of SHAPES (made on first use), or the directory itself."""
     if name == "demo":
         import paged
 
@@ -107,7 +107,7 @@ def checkpoint(name: str) -> str:
         return name
     directory = CHECKPOINTS / name
     if not (directory / "model.safetensors").exists():
-        import torch  # here: workers in peers' environments have none
+        import torch  # here, since the environments of peers may lack it
         from transformers import AutoConfig, AutoModelForCausalLM
 
         print(f"making {directory}", flush=True)
@@ -122,7 +122,7 @@ def checkpoint(name: str) -> str:
 
 
 def peak_rss_mib() -> float:
-    """The most memory this process has held so far."""
+    """Return the peak resident memory of this process."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -133,7 +133,7 @@ def peak_rss_mib() -> float:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Rows with the same keys as an aligned table."""
+    """Print rows with the same keys as an aligned table."""
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     for i, row in enumerate(cells):
@@ -143,7 +143,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """The result as the last line, for machines."""
+    """Print the result as one line of JSON, the last of a benchmark."""
     print(json.dumps(result), flush=True)
 
 

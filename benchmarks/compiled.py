@@ -1,8 +1,8 @@
-"""The hot loop of a compiled attention kernel: what it issues for a tile, read out of the machine code.
+"""The hot loop of a compiled attention kernel: its instructions for one tile, read from the machine code.
 
-A loop is what lies between a backward branch and its target; of those with tensor core instructions the
-shortest is the innermost one over full tiles, the others mask. How many tiles an iteration takes follows from
-the FLOPs of its tensor core instructions (those of sm_100 name no shape: one tile is assumed).
+A loop spans from a backward branch to the branch's target. Of the loops with tensor core instructions the
+shortest is the innermost one over full tiles; the others apply masks. The number of tiles of one iteration
+follows from the FLOPs of its tensor core instructions (those of sm_100 name no shape: one tile is assumed).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Loop:
     """One iteration of the loop over full tiles, as one warp issues it."""
 
     instructions: int
-    special: int  # exponentials and the like, of which a scheduler starts one every 8 cycles
+    special: int  # exponentials and the like; a scheduler starts one every 8 cycles
     vector: int  # AMD: VALU instructions, of 4 cycles each
-    tensor_flops: int  # of one warp; 0 where the instructions do not tell
+    tensor_flops: int  # of one warp; 0 where the instructions name no shape
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the model needs to know of one binary."""
+    """The figures of one binary that the model uses."""
 
     config: AttentionConfig
     target: str
@@ -44,14 +44,14 @@ class Compiled:
     tiles: float  # of one iteration of the loop
 
     def issue_cycles(self) -> float:
-        """Cycles in which an SM's four schedulers can do nothing but issue one tile of one block."""
+        """Return the cycles that an SM's four schedulers need to issue one tile of one block."""
         warps = self.config.num_warps / 4
         if self.target.startswith("gfx"):
             return (self.loop.instructions + 3 * self.loop.vector) * warps / self.tiles
         return max(self.loop.instructions, 8 * self.loop.special) * warps / self.tiles
 
     def tiles_in_flight(self) -> int:
-        """Tiles of K and V that a block has asked for while it works on another."""
+        """Return how many tiles of K and V a block loads ahead of the one it works on."""
         # The look-up in the block table takes pipeline stages of its own: 3 keep one tile in flight, 5 two.
         return max(1, (self.config.num_stages - 1) // 2)
 
@@ -60,7 +60,7 @@ class Compiled:
 def compile_kernel(
     use: Use, head_dim: int, group: int, block_size: int, cache: str | None, target: str
 ) -> Compiled:
-    """Compile one attention kernel in bfloat16 for a GPU that need not be there. Not in the interpreter."""
+    """Compile one attention kernel in bfloat16; the GPU need not be present. Not in the interpreter."""
     from tests.support.absent_gpu import compiling
     from tests.support.binary_figures import figures
     from tests.support.kernel_launches import DTYPES, launch_attention
@@ -74,7 +74,7 @@ def compile_kernel(
             kernels, head_dim, group, dtype, block_size, cache=cache, shared=use == "shared", **sizes
         )
     wanted = "prefill_kernel" if use == "prefill" else "decode_kernel"
-    # Of a shared prefix and what follows it the first.
+    # With a shared prefix there are two: the first is that of the prefix.
     binary = next(launch.binary for launch in launches if launch.kernel == wanted)
     config = choose_config(head_dim, group, dtype, use, target, cache_dtype=DTYPES[cache] if cache else None)
     read = figures(target, binary)
@@ -93,14 +93,14 @@ def compile_kernel(
 
 
 def compile_for(shape: AttentionShape, target: str, *, shared: bool = False) -> Compiled:
-    """The kernel that does most of the work on this batch."""
+    """Compile the kernel that does most of the work on this batch."""
     use: Use = "shared" if shared else "decode" if shape.is_decode else "prefill"
     group = shape.num_heads // shape.num_kv_heads
     return compile_kernel(use, shape.head_dim, group, shape.block_size, shape.cache, target)
 
 
 def machine_code(target: str, binary: Any) -> str:
-    """SASS, or the assembly of an AMD GPU."""
+    """Return the SASS, or the assembly of an AMD GPU."""
     from tests.support.binary_figures import cuobjdump
 
     if target.startswith("gfx"):
@@ -109,7 +109,7 @@ def machine_code(target: str, binary: Any) -> str:
 
 
 def hot_loop(target: str, code: str) -> Loop:
-    """The shortest innermost loop with tensor core instructions. Raises ValueError where there is none."""
+    """Find the shortest loop with tensor core instructions. Raises ValueError if there is none."""
     bodies = _amd_loops(code) if target.startswith("gfx") else _nvidia_loops(code)
     with_tensor = [body for body in bodies if any(_is_tensor(op) for op in body)]
     if not with_tensor:

@@ -3,12 +3,12 @@
     pip install xgrammar
     python -m benchmarks.grammar_libraries
 
-Random texts, a token at a time among those that the library allows, for the 200 schemas of the tests and for
-some that are hard to keep to (`benchmarks/schemas.py`). jsonschema judges what comes out. "refused" are
-schemas that the library says it cannot do; "wrong" are outputs that break a schema it took; "cut" had no end
-within --max-tokens. Times are those of one thread: the median and the largest for a schema's compilation with
-its first mask, and for one more mask. Both know the same vocabulary: the demo's, or one of --vocab-size that
-is trained on Python's own library.
+Each text is drawn at random, token by token, among the tokens that the library allows, for the 200 schemas of
+the tests and for some that are hard to enforce (`benchmarks/schemas.py`). jsonschema judges the texts.
+"refused" counts schemas that the library rejects, "wrong" texts that break a schema it accepted, "cut" texts
+without an end within --max-tokens. Times are of one thread: the median and the maximum for compiling a schema
+and its first mask, and for one further mask. Both libraries have the same vocabulary: the demo's, or one of
+--vocab-size that is trained on Python's standard library.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ KINDS = {"200 schemas": SCHEMAS, "hard": HARD_SCHEMAS}
 
 
 class Walk(Protocol):
-    """One output on its way."""
+    """One text in the making."""
 
     def mask(self) -> NDArray[np.int32]:
-        """Which tokens may come next, as bits."""
+        """Return which tokens may come next, as bits."""
 
     def take(self, token: int) -> None:
-        """The one that came."""
+        """Append a token."""
 
 
 class RefusedError(Exception):
-    """The library does not do this schema."""
+    """The library rejects this schema."""
 
 
 class LLGuidance:
-    """As the engine has it."""
+    """llguidance, as the engine uses it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._grammars = Grammars(tokenizer, len(tokenizer.hf), frozenset({tokenizer.hf.eos_token_id}))
@@ -78,7 +78,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """As its README has it, with one thread, and as few blanks as the engine allows the other."""
+    """xgrammar, as its README uses it, with one thread and as little white space as the engine allows."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         import xgrammar
@@ -113,9 +113,9 @@ LIBRARIES: dict[str, Callable[[Tokenizer], Any]] = {"llguidance": LLGuidance, "x
 
 
 def main() -> None:
-    """Compare."""
+    """Compare the libraries."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--vocab-size", type=int, help="by default the demo's")
+    parser.add_argument("--vocab-size", type=int, help="default: that of the demo")
     parser.add_argument("--texts", type=int, default=4, help="of each schema")
     parser.add_argument("--max-tokens", type=int, default=400)
     args = parser.parse_args()
@@ -136,14 +136,14 @@ def main() -> None:
 
 
 def train(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Give it another vocabulary, of byte-level BPE."""
+    """Replace the vocabulary by byte-level BPE of another size."""
     files = [str(file) for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
     texts = (Path(file).read_text(encoding="utf-8", errors="replace") for file in files)
     tokenizer.hf = tokenizer.hf.train_new_from_iterator(texts, vocab_size)
 
 
 def measure(library: Any, schemas: list[Schema], tokenizer: Tokenizer, args: Any) -> dict[str, Any]:
-    """What becomes of random texts, and the times."""
+    """Judge random texts of each schema, and time the library."""
     found = dict.fromkeys(("valid", "refused", "wrong", "cut"), 0)
     compile_ms, mask_us = list[float](), list[float]()
     for i, schema in enumerate(tqdm(schemas)):
@@ -175,9 +175,9 @@ def random_text(
     tokenizer: Tokenizer,
     rng: np.random.Generator,
     max_tokens: int,
-    times: list[float],  # microseconds of each mask, added to
+    times: list[float],  # the microseconds of each mask are appended
 ) -> str | None:
-    """A text of tokens that are all as likely; None if it does not end."""
+    """Draw allowed tokens with equal probability. Return the text, or None if it does not end."""
     token_ids = list[int]()
     for _ in range(max_tokens):
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
@@ -195,7 +195,7 @@ def random_text(
 
 
 def is_valid(text: str, schema: Schema) -> bool:
-    """Whether jsonschema takes it."""
+    """Return whether jsonschema accepts the text."""
     try:
         VALIDATOR(schema, format_checker=FORMATS).validate(json.loads(text))
     except (ValueError, jsonschema.ValidationError):

@@ -2,15 +2,15 @@
 
     python -m benchmarks.linear --dtype bfloat16 --threads 2
 
-The linears of one decoder layer, one after the other, with 1 to 1024 rows, in the shapes of a model of 15
-million parameters and of one of 1.1 billion, with weights that a checkpoint in bfloat16 may have. Every form
-is held against the product in float64, then all take turns. A ratio is the median over the rounds of the time
-of what `LLMEngine` takes without quantisation, over that of this form: above 1, this form is faster. GB/s are
-of the bytes of this form's weights, read once.
+The linears of one decoder layer run one after the other, with 1 to 1024 rows, in the shapes of a model of 15
+million parameters and of one of 1.1 billion. Every weight is exact in bfloat16. Every form is compared with
+the product in float64, then all take turns. A ratio is the median over the rounds of the time of the form
+that `LLMEngine` uses without quantisation, over the time of this form: above 1, this form is faster. GB/s
+counts the bytes of this form's weights, read once.
 
-"panels" are the engine's own kernel; "torch" is what it takes without numba, and in bfloat16 where the CPU
-multiplies that in a way of its own (ARM): of int8 and int4 in bfloat16 one of two ways by the number of
-rows, "kernel" and "tiles".
+"panels" is the engine's own kernel. "torch" is used without numba, and for bfloat16 on ARM CPUs with bfloat16
+instructions. With int8 and int4 weights in bfloat16 it has two implementations, "kernel" and "tiles", chosen
+by the number of rows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def layer_shapes(model: str) -> list[tuple[int, int]]:
-    """Outputs and inputs of the linears of a layer."""
+    """Return (outputs, inputs) of each linear of a layer."""
     shape = SHAPES[model]
     hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
     head_dim = shape.get("head_dim", hidden // shape["num_attention_heads"])
@@ -70,7 +70,7 @@ def layer_shapes(model: str) -> list[tuple[int, int]]:
 
 
 def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Products, list[Tensor], int]]:
-    """For each form: how it multiplies, the weights that it stands for, and its bytes."""
+    """Return for each form its products, the weights that it represents, and its bytes."""
     packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False).layers
     unquantised = {"panels": PanelWeight, "torch": packed}
     if dtype == torch.bfloat16 and bfloat16_is_a_librarys():
@@ -137,7 +137,7 @@ def measure(
 
 
 def check(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """The first rows against the product in float64; the rest has to be finite."""
+    """Compare the first rows with the product in float64; the others must be finite."""
     expected = x[:4].double() @ weight.double().T
     size = x[:4].double().abs() @ weight.double().abs().T
     assert ((out[:4].double() - expected).abs() <= 4 * torch.finfo(x.dtype).eps * size).all()

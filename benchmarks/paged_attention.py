@@ -2,10 +2,9 @@
 
     python -m benchmarks.paged_attention
 
-On a CPU its own kernels, compiled by numba, and how much longer the same takes in plain torch; on a GPU the
-Triton kernels in a few batches, for a first look: `python -m benchmarks.gpu` measures them all. The limits,
-bandwidth and matrix throughput, are measured in the same run. Each case is compared with the reference
-before its turn.
+On a CPU the numba kernels, and how much longer plain torch takes. On a GPU the Triton kernels on a few
+batches: `python -m benchmarks.gpu` measures all of them. The limits, bandwidth and matrix throughput, are
+measured in the same run. Each case is compared with the reference before it is timed.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ def main() -> None:
 
 
 def cases(block_size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Every kernel of a decoder layer at a decode and a prefill size."""
+    """Make a case for every kernel of a decoder layer, at the sizes of a decode and of a prefill."""
     large = device.type == "cuda"
-    # A CPU gets the heads of TinyLlama and contexts that it can read in a moment.
+    # A CPU gets the heads of TinyLlama, and contexts that it reads in milliseconds.
     layer = LayerShape() if large else LayerShape(32, 4, 64, block_size, 2048, 5632, 2)
     model = {
         "num_heads": layer.num_heads,

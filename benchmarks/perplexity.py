@@ -1,11 +1,11 @@
-"""What does quantisation cost the demo model? Bits per byte of text that it was not trained on.
+"""What does quantisation cost the demo model, in bits per byte of held-out text?
 
-    python -m benchmarks.perplexity                 # about ten minutes; --share 0.1 for a look
+    python -m benchmarks.perplexity                 # ten minutes; one with --share 0.1
     python -m benchmarks.perplexity --forms float32 int4-g64 int4-g128   # other groups, as an experiment
-    python -m benchmarks.perplexity --forms float32 kv-bfloat16 kv-int8 kv-fp8   # of the KV cache alone
+    python -m benchmarks.perplexity --forms float32 kv-bfloat16 kv-int8 kv-fp8   # only the KV cache
 
-The text is what paged/demo/train.py holds out of the standard library of the Python that runs this, scored by
-the engine as it serves: windows of the longest context, each beginning with the last token of the one before.
+The text is the part of this Python's standard library that paged/demo/train.py holds out. The engine scores
+it in windows of its longest context; each window begins with the last token of the one before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paged.demo.train import encode, read_corpus
 from paged.model.quantization import Int4Weight
 from paged.model.weights import DEMO
 
-# What differs from float32; int4 perhaps with groups that the engine has no option for.
+# Options that differ from float32. int4-g64 and int4-g128 have groups that the engine has no option for.
 FORMS: dict[str, dict[str, str]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
@@ -55,7 +55,7 @@ def main() -> None:
         started = time.perf_counter()
         size = int(name.partition("-g")[2] or 0)
         with groups_of(size or Int4Weight.GROUP):
-            # Panels know groups of one size only.
+            # Panels have groups of one size only.
             nats = score(FORMS[name], stream, args.share, backend="torch" if size else "auto")
         results.append(
             {
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def held_out() -> tuple[list[int], int]:
-    """The text as train.py has it, files one behind the other with EOS around them; and its bytes."""
+    """Return the held-out text as train.py encodes it, files separated by EOS, and its size in bytes."""
     texts = read_corpus(Path(sysconfig.get_path("stdlib")))[1]
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     return encode(tokenizer, texts).tolist(), sum(len(text.encode()) for text in texts)
@@ -80,7 +80,7 @@ def held_out() -> tuple[list[int], int]:
 
 @contextmanager
 def groups_of(size: int) -> Iterator[None]:
-    """Inputs that have a scale in common in int4, which is no option of the engine."""
+    """Set the number of inputs that share a scale in int4, for which the engine has no option."""
     before = Int4Weight.GROUP
     Int4Weight.GROUP = size
     try:
@@ -90,7 +90,7 @@ def groups_of(size: int) -> Iterator[None]:
 
 
 def score(form: dict[str, str], stream: list[int], share: float, *, backend: str) -> float:
-    """Nats per token."""
+    """Return nats per token."""
     options: dict[str, Any] = {"dtype": "float32", **form, "attention_backend": backend}
     options["skip_tokenizer_init"] = True
     engine = LLMEngine("demo", device="cpu", block_size=64, enable_prefix_caching=False, **options)

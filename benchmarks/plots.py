@@ -18,7 +18,7 @@ Rows = list[dict[str, Any]]
 
 
 def paint(result: dict[str, Any], path: Path) -> Iterator[Path]:
-    """Paint what there are measurements for, as PNG files beside the JSON."""
+    """Draw every picture that has measurements, as PNG files beside the JSON, and yield their paths."""
     rows = attention_rows(result["sections"])
     pictures = {
         "roofline": (roofline, rows),
@@ -44,7 +44,7 @@ def paint(result: dict[str, Any], path: Path) -> Iterator[Path]:
 
 
 def roofline(axes: Axes, rows: Rows, limits: dict[str, float]) -> None:
-    """FLOP/s over FLOPs per byte, below the two measured ceilings."""
+    """Draw FLOP/s over FLOPs per byte, below the two measured ceilings."""
     ridge = limits["flops"] / limits["bytes_per_s"]
     intensities = [row["flops"] / row["bytes"] for row in rows]
     low, high = min([*intensities, ridge]) / 2, max([*intensities, ridge]) * 2
@@ -59,7 +59,7 @@ def roofline(axes: Axes, rows: Rows, limits: dict[str, float]) -> None:
 
 
 def bandwidth(axes: Axes, rows: Rows, limits: dict[str, float]) -> None:
-    """Bandwidth of decodes over the context."""
+    """Draw the bandwidth of decodes over the context length."""
     for name, points in _lines(rows, "block_size").items():
         speed = [row["bytes"] / us / 1e3 for row, us in points]
         axes.plot([row["context"] for row, _ in points], speed, marker="o", label=name)
@@ -70,7 +70,7 @@ def bandwidth(axes: Axes, rows: Rows, limits: dict[str, float]) -> None:
 
 
 def throughput(axes: Axes, rows: Rows, limits: dict[str, float]) -> None:
-    """TFLOP/s of prefills over the length."""
+    """Draw TFLOP/s of prefills over the prompt length."""
     for name, points in _lines(rows, "head_dim", "block_size").items():
         speed = [row["flops"] / us / 1e6 for row, us in points]
         axes.plot([row["context"] for row, _ in points], speed, marker="o", label=name)
@@ -81,7 +81,7 @@ def throughput(axes: Axes, rows: Rows, limits: dict[str, float]) -> None:
 
 
 def bars(axes: Axes, rows: Rows, limits: dict[str, float]) -> None:  # noqa: ARG001
-    """Each batch's share of its limit, ours and the others'."""
+    """Draw the share of its limit that each batch reaches, for our kernel and the comparators."""
     names = [name for name in ("ours", *rows[0]["comparators"]) if any(name in _times(row) for row in rows)]
     for i, name in enumerate(names):
         measured = [(place, row) for place, row in enumerate(rows) if name in _times(row)]
@@ -99,7 +99,7 @@ def _times(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _lines(rows: Rows, *keys: str) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """Measurements by who was measured and these settings, along the contexts."""
+    """Group measurements by kernel and by these settings, in the order of their contexts."""
     lines: dict[str, list[tuple[dict[str, Any], float]]] = {}
     for row in sorted(rows, key=lambda row: row["context"]):
         for name, us in _times(row).items():

@@ -1,15 +1,15 @@
-"""What time should every kernel take, by counting? No GPU needed.
+"""How long should every kernel take, by counting bytes, FLOPs and instructions? No GPU needed.
 
-    python -m benchmarks.roofline                    # every GPU of the table; minutes, of compiling
+    python -m benchmarks.roofline                    # every GPU of the table; compiles for minutes
     python -m benchmarks.roofline --target sm_90
 
-For each batch: the bytes and FLOPs that no kernel can do without, and the limit that follows; then what ours
-does about it. It moves the partial results of split decodes as well; its loop, compiled for the target and
-read from the machine code (benchmarks/compiled.py), keeps an SM's schedulers and tensor cores busy for so
-many cycles a tile; and by Little's law it needs bandwidth times latency in flight. The slowest of these, and
-the launches, is the predicted time. It is an optimist's: shared memory, barriers and clocks below boost are
-not in it. A model: nothing here was measured, unless benchmarks/results/ holds what
-`python -m benchmarks.gpu` measured, which is then set beside it.
+For each batch, the limit is the least bytes and FLOPs that any kernel needs. The prediction adds what our
+kernel does beyond that: it also moves the partial results of split decodes; its loop, compiled for the target
+and read from the machine code (benchmarks/compiled.py), occupies an SM's schedulers and tensor cores for a
+number of cycles per tile; and by Little's law it needs bandwidth times latency of bytes in flight. The
+slowest of these, plus the launches, is the predicted time. It is optimistic: shared memory, barriers and
+clocks below boost are not modelled. Nothing here is measured. Where benchmarks/results/ has results of
+`python -m benchmarks.gpu`, they are shown beside the predictions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet, dense bfloat16, no sparsity."""
+    """A GPU by its data sheet: dense bfloat16, no sparsity."""
 
     target: str
     bytes_per_s: float
@@ -39,7 +39,7 @@ class Gpu:
 
     @property
     def flops_per_cycle(self) -> float:
-        """Of one SM's tensor cores."""
+        """FLOPs of one SM's tensor cores per cycle."""
         return self.flops / self.sms / self.hertz
 
 
@@ -53,14 +53,14 @@ GPUS = {
     "B200": Gpu("sm_100", 8.0e12, 2250e12, 148, 1.856e9),
     "MI300X": Gpu("gfx942", 5.3e12, 1307.4e12, 304, 2.1e9),
 }
-# Assumed of all of them: from a load's issue to its data under load, and a kernel's start behind another one.
+# Assumed for all of them: the latency of a load under load, and of a kernel launch behind another kernel.
 LATENCY_S, LAUNCH_S = 1e-6, 2e-6
 PROGRAMS_PER_SM = 4  # of the decode kernel, at most
 
 
 @dataclass(frozen=True)
 class Work:
-    """What our kernels do on one batch, in their own units."""
+    """The work of our kernels on one batch."""
 
     moved: int
     flops: int
@@ -72,7 +72,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds, by what would take them."""
+    """The times of one batch in seconds, by cause."""
 
     limit: float
     memory: float  # bytes, partials included, at what is in flight
@@ -81,12 +81,12 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """What is slowest, and the launches."""
+        """The slower of memory and compute, plus the launches."""
         return max(self.memory, self.compute) + self.launches
 
 
 def main() -> None:
-    """Print the table of every GPU, the comparison with what was measured, and a JSON line."""
+    """Print a table for every GPU, the comparison with measurements, and a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--target", choices=sorted({gpu.target for gpu in GPUS.values()}))
     parser.add_argument("--only", default="", help="batches whose name contains this")
@@ -118,11 +118,11 @@ def main() -> None:
 
 
 def row_of(name: str, gpu: Gpu, shape: AttentionShape) -> dict[str, Any] | None:
-    """One batch on one GPU; None where there is no such kernel."""
+    """Predict one batch on one GPU. None if there is no such kernel."""
     from benchmarks.compiled import compile_for
 
     if shape.cache == "float8_e4m3fn" and gpu.target in ("sm_80", "gfx942"):
-        return None  # no e4m3 there, or another
+        return None  # no e4m3, or another encoding of it
     compiled = compile_for(shape, gpu.target, shared=bool(shape.shared_prefix_len))
     work = count_work(shape, compiled.config.BLOCK_Q, compiled.config.TILE)
     cycles = tile_cycles(gpu, shape, compiled)
@@ -150,7 +150,7 @@ def row_of(name: str, gpu: Gpu, shape: AttentionShape) -> dict[str, Any] | None:
 
 
 def count_work(shape: AttentionShape, block_q: int, tile: int) -> Work:
-    """Count what the kernels do with this batch, bfloat16 queries."""
+    """Count the work of the kernels on this batch, with bfloat16 queries."""
     moved, flops = shape.cost(2)
     kv_heads = shape.num_kv_heads
     longest = max(shape.seq_lens)
@@ -165,7 +165,7 @@ def count_work(shape: AttentionShape, block_q: int, tile: int) -> Work:
     items = [splits(n, least) for n in shape.seq_lens]
     own = [length for lengths in items for length in lengths[shared:]]
     programs, tiles = len(own), sum(-(-length // tile) for length in own)
-    if shared:  # what BLOCK_Q sequences read together
+    if shared:  # one program reads the prefix for BLOCK_Q sequences
         programs += -(-len(items) // block_q) * shared
         tiles += -(-len(items) // block_q) * shared * -(-least // tile)
     # float32: the unnormalised output of every split, its maximum and its sum, written and read once.
@@ -175,7 +175,7 @@ def count_work(shape: AttentionShape, block_q: int, tile: int) -> Work:
 
 
 def splits(num_keys: int, least: int = 0) -> list[int]:
-    """The lengths of a decode's splits, as split_kv lists them on the device."""
+    """Return the lengths of a decode's splits, as split_kv lists them on the device."""
     from paged.kernels.gpu.attention.config import SPLIT
     from paged.kernels.gpu.attention.split_kv import MAX_SPLITS
 
@@ -184,16 +184,16 @@ def splits(num_keys: int, least: int = 0) -> list[int]:
 
 
 def tile_cycles(gpu: Gpu, shape: AttentionShape, compiled: Any) -> float:
-    """Cycles an SM needs for one tile of one block."""
+    """Return the cycles that an SM needs for one tile of one block."""
     config = compiled.config
     tensor = 4 * config.BLOCK_M * config.TILE * shape.head_dim / gpu.flops_per_cycle
     issue: float = compiled.issue_cycles()
-    # One block waits for its matrix products; of several, one issues while another one multiplies.
+    # A single block waits for its matrix products. With several, one issues while another multiplies.
     return tensor + issue if compiled.blocks_per_sm == 1 else max(tensor, issue)
 
 
 def bytes_in_flight(gpu: Gpu, shape: AttentionShape, compiled: Any, programs: int) -> float:
-    """What all blocks together have asked for at any time."""
+    """Return the bytes that all blocks together have requested at any time."""
     element = 1 if shape.cache else 2
     tile = 2 * compiled.config.TILE * shape.head_dim * element
     resident = min(compiled.blocks_per_sm, PROGRAMS_PER_SM) * gpu.sms
@@ -201,7 +201,7 @@ def bytes_in_flight(gpu: Gpu, shape: AttentionShape, compiled: Any, programs: in
 
 
 def predict(gpu: Gpu, work: Work, cycles: float, in_flight: float) -> Prediction:
-    """The times of one batch."""
+    """Predict the times of one batch."""
     # The last round of programs keeps only some of the SMs busy.
     rounds = math.ceil(work.programs / gpu.sms) / (work.programs / gpu.sms)
     return Prediction(
@@ -213,7 +213,7 @@ def predict(gpu: Gpu, work: Work, cycles: float, in_flight: float) -> Prediction
 
 
 def layer_rows(name: str, gpu: Gpu) -> list[dict[str, Any]]:
-    """The kernels around attention: they move bytes, in a single launch."""
+    """Predict the kernels around attention, each a single launch bound by bandwidth."""
     from benchmarks.cases import LayerShape, layer_costs, layer_name
 
     rows = []
@@ -229,7 +229,7 @@ def layer_rows(name: str, gpu: Gpu) -> list[dict[str, Any]]:
 
 
 def compare(rows: list[dict[str, Any]], results: Path) -> list[dict[str, Any]]:
-    """Every measurement of benchmarks.gpu on a GPU of the table, beside its prediction."""
+    """Pair every measurement of benchmarks.gpu on a GPU of the table with its prediction."""
     predicted = {(row["gpu"], row["case"]): row for row in rows}
     compared = []
     for path in sorted(results.glob("*.json")):

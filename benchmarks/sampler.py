@@ -1,10 +1,10 @@
-"""What does sampling cost beside the model? 64 requests decoding, a vocabulary of 32 000.
+"""What does sampling cost, compared with the model? 64 requests decoding, a vocabulary of 32,000.
 
     python -m benchmarks.sampler
 
-Each parameter, and all of them, in the steps of a running engine: microseconds, and the share of the step's
-time. Beside it what Hugging Face's logits processors and a multinomial take on the same logits, and
-FlashInfer's sampling where it is installed.
+Each parameter alone, and all together, in the steps of a running engine: microseconds, and the share of the
+step. For comparison, the time of Hugging Face's logits processors and a multinomial on the same logits, and
+of FlashInfer's sampling where it is installed.
 """
 
 from __future__ import annotations
@@ -54,23 +54,21 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Prove the sampler right, then time it in an engine's steps."""
+    """Check the sampler, then time it in the steps of an engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="llama-15m")
     parser.add_argument("--num-running", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--peers-rounds", type=int, default=3)
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="of this process, for where others run beside it"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="time of this process, for shared machines")
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=[*CONFIGURATIONS])
     args = parser.parse_args()
     engine = LLMEngine(
         checkpoint(args.model),
         dtype="float32",
         max_num_seqs=args.num_running,
-        # All prompts in one step: the peers take rectangles.
+        # All prompts in one step: the others need rows of equal length.
         max_num_batched_tokens=args.num_running * (args.prompt_len + 1),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
@@ -100,7 +98,7 @@ def main() -> None:
 
 
 class TimedSampler:
-    """The engine's sampler with a clock, which keeps the last logits and what was made of them."""
+    """The engine's sampler with a clock; keeps the last logits, requests and result."""
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -126,7 +124,7 @@ class TimedSampler:
 def run_steps(
     engine: LLMEngine, params: SamplingParams, args: argparse.Namespace, timed: TimedSampler
 ) -> list[float]:
-    """Decode with everybody running. Returns what each step took beside sampling, in seconds."""
+    """Decode with all requests running. Return the seconds of each step without sampling."""
     for i in range(args.num_running):
         prompt = [(7 * i + 13 * j) % 30_000 for j in range(args.prompt_len)]
         engine.add_request(str(i), prompt, params)
@@ -145,11 +143,11 @@ def run_steps(
 
 
 def check(timed: TimedSampler, chosen: dict[str, Any]) -> None:
-    """Every token is one that Hugging Face's processors leave; log-probabilities are log_softmax's."""
+    """Check that Hugging Face's processors allow every token, and log-probabilities against log_softmax."""
     assert not timed.step.errors
     scores = hf_scores(timed, chosen)
     tokens = torch.tensor(timed.step.tokens)[:, None]
-    # At the border of what a filter keeps, float32 may round either way.
+    # A token at the threshold of a filter may round either way in float32.
     slack = 1e-4 * scores.amax(-1, keepdim=True).abs()
     kept_least = scores.where(scores > -torch.inf, torch.inf).amin(-1, keepdim=True)
     own = hf_scores(timed, {k: v for k, v in chosen.items() if k not in FILTERS}).gather(1, tokens)
@@ -166,7 +164,7 @@ FILTERS = ("min_p", "typical_p", "top_k", "top_p", "top_n_sigma")
 
 
 def hf_processors(chosen: dict[str, Any]) -> list[Any]:
-    """Hugging Face's processors of the same meaning, in our order; they have no top_n_sigma and no DRY."""
+    """Make Hugging Face's processors of the same meaning, in our order. They lack top_n_sigma and DRY."""
     import transformers as hf
 
     made: list[Any] = []
@@ -194,7 +192,7 @@ def hf_processors(chosen: dict[str, Any]) -> list[Any]:
 
 
 class CountPenalties:
-    """Frequency and presence penalty, which transformers lacks, written the way its processors are."""
+    """Frequency and presence penalties, which transformers lacks, in the style of its processors."""
 
     def __init__(self, frequency: float, presence: float) -> None:
         self.frequency, self.presence = frequency, presence
@@ -209,7 +207,7 @@ class CountPenalties:
 
 
 def hf_scores(timed: TimedSampler, chosen: dict[str, Any]) -> Tensor:
-    """What the processors make of the last logits."""
+    """Apply the processors to the last logits."""
     input_ids, scores = torch.tensor(timed.token_ids), timed.logits
     for processor in hf_processors(chosen):
         if isinstance(processor, CountPenalties):
@@ -219,7 +217,7 @@ def hf_scores(timed: TimedSampler, chosen: dict[str, Any]) -> Tensor:
 
 
 def hf_sampling(timed: TimedSampler, chosen: dict[str, Any]) -> Callable[[], Any]:
-    """One step of transformers' sampling."""
+    """Return a call that does one step of transformers' sampling."""
 
     def run() -> Any:
         scores = hf_scores(timed, chosen)
@@ -235,7 +233,7 @@ def hf_sampling(timed: TimedSampler, chosen: dict[str, Any]) -> Callable[[], Any
 
 
 def find_flashinfer() -> Any:
-    """FlashInfer's sampling, or None."""
+    """Return FlashInfer's sampling module, or None."""
     try:
         import flashinfer.sampling
     except ImportError:
@@ -244,7 +242,7 @@ def find_flashinfer() -> Any:
 
 
 def flashinfer_sampling(sampling: Any, timed: TimedSampler) -> Callable[[], Any]:
-    """Its top_k and top_p in one kernel, on probabilities made in the same call."""
+    """Return a call of its kernel for top_k and top_p, on probabilities computed in the same call."""
     logits = timed.logits.cuda()
 
     def run() -> Any:
@@ -256,7 +254,7 @@ def flashinfer_sampling(sampling: Any, timed: TimedSampler) -> Callable[[], Any]
 
 
 def median_of(clock: Callable[[], float], rounds: int, run: Callable[[], Any]) -> float:
-    """Median seconds of a call, the first one not counted."""
+    """Return the median seconds of a call, after one call to warm up."""
     run()
     times = []
     for _ in range(rounds):

@@ -3,9 +3,10 @@
     python -m benchmarks.scheduler
 
 Microseconds of `schedule` + `update` with 64, 256 and 1,024 requests decoding, 10,000 waiting and a pool of a
-million blocks, beside the plain loop that small engines have (nano-vllm: pop, check, allocate, append;
-a prefix cache on hashes; no policies, no limits, no swapping). Then what the size of pool, queue and context
-changes, a prefix look-up of 32,768 tokens, the bytes of a block, and what sliding windows save.
+million blocks, compared with the plain loop of a small engine (as nano-vllm's: pop, check, allocate, append;
+a prefix cache on hashes; no policies, no limits, no swapping). Then the effect of the sizes of pool, queue
+and context, the look-up of a prefix of 32,768 tokens, the bytes of a block, and the savings by sliding
+windows.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def side_by_side(num_steps: int, **steps: Callable[[], None]) -> dict[str, float]:
-    """Median and 99th percentile of each in microseconds, alternating; how much the first is of the last."""
+    """Time each in turn. Return medians and 99th percentiles in microseconds, and first median / last."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(num_steps):
         for name, step in steps.items():
@@ -71,7 +72,7 @@ def side_by_side(num_steps: int, **steps: Callable[[], None]) -> dict[str, float
 
 
 def growth_of_64(args: argparse.Namespace) -> dict[str, float]:
-    """A step of 64, and that with a hundredth of the pool, without a queue, with 8 times the context."""
+    """Time a step of 64 requests, also with 1/100 of the pool, no queue, and 8 times the context."""
     variants = {
         "as_above": {},
         "small_pool": {"num_blocks": max(args.num_blocks // 100, 5000)},
@@ -84,12 +85,12 @@ def growth_of_64(args: argparse.Namespace) -> dict[str, float]:
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     return [rng.randrange(32_000) for _ in range(length)]
 
 
 class Ours:
-    """The real scheduler, with everybody decoding who runs."""
+    """The real scheduler, with every running request decoding."""
 
     def __init__(self, num_running: int, args: argparse.Namespace) -> None:
         rng = random.Random(0)
@@ -105,13 +106,13 @@ class Ours:
         assert self.scheduler.num_waiting == args.num_waiting
 
     def step(self) -> None:
-        """One token for everybody."""
+        """Give every running request one token."""
         schedule = self.scheduler.schedule()
         self.scheduler.update(schedule, [7] * len(schedule.sampled_requests))
 
 
 class Plain:
-    """The plain loop: what a page of code does."""
+    """The plain loop."""
 
     def __init__(self, num_running: int, args: argparse.Namespace) -> None:
         rng = random.Random(0)
@@ -126,13 +127,13 @@ class Plain:
             self.running.append(sequence)
 
     def append_block(self, sequence: PlainSequence) -> None:
-        """Take a block."""
+        """Allocate a block for a sequence."""
         block = self.free.popleft()
         self.refcounts[block] = 1
         sequence.blocks.append(block)
 
     def step(self) -> None:
-        """Schedule everybody, then give each a token."""
+        """Schedule every sequence, then give each a token."""
         scheduled = []
         while self.running:
             sequence = self.running.popleft()
@@ -151,21 +152,21 @@ class Plain:
 
 
 class PlainSequence:
-    """Tokens and blocks."""
+    """A sequence of the plain loop: tokens and blocks."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.blocks, self.hash = tokens, list[int](), 0
         self.num_tokens, self.last_token = len(tokens), tokens[-1]
 
     def append(self, token: int) -> None:
-        """One more."""
+        """Append one token."""
         self.tokens.append(token)
         self.last_token = token
         self.num_tokens += 1
 
 
 def prefix_lookup(num_blocks: int, length: int = 32_768) -> dict[str, float]:
-    """Milliseconds of hashing a prompt, which is done once, and of finding it in the cache."""
+    """Return the milliseconds to hash a prompt, done once, and to find it in the cache."""
     rng = random.Random(0)
     manager = BlockManager(num_blocks, BLOCK_SIZE)
     tokens = prompt(rng, length + 1)
@@ -189,9 +190,9 @@ def prefix_lookup(num_blocks: int, length: int = 32_768) -> dict[str, float]:
 
 
 def window_memory(num_tokens: int = 131_072, window: int = 1024, chunk: int = 2048) -> dict[str, float]:
-    """Blocks of one long sequence in the layout of Gemma 3 27B: 10 full layers and 52 sliding ones.
+    """Count the blocks of one long sequence in the layout of Gemma 3 27B: 10 full layers, 52 sliding ones.
 
-    In groups of 10 layers: one full, six sliding, the last of which holds two layers.
+    In groups of 10 layers: one full and six sliding, the last of which has two layers.
     """
     share = {}
     for name, windows in (("all_full", [None] * 7), ("windows", [None, *[window] * 6])):
@@ -202,12 +203,12 @@ def window_memory(num_tokens: int = 131_072, window: int = 1024, chunk: int = 20
         for start in range(0, num_tokens, chunk):
             assert manager.grow(seq, start, start + chunk, [])
         share[name] = seq.num_blocks
-    # Without groups, 62 layers would take 6.2 blocks where 7 groups of 10 take 7.
+    # Without groups, 62 layers would take 6.2 blocks for every 7 blocks of 7 groups.
     return {"blocks_of_131072_tokens_all_full": share["all_full"] * 6.2 / 7, "with_windows": share["windows"]}
 
 
 def bytes_per_block(num_blocks: int) -> float:
-    """Memory of a pool in which every block is cached."""
+    """Return the bytes per block of a pool in which every block is cached."""
     tracemalloc.start()
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     for start in range(0, num_blocks, 1000):

@@ -1,7 +1,7 @@
-"""200 JSON schemas in the style of the libraries' own tests, each of them with an end in sight.
+"""200 JSON schemas in the style of the libraries' own tests, all bounded, and some that are hard to enforce.
 
-What has no bound (a number without a range, a string without maxLength, any number of properties) is left
-out: a random model finds the end of it late. Then some that are hard to keep to.
+Numbers have a range, strings a maxLength, objects a number of properties: a random model would take long to
+end an unbounded value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NUM_VARIANTS = 8
 
 
 def closed(properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> Schema:
-    """An object of these properties and no others; all required unless said otherwise."""
+    """Return an object schema of these properties and no others, all required by default."""
     names = list(properties) if required is None else required
     return {
         "type": "object",
@@ -36,14 +36,14 @@ def nested(depth: int) -> Schema:
 
 
 def linked(name: str, value: Schema) -> Schema:
-    """A list that goes on by one way of many, so that no model finds it alone."""
+    """Return a linked list in which most alternatives end the list, so that a random one ends soon."""
     ends: list[Schema] = [{"type": "null"}, {"type": "boolean"}, INT, WORD]
     link = closed({"value": value, "next": {"anyOf": [*ends, {"$ref": f"#/$defs/{name}"}]}})
     return {"$ref": f"#/$defs/{name}", "$defs": {name: link}}
 
 
 FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "duration", "hostname", "email"]
-# The library lets 29 February through in every year, and the year 0000.
+# llguidance allows 29 February in every year, and the year 0000.
 NO_FEBRUARY = {"pattern": "^[12][0-9]{3}-(0[13-9]|1)"}
 PATTERNS = [
     "^[a-z]{2,5}$",
@@ -104,7 +104,7 @@ FAMILIES: list[Callable[[int], Schema]] = [
 ]
 SCHEMAS = [family(i) for family in FAMILIES for i in range(NUM_VARIANTS)]
 
-# What is hard to keep to. Some keywords a library does not do: then it must refuse the schema.
+# Hard to enforce. A library that does not support a keyword must refuse the schema.
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 HARD_SCHEMAS: list[Schema] = [
     {**listed(DIGIT, 3, 5), "uniqueItems": True},

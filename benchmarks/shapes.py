@@ -1,10 +1,10 @@
-"""The attention batches that are modelled and measured, by section; no torch needed to know them."""
+"""The attention batches that are modelled and measured, by section. Does not import torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# Batches that comparators which compile for half a minute are measured on.
+# The batches on which comparators that compile for half a minute are measured.
 WITH_SLOW = (
     "decode 64 x 8k, block 16",
     "decode 1 x 64k beside 63 x 500",
@@ -14,7 +14,7 @@ WITH_SLOW = (
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One batch over a paged cache, and the model it belongs to."""
+    """One batch over a paged cache, with the sizes of its model."""
 
     section: str
     name: str
@@ -34,10 +34,10 @@ class AttentionShape:
         return max(self.query_lens) == 1
 
     def cost(self, element_size: int) -> tuple[int, int]:
-        """(bytes, flops) that no kernel can do without."""
+        """Return the least (bytes, FLOPs) that any kernel needs."""
         from paged.kernels.gpu.attention.paged_attention import paged_attention_cost
 
-        # A quantised element has its share of a float32 scale for each token and head.
+        # One byte, and its share of the float32 scale of a token and head.
         kv_bytes = None if self.cache is None else 1 + 4 / self.head_dim
         return paged_attention_cost(
             self.query_lens,
@@ -52,7 +52,7 @@ class AttentionShape:
 
 
 def attention_shapes() -> list[AttentionShape]:
-    """What a GPU is measured with."""
+    """Return the batches that a GPU is measured with."""
     shapes = [decode(64, context) for context in (1024, 2048, 4096, 8192)]
     shapes += [decode(64, context, block_size=64) for context in (1024, 8192)]
     shapes.append(decode(1, 65536, section="long"))
@@ -70,7 +70,7 @@ def attention_shapes() -> list[AttentionShape]:
 
 
 def tiny_shapes() -> list[AttentionShape]:
-    """The same sections in sizes for Triton's interpreter."""
+    """Return small batches of the same sections, for Triton's interpreter."""
     model = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
     return [
         decode(2, 70, **model),
@@ -91,7 +91,7 @@ def decode(
     cache: str | None = None,
     **model: int,
 ) -> AttentionShape:
-    """A batch of equal contexts, one new token each."""
+    """Make a batch of equal contexts with one new token each."""
     return AttentionShape(
         section,
         f"decode {batch} x {_tokens(context)}, block {block_size}{f', {cache}' if cache else ''}",
@@ -104,7 +104,7 @@ def decode(
 
 
 def skewed(longest: int, others: int, num_others: int, **model: int) -> AttentionShape:
-    """One long sequence beside short ones."""
+    """Make a decode of one long sequence beside short ones."""
     return AttentionShape(
         "skewed",
         f"decode 1 x {_tokens(longest)} beside {num_others} x {_tokens(others)}",
@@ -115,7 +115,7 @@ def skewed(longest: int, others: int, num_others: int, **model: int) -> Attentio
 
 
 def cascade(batch: int, prefix: int, own: int, **model: int) -> AttentionShape:
-    """Decodes that have a prefix in common."""
+    """Make a batch of decodes that share a prefix."""
     return AttentionShape(
         "cascade",
         f"decode {batch} x {_tokens(own)} after a prefix of {_tokens(prefix)}",
@@ -129,7 +129,7 @@ def cascade(batch: int, prefix: int, own: int, **model: int) -> AttentionShape:
 def prefill(
     batch: int, length: int, *, head_dim: int = 128, block_size: int = 16, **model: int
 ) -> AttentionShape:
-    """Whole prompts, causal."""
+    """Make a batch of whole prompts, causal."""
     return AttentionShape(
         "prefill",
         f"prefill {batch} x {_tokens(length)}, D {head_dim}, block {block_size}",

@@ -3,9 +3,9 @@
     python -m benchmarks.simulate
     paged simulate --coefficients coefficients.json --num-blocks 1000 …   # with --write coefficients.json
 
-Runs the engine on a ragged workload, fits a cost to its steps by least squares, and predicts other workloads,
-with other lengths and another number of requests at once, which the engine runs too. The ratio is predicted
-to measured throughput; the benchmark fails if one of the medians is further than --tolerance from 1.
+Runs the engine on ragged workloads, fits a cost model to its steps by least squares, and predicts workloads
+of other lengths and concurrency, which the engine runs too. The ratio is predicted to measured throughput;
+the benchmark fails if a median is further than --tolerance from 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONS = {"num_blocks": 4096, "max_num_batched_tokens": 512}
 
 @dataclass(frozen=True)
 class Case:
-    """A workload to be served all at once. Lengths are uniform in a range; seqs: how many run at once."""
+    """A workload whose requests all arrive at once. Lengths are uniform; seqs: max_num_seqs."""
 
     name: str
     num_requests: int
@@ -45,7 +45,7 @@ class Case:
     seqs: int
 
     def workload(self, vocab_size: int) -> Workload:
-        """Its requests, always the same."""
+        """Make the requests, the same in every call."""
         rng = random.Random(self.name)
         prompts = [
             [rng.randrange(vocab_size) for _ in range(rng.randint(*self.input_len))]
@@ -54,7 +54,7 @@ class Case:
         return Workload(prompts, [rng.randint(*self.output_len) for _ in range(self.num_requests)])
 
 
-# Many sequences with little context, few with much: else nobody could tell the cost of one from the other's.
+# Many sequences with short contexts and few with long ones, or the fit could not separate their costs.
 FIT = [
     Case("fit short", 64, (4, 48), (16, 64), 64),
     Case("fit long", 10, (500, 1500), (32, 96), 5),
@@ -68,7 +68,7 @@ PREDICT = [
 
 
 class Served:
-    """An engine with a case to serve, a step at a time. Its clock stands still between the steps."""
+    """An engine that serves a case step by step. Its clock counts only the steps."""
 
     def __init__(self, directory: str, case: Case) -> None:
         options = {**OPTIONS, "max_num_seqs": case.seqs}
@@ -86,7 +86,7 @@ class Served:
         self.engine.scheduler.schedule = self._recorded
 
     def step(self) -> None:
-        """Run a step, and time it."""
+        """Run one step and time it."""
         started = time.perf_counter()
         outputs = self.engine.step()
         seconds = time.perf_counter() - started
@@ -103,10 +103,7 @@ class Served:
 
 
 def serve(directory: str, cases: list[Case]) -> list[Served]:
-    """Serve all of them, in turn, so that each has its steps all over the same time.
-
-    What else the machine does then slows all down alike, and not one of them only.
-    """
+    """Serve all cases, their steps interleaved, so that other load on the machine slows all of them alike."""
     served = [Served(directory, case) for case in cases]
     while unfinished := [s for s in served if s.engine.has_unfinished_requests()]:
         min(unfinished, key=lambda s: s.num_tokens / s.num_wanted).step()
@@ -115,11 +112,11 @@ def serve(directory: str, cases: list[Case]) -> list[Served]:
 
 
 def main() -> None:
-    """Measure all, fit some, predict the others."""
+    """Measure all cases, fit some, predict the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, a shape of benchmarks.common, or a directory")
     parser.add_argument("--rounds", type=int, default=3)
-    # Threads wait for each other: on a machine that others use too, a step's time says more of those.
+    # Threads wait for each other, so with more than one a step measures the other load of a shared machine.
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to write the coefficients")
@@ -140,7 +137,7 @@ def main() -> None:
 
 
 def fit(steps: list[tuple[Work, float]]) -> dict[str, float]:
-    """Least squares, without the terms that would come out negative."""
+    """Fit by least squares, dropping terms until none is negative."""
     terms = {
         "step_s": [1.0 for _ in steps],
         "token_s": [work.num_tokens for work, _ in steps],
@@ -159,7 +156,7 @@ def fit(steps: list[tuple[Work, float]]) -> dict[str, float]:
 
 
 def predict(directory: str, case: Case, coefficients: dict[str, float]) -> tuple[float, Sequence[float]]:
-    """Seconds to serve the case, and when each request gets its first token."""
+    """Predict the seconds to serve a case, and the time to first token of each request."""
     engine = EngineConfig(model=directory, max_num_seqs=case.seqs, **OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "coefficients.json"
@@ -177,7 +174,7 @@ def predict(directory: str, case: Case, coefficients: dict[str, float]) -> tuple
 
 
 def row(directory: str, runs: Sequence[Served], coefficients: dict[str, float]) -> dict:
-    """Predicted beside measured, for one case."""
+    """Return predicted and measured figures of one case."""
     case, num_tokens = runs[0].case, runs[0].num_tokens
     seconds, first_tokens = predict(directory, case, coefficients)
     ratios = sorted(run.seconds / seconds for run in runs)

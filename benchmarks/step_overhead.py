@@ -1,9 +1,9 @@
-"""What does a step cost beside the model? 64 requests decoding, the demo model.
+"""What does a step cost besides the model? 64 requests decoding, the demo model.
 
     python -m benchmarks.step_overhead
 
-The parts of a step as generate() runs it; then all of that at once, and the same for step(), which also makes
-every request's text as it grows.
+First the parts of a step as generate() runs it, then whole steps without the model: those of generate(), and
+those of step(), which also updates the text of every request.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def main() -> None:
     for _ in range(args.steps):
         step_in_parts(engine, parts)
     milliseconds = {name: statistics.median(times) * 1e3 for name, times in parts.items()}
-    milliseconds["generate(), beside forward"] = beside_forward(engine, engine.core.advance, args.steps)
-    milliseconds["step(), beside forward"] = beside_forward(engine, engine.step, args.steps)
+    milliseconds["generate(), without forward"] = without_forward(engine, engine.core.advance, args.steps)
+    milliseconds["step(), without forward"] = without_forward(engine, engine.step, args.steps)
     print_table([{"part": name, "ms": ms} for name, ms in milliseconds.items()])
     print_json({"benchmark": "step_overhead", **milliseconds, **vars(args)})
 
 
 def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
-    """A step with a clock between its parts."""
+    """Run one step and append the time of each part."""
     runner, times = engine.runner, [time.perf_counter()]
     schedule = engine.scheduler.schedule()
     times.append(time.perf_counter())
@@ -60,8 +60,8 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
         parts[name].append(end - start)
 
 
-def beside_forward(engine: LLMEngine, step: Callable[[], Any], num_steps: int) -> float:
-    """Median milliseconds of a step without those of the model and its head."""
+def without_forward(engine: LLMEngine, step: Callable[[], Any], num_steps: int) -> float:
+    """Return the median milliseconds of a step, without the model and its head."""
     runner, spent, times = engine.runner, [0.0], []
     compute = runner.compute
 

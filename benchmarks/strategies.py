@@ -1,19 +1,19 @@
-"""What does continuous batching gain over simpler ways to serve the same prompts?
+"""What does continuous batching gain over simpler strategies on the same prompts?
 
     python -m benchmarks.strategies
     python -m benchmarks.strategies --model tinyllama-1.1b --dtype bfloat16 --num-requests 16
 
-Ragged requests (prompts of 16 to 512 ids, outputs of 50 to 128 tokens), all there at the start, greedy. In
-float32 all ways must give the same tokens, which is asserted in every round:
+Ragged requests (prompts of 16 to 512 ids, outputs of 50 to 128 tokens), all present at the start, greedy. In
+float32 all strategies must give the same tokens, which is asserted in every round:
 
     sequential        this engine, one request after the other
     static, padded    transformers generate(): padded batches of prompts of similar length
-    static, ragged    this engine, the same batches: no padding, but the next one waits for all of this one
+    static, ragged    this engine, the same batches: no padding, but each batch waits for the one before
     two processes     this engine twice, each with every other request and half of the threads
-    continuous        this engine: whoever finishes makes room for the next at once
+    continuous        this engine: a request that finishes makes room for the next one at once
 
-Each is a process of its own that loads the model once; then they take turns. Figures are medians of rounds.
-Batches, and requests running at once in the last two together, are of --batch-size.
+Each strategy is a process that loads the model once; then they take turns. Figures are medians of rounds. A
+batch has --batch-size requests, and so many run at once in the last two strategies.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from paged.simulate.model import read_model
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the requests are given to whom.
+    """How the requests are distributed over processes and batches.
 
-    at_once: requests that a process may run at once, as a share of --batch-size; 0: one.
-    in_batches: the next ones wait for all of those before.
+    at_once: requests that a process may run at once, as a share of --batch-size; 0 means one.
+    in_batches: a batch waits until all requests of the one before are finished.
     """
 
     name: str
@@ -51,26 +51,32 @@ class Strategy:
 
 
 STRATEGIES = [
-    Strategy("sequential", "the weights are read for every single token", at_once=0, in_batches=True),
+    Strategy(
+        "sequential", "the weights are read for every token of every request", at_once=0, in_batches=True
+    ),
     Strategy(
         "static, padded",
-        "computes the padding, and goes on to the longest output",
+        "computes padding, and runs until the longest output ends",
         system="generate",
         in_batches=True,
     ),
-    Strategy("static, ragged", "no padding, but batches run empty to the longest output", in_batches=True),
+    Strategy(
+        "static, ragged", "no padding, but a batch shrinks until the longest output ends", in_batches=True
+    ),
     Strategy(
         "two processes",
-        "the weights are in memory, and read, twice; no thread waits for another's",
+        "the weights are stored and read twice; the processes do not wait for each other",
         num_processes=2,
         at_once=0.5,
     ),
-    Strategy("continuous", "places are filled as they become free: the weights' reads are shared by most"),
+    Strategy(
+        "continuous", "places are filled as they become free, so most requests share each read of the weights"
+    ),
 ]
 
 
 def main() -> None:
-    """Compare tokens, then time in turns."""
+    """Compare the tokens, then time in turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, tinyllama-1.1b, llama-15m or a directory")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -78,13 +84,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a way, altogether")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of one strategy")
     args = parser.parse_args()
     directory = checkpoint(args.model)
     vocab_size = read_model(directory).vocab_size
 
     def workload(round_: int) -> Workload:
-        # Other ids in every round: no prefix cache knows them.
+        # Other ids in every round, so that no prefix cache has them.
         return ragged_workload(args.num_requests, vocab_size, scale=args.scale, seed=round_)
 
     runs: dict[str, list[Run]] = {strategy.name: [] for strategy in STRATEGIES}
@@ -96,7 +102,7 @@ def main() -> None:
                 run = way.run(now)
                 runs[way.strategy.name].append(run)
                 print(f"round {round_ + 1}, {way.strategy.name}: {run['seconds']:.2f} s", flush=True)
-            # In bfloat16 sums in another order may turn a near tie.
+            # In bfloat16 another order of summation may turn a near tie.
             if args.dtype == "float32":
                 same_tokens({name: found[-1] for name, found in runs.items()})
     table = rows({name: found[1:] for name, found in runs.items()}, workload(0))
@@ -104,7 +110,7 @@ def main() -> None:
         f"\n{args.model}: {args.num_requests} requests, batches of {args.batch_size}, threads: {args.threads}"
     )
     print_table([{k: v for k, v in row.items() if k != "conclusion"} for row in table])
-    print("\nbeside continuous, median of the rounds and range:")
+    print("\ncompared with continuous, median of the rounds and range:")
     for row in table:
         print(f"{row['strategy']}: {row['conclusion']}")
     print_json({"benchmark": "strategies", **vars(args), "rows": table})
@@ -141,7 +147,7 @@ class Running:
             worker.call("load", **options)
 
     def run(self, workload: Workload) -> Run:
-        """All requests, dealt out to the processes."""
+        """Run all requests, distributed over the processes."""
         count = len(self.workers)
         started = time.perf_counter()
         for i, worker in enumerate(self.workers):
@@ -161,14 +167,14 @@ class Running:
 
 
 def same_tokens(runs: Mapping[str, Run]) -> None:
-    """Assert that all gave the same."""
+    """Assert that all strategies gave the same tokens."""
     expected = runs["continuous"]["tokens"]
     for name, run in runs.items():
         assert run["tokens"] == expected, f"{name} gives other tokens than continuous"
 
 
 def rows(runs: Mapping[str, list[Run]], workload: Workload) -> list[dict[str, Any]]:
-    """The medians of every strategy, and what they come to beside continuous batching."""
+    """Return the medians of every strategy, and how they compare with continuous batching."""
     table = []
     for strategy in STRATEGIES:
         found = runs[strategy.name]
@@ -177,7 +183,7 @@ def rows(runs: Mapping[str, list[Run]], workload: Workload) -> list[dict[str, An
             run["seconds"] / best["seconds"] for run, best in zip(found, runs["continuous"], strict=True)
         ]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of its time"
-        beside = "what the others are measured by" if strategy.name == "continuous" else ratio
+        compared = "the baseline" if strategy.name == "continuous" else ratio
         table.append(
             {
                 "strategy": strategy.name,
@@ -186,7 +192,7 @@ def rows(runs: Mapping[str, list[Run]], workload: Workload) -> list[dict[str, An
                 "TTFT s": statistics.median(statistics.mean(run["first_token_s"]) for run in found),
                 "worst": statistics.median(max(run["first_token_s"]) for run in found),
                 "peak MiB": max(run["peak_rss_mib"] for run in found),
-                "conclusion": f"{beside}: {strategy.why}",
+                "conclusion": f"{compared}: {strategy.why}",
             }
         )
     return table

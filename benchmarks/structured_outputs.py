@@ -2,9 +2,9 @@
 
     python -m benchmarks.structured_outputs
 
-For each language: the first compilation, the worker's milliseconds for the masks of a step at --num-running
-rows, those that the step waits for them, and those to change the logits; then whole steps with and without,
-taken alternately. Before it times, every output is shown to be in its language.
+For each language, in milliseconds: the first compilation, the worker's time for the masks of a step of
+--num-running rows, the time that the step waits for them, and the time to apply them; then whole steps with
+and without structured output, alternating. Every output is first checked against its language.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LANGUAGES = {
 
 
 def main() -> None:
-    """Prove, then time."""
+    """Check the outputs, then time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--num-running", type=int, default=64)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def prove(engine: LLMEngine) -> None:
-    """Every output that is not cut is in its language."""
+    """Check that every output is in its language."""
     params = [params_of(name, max_tokens=400) for name in LANGUAGES]
     outputs = engine.generate([[1] * 8] * len(params), params, use_tqdm=False)
     texts = dict(zip(LANGUAGES, (output.outputs[0].text for output in outputs), strict=True))
@@ -71,13 +71,13 @@ def prove(engine: LLMEngine) -> None:
 
 
 def params_of(name: str | None, max_tokens: int) -> SamplingParams:
-    """The same for all but the language."""
+    """Return parameters that differ in the language only."""
     language = LANGUAGES[name] if name else None
     return SamplingParams(max_tokens=max_tokens, ignore_eos=name is None, structured_outputs=language)
 
 
 def measure(engine: LLMEngine, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one language."""
     assert engine.tokenizer is not None
     grammars = Grammars(engine.tokenizer, engine.model_config.vocab_size, engine.eos_token_ids)
     grammars.start(StructuredOutputsParams(choice=["a"]))  # reads the tokenizer
@@ -100,7 +100,7 @@ def measure(engine: LLMEngine, name: str, args: argparse.Namespace) -> dict[str,
         "compile ms": compile_ms,
         "again ms": again_ms,
         "masks ms": statistics.median(parts["_fill"]),
-        # apply waits first.
+        # apply() also waits: every other time is its own.
         "waits ms": statistics.median(parts["wait"][::2]),
         "apply ms": statistics.median(parts["apply"]),
         "step ms": statistics.median(with_grammar),
@@ -109,7 +109,7 @@ def measure(engine: LLMEngine, name: str, args: argparse.Namespace) -> dict[str,
 
 
 def steps(engine: LLMEngine, name: str | None, args: argparse.Namespace) -> list[float]:
-    """Milliseconds of decoding steps with everybody running."""
+    """Return the milliseconds of decoding steps in which every request runs."""
     for i in range(args.num_running):
         engine.add_request(str(i), [1 + i] * 16, params_of(name, args.steps + 10))
     while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting())):
@@ -124,14 +124,14 @@ def steps(engine: LLMEngine, name: str | None, args: argparse.Namespace) -> list
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
-    """How long one call takes."""
+    """Time one call."""
     started = time.perf_counter()
     function()
     return (time.perf_counter() - started) * 1e3
 
 
 def timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-    """The same function, whose milliseconds are noted."""
+    """Wrap a function so that it appends its milliseconds."""
 
     def wrapper(*args: Any) -> Any:
         started = time.perf_counter()

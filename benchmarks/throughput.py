@@ -1,11 +1,11 @@
-"""How fast is the engine on nano-vllm's workload, beside transformers?
+"""How fast is the engine on nano-vllm's workload, compared with transformers?
 
     python -m benchmarks.throughput
     python -m benchmarks.throughput --shapes tinyllama-1.1b --batches 16 --scale 0.1
 
-`benchmarks.peers` with other requests and fewer ways, whose options these are: prompts and outputs of 100 to
-1024 tokens times the scale, all requests at once, the same tokens out, against the padded static batches of
-generate() and the continuous batching of generate_batch().
+Runs `benchmarks.peers`, with its options, on prompts and outputs of 100 to 1024 tokens times the scale, all
+requests at once, against the padded static batches of generate() and the continuous batching of
+generate_batch().
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timing: medians between events on a GPU, with a cold L2 cache and an output that was NaN before."""
+"""Timing: medians of calls; on a GPU between events, with a cold L2 cache and outputs filled with NaN."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from paged.kernels.cpu.launch.huge_pages import in_huge_pages
 
 @dataclass(frozen=True)
 class Limits:
-    """What this device reaches: bytes/s, read and written, and FLOP/s in a matrix product."""
+    """Measured ceilings of a device: bytes/s, read and written, and FLOP/s of a matrix product."""
 
     bytes_per_s: float
     flops: float
 
     def seconds(self, moved: int, flops: int) -> float:
-        """The least time for a kernel that moves and computes this much."""
+        """Return the least time for a kernel that moves and computes this much."""
         return max(moved / self.bytes_per_s, flops / self.flops)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians of one call."""
+    """Median times of one call."""
 
-    seconds: float  # on a GPU the replay of a CUDA graph, where it could be captured
-    call_seconds: float  # launched from Python; some of what the host takes hides behind the flush
+    seconds: float  # on a GPU the replay of a CUDA graph, if it could be captured
+    call_seconds: float  # launched from Python; the flush hides some of the host time
     runs: int
     graph: bool
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype, *, tiny: bool = False) -> Limits:
-    """A large copy and a large matrix product, of random numbers: zeros would run faster.
+    """Time a large copy and a large matrix product of random numbers; zeros would run faster.
 
-    A CPU may read more than it copies in the same time, and more of huge pages. Weights lie in such, and are
-    only read: then that is its limit.
+    The bandwidth of a CPU is the larger of copying and of reading huge pages, since weights lie in huge pages
+    and are only read.
     """
     large = device.type == "cuda"
     source = torch.empty(2**14 if tiny else 2**28 if large else 2**27, device=device)
@@ -58,12 +58,12 @@ def measure_limits(device: torch.device, dtype: torch.dtype, *, tiny: bool = Fal
 
 
 def measure(run: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of a call."""
+    """Return the median seconds of a call."""
     return time_call(run, device).seconds
 
 
 def time_call(run: Callable[[], Any], device: torch.device, *, tiny: bool = False) -> Timing:
-    """Time `run`; where it returns a tensor of floats, assert that every call wrote all of it."""
+    """Time `run`. If it returns a tensor of floats, assert that the call wrote all of it."""
     if device.type == "cuda":
         return _time_on_gpu(run, device)
     out = None if tiny else run()
@@ -80,7 +80,7 @@ def time_call(run: Callable[[], Any], device: torch.device, *, tiny: bool = Fals
 def _time_on_gpu(run: Callable[[], Any], device: torch.device) -> Timing:
     torch.cuda.synchronize(device)
     started = time.perf_counter()
-    for _ in range(3):  # what is compiled on first use is compiled here
+    for _ in range(3):  # kernels that compile on first use compile here
         run()
     torch.cuda.synchronize(device)
     estimate = (time.perf_counter() - started) / 3
@@ -90,7 +90,7 @@ def _time_on_gpu(run: Callable[[], Any], device: torch.device) -> Timing:
     del out
     try:
         graph, static = _capture(run)
-    except RuntimeError:  # what reads results back on the host cannot be captured
+    except RuntimeError:  # a call that reads results back to the host cannot be captured
         torch.cuda.synchronize(device)
         return Timing(called, called, runs, graph=False)
 
@@ -121,9 +121,9 @@ def _between_events(run: Callable[[], Any], runs: int, device: torch.device) -> 
     out = None
     for start, end in events:
         if isinstance(out, Tensor) and out.is_floating_point():
-            out.fill_(float("nan"))  # the next call gets this memory again
+            out.fill_(float("nan"))  # the next call is given this memory again
         del out
-        # Read, not written: lines left dirty would be written back in the time of what is measured.
+        # Read, not written: dirty lines would be written back during the measurement.
         flush.sum()
         start.record()
         out = run()
@@ -134,7 +134,7 @@ def _between_events(run: Callable[[], Any], runs: int, device: torch.device) -> 
 
 @lru_cache
 def _flush_buffer(device: torch.device) -> Tensor:
-    """Several times the L2 cache of any GPU."""
+    """Allocate several times the L2 cache of any GPU."""
     return torch.randn(2**27, dtype=torch.float32, device=device)
 
 
@@ -144,7 +144,7 @@ def _assert_written(out: Any) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """What the numbers were measured on."""
+    """Name the device for reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"

@@ -1,18 +1,18 @@
-"""Everything a GPU has to prove, in one command and under nine minutes.
+"""Does everything work on a GPU, and how fast? One command, under nine minutes.
 
     python -m benchmarks.gpu                # needs a CUDA or ROCm GPU
-    python -m benchmarks.gpu --report       # remakes benchmarks/README.md from the results that are there
+    python -m benchmarks.gpu --report       # rewrites benchmarks/README.md from the existing results
     python -m benchmarks.gpu --tiny         # anywhere, in Triton's interpreter: tries out this program
 
-The tests of the kernels, compiled; the device's ceilings, a large copy and a large matrix product; every
-kernel against its limit and against other people's, whichever are installed (pip install
-flashinfer-python==0.6.1 conch-triton-kernels==1.3); the engine on nano-vllm's workload. Each kernel is proven
-right on the batch that it is timed on. Times are medians between events, of CUDA graphs where they can be
-captured, with a cold L2 cache and outputs that were NaN before.
+Runs the tests of the kernels, compiled; measures the device's ceilings, a large copy and a large matrix
+product; times every kernel against its limit and against those of other projects that are installed (pip
+install flashinfer-python==0.6.1 conch-triton-kernels==1.3); and runs the engine on nano-vllm's workload. Each
+kernel is compared with the reference on the batch on which it is timed. Times are medians between events, of
+CUDA graphs where they can be captured, with a cold L2 cache and outputs filled with NaN.
 
-Writes benchmarks/results/<gpu>-<date>.json, pictures (with `pip install 'paged[plots]'`), and from all
-results there benchmarks/README.md. A section that fails is an error in the JSON, the others go on, and the
-exit code is 1.
+Writes benchmarks/results/<gpu>-<date>.json, pictures (with `pip install 'paged[plots]'`), and
+benchmarks/README.md from all results. A section that fails is recorded as an error in the JSON, the others
+still run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from benchmarks.gpu.report import print_summary, write_report
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parents[1] / "results"
-# In the order of what one wants to know first: the time may run out.
+# The most important first: the time may run out.
 SECTIONS = ["ceilings", "decode", "skewed", "long", "quantized", "cascade", "prefill", "layers", "engine"]
 _TESTS_SHARE = 0.33  # of the budget, at most
 
 
 def main() -> None:
-    """Run the sections, write what was found, and fail if any of them did."""
+    """Run the sections, write the result, and exit with 1 if any failed."""
     args = parse_args()
     if args.report:
         print(f"wrote {write_report(args.out or RESULTS)}")
@@ -75,18 +75,20 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small sizes; without a GPU in the interpreter")
-    parser.add_argument("--report", action="store_true", help="only remake the tables from existing JSON")
-    parser.add_argument("--out", type=Path, help="where results go; benchmarks/results, with --tiny nowhere")
-    parser.add_argument("--budget", type=float, default=510, help="seconds for all of it")
+    parser.add_argument("--report", action="store_true", help="only rewrite the tables from existing JSON")
+    parser.add_argument(
+        "--out", type=Path, help="folder of results; default benchmarks/results, with --tiny a temporary one"
+    )
+    parser.add_argument("--budget", type=float, default=510, help="seconds for everything")
     parser.add_argument("--sections", nargs="+", default=["tests", *SECTIONS], choices=["tests", *SECTIONS])
     return parser.parse_args()
 
 
 def tests_section(tiny: bool, seconds: float) -> dict[str, Any]:
-    """The tests as a section of one row."""
+    """Run the tests, as a section of one row."""
     print(f"tests, for at most {seconds:.0f} s", flush=True)
     started = time.time()
     row = run_tests(test_files(tiny), seconds, 1 if tiny else max(1, min(12, (os.cpu_count() or 2) - 2)))
@@ -98,13 +100,13 @@ def tests_section(tiny: bool, seconds: float) -> dict[str, Any]:
 
 
 def prepare_comparators() -> subprocess.Popen[str]:
-    """Let other people's kernels compile beside the tests, and crash where they crash nobody else."""
+    """Start a process in which the comparators compile beside the tests; only it dies if one crashes."""
     command = [sys.executable, "-m", "benchmarks.gpu.comparators"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def ready_comparators(process: subprocess.Popen[str], deadline: float) -> dict[str, str]:
-    """Which of them are not to be tried, and why."""
+    """Return the comparators that must not be tried, with the reasons."""
     try:
         told = process.communicate(timeout=max(1.0, deadline - time.time()))[0]
         why = f"crashed on a small batch, exit code {process.returncode}"
@@ -121,7 +123,7 @@ def ready_comparators(process: subprocess.Popen[str], deadline: float) -> dict[s
 def run_workers(
     sections: list[str], found: dict[str, Any], tiny: bool, deadline: float, not_ready: dict[str, str]
 ) -> None:
-    """Run the sections in a process, and what it leaves undone when it dies in another one."""
+    """Run the sections in a process; when it dies, run the remaining ones in another process."""
     found["limits"] = None
     with tempfile.TemporaryDirectory() as directory:
         events = Path(directory) / "events.jsonl"
@@ -131,7 +133,7 @@ def run_workers(
             options |= {"events": str(events), "limits": found["limits"]}
             command = [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(options)]
             try:
-                # What is in the middle of something at the deadline may finish it.
+                # A measurement that runs at the deadline may finish.
                 done = subprocess.run(command, cwd=ROOT, timeout=max(5.0, deadline + 15 - time.time()))
                 how = f"the process ended with exit code {done.returncode}"
             except subprocess.TimeoutExpired:
@@ -147,7 +149,7 @@ def run_workers(
 
 
 def read_events(lines: list[str], found: dict[str, Any]) -> set[str]:
-    """Add what a worker told to what was found; the sections that it ended."""
+    """Add the events of a worker to the result. Return the sections that it ended."""
     ended = set()
     for event in map(json.loads, lines):
         if "device" in event:
@@ -165,7 +167,7 @@ def read_events(lines: list[str], found: dict[str, Any]) -> set[str]:
 
 
 def write_result(result: dict[str, Any], out: Path) -> None:
-    """The JSON, the pictures if somebody can paint them, and the tables."""
+    """Write the JSON, the pictures if matplotlib is installed, and the tables."""
     out.mkdir(parents=True, exist_ok=True)
     gpu = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
     path = out / f"{gpu}-{result['date'][:10]}.json"
@@ -182,7 +184,7 @@ def write_result(result: dict[str, Any], out: Path) -> None:
 
 
 def commit() -> str | None:
-    """What was measured; None outside a repository."""
+    """Return the commit that was measured; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

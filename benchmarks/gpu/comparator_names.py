@@ -1,4 +1,4 @@
-"""The names of the comparators, for programs that need not import torch."""
+"""The names of the comparators, for programs that do not import torch."""
 
 NAMES = (
     "sdpa_cudnn",
@@ -9,10 +9,10 @@ NAMES = (
     "vllm_unified",
     "without_cascade",
 )
-# To compile, for every shape anew: measured where a shape asks for it.
+# Compile for every shape: measured only where a shape asks for it.
 SLOW = ("flex_attention",)
 
 
 def readiness_key(name: str, head_dim: int) -> str:
-    """What a comparator is called that has to be compiled for each head_dim."""
+    """Return the key of a comparator that is compiled for each head_dim."""
     return f"{name}, D {head_dim}"

@@ -1,7 +1,7 @@
-"""Other people's attention kernels on our batches, each behind a small adapter.
+"""The attention kernels of other projects on our batches, each behind a small adapter.
 
-An adapter takes a case and returns a call that gives [..., num_heads, head_dim], all tokens in order; what
-it has to lay out differently it lays out before. It raises Skip where its kernel cannot do the batch.
+An adapter takes a case and returns a call that returns [..., num_heads, head_dim], all tokens in order. It
+converts layouts beforehand, not in the call. It raises Skip if its kernel does not support the batch.
 
     python -m benchmarks.gpu.comparators    # try each on small batches, in a process that may crash
 """
@@ -29,11 +29,11 @@ Call = Callable[[], Tensor]
 
 
 class Skip(Exception):  # noqa: N818  (not an error)
-    """A comparator that cannot do this batch here; the message is the reason."""
+    """A comparator does not support this batch here; the message is the reason."""
 
 
 class Batch:
-    """The arguments of a case by name, and what adapters derive from them."""
+    """The arguments of a case by name, and values that adapters derive from them."""
 
     def __init__(self, case: Case) -> None:
         self.query, self.key_cache, self.value_cache, self.tables, self.seq_lens, self.bounds = case.args
@@ -48,13 +48,13 @@ class Batch:
         self.on_gpu = self.query.is_cuda
 
     def dense(self, cache: Tensor) -> Tensor:
-        """[num_seqs, num_kv_heads, context, head_dim] of contexts that are all as long."""
+        """Gather a cache of equal contexts as [num_seqs, num_kv_heads, context, head_dim]."""
         gathered = cache[self.tables.long()].flatten(1, 2)[:, : self.contexts[0]]
         return gathered.transpose(1, 2).contiguous()
 
 
 def sdpa(backend: str) -> Callable[[Case], Call]:
-    """torch's SDPA on dense K and V: no pages, so rather a ceiling than a competitor."""
+    """Adapt torch's SDPA on dense K and V: without blocks, so a ceiling rather than a competitor."""
 
     def adapt(case: Case) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -63,7 +63,7 @@ def sdpa(backend: str) -> Callable[[Case], Call]:
         if len(set(batch.contexts)) > 1:
             raise Skip("dense: the contexts differ in length")
         if "shared_prefix_len" in case.options:
-            raise Skip("dense: a copy of the prefix for everybody")
+            raise Skip("dense: a copy of the prefix for every sequence")
         chosen = getattr(SDPBackend, backend)
         num_seqs = len(batch.contexts)
         query = batch.query.view(num_seqs, batch.query_len, batch.num_heads, -1).transpose(1, 2).contiguous()
@@ -84,7 +84,7 @@ def sdpa(backend: str) -> Callable[[Case], Call]:
 
 
 def flex_attention(case: Case) -> Call:
-    """torch's flex_attention over its own pages of 128 tokens, compiled on a GPU."""
+    """Adapt torch's flex_attention over its own pages of 128 tokens, compiled on a GPU."""
     from torch.nn.attention import flex_attention as flex
     from torch.nn.attention.experimental._paged_attention import PagedAttention
 
@@ -125,7 +125,7 @@ def flex_attention(case: Case) -> Call:
 
 
 def varlen(case: Case) -> Call:
-    """torch.nn.attention.varlen: FlashAttention over our own blocks."""
+    """Adapt torch.nn.attention.varlen: FlashAttention over our blocks."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch = Batch(case)
@@ -159,11 +159,11 @@ def varlen(case: Case) -> Call:
 
 
 def flashinfer(case: Case) -> Call:
-    """FlashInfer's wrappers over our own blocks: tensor-core decode, and FA3 prefill on Hopper."""
+    """Adapt FlashInfer's wrappers over our blocks: tensor-core decode, and FA3 prefill on Hopper."""
     batch = Batch(case)
     if not batch.on_gpu:
         raise Skip("needs a GPU")
-    if (nvcc := shutil.which("nvcc")) is not None:  # it compiles what it needs
+    if (nvcc := shutil.which("nvcc")) is not None:  # FlashInfer compiles its kernels
         os.environ.setdefault("CUDA_HOME", str(Path(nvcc).resolve().parent.parent))
     os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", tempfile.gettempdir())
     import flashinfer as library
@@ -187,7 +187,7 @@ def flashinfer(case: Case) -> Call:
 
 
 def vllm_unified(case: Case) -> Call:
-    """vLLM's Triton kernel of mid 2025, as the package conch_triton_kernels carries it."""
+    """Adapt vLLM's Triton kernel of mid 2025, from the package conch_triton_kernels."""
     from conch.third_party.vllm.unified_attention import unified_attention
 
     batch = Batch(case)
@@ -220,7 +220,7 @@ def vllm_unified(case: Case) -> Call:
 
 
 def without_cascade(case: Case) -> Call:
-    """Our own kernel without being told of the prefix: everybody reads it."""
+    """Adapt our own kernel without shared_prefix_len: every sequence reads the prefix."""
     from paged.kernels.gpu.attention.paged_attention import paged_attention
 
     if "shared_prefix_len" not in case.options:
@@ -243,7 +243,7 @@ PACKAGES = {"flashinfer": "flashinfer", "vllm_unified": "conch"}
 
 
 def adapt(name: str, shape: AttentionShape, case: Case) -> Call:
-    """A comparator's call on this case, proven right; raises Skip with the reason where there is none."""
+    """Return a comparator's call on this case, checked. Raises Skip with the reason if there is none."""
     package = PACKAGES.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         raise Skip(f"{package} is not installed")
@@ -254,18 +254,18 @@ def adapt(name: str, shape: AttentionShape, case: Case) -> Call:
         case.check_attention(call().reshape(case.args[0].shape))
     except Skip:
         raise
-    except Exception as error:  # whatever somebody else's kernel does, ours is still to be measured
+    except Exception as error:  # whatever another kernel raises, ours must still be measured
         lines = f"{type(error).__name__}: {error}".strip().splitlines()
         raise Skip(lines[0][:200]) from error
     return call
 
 
 def main() -> None:
-    """Try every comparator on small batches; what it compiles now need not be waited for later."""
+    """Try every comparator on small batches, which also fills its compilation cache."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for head_dim in (128, 64):
-        # The one that takes minutes to compile goes last.
+        # flashinfer compiles for minutes.
         for name in sorted(set(COMPARATORS) - set(SLOW), key=lambda name: (name == "flashinfer", name)):
             reasons = []
             for shape in small_shapes(head_dim):
@@ -283,7 +283,7 @@ def main() -> None:
 
 
 def small_shapes(head_dim: int) -> list[AttentionShape]:
-    """One batch of each kind."""
+    """Return one batch of each kind."""
     return [
         decode(2, 300, head_dim=head_dim),
         prefill(1, 200, head_dim=head_dim),

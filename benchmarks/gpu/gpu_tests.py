@@ -1,4 +1,4 @@
-"""The tests that a GPU is for, compiled: in several processes, for the compiler is what takes the time."""
+"""Run the tests that need a GPU, in several processes, since compiling takes most of the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# These compile for GPUs that are not here; CI runs them.
+# These compile for absent GPUs; CI runs them.
 _NOT_HERE = ("test_aot.py", "test_aot_variants.py")
 _PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 _RESULT = re.compile(r"^(\S.*) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*\[ *\d+%\]")
@@ -20,7 +20,7 @@ _COLLECTED = re.compile(r"collected (\d+) items?")
 
 
 def run_tests(files: list[Path], seconds: float, num_processes: int) -> dict[str, Any]:
-    """Run these files within so many seconds; what did not finish is counted, and is no failure."""
+    """Run these files for at most so many seconds. Unfinished tests are counted, not failures."""
     deadline = time.time() + seconds
     if num_processes == 1:
         shards = [list(map(str, files))]
@@ -45,7 +45,7 @@ def run_tests(files: list[Path], seconds: float, num_processes: int) -> dict[str
 
 
 def run_shards(shards: list[list[str]], deadline: float) -> list[str]:
-    """Run pytest on each at once, until the deadline; what they printed."""
+    """Run pytest on all shards at once, until the deadline. Return their output."""
     with tempfile.TemporaryDirectory() as directory:
         running = []
         for i, tests in enumerate(shards):
@@ -63,7 +63,7 @@ def run_shards(shards: list[list[str]], deadline: float) -> list[str]:
 
 
 def test_files(tiny: bool) -> list[Path]:
-    """Every kernel test and every file with a test marked `gpu`; the longest last."""
+    """Return every kernel test and every file with a test marked `gpu`, the longest last."""
     if tiny:
         return [ROOT / "tests" / "ops" / "test_silu_and_mul.py"]
     files = [
@@ -79,7 +79,7 @@ def _is_of_kernels(file: Path) -> bool:
 
 
 def collect(file: Path) -> list[str]:
-    """The ids of a file's tests; of one that is not about kernels, those marked `gpu`."""
+    """Return the ids of a file's tests; outside kernel tests only those marked `gpu`."""
     chosen = [] if _is_of_kernels(file) else ["-m", "gpu"]
     command = [*_PYTEST, "--collect-only", "-q", *chosen, str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Tables from what benchmarks.gpu measured, on the terminal and as Markdown."""
+"""Tables of the results of benchmarks.gpu, on the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from benchmarks.gpu.comparator_names import NAMES
 
 HEADER = """# What was measured on GPUs
 
-Made by `python -m benchmarks.gpu`, whose JSON lies in {results}; `--report` remakes this page from it. The
-limit of a kernel is the larger of its bytes over the copy bandwidth and its FLOPs over the matrix throughput
-of the same run. Comparators are given as their time over ours: above 1 ours is faster; * is what could not be
-captured in a CUDA graph as ours was, and waits for the host.
+Made by `python -m benchmarks.gpu` from the JSON in {results}; `--report` rewrites this page. The limit of a
+kernel is the larger of its bytes over the copy bandwidth and its FLOPs over the matrix throughput of the same
+run. The columns of comparators are their time over ours: above 1 ours is faster. A * marks a comparator that
+could not be captured in a CUDA graph, as ours was, and includes host time.
 """
 
 
 def write_report(results: Path) -> Path:
-    """README.md beside a folder named results, in the folder itself if it has another name."""
+    """Write README.md beside a folder named results, or into a folder of another name. Return its path."""
     page = (results.parent if results.name == "results" else results) / "README.md"
     found = [json.loads(path.read_text()) | {"path": path} for path in sorted(results.glob("*.json"))]
     parts = [HEADER.format(results=f"`{results.name}/`")]
@@ -30,7 +30,7 @@ def write_report(results: Path) -> Path:
 
 
 def report_of(result: dict[str, Any], beside: Path) -> str:
-    """One result as Markdown."""
+    """Return one result as Markdown."""
     device, sections = result["device"], result["sections"]
     lines = [f"## {device['name']}, {result['date'][:10]}\n"]
     if not result["meaningful"]:
@@ -59,12 +59,12 @@ def report_of(result: dict[str, Any], beside: Path) -> str:
 
 
 def attention_rows(sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """The measured batches of all sections of attention."""
+    """Return the measured batches of all attention sections."""
     return [row for section in sections.values() for row in section["rows"] if "comparators" in row]
 
 
 def attention_table(sections: dict[str, Any]) -> str:
-    """Ours, and a column for each comparator that did anything."""
+    """Return the table of our kernel, with a column for each comparator that ran."""
     rows = attention_rows(sections)
     columns = [name for name in NAMES if any("us" in row["comparators"].get(name, {}) for row in rows)]
     head = ["attention", "µs", "GB/s", "TFLOP/s", "of limit", *(f"{name} ÷ ours" for name in columns)]
@@ -75,13 +75,13 @@ def attention_table(sections: dict[str, Any]) -> str:
 
 
 def layer_table(sections: dict[str, Any]) -> str:
-    """The kernels around attention."""
+    """Return the table of the kernels around attention."""
     rows = [row for row in sections.get("layers", {"rows": []})["rows"] if "us" in row]
     return _markdown(["kernel", "µs", "GB/s", "TFLOP/s", "of limit"], list(map(_measured, rows)))
 
 
 def skipped_list(sections: dict[str, Any]) -> str:
-    """What was not measured, by reason."""
+    """List what was not measured, by reason."""
     reasons: dict[str, list[str]] = {}
     for section in sections.values():
         for row in section["rows"]:
@@ -97,7 +97,7 @@ def skipped_list(sections: dict[str, Any]) -> str:
 
 
 def print_summary(result: dict[str, Any]) -> None:
-    """The table a person waits for, and last a JSON line."""
+    """Print the table, and last a JSON line."""
     from benchmarks.common import print_json, print_table
 
     sections = result["sections"]

@@ -1,7 +1,7 @@
 """The sections of benchmarks.gpu that touch the device, run in a process of their own.
 
-Whatever is found goes at once, a JSON line each, into a file that benchmarks.gpu reads: a crash loses one
-section. Not to be started by hand.
+Each result goes at once, as a line of JSON, into a file that benchmarks.gpu reads, so that a crash loses only
+one section. Started by benchmarks.gpu only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.timing import Limits, device_name, measure_limits, time_call
 from paged.kernels.backend import load_kernels
 
 Row = dict[str, Any]
-# Of the time that is left, by section; what is left over goes to those that follow.
+# Weight of each section in the remaining time; unused time goes to the sections after it.
 WEIGHTS = {
     "ceilings": 1,
     "decode": 6,
@@ -44,7 +44,7 @@ WEIGHTS = {
     "layers": 2,
     "engine": 9,
 }
-# A random checkpoint has to be made and loaded, the kernels compiled, 134 thousand tokens generated.
+# Make and load a random checkpoint, compile the kernels, generate 134 thousand tokens.
 _ENGINE_SECONDS = 90
 
 
@@ -64,7 +64,7 @@ class Worker:
         self.until = self.deadline
 
     def run(self, sections: list[str]) -> None:
-        """Run these; an exception ends a section, one that leaves no working device ends the process."""
+        """Run these. An exception ends its section; one that breaks the device ends the process."""
         self.tell({"device": self.describe()})
         for i, name in enumerate(sections):
             share = WEIGHTS[name] / sum(WEIGHTS[later] for later in sections[i:])
@@ -75,16 +75,16 @@ class Worker:
             try:
                 for row in run():
                     self.tell({"section": name, "row": row})
-            except Exception:  # recorded, and the next section has its turn
+            except Exception:  # recorded; the next section still runs
                 error = traceback.format_exc()
                 print(error, file=sys.stderr)
             self.tell({"section": name, "error": error, "seconds": time.time() - started})
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-                torch.cuda.synchronize()  # after an illegal access nothing else would work in this process
+                torch.cuda.synchronize()  # raises after an illegal access: nothing would work in this process
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Write one line for benchmarks.gpu, and a short one for whoever waits."""
+        """Write one line for benchmarks.gpu, and print a short one."""
         with self.path.open("a") as file:
             file.write(json.dumps(event) + "\n")
         row = event.get("row")
@@ -96,7 +96,7 @@ class Worker:
             print(f"{event['section']}: {event['seconds']:.0f} s", flush=True)
 
     def describe(self) -> dict[str, Any]:
-        """What the numbers were measured on."""
+        """Describe the device and the libraries."""
         import triton
 
         described = {
@@ -114,18 +114,18 @@ class Worker:
         return described
 
     def ceilings(self) -> Iterator[Row]:
-        """A large copy and a large matrix product: what the others are measured against."""
+        """Measure a large copy and a large matrix product, the limits of all other sections."""
         self.limits = measure_limits(self.device, self.dtype, tiny=self.tiny)
         yield {"case": "ceilings", **vars(self.limits)}
 
     def attention(self, section: str) -> Iterator[Row]:
-        """Every batch of a section, ours and the comparators."""
+        """Measure every batch of a section, with our kernel and the comparators."""
         for shape in tiny_shapes() if self.tiny else attention_shapes():
             if shape.section == section:
                 yield self.attention_row(shape)
 
     def attention_row(self, shape: AttentionShape) -> Row:
-        """One batch: ours proven and timed, then everybody else who can do it."""
+        """Check and time our kernel on one batch, then every comparator that supports it."""
         if time.time() > self.until:
             return {"case": shape.name, "skipped": "out of time"}
         if shape.cache == "float8_e4m3fn" and not _has_e4m3(self.device):
@@ -139,7 +139,7 @@ class Worker:
         return row
 
     def compare(self, name: str, shape: AttentionShape, case: Case, ours: float) -> Row:
-        """Their time and what share of it ours is, or why there is none."""
+        """Return a comparator's time and its ratio to ours, or the reason why there is none."""
         try:
             if time.time() > self.until:
                 raise Skip("out of time")
@@ -149,13 +149,13 @@ class Worker:
             timing = time_call(call, self.device, tiny=self.tiny)
         except Skip as skip:
             return {"skipped": str(skip)}
-        except RuntimeError as error:  # torch's, of a kernel that ran once and then did not
+        except RuntimeError as error:  # torch: a kernel that ran once and then failed
             return {"skipped": str(error).strip().splitlines()[0][:200]}
         us = timing.seconds * 1e6
         return {"us": us, "theirs_over_ours": us / ours, "graph": timing.graph}
 
     def layers(self) -> Iterator[Row]:
-        """The kernels around attention."""
+        """Measure the kernels around attention."""
         shape, sizes = (TINY_LAYER, (16,)) if self.tiny else (LayerShape(), (64, 4096))
         for num_tokens in sizes:
             for case in layer_cases(shape, num_tokens, self.dtype, self.device):
@@ -165,7 +165,7 @@ class Worker:
                     yield self.row(case)
 
     def row(self, case: Case) -> Row:
-        """Prove one of our kernels right, then time it against its limit."""
+        """Compare one of our kernels with the reference, then time it against its limit."""
         assert self.limits is not None, "the ceilings were not measured"
         with _poisoned():
             error = case.check(self.kernels)
@@ -188,7 +188,7 @@ class Worker:
         }
 
     def engine(self) -> Iterator[Row]:
-        """nano-vllm's benchmark: 256 ragged requests, all at once, Qwen3-0.6B's shape with random weights."""
+        """Run nano-vllm's benchmark: 256 ragged requests at once, random weights in Qwen3-0.6B's shape."""
         name = "demo" if self.tiny else "qwen3-0.6b"
         left = self.deadline - time.time()
         if not self.tiny and left < _ENGINE_SECONDS:
@@ -224,7 +224,7 @@ class Worker:
 
 
 class _poisoned:  # noqa: N801  (used as a function)
-    """Inside, what torch.empty gives is NaN: a value read before it was written shows in the result."""
+    """Context in which torch.empty returns NaN, so that reading uninitialised memory shows in the result."""
 
     def __enter__(self) -> None:
         self.made = torch.empty, torch.empty_like

@@ -1,1 +1,1 @@
-"""This engine beside other people's, each in its own environment and its own process."""
+"""Other engines compared with this one, each in its own environment and process."""

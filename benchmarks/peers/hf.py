@@ -10,11 +10,11 @@ from torch import Tensor
 
 from benchmarks.peers.worker import Options, Tokens, in_batches
 
-_STATIC_BATCH = 16  # what generate() pads together, where it is not told
+_STATIC_BATCH = 16  # requests that generate() pads together by default
 
 
 def load_model(options: Options) -> Any:
-    """The model with its default attention (SDPA), which never stops by itself."""
+    """Load the model with its default attention (SDPA) and without EOS."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
@@ -32,7 +32,7 @@ class Generate:
     def run(
         self, prompts: Tokens, max_tokens: list[int], batch_size: int | None
     ) -> tuple[Tokens, list[float]]:
-        """One batch after the other."""
+        """Run one batch after the other."""
         tokens: Tokens = [[] for _ in prompts]
         first = [0.0] * len(prompts)
         for batch in in_batches(prompts, batch_size or _STATIC_BATCH):
@@ -53,7 +53,7 @@ class Generate:
 
 
 class _FirstToken:
-    """Asked after every token whether to stop; notes when it was asked first."""
+    """A stopping criterion that never stops and records the time of its first call."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -69,7 +69,8 @@ class GenerateBatch:
     def __init__(self, options: Options) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        # A pool that fits the workload: its own default, most of the free memory, is written to at the start.
+        # A pool that fits the workload. The default takes most of the free memory, and writes to it at the
+        # start.
         batching = ContinuousBatchingConfig(
             page_size=options.block_size,
             num_blocks=options.num_tokens // options.block_size + 2 * options.num_requests,
@@ -87,7 +88,7 @@ class GenerateBatch:
         max_tokens: list[int],
         batch_size: int | None,  # noqa: ARG002  (it batches as it likes)
     ) -> tuple[Tokens, list[float]]:
-        """All requests at once."""
+        """Run all requests at once."""
         found: dict[str, Any] = {}
         for i, (prompt, n) in enumerate(zip(prompts, max_tokens, strict=True)):
             self.manager.add_request(
@@ -104,17 +105,17 @@ class GenerateBatch:
 
 
 class Judge:
-    """The model in float32, which says how good other people's tokens are."""
+    """The model in float32, which judges the tokens of all ways."""
 
     def __init__(self, options: Options) -> None:
         self.model = load_model(options)
 
     @torch.inference_mode()
     def gaps(self, prompts: Tokens, tokens: Tokens) -> list[float]:
-        """How far each token's logit is below the best one, in standard deviations of the logits.
+        """Return how far each token's logit is below the best one, in standard deviations of the logits.
 
-        0 for every token means: these are the greedy tokens. In another precision a near tie may fall the
-        other way, and what follows it is judged as it stands. A token taken at random is about 4 away.
+        0 for every token means that these are the greedy tokens. In another precision a near tie may fall the
+        other way; the tokens after it are judged given their actual prefix. A random token is about 4 away.
         """
         found: list[float] = []
         for prompt, out in zip(prompts, tokens, strict=True):

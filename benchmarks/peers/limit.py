@@ -1,4 +1,4 @@
-"""The time that no engine can beat on a workload: its bytes at the bandwidth, its FLOPs at the peak."""
+"""The least time of a workload on any engine: its bytes at the bandwidth, its FLOPs at the peak."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from benchmarks.timing import Limits, measure_limits
 from paged.model.config import ModelConfig
 from paged.runner.devices import cpu_has_bfloat16
 
-# Bytes of a weight; the scales of quantised ones are left out. The checkpoints are in bfloat16, which to
-# compute in float32 need not be wider. In fewer bits without loss (`kernels.cpu.linear.short`) it may pass 1.
+# Bytes of a weight, without the scales of quantised ones. Checkpoints are in bfloat16, and weights need not
+# be wider for computing in float32. Weights in fewer bits without loss (as on our CPU backend) may exceed the
+# limit.
 WEIGHT_BYTES = {"float32": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
@@ -22,13 +23,13 @@ def workload_cost(
     output_lens: Sequence[int],
     common_prefix: int = 0,
 ) -> tuple[float, int]:
-    """(bytes, FLOPs) of all requests at once, by whatever schedule.
+    """Return the least (bytes, FLOPs) of all requests at once, by any schedule.
 
-    Tokens of one request come one after the other, so the weights are read as often as the longest output
-    has tokens; KV is read once for every step of a request, that of a common prefix once for all requests.
-    FLOPs are 2 for each weight and token, 4 head_dim for each head and pair of query and key. Of the last
-    layer all tokens of a prompt but its last one need no more than K and V. A common prefix is computed once.
-    The embedding table, norms and activations are left out.
+    Tokens of one request are sequential, so the weights are read as often as the longest output has tokens.
+    KV is read once for every step of a request, that of a common prefix once for all requests. FLOPs are 2
+    for each weight and token, and 4 head_dim for each head and pair of query and key. In the last layer, all
+    tokens of a prompt but the last need only K and V. A common prefix is computed once. The embedding table,
+    norms and activations are left out.
     """
     own_lens = [n - common_prefix for n in prompt_lens]
     num_steps = max(output_lens)
@@ -57,18 +58,18 @@ def workload_cost(
 
 
 def _pairs(context: int, num_new: int) -> int:
-    """Pairs of a query and a key it sees, of new tokens behind a context; also the keys read, one by one."""
+    """Count the (query, visible key) pairs of new tokens after a context: also the keys that decodes read."""
     return num_new * context + num_new * (num_new + 1) // 2
 
 
 def machine_limits() -> dict[str, Limits]:
-    """What this CPU reaches, by precision: narrower ones may be computed in whatever is fastest."""
+    """Measure this CPU, by precision. Narrower precisions may compute in whichever is fastest."""
     cpu = torch.device("cpu")
     wide = narrow = measure_limits(cpu, torch.float32)
     if cpu_has_bfloat16():  # elsewhere it is emulated, and measuring it would take minutes
         narrow = measure_limits(cpu, torch.bfloat16)
     bandwidth = max(wide.bytes_per_s, narrow.bytes_per_s)
     half = Limits(bandwidth, max(wide.flops, narrow.flops))
-    # A number in float32 is three in bfloat16, as the checkpoints' weights are in one.
+    # A float32 input is the sum of three bfloat16 numbers; a weight of the checkpoint is one.
     whole = Limits(bandwidth, max(wide.flops, narrow.flops / 3))
     return {"float32": whole, "bfloat16": half, "int8": half, "int4": half}

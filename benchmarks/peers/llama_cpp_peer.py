@@ -1,7 +1,7 @@
 """llama.cpp as a system of the benchmarks, through llama-cpp-python; the GGUF is written from the checkpoint.
 
-Its Python package batches nothing, so the loop is here, as in llama.cpp's own server: every step is one batch
-of a decode for each running sequence and, up to the budget, of prompts. Sequences share no prefixes.
+Its Python package does not batch, so the loop is here, as in llama.cpp's own server: every step is one batch
+of a decode for each running sequence and of prompts, up to the budget. Sequences share no prefixes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LlamaCpp:
 
     @staticmethod
     def prepare(options: Options) -> None:
-        """Write the GGUF in float32, then let llama.cpp make the precision that is wanted."""
+        """Write the GGUF in float32, then let llama.cpp convert it to the precision."""
         import llama_cpp
 
         path = _gguf(options, options.dtype)
@@ -57,7 +57,7 @@ class LlamaCpp:
         if path != source:
             params = llama_cpp.llama_model_quantize_default_params()
             params.ftype = getattr(llama_cpp, _FILE_TYPES[options.dtype])
-            params.pure = True  # the output head too: none of it in more bits than the rest
+            params.pure = True  # quantise the output head as everything else
             params.nthread = options.threads
             failed = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params)
             assert not failed, f"llama_model_quantize gave {failed}"
@@ -76,7 +76,7 @@ class LlamaCpp:
         params.n_ctx = options.num_tokens + options.num_requests
         params.n_batch = params.n_ubatch = self.budget
         params.n_seq_max = options.num_requests
-        params.kv_unified = True  # one pool for all: a sequence may be as long as it is
+        params.kv_unified = True  # one pool for sequences of any length
         params.n_threads = params.n_threads_batch = options.threads
         if options.dtype == "float32":
             params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
@@ -91,7 +91,7 @@ class LlamaCpp:
         max_tokens: list[int],
         batch_size: int | None,  # noqa: ARG002  (it batches as it likes)
     ) -> tuple[Tokens, list[float]]:
-        """All requests at once, as many as there are sequences in the context."""
+        """Run all requests at once; the context has a sequence for each."""
         lib = self.lib
         lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
         tokens: Tokens = [[] for _ in prompts]
@@ -111,7 +111,7 @@ class LlamaCpp:
     def _fill(
         self, prompts: Tokens, tokens: Tokens, max_tokens: list[int], computed: list[int]
     ) -> list[tuple[int, int]]:
-        """Put what is missing into the batch, decodes first. Returns (row, sequence) of whom to sample."""
+        """Fill the batch with missing tokens, decodes first. Return the (row, sequence) pairs to sample."""
         running = [i for i, n in enumerate(max_tokens) if len(tokens[i]) < n]
         sampled: list[tuple[int, int]] = []
         self.batch.n_tokens = 0
@@ -142,7 +142,7 @@ class LlamaCpp:
 
 
 def write_gguf(model: Path, path: Path) -> None:
-    """The weights of a Llama checkpoint as a GGUF in float32, without a tokenizer."""
+    """Write the weights of a Llama checkpoint as a GGUF in float32, without a tokenizer."""
     import gguf
 
     config = json.loads((model / "config.json").read_text())
@@ -178,7 +178,7 @@ def write_gguf(model: Path, path: Path) -> None:
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every tensor's name and float32 array. A bfloat16, which numpy has not, is a float32's upper half."""
+    """Yield each tensor's name and float32 array. numpy lacks bfloat16, the upper half of a float32."""
     import numpy as np
 
     data = np.memmap(path, dtype=np.uint8, mode="r")

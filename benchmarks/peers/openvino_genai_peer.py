@@ -9,12 +9,12 @@ from benchmarks.common import CHECKPOINTS
 from benchmarks.peers.worker import Options, Tokens
 
 _BITS = {"int8": 8, "int4": 4}
-# A scale for every row, or for 32 weights of one: int4 is the same size as llama.cpp's Q4_0.
+# A scale for every row, or for 32 weights of a row: int4 is then as large as llama.cpp's Q4_0.
 _GROUPS = {"int8": {}, "int4": {"group_size": 32, "ratio": 1.0}}
 
 
 class OpenVino:
-    """ContinuousBatchingPipeline. KV is in the precision of the weights, beside quantised ones in u8."""
+    """ContinuousBatchingPipeline. KV has the precision of the weights; with quantised weights it is u8."""
 
     @staticmethod
     def prepare(options: Options) -> None:
@@ -49,7 +49,7 @@ class OpenVino:
         scheduler.max_num_seqs = options.num_requests
         scheduler.max_num_batched_tokens = options.max_batched_tokens
         scheduler.enable_prefix_caching = True
-        # Blocks of 32 tokens on a CPU; the last one of every request may be partly filled.
+        # Blocks have 32 tokens on a CPU; the last block of every request may be partly filled.
         scheduler.num_kv_blocks = options.num_tokens // 32 + 2 * options.num_requests
         properties = {"INFERENCE_NUM_THREADS": options.threads}
         if options.dtype in ("float32", "bfloat16"):
@@ -66,7 +66,7 @@ class OpenVino:
         max_tokens: list[int],
         batch_size: int | None,  # noqa: ARG002  (it batches as it likes)
     ) -> tuple[Tokens, list[float]]:
-        """All requests at once."""
+        """Run all requests at once."""
         import numpy as np
         from openvino import Tensor
         from openvino_genai import GenerationConfig

@@ -6,7 +6,7 @@ from benchmarks.peers.worker import Options, Tokens, in_batches
 
 
 class Paged:
-    """LLMEngine; int8 and int4 are its quantization."""
+    """LLMEngine; int8 and int4 by its option quantization."""
 
     def __init__(self, options: Options) -> None:
         from paged import LLMEngine
@@ -28,7 +28,7 @@ class Paged:
     def run(
         self, prompts: Tokens, max_tokens: list[int], batch_size: int | None
     ) -> tuple[Tokens, list[float]]:
-        """Batches one after the other; all at once where batch_size is None."""
+        """Run batches one after the other, or all requests at once if batch_size is None."""
         from paged import SamplingParams
 
         tokens: Tokens = [[] for _ in prompts]

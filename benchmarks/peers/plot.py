@@ -15,7 +15,7 @@ _STYLES = {"bfloat16": "-", "float32": "--", "int8": "-.", "int4": ":"}
 
 
 def paint(rows: list[Row], path: Path) -> None:
-    """One field for each shape; a colour for each system, a dash for each precision."""
+    """Draw a panel for each shape, with a colour for each system and a line style for each precision."""
     shapes = [*dict.fromkeys(row["shape"] for row in rows)]
     figure, fields = pyplot.subplots(
         1, len(shapes), figsize=(7 * len(shapes), 5), layout="constrained", squeeze=False

@@ -1,4 +1,4 @@
-"""The other end of worker.py: start a system's process, ask it, and end it."""
+"""The parent's end of worker.py: start the process of a system, call it, and end it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-peers"
-# Which environment of `make peers` a system lives in; the others live in this one.
+# The environment of `make peers` that a system needs; the others use this one.
 ENVIRONMENT_OF = {"openvino": "openvino", "llama_cpp": "llama-cpp", "vllm": "vllm"}
 LONGEST_CALL_S = 3600.0
 
 
 class WorkerError(Exception):
-    """A system that is not there, refused, or died; the message is the reason."""
+    """A system is not installed, refused a call, or died; the message is the reason."""
 
 
 def interpreter(system: str, environments: Path = ENVIRONMENTS) -> str:
-    """The Python that has a system. Raises WorkerError that says how to get it."""
+    """Return the Python that has a system. Raises WorkerError, which says how to install it."""
     name = ENVIRONMENT_OF.get(system)
     if name is None:
         return sys.executable
@@ -55,12 +55,12 @@ class Worker:
         self.close()
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Ask for one thing and wait for it. Raises WorkerError."""
+        """Send one call and return its answer. Raises WorkerError."""
         self.send(name, **arguments)
         return self.receive()
 
     def send(self, name: str, **arguments: Any) -> None:
-        """Ask for one thing."""
+        """Send one call."""
         assert self.process.stdin is not None
         try:
             print(json.dumps({"call": name, **arguments}), file=self.process.stdin, flush=True)
@@ -68,7 +68,7 @@ class Worker:
             raise WorkerError(self._last_words()) from None
 
     def receive(self) -> Any:
-        """Wait for what was asked. Raises WorkerError."""
+        """Wait for the answer to the last call. Raises WorkerError."""
         assert self.process.stdout is not None
         timer = threading.Timer(LONGEST_CALL_S, self.process.kill)
         timer.start()

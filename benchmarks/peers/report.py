@@ -1,4 +1,4 @@
-"""Rows of a table out of the runs of the rounds."""
+"""The rows of a table, from the runs of all rounds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Row = dict[str, Any]
 def summarise(
     runs: Mapping[Way, Sequence[Run]], least: Mapping[Way, float], num_prompt_tokens: int, num_new_tokens: int
 ) -> list[Row]:
-    """A row for each way: medians of its rounds, and what this engine in the same precision gains over it.
+    """Return a row for each way: medians of its rounds, and the gain of this engine in the same precision.
 
-    least: the seconds that no schedule can beat.
+    least: the least seconds of any schedule.
     """
     return [
         {
@@ -36,7 +36,7 @@ def summarise(
 
 
 def gain(runs: Mapping[Way, Sequence[Run]], way: Way) -> Row:
-    """How much faster paged is in the same precision: the median of the rounds' ratios, and their range."""
+    """Return how much faster paged is in the same precision: the median over the rounds, and the range."""
     ours = runs.get(Way("paged", way.dtype))
     if ours is None or way.system == "paged":
         return {"paged is faster by": None, "range": None}

@@ -7,15 +7,15 @@ import time
 
 from benchmarks.peers.worker import Options, Tokens
 
-_BLOCK_SIZE = 128  # its own on a CPU
+_BLOCK_SIZE = 128  # its default on a CPU
 
 
 class Vllm:
-    """LLMEngine, stepped in this process, so that its memory is this process's."""
+    """LLMEngine, stepped in this process, so that its memory is measured."""
 
     def __init__(self, options: Options) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # whole GiB; how many blocks there are is said below
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # whole GiB; the number of blocks is set below
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         from vllm import LLM
 
@@ -25,7 +25,7 @@ class Vllm:
             skip_tokenizer_init=True,
             max_model_len=options.longest,
             block_size=_BLOCK_SIZE,
-            # The last block of every request may be partly filled; block 0 is its own.
+            # The last block of every request may be partly filled; vLLM keeps block 0.
             num_gpu_blocks_override=options.num_tokens // _BLOCK_SIZE + options.num_requests + 1,
             max_num_seqs=options.num_requests,
             max_num_batched_tokens=max(options.max_batched_tokens, options.longest),
@@ -39,7 +39,7 @@ class Vllm:
         max_tokens: list[int],
         batch_size: int | None,  # noqa: ARG002  (it batches as it likes)
     ) -> tuple[Tokens, list[float]]:
-        """All requests at once."""
+        """Run all requests at once."""
         from vllm import SamplingParams
 
         start = self.next_id

@@ -1,10 +1,10 @@
-"""One system in a process of its own: requests come in as lines of JSON, and an answer goes out for each.
+"""One system in its own process: reads calls as lines of JSON and writes an answer for each.
 
     {"call": "load", "model": directory, "dtype": "bfloat16", ...}   see Options
     {"call": "run", "prompts": [[1, 2]], "max_tokens": [5], "batch_size": null}
 
-Runs in the environments of the peers, so only the standard library may be imported up here. Not to be started
-by hand: see process.py.
+Runs in the environments of the peers, so only the standard library may be imported at the top. Started by
+process.py only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from benchmarks.common import peak_rss_mib
 
 Tokens = list[list[int]]
-# Where each system is, by its name.
+# The class of each system.
 CLASSES = {
     "paged": "ours.Paged",
     "generate": "hf.Generate",
@@ -36,10 +36,10 @@ CLASSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a system is loaded with.
+    """The options that a system is loaded with.
 
-    num_requests, num_tokens, longest: of the largest workload that will be run: how many at once, prompts and
-        outputs together, and the longest of these. Systems that want to know the size of their pool get it.
+    num_requests, num_tokens, longest: of the largest workload: its requests, the tokens of all prompts and
+        outputs, and those of the longest request. Systems derive the size of their pool from these.
     """
 
     model: str
@@ -49,25 +49,25 @@ class Options:
     num_tokens: int
     longest: int
     block_size: int = 16
-    max_batched_tokens: int = 512  # of a step, for those who can be told
+    max_batched_tokens: int = 512  # token budget of a step, for systems that have one
 
 
 class System(Protocol):
-    """One way to generate, loaded."""
+    """A system, loaded."""
 
     def __init__(self, options: Options) -> None: ...
 
     def run(
         self, prompts: Tokens, max_tokens: list[int], batch_size: int | None
     ) -> tuple[Tokens, Sequence[float]]:
-        """Greedy tokens of every prompt, EOS ignored, and when the first of each came, by perf_counter.
+        """Return the greedy tokens of every prompt, EOS ignored, and perf_counter at each first token.
 
-        batch_size: run so many at a time, sorted by length; None: as the system likes it best.
+        batch_size: requests to run at a time, sorted by length; None leaves it to the system.
         """
 
 
 def in_batches(prompts: Tokens, batch_size: int | None) -> list[list[int]]:
-    """Which prompts run together: those of similar length; all in their order where batch_size is None."""
+    """Return the indices of each batch: prompts of similar length, or all in order if batch_size is None."""
     if batch_size is None:
         return [[*range(len(prompts))]]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -75,7 +75,7 @@ def in_batches(prompts: Tokens, batch_size: int | None) -> list[list[int]]:
 
 
 def load_class(name: str) -> Any:
-    """The class of a system; it imports its library only when it is made."""
+    """Import the class of a system. Its constructor imports the library."""
     module, cls = CLASSES[name].split(".")
     return getattr(importlib.import_module(f"benchmarks.peers.{module}"), cls)
 
@@ -87,16 +87,16 @@ class Server:
         self.cls, self.system = load_class(name), None
 
     def prepare(self, **options: Any) -> None:
-        """Convert the checkpoint where the system wants another format; to be done in another process."""
+        """Convert the checkpoint if the system needs another format. Done in a separate process."""
         if hasattr(self.cls, "prepare"):
             self.cls.prepare(Options(**options))
 
     def load(self, **options: Any) -> None:
-        """Make the system."""
+        """Load the system."""
         self.system = self.cls(Options(**options))
 
     def run(self, prompts: Tokens, max_tokens: list[int], batch_size: int | None = None) -> dict[str, Any]:
-        """One workload, timed."""
+        """Run and time one workload."""
         started = time.perf_counter()
         tokens, first = self.system.run(prompts, max_tokens, batch_size)
         seconds = time.perf_counter() - started
@@ -109,26 +109,26 @@ class Server:
         }
 
     def judge(self, prompts: Tokens, tokens: Tokens) -> list[float]:
-        """Only of the system "judge": see there."""
+        """Return the gaps of the tokens; only for the system "judge", see hf.Judge."""
         return self.system.gaps(prompts, tokens)
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer calls until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
+    os.dup2(2, 1)  # keep the output of libraries out of the answers
     server = Server(sys.argv[1])
     for line in sys.stdin:
         request = json.loads(line)
         call: Callable[..., Any] = getattr(server, request.pop("call"))
         try:
             answer = {"value": call(**request)}
-        except Exception as error:  # whoever asked tells it, and goes on without this system
+        except Exception as error:  # the parent reports it, and goes on without this system
             traceback.print_exc()
             said = " ".join(f"{type(error).__name__}: {error}".split())
             answer = {"error": said if len(said) <= 300 else f"{said[:150]} ... {said[-150:]}"}
         print(json.dumps(answer), file=answers, flush=True)
-    os._exit(0)  # without waiting for the threads of libraries
+    os._exit(0)  # do not wait for the threads of libraries
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The programs that prove and model the kernels on GPUs, tried where there is none. No time is asserted."""
+"""The programs that check, time and model the kernels on GPUs, tried without one. No time is asserted."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory):
-    """`python -m benchmarks.gpu --tiny`, once: its result, its folder and what it printed."""
+    """Run `python -m benchmarks.gpu --tiny` once. Return its result, its folder and its output."""
     out = tmp_path_factory.mktemp("results")
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -87,7 +87,7 @@ def test_pictures_and_tables_are_made_of_the_json(tiny_run, tmp_path):
     assert (out / "README.md").read_text() == made
     for row in result["sections"]["decode"]["rows"] + result["sections"]["layers"]["rows"]:
         assert f"| {row['case']} | " in made
-    # A folder that is named results has its page above it.
+    # The page of a folder that is named results is beside it.
     (tmp_path / "results").mkdir()
     assert write_report(tmp_path / "results") == tmp_path / "README.md"
     assert "Nothing has been measured yet." in (tmp_path / "README.md").read_text()
@@ -113,7 +113,7 @@ def test_a_comparator_without_a_graph_is_marked():
 
 
 def test_a_section_that_fails_is_recorded_and_the_rest_goes_on(tmp_path):
-    """Before the ceilings nothing has a limit: that section fails, and the one after it is still run."""
+    """Without ceilings there is no limit: the first section fails, and the second one still runs."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--sections", "layers", "ceilings"]
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
@@ -126,7 +126,7 @@ def test_a_section_that_fails_is_recorded_and_the_rest_goes_on(tmp_path):
 
 
 def test_a_worker_that_dies_loses_one_section(monkeypatch):
-    """The first worker ends within its second section; the next one goes on behind it."""
+    """The first worker dies in its second section; the next one continues after that section."""
     started = []
 
     def die(command, **_):
@@ -170,7 +170,7 @@ def test_comparators_that_crash_or_do_not_compile_are_not_tried():
 
 
 class FakeCuda:
-    """Events that tell the time of a clock which every call moves on, and graphs with a replay of ours."""
+    """Events that read a clock which every call advances, and graphs with a scripted replay."""
 
     def __init__(self, monkeypatch, capturable):
         self.now, self.captured = 0.0, None
@@ -270,7 +270,7 @@ def test_a_comparator_that_cannot_do_a_batch_says_why():
             except Skip as skip:
                 reasons[shape.section, name] = str(skip)
     assert reasons["skewed", "sdpa_flash"] == "dense: the contexts differ in length"
-    assert reasons["cascade", "sdpa_flash"] == "dense: a copy of the prefix for everybody"
+    assert reasons["cascade", "sdpa_flash"] == "dense: a copy of the prefix for every sequence"
     assert reasons["quantized", "sdpa_flash"] == "its quantised caches have other scales"
     assert reasons["decode", "flex_attention"] == "measured on other batches"
     assert reasons["decode", "varlen_attn"] == "needs a GPU"
@@ -317,7 +317,7 @@ def test_work_of_other_batches_by_hand():
     shared = roofline.count_work(cascade(256, 32768, 512), block_q=8, tile=32)
     assert (
         shared.programs == (256 // 8 * 32 + 256) * 4
-    )  # 32 splits of 1024 by 8 sequences, then everybody's own
+    )  # 32 splits of 1024 for 8 sequences each, then the own tokens of each
     assert shared.partial_bytes == 2 * 256 * 33 * 32 * 130 * 4
     prompt = roofline.count_work(prefill(2, 40), block_q=16, tile=16)
     assert prompt.programs == 2 * 3 * 4
@@ -371,7 +371,7 @@ def test_the_hot_loop_is_the_one_over_full_tiles():
 
 
 def test_roofline_reads_compiled_kernels_and_compares(tmp_path):
-    """One decode on sm_90: one tile an iteration, and what was measured stands beside what was predicted."""
+    """Predict one decode on sm_90, and compare it with a measurement."""
     name = "decode 64 x 1k, block 16"
     measured = {"case": name, "us": 100.0}
     result = {"device": {"name": "NVIDIA H200"}, "sections": {"decode": {"rows": [measured]}}}

@@ -1,4 +1,4 @@
-"""The benchmarks beside other people's engines, tried without them. No time is asserted."""
+"""The benchmarks of other engines, tried without these. No time is asserted."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(module, *args):
-    """What a benchmark printed, and its last line."""
+    """Run a benchmark. Return its output, and the JSON of its last line."""
     done = subprocess.run([sys.executable, "-m", module, *args], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout, json.loads(done.stdout.splitlines()[-1])
@@ -37,7 +37,7 @@ def test_the_workload_is_seeded_ragged_and_within_bounds():
     assert (min(work.max_tokens), max(work.max_tokens)) == (50, 128)
     assert {i for prompt in work.prompts for i in prompt} == {*range(50)}
     assert ragged_workload(4, 50).max_tokens == work.max_tokens[:4]
-    # Another round: the same lengths, but nothing that a cache could know.
+    # Another round: the same lengths, and nothing that a prefix cache could hit.
     other = ragged_workload(300, 50, seed=1)
     assert [len(prompt) for prompt in other.prompts] == lengths
     assert not any(a[:16] == b[:16] for a, b in zip(work.prompts, other.prompts, strict=True))
@@ -57,17 +57,17 @@ def test_the_limit_by_hand(prefix):
     layers = 4 * (256 * (8 + 2 + 2) * 64 + 8 * 64 * 256 + 3 * 256 * 512)
     head = 4096 * 256
     moved, flops = workload_cost(model, "int8", [3, 5], [2, 4], prefix)
-    # Computed are 3 + 1 and 5 + 3 tokens; every query sees itself and what is before it.
+    # 3 + 1 and 5 + 3 tokens are computed; every query sees itself and all tokens before it.
     tokens, pairs = 12 - prefix, 10 + 36 - prefix * (prefix + 1) // 2
-    # In the last of 4 layers those before the last of a prompt need no more than K and V.
+    # In the last of 4 layers the tokens before the last one of a prompt need only K and V.
     unread, unread_pairs = tokens - 2 - 4, 3 + 10 - prefix * (prefix + 1) // 2
     last = layers // 4 - 256 * 2 * 2 * 64
     products = 2 * (layers * tokens - last * unread) + 2 * head * 6
     assert flops == products + 4 * 8 * 64 * (4 * pairs - unread_pairs)
-    # Read with the prompt and with every decode; a common prefix once in each of the 4 steps.
+    # KV is read with the prompt and with every decode; a common prefix once in each of the 4 steps.
     read = (3 + 4) + (5 + 6 + 7 + 8) - prefix * (2 + 4) + prefix * 4
     assert moved == 4 * (layers + head) + 2 * 4 * 2 * 64 * 2 * (read + tokens)
-    # In float32 KV takes twice as much; what the checkpoint has does not.
+    # In float32 KV takes twice the bytes; the weights of the checkpoint do not.
     wider, narrower = (workload_cost(model, dtype, [3], [2])[0] for dtype in ("float32", "bfloat16"))
     assert wider - narrower == 2 * 4 * 2 * 64 * 2 * ((3 + 4) + 4)
 
@@ -88,7 +88,7 @@ def test_batches_are_of_similar_lengths():
 
 
 def test_a_missing_peer_is_reported_and_the_others_are_measured(tmp_path):
-    """Ours proves itself against transformers on the way: it would not be in the rows otherwise."""
+    """Our tokens are also compared with transformers: otherwise there would be no row of ours."""
     args = ["--batches", "1", "--scale", "0.02", "--rounds", "1"]
     printed, result = run(
         "benchmarks.throughput",
@@ -109,7 +109,7 @@ def test_a_missing_peer_is_reported_and_the_others_are_measured(tmp_path):
 
 
 class Scripted(Fleet):
-    """Ways that give what they are told, in the place of processes."""
+    """Scripted answers in the place of processes."""
 
     def __init__(self, gaps):
         super().__init__(ways_named(gaps), {"num_requests": 1}, 0, ROOT)
@@ -119,7 +119,7 @@ class Scripted(Fleet):
         return self.gaps[arguments["tokens"]] if name == "judge" else {"tokens": str(way)}
 
 
-def test_who_gives_other_tokens_is_left_out():
+def test_way_with_other_tokens_is_left_out():
     fleet = Scripted({"paged-float32": [0.0, 1e-6], "vllm-float32": [0.0, 0.0], "paged-int4": [0.3, 0.0]})
     peers.prove(fleet, ragged_workload(1, 100))
     assert [str(way) for way in fleet.ways] == ["vllm-float32", "paged-int4"]
@@ -138,7 +138,7 @@ def test_rows_are_medians_and_ratios_of_rounds():
 
 
 class Here(Server):
-    """A worker without a process of its own."""
+    """A worker in this process."""
 
     def __init__(self, system, *, threads):
         super().__init__(system)
