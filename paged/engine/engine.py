@@ -17,6 +17,7 @@ from ..model.hf_config import read_config, read_eos_token_ids
 from ..model.weights import resolve
 from ..requests.request import Prompt, RequestOutput
 from ..runner.model_runner import ModelRunner
+from ..runner.warm_up import warm_up
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import ChatTemplates, Message, conversations_of
@@ -60,7 +61,7 @@ class LLMEngine:
         vocabulary = range(self.model_config.vocab_size)
         self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
         started = time.perf_counter()
-        self.num_kernels = runner.warm_up()
+        self.num_kernels = warm_up(runner)
         if self.num_kernels:
             logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
         sizes, cache = runner.sizes, runner.kv_cache

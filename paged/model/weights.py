@@ -52,11 +52,8 @@ Sources = Mapping[str, tuple[Path, list[int]]]  # file and shape of each tensor
 Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
 
 
-def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> int:
-    """Copy tensors, from where check_weights found them, to their destinations, casting to their dtypes.
-
-    Returns how many.
-    """
+def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> None:
+    """Copy tensors from where `check_weights` found them to their destinations, casting to their dtypes."""
     for name, destination in destinations.items():
         # Opened for each tensor: the pages of a mapping stay in memory until it is closed, and would double
         # what loading takes.
@@ -66,7 +63,6 @@ def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> int:
                 destination.copy_(tensors.get_tensor(name))
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
-    return len(destinations)
 
 
 def check_weights(destinations: Mapping[str, Tensor], directory: Path) -> Sources:

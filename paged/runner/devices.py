@@ -1,4 +1,4 @@
-"""What the machine is: the device and dtype to run in, and the memory there is for KV."""
+"""Choose the device, the dtype, the attention backend and whose linear kernels to use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-import psutil
 import torch
 
 from ..config import EngineConfig
@@ -133,28 +132,3 @@ def weights_in_panels(
             f"{kernels.name!r}: take those, or leave it out"
         )
     return True
-
-
-def kv_bytes_on_cpu(config: EngineConfig) -> int:
-    """The stated share of the RAM that is free now, within the container's limit."""
-    return int(min(psutil.virtual_memory().available, _cgroup_free_bytes()) * config.cpu_memory_utilization)
-
-
-def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
-    """What gpu_memory_utilization leaves beside others on the GPU and our own weights and activations.
-
-    peak_bytes: the most that torch held while a step of the largest size ran.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * config.gpu_memory_utilization) - others - peak_bytes
-
-
-def _cgroup_free_bytes() -> float:
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return float("inf")
-    # Cached file pages count as used, and go as soon as somebody needs the memory.
-    stat = dict(line.split() for line in used.with_name("memory.stat").read_text().splitlines())
-    cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-    return max(0, int(limit.read_text()) - int(used.read_text()) + cached)

@@ -17,7 +17,9 @@ from paged.kernels.gpu.target import listening
 from paged.model.hf_config import read_config
 from paged.model.weights import resolve
 from paged.requests.request import Request
-from paged.runner import model_runner
+from paged.runner import load
+from paged.runner.model_runner import ModelRunner
+from paged.runner.warm_up import warm_up
 from tests.support.absent_gpu import TARGETS, always, compiling
 from tests.support.kernel_launches import (
     launch_attention,
@@ -76,14 +78,14 @@ WAYS_TO_SAMPLE = (
 )
 
 
-def warm_up(target: str) -> dict[str, Any]:
+def count_warm_up(target: str) -> dict[str, Any]:
     """How many kernels an engine's warm-up makes ready, and which a day's batches need beyond them."""
     config = EngineConfig(model="demo", device="cpu", dtype="bfloat16", num_blocks=200)
     directory = resolve("demo")
-    model_runner.resolve_backend = lambda *_: "triton"
+    load.resolve_backend = lambda *_: "triton"
     with compiling(target, always) as launches:
-        runner = model_runner.ModelRunner(config, read_config(directory), directory)
-        num_compiled = runner.warm_up()
+        runner = ModelRunner(config, read_config(directory), directory)
+        num_compiled = warm_up(runner)
         ready = {launch.key for launch in launches}
         manager = runner.sizes.new_block_manager(200)
         scheduler = runner.sizes.new_scheduler(manager)
@@ -105,7 +107,7 @@ if __name__ == "__main__":
         target: {
             "compiled": count_compiled(target),
             "variants": {model: count_variants(target, model) for model in MODELS},
-            "warm_up": warm_up(target),
+            "warm_up": count_warm_up(target),
         }
         for target in TARGETS
     }

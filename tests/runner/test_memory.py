@@ -1,4 +1,4 @@
-"""Memory: the profiling step of a GPU, run here on a CPU with the counters of torch.cuda played back."""
+"""Memory sizing: the profiling step of a GPU, run here on a CPU with fake counters of torch.cuda."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from paged import ConfigError, LLMEngine
 from paged.config import EngineConfig
 from paged.model.batch import Batch
-from paged.runner.devices import kv_bytes_on_cpu, kv_bytes_on_gpu
+from paged.runner.memory import kv_bytes_on_cpu, kv_bytes_on_gpu, measure_peak_bytes
 
 GIB = 2**30
 
@@ -29,7 +29,7 @@ def cuda_counters(monkeypatch):
 
 @pytest.mark.usefixtures("cuda_counters")
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 256])  # two are long enough to share blocks
-def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
+def test_measuring_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     engine = LLMEngine(
         "demo",
         dtype="float32",
@@ -38,18 +38,19 @@ def test_profiling_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
         num_blocks=8,
         skip_tokenizer_init=True,
     )
-    engine.runner.graphs, batches = None, []
+    runner, batches = engine.runner, []
+    runner.graphs = None
     monkeypatch.setattr(
-        engine.runner.model, "forward", lambda batch, _: batches.append(batch) or hidden_states(batch)
+        runner.model, "forward", lambda batch, _: batches.append(batch) or hidden_states(batch)
     )
-    peak = engine.runner._profile()
+    peak = measure_peak_bytes(runner.sizes, runner.device, runner.run_in_other_cache)
 
     (batch,) = batches
     num_seqs = min(max_num_seqs, 50)
     assert isinstance(batch, Batch)
     assert (batch.num_tokens, batch.num_logits, len(batch.queries.seq_lens)) == (50, num_seqs, num_seqs)
     num_blocks = len(set(map(int, batch.slot_mapping[0] // 16)))
-    assert peak == 3 * GIB - num_blocks * engine.runner.sizes.block_bytes
+    assert peak == 3 * GIB - num_blocks * runner.sizes.block_bytes
 
 
 def hidden_states(batch: Batch) -> torch.Tensor:
@@ -57,7 +58,7 @@ def hidden_states(batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("cuda_counters")
-def test_gpu_memory_is_shared_with_what_else_is_there():
+def test_gpu_memory_is_shared_with_other_processes():
     config = EngineConfig(model="demo", gpu_memory_utilization=0.5)
     # 24 GiB, half of which may be used: 8 are taken, 5 of them by torch itself, and a step needs 4.
     assert kv_bytes_on_gpu(config, torch.device("cuda"), peak_bytes=4 * GIB) == 12 * GIB - 3 * GIB - 4 * GIB
@@ -68,7 +69,7 @@ def test_cpu_takes_the_stated_share_of_free_memory():
     assert half == pytest.approx(one / 2, rel=0.1)
 
 
-def test_no_memory_for_a_single_block_is_said(monkeypatch):
-    monkeypatch.setattr("paged.runner.model_runner.kv_bytes_on_cpu", lambda _: 1000)
+def test_error_when_not_one_block_fits(monkeypatch):
+    monkeypatch.setattr("paged.runner.memory.kv_bytes_on_cpu", lambda _: 1000)
     with pytest.raises(ConfigError, match="cpu_memory_utilization"):
         LLMEngine("demo", skip_tokenizer_init=True)

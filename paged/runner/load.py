@@ -1,0 +1,57 @@
+"""Load a checkpoint onto one device: choose the kernels and the weights' forms, then read the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ..errors import ConfigError
+from ..kernels.backend import load_kernels
+from ..model.decoder import Decoder
+from ..model.weight_forms import choose_forms, require_whole_groups
+from ..model.weights import check_weights, load_weights
+from .devices import check_attention, resolve_backend, weights_in_panels
+from .sizes import Sizes
+
+
+def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
+    """Load the checkpoint in this directory.
+
+    Raises ConfigError where the options do not fit this machine, and CheckpointError where the checkpoint is
+    damaged or contradicts its config.json.
+    """
+    config, model_config = sizes.config, sizes.model
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
+    try:
+        kernels = load_kernels(resolve_backend(config.attention_backend, device))
+    except ImportError as error:  # Triton or numba is not installed
+        raise ConfigError(str(error)) from error
+    check_attention(kernels, model_config.head_dim, getattr(torch, sizes.kv_dtype), config, device)
+    forms = choose_forms(
+        device,
+        dtype,
+        config.quantization,
+        tied=model_config.tie_word_embeddings,
+        in_panels=weights_in_panels(config, kernels, device, dtype),
+    )
+    with torch.device("meta"), _default_dtype(dtype):
+        model = Decoder(model_config, kernels)
+    require_whole_groups(model, forms)
+    # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
+    sources = check_weights(model.hf_tensors(), directory)
+    model.load(device, forms, lambda tensors: load_weights(tensors, sources))
+    model.rotary.tabulate(sizes.max_model_len)
+    return model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

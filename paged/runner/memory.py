@@ -1,0 +1,131 @@
+"""How many KV blocks fit on the device, and the allocation of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..kernels.backend import Kernels
+from ..kernels.gpu.attention.config import SPLIT
+from ..model.kv_cache import KVCache
+from ..requests.request import Request
+from ..sampling_params import SamplingParams
+from ..scheduler.schedule import Schedule
+from ..scheduler.scheduler import Scheduler
+from .sizes import Sizes
+
+# The parameters that take the most memory to sample with.
+LARGEST_PARAMS = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_penalty=1.0, logprobs=5)
+RunStep = Callable[[Schedule, KVCache], None]
+
+
+def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, run_step: RunStep) -> int:
+    """Return how many KV blocks fit in free memory, at most as many as requests can ever fill.
+
+    run_step: runs one step; on a GPU, where the memory that a step takes is measured.
+
+    Raises ConfigError if no block fits.
+    """
+    if device.type == "cpu":
+        free = kv_bytes_on_cpu(sizes.config)
+    else:
+        peak = measure_peak_bytes(sizes, device, run_step)
+        free = kv_bytes_on_gpu(sizes.config, device, peak) - _max_partial_bytes(sizes, kernels)
+    size = sizes.block_bytes
+    if free < size:
+        raise ConfigError(
+            f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, one block takes "
+            f"{size / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
+            "_memory_utilization or lower max_num_batched_tokens"
+        )
+    return min(free // size, sizes.most_blocks)
+
+
+def kv_bytes_on_cpu(config: EngineConfig) -> int:
+    """Return cpu_memory_utilization's share of the RAM that is free now, within the container's limit."""
+    return int(min(psutil.virtual_memory().available, _cgroup_free_bytes()) * config.cpu_memory_utilization)
+
+
+def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
+    """Return what gpu_memory_utilization leaves after other processes, the weights and a step's activations.
+
+    peak_bytes: the most that torch held while a step of the largest size ran.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * config.gpu_memory_utilization) - others - peak_bytes
+
+
+def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) -> int:
+    """Run a step of the largest size. Return the bytes that torch held at its peak, without the KV cache."""
+    lengths = _largest_step(sizes)
+    num_blocks = len(sizes.model.layer_groups) * sum(-(-n // sizes.config.block_size) for n in lengths)
+    scheduler = Scheduler(
+        sizes.new_block_manager(num_blocks),
+        max_num_seqs=len(lengths),
+        max_num_batched_tokens=sum(lengths),
+        watermark=0.0,
+    )
+    for i, n in enumerate(lengths):
+        # A namespace for each request: a prefix that it shared with another would not be computed.
+        name = str(i)
+        scheduler.add(
+            Request(name, None, [0] * n, LARGEST_PARAMS, n + 1, frozenset(), 0, namespace=name.encode())
+        )
+    schedule = scheduler.schedule()
+    torch.cuda.reset_peak_memory_stats(device)
+    kv_cache = new_kv_cache(sizes, device, num_blocks)
+    run_step(schedule, kv_cache)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - kv_cache.num_bytes
+    del kv_cache
+    torch.cuda.empty_cache()
+    return peak
+
+
+def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
+    """Allocate a KV cache. Raises ConfigError if memory is short."""
+    dtype: torch.dtype = getattr(torch, sizes.kv_dtype)
+    try:
+        return KVCache(sizes.model, num_blocks, sizes.config.block_size, dtype, device, num_host_blocks)
+    except RuntimeError as error:  # torch has no narrower one for a CPU
+        size = sizes.block_bytes / 2**30
+        host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""
+        raise ConfigError(
+            f"no memory for num_blocks {num_blocks}: {num_blocks * size:,.1f} GiB{host} cannot be "
+            f"allocated on {device}; lower it, or leave it out to use what is free"
+        ) from error
+
+
+def _largest_step(sizes: Sizes) -> list[int]:
+    """Divide the token budget among as many sequences as allowed, so that the logits are largest too."""
+    budget = sizes.max_num_batched_tokens
+    num_seqs = min(sizes.config.max_num_seqs, budget)
+    share, rest = divmod(min(budget, num_seqs * sizes.max_model_len), num_seqs)
+    return [share + (i < rest) for i in range(num_seqs)]
+
+
+def _max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
+    """Return what the partial results of split decodes take at most; the measured step has hardly any."""
+    if not kernels.needs_partials:
+        return 0
+    from ..kernels.gpu.attention.split_kv import most_partial_bytes
+
+    model = sizes.model
+    max_rows = 2 * sizes.config.max_num_seqs  # the last layer may attend twice for a sequence
+    return most_partial_bytes(max_rows, sizes.max_model_len, model.num_heads, model.head_dim, SPLIT)
+
+
+def _cgroup_free_bytes() -> float:
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return float("inf")
+    # Cached file pages count as used, but the kernel drops them when memory is needed.
+    stat = dict(line.split() for line in used.with_name("memory.stat").read_text().splitlines())
+    cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return max(0, int(limit.read_text()) - int(used.read_text()) + cached)

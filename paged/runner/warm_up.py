@@ -1,0 +1,55 @@
+"""Warm-up: compile the kernels of a model before the first request."""
+
+from __future__ import annotations
+
+from tqdm import tqdm
+
+from ..kernels.gpu.attention.config import SPLIT
+from ..kernels.gpu.target import listening
+from ..requests.request import Request
+from ..sampling_params import SamplingParams
+from ..scheduler.schedule import Schedule
+from .model_runner import ModelRunner
+
+# Together these launch every kernel that sampling may need.
+EVERY_WAY_TO_SAMPLE = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_n_sigma=1.0),
+)
+
+
+def warm_up(runner: ModelRunner) -> int:
+    """Launch every kernel that steps need, so that no request waits for a compilation.
+
+    Returns the number of kernels compiled: 0 for backends that do not compile at launch. Writes into the KV
+    cache, so no request may hold blocks. Triton keeps compiled kernels on disk, for a faster next start.
+    """
+    kernels, num_blocks = runner.model.kernels, runner.kv_cache.num_blocks
+    if not kernels.compiles_at_launch:
+        return 0
+    with tqdm(desc="Compiling kernels", unit="kernel", delay=1.0) as bar, listening(bar.update):
+        runner.execute(_end_of_a_prompt(runner, runner.sizes.max_step_tokens, EVERY_WAY_TO_SAMPLE[0]))
+        for params in EVERY_WAY_TO_SAMPLE:
+            runner.execute(_end_of_a_prompt(runner, 1, params))
+        if num_blocks > 1:
+            runner.kv_cache.copy_blocks([(0, num_blocks - 1)], kernels)
+        return int(bar.n)
+
+
+def _end_of_a_prompt(runner: ModelRunner, max_new_tokens: int, params: SamplingParams) -> Schedule:
+    """Schedule the last tokens of a prompt that is long enough for attention to split its keys."""
+    sizes = runner.sizes
+    blocks = sizes.new_block_manager(runner.kv_cache.num_blocks)
+    length = blocks.longest_fit(min(2 * SPLIT, max(1, sizes.max_model_len - 1)))
+    if not length:
+        return Schedule()  # the pool is too small for any request
+    num_new = min(length, max_new_tokens)
+    request = Request("", None, [0] * length, params, length + 1, frozenset(), 0)
+    request.num_computed_tokens = length - num_new
+    request.blocks = blocks.open(request.token_ids)
+    blocks.start(request.blocks, [[] for _ in blocks.windows])
+    for start, end in ((0, length - num_new), (length - num_new, length)):
+        assert blocks.grow(request.blocks, start, end, []), "no room for what fits"
+    return Schedule([request], [num_new], [request], [0], num_tokens=num_new)
