@@ -23,8 +23,7 @@ from benchmarks.common import print_json, print_table
 from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import PrefixChain
-from paged.requests.request import Request
-from paged.sampling_params import SamplingParams
+from paged.requests.request import Request, RequestInputs
 from paged.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -98,8 +97,7 @@ class Ours:
         self.scheduler = Scheduler(manager, max_num_seqs=num_running, max_num_batched_tokens=10**7)
         for i in range(num_running + args.num_waiting):
             tokens = prompt(rng, args.prompt_len + i % BLOCK_SIZE if i < num_running else 32)
-            request = Request(str(i), None, tokens, SamplingParams(), NEVER_STOPS, frozenset(), 0)
-            self.scheduler.add(request)
+            self.scheduler.add(Request(RequestInputs(prompt_token_ids=tokens, max_total_tokens=NEVER_STOPS)))
         for _ in range(3):
             self.step()
         assert len(self.scheduler.running) == num_running

@@ -236,8 +236,8 @@ MUTANTS = {
         ("sets nothing aside for the protected", "if not self._num_protected:", "if True:"),
         (
             "equal priorities preempt",
-            "if candidate.priority <= head.priority:",
-            "if candidate.priority < head.priority:",
+            "if candidate.inputs.priority <= head.inputs.priority:",
+            "if candidate.inputs.priority < head.inputs.priority:",
         ),
         (
             "runs in order of joining",
@@ -296,7 +296,7 @@ MUTANTS = {
             "self._num_overtakes += not request.ran_before",
             "self._num_overtakes += 1",
         ),
-        ("priorities are inverted", "return (request.priority,", "return (-request.priority,"),
+        ("priorities are inverted", "return (request.inputs.priority,", "return (-request.inputs.priority,"),
         ("the oldest is overtaken for ever", "if self._num_overtakes >= self.MAX_OVERTAKES:", "if False:"),
         ("the shortest match goes first", "return max(oldest,", "return min(oldest,"),
         ("fair: tokens cost nothing", "self._charge(request, self.OUTPUT_COST)", "pass"),

@@ -17,6 +17,7 @@ import argparse
 import gc
 import hashlib
 import marshal
+import math
 import operator
 import random
 import sys
@@ -32,7 +33,7 @@ from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
 from paged.errors import QueueFullError
-from paged.requests.request import Request, RequestStatus
+from paged.requests.request import Request, RequestInputs, RequestStatus
 from paged.sampling_params import SamplingParams
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule
@@ -57,7 +58,7 @@ class Truth:
     @classmethod
     def begin(cls, request: Request) -> Truth:
         """Nothing computed yet."""
-        return cls(array("I", [zlib.crc32(request.namespace)]))
+        return cls(array("I", [zlib.crc32(request.inputs.namespace)]))
 
     def at(self, request: Request, num_tokens: int) -> array[int]:
         """The values of a namespace and num_tokens slots."""
@@ -188,7 +189,7 @@ class World:
 
     def work(self, request: Request) -> int:
         """The most steps that a request can be computed in."""
-        most = request.max_total_tokens * (self.max_preemptions + 1)
+        most = request.inputs.max_total_tokens * (self.max_preemptions + 1)
         return most * (1 + len(request.siblings)) * self.depth
 
     # Users
@@ -207,7 +208,7 @@ class World:
             for i in range(min(samples, self.max_num_seqs))
         ]
         leader = requests[0]
-        if not self.manager.fits(leader.max_total_tokens - 1):
+        if not self.manager.fits(leader.inputs.max_total_tokens - 1):
             return  # pins leave too little; an engine says so
         leader.siblings = requests[1:]
         try:
@@ -220,12 +221,18 @@ class World:
     def new_request(self, name: str, prompt: list[int], max_total: int, namespace: bytes) -> Request:
         """A request with somebody's priority, tenant and perhaps a deadline."""
         rng = self.rng
-        request = Request(name, None, prompt, PARAMS, max_total, frozenset([STOP]), 0)
-        request.priority, request.tenant = rng.randint(0, 2), rng.choice("abc")
-        request.namespace = namespace
-        if rng.random() < 0.05:
-            request.deadline = self.now + rng.randint(1, 30)
-        return request
+        priority, tenant = rng.randint(0, 2), rng.choice("abc")
+        inputs = RequestInputs(
+            request_id=name,
+            prompt_token_ids=prompt,
+            max_total_tokens=max_total,
+            stop_ids=frozenset([STOP]),
+            priority=priority,
+            tenant=tenant,
+            namespace=namespace,
+            deadline=self.now + rng.randint(1, 30) if rng.random() < 0.05 else math.inf,
+        )
+        return Request(inputs)
 
     def disturb(self) -> None:
         """Abort, fork, pin, unpin or forget."""
@@ -251,8 +258,8 @@ class World:
     def fork(self, parent: Request) -> None:
         """Somebody goes on twice."""
         self.num_requests += 1
-        name, max_total = f"{self.num_requests}-f", parent.max_total_tokens
-        child = self.new_request(name, parent.prompt_token_ids, max_total, parent.namespace)
+        name, max_total = f"{self.num_requests}-f", parent.inputs.max_total_tokens
+        child = self.new_request(name, parent.inputs.prompt_token_ids, max_total, parent.inputs.namespace)
         child.token_ids = parent.token_ids.copy()
         if parent.siblings or not self.manager.fits(max_total - 1):
             return
@@ -276,10 +283,10 @@ class World:
         self.num_steps += 1
         self.now += 1.0
         for request in self.scheduler.expire():
-            assert request.deadline <= self.now
+            assert request.inputs.deadline <= self.now
             for ended in (request, *request.siblings):
                 del self.live[ended.request_id]
-        late = [r for r, _ in self.live.values() if r.deadline <= self.now]
+        late = [r for r, _ in self.live.values() if r.inputs.deadline <= self.now]
         assert all(r.arrival < 0 for r in late), "too late"
         self.before = self.holders()
         waiting = [r for r in self.scheduler.waiting() if not r.protected] if self.has_order else []
@@ -318,7 +325,7 @@ class World:
 
     def place(self, request: Request) -> tuple[float, int]:
         """Where a request should stand among those who run, or wait."""
-        return (request.priority if self.policy_name == "priority" else 0.0, request.arrival)
+        return (request.inputs.priority if self.policy_name == "priority" else 0.0, request.arrival)
 
     def holders(self) -> dict[int, set[int]]:
         """Which sequences hold each block that is shared."""
@@ -369,7 +376,7 @@ class World:
     def write(self, request: Request, table: array[int], start: int, end: int) -> None:
         size, refcount = self.block_size, self.manager.pool.refcount
         if start == 0:
-            value = zlib.crc32(request.namespace)
+            value = zlib.crc32(request.inputs.namespace)
         else:
             at = (start - 1) % size * 4
             value = int.from_bytes(self.memory[table[(start - 1) // size]][at : at + 4], "little")

@@ -127,7 +127,7 @@ class Beam:
         if self.children or self.request.num_tokens == self.num_tokens:
             return False
         # The token that was taken, then the likeliest.
-        ids, logprobs, _ = self.request.logprobs.pop()
+        ids, logprobs, _ = self.request.sampling.logprobs.pop()
         likeliest = zip(ids[1:], logprobs[1:], strict=True)
         self.children = [Candidate(self, token_id, self.cum_logprob + lp) for token_id, lp in likeliest]
         return True
@@ -139,8 +139,8 @@ class BeamGroup:
     def __init__(self, params: BeamSearchParams, root: Request, eos_token_ids: frozenset[int]) -> None:
         self.params, self.eos_token_ids = params, eos_token_ids
         self.num_prompt_tokens = root.num_prompt_tokens
-        self.max_tokens = root.max_total_tokens - root.num_prompt_tokens
-        self.prompt_token_ids = root.prompt_token_ids
+        self.max_tokens = root.inputs.max_total_tokens - root.num_prompt_tokens
+        self.prompt_token_ids = root.inputs.prompt_token_ids
         self.beams = [Beam(root)]
         self.ended: list[BeamSearchSequence] = []  # by score, at most beam_width; texts come at the end
         self.error: str | None = None

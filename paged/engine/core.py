@@ -83,7 +83,7 @@ class EngineCore:
         """Take note of a request, whose outputs go to this outbox."""
         group.outbox = self.outbox if outbox is None else outbox
         self.groups[group.request_id] = group
-        if group.samples[0].params.stop:
+        if group.samples[0].inputs.params.stop:
             self._with_stops.add(group)
 
     def fork(self, request_id: str, new_request_id: str | None, params: SamplingParams | None) -> str:
@@ -193,7 +193,7 @@ class EngineCore:
     def _end_at_stop_strings(self, advanced: list[Request]) -> int:
         """Finish those whose newest token completes a stop string. Returns how many finished."""
         for request in advanced:
-            if request.params.stop:
+            if request.inputs.params.stop:
                 self.outputs.end_at_stop_string(request, self.scheduler.clock())
         return sum(request.finish_reason is not None for request in advanced)
 

@@ -62,8 +62,8 @@ def embedding_output(request: Request, *, normalize: bool) -> EmbeddingRequestOu
         output = EmbeddingOutput(None, str(request.stop_reason or request.finish_reason))
     return EmbeddingRequestOutput(
         request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt=request.inputs.prompt,
+        prompt_token_ids=request.inputs.prompt_token_ids,
         outputs=output,
         finished=True,
         num_cached_tokens=request.num_cached_tokens,

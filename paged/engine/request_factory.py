@@ -12,7 +12,16 @@ from ..blocks.manager import BlockManager
 from ..errors import RequestError
 from ..model.config import ModelConfig
 from ..requests.contradictions import check_possible
-from ..requests.request import Grammar, Prompt, PromptReport, Request, RequestGroup, RequestMetrics
+from ..requests.request import (
+    Grammar,
+    Prompt,
+    PromptReport,
+    Request,
+    RequestGroup,
+    RequestInputs,
+    RequestMetrics,
+    SamplingState,
+)
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
 from ..sampling.structured_outputs import Grammars
@@ -72,13 +81,16 @@ class RequestFactory:
                 f"{self.scheduling_policy!r}"
             )
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
+        inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
         samples = [
-            self._new_request(request_id, prepared, params, tenant, now, index, _sample_seed(seed, index))
+            Request(
+                inputs, index, sampling=SamplingState(_sample_seed(seed, index)), metrics=RequestMetrics(now)
+            )
             for index in range(params.num_samples)
         ]
         if prepared.grammar is not None:
             for sample in samples:
-                sample.grammar = prepared.grammar.copy()
+                sample.sampling.grammar = prepared.grammar.copy()
         samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
             length = len(prepared.prompt.token_ids)
@@ -102,9 +114,9 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        seed = self._derived_seed(request_id)
+        seed, inherited = self._derived_seed(request_id), parent.inputs
         if params is None:
-            params = parent.params
+            params = inherited.params
         elif isinstance(params, SamplingParams) and params.seed is not None:
             seed = params.seed
         self._check_params(params)
@@ -113,42 +125,43 @@ class RequestFactory:
                 f"a fork is one sequence, got {params.num_samples}; fork as often as there are to be"
             )
         salt = params.cache_salt
-        if salt not in (None, parent.params.cache_salt) and (
-            self.prompts.namespace(salt, parent.num_prompt_tokens) != parent.namespace
+        if salt not in (None, inherited.params.cache_salt) and (
+            self.prompts.namespace(salt, parent.num_prompt_tokens) != inherited.namespace
         ):
             raise RequestError(
                 f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}"
             )
-        parsed = ParsedPrompt(parent.prompt, parent.prompt_token_ids, parent.namespace)
-        rules = parent.rules if params is parent.params else self._token_rules(params)
+        parsed = ParsedPrompt(inherited.prompt, inherited.prompt_token_ids, inherited.namespace)
+        rules = inherited.rules if params is inherited.params else self._token_rules(params)
         prepared = Prepared(parsed, rules, _stops(params))
-        child = self._new_request(request_id, prepared, params, parent.tenant, now, 0, seed)
-        if params is parent.params or params.timeout_s is None:
-            child.deadline = parent.deadline
-        if child.max_total_tokens <= parent.num_tokens:
+        same_deadline = params is inherited.params or params.timeout_s is None
+        deadline = inherited.deadline if same_deadline else _deadline(params, now)
+        inputs = self._inputs(request_id, prepared, params, inherited.tenant, deadline)
+        if inputs.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
                 f"{parent.num_output_tokens} tokens already"
             )
+        child = Request(inputs, sampling=SamplingState(seed), metrics=RequestMetrics(now))
         child.token_ids = parent.token_ids.copy()
-        if child.wants_logprobs:
-            if not parent.wants_logprobs:
+        if inputs.wants_logprobs:
+            if not inherited.wants_logprobs:
                 raise RequestError(
                     f"logprobs of a fork must be None as its parent's, got {params.logprobs}: there are "
                     "none of what they have in common"
                 )
-            child.logprobs = parent.logprobs.copy()
+            child.sampling.logprobs = parent.sampling.logprobs.copy()
         if params.prompt_logprobs is not None:
             # What is computed of their prompt is computed: its rows are told to both or to none.
-            if parent.report is None or params.prompt_logprobs != parent.params.prompt_logprobs:
+            if parent.report is None or params.prompt_logprobs != inherited.params.prompt_logprobs:
                 raise RequestError(
                     f"prompt_logprobs of a fork must be None, or its parent's "
-                    f"{parent.params.prompt_logprobs}, got {params.prompt_logprobs}"
+                    f"{inherited.params.prompt_logprobs}, got {params.prompt_logprobs}"
                 )
             child.report = parent.report.fork()
-        grammar = child.grammar = self._grammar_of_fork(child, parent)
+        grammar = child.sampling.grammar = self._grammar_of_fork(child, parent)
         vocab_size, num_tokens = self.model_config.vocab_size, parent.num_output_tokens
-        check_possible(params, child.stop_ids, rules, grammar, vocab_size=vocab_size, num_tokens=num_tokens)
+        check_possible(params, inputs.stop_ids, rules, grammar, vocab_size=vocab_size, num_tokens=num_tokens)
         return RequestGroup(request_id, [child])
 
     def new_report(
@@ -167,17 +180,17 @@ class RequestFactory:
         _check_tenant(tenant)
         # As if for one token, whose place nobody computes.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
-        request = self._new_request(request_id, Prepared(prompt), params, tenant, now, 0, 0)
-        request.report, request.generates = report, False
+        inputs = self._inputs(request_id, Prepared(prompt), params, tenant, math.inf, generates=False)
+        request = Request(inputs, report=report, metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
 
     def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
-        wanted = child.params.structured_outputs
+        wanted = child.inputs.params.structured_outputs
         if wanted is None:
             return None
         grammar: Grammar
-        if parent.grammar is not None and wanted == parent.params.structured_outputs:
-            grammar = parent.grammar.copy()
+        if parent.sampling.grammar is not None and wanted == parent.inputs.params.structured_outputs:
+            grammar = parent.sampling.grammar.copy()
         else:
             grammar = self.grammars.start(wanted)
         if not grammar.follow(child):
@@ -187,33 +200,30 @@ class RequestFactory:
             )
         return grammar
 
-    def _new_request(
+    def _inputs(
         self,
         request_id: str,
         prepared: Prepared,
         params: SamplingParams,
         tenant: str,
-        now: float,
-        index: int,
-        seed: int,
-    ) -> Request:
+        deadline: float,
+        generates: bool = True,
+    ) -> RequestInputs:
         prompt = prepared.prompt
-        return Request(
-            request_id,
-            prompt.text,
-            prompt.token_ids,
-            params,
+        return RequestInputs(
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
             max_total_tokens=self._max_total_tokens(len(prompt.token_ids), params),
             stop_ids=self._stop_ids(params),
-            seed=seed,
-            index=index,
             rules=prepared.rules,
+            stops=prepared.stops,
+            generates=generates,
             priority=params.priority,
             tenant=tenant,
-            stops=prepared.stops,
             namespace=prompt.namespace,
-            deadline=math.inf if params.timeout_s is None else now + params.timeout_s,
-            metrics=RequestMetrics(now),
+            deadline=deadline,
         )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -284,6 +294,10 @@ class RequestFactory:
 
     def _derived_seed(self, request_id: str) -> int:
         return _digest(f"{self.seed}/{request_id}")
+
+
+def _deadline(params: SamplingParams, now: float) -> float:
+    return math.inf if params.timeout_s is None else now + params.timeout_s
 
 
 def _stops(params: SamplingParams) -> StopStrings | None:

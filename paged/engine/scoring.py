@@ -46,7 +46,7 @@ def score_output(request: Request) -> ScoreOutput:
     """What the owner of a request that has ended gets."""
     report = request.report
     assert report is not None
-    token_ids = request.prompt_token_ids[report.start + 1 :]
+    token_ids = request.inputs.prompt_token_ids[report.start + 1 :]
     if request.finish_reason != "length":
         return ScoreOutput(token_ids, None, [], False, str(request.stop_reason or request.finish_reason))
     assert report.is_complete

@@ -119,60 +119,107 @@ class PromptReport:
         return copy
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One prompt and the tokens generated for it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestInputs:
+    """What was asked for, which never changes: the user's prompt and parameters, and what follows from them.
 
-    Two counts carry the scheduling: `num_tokens` is how many tokens there are (prompt and output),
-    `num_computed_tokens` for how many of them the KV is in the cache. What is missing is computed.
+    The n samples of a prompt share one.
+
+    max_total_tokens: the limit of prompt and output together.
+    stop_ids: token ids that end the output: EOS (unless ignored) and stop_token_ids.
+    rules: bad_words and dry_sequence_breakers as token ids.
+    stops: the automaton of the stop strings.
+    generates: False if only a report on the prompt is wanted: the output is then empty.
+    namespace: everything but the tokens that the KV depends on.
+    deadline: on the scheduler's clock.
     """
 
-    request_id: str
-    prompt: str | None
+    request_id: str = ""
+    prompt: str | None = None
     prompt_token_ids: list[int]
-    params: SamplingParams
-    max_total_tokens: int  # prompt and output together, at most
-    stop_ids: frozenset[int]  # token ids that end it: EOS (unless ignored) and stop_token_ids
-    seed: int
-    token_ids: list[int] = field(init=False)  # prompt, then output
-    num_prompt_tokens: int = field(init=False)
-    is_greedy: bool = field(init=False)  # takes the most likely token, whatever it is, and says no more
-    wants_logprobs: bool = field(init=False)
-    alert_at: int = field(init=False)  # number of tokens from which on each must be looked at
-    grammar: Grammar | None = None
-    index: int = 0  # among the n samples of one prompt
-    rules: TokenRules = field(default_factory=TokenRules)  # what strings in the params mean as tokens
-    siblings: Sequence[Request] = ()  # the others, until the prompt is computed
-    report: PromptReport | None = None  # what is wanted of the prompt beside its continuation
-    generates: bool = True  # False: only the report is wanted, and its prompt is all that is computed
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_total_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    rules: TokenRules = field(default_factory=TokenRules)
+    stops: StopStrings | None = None
+    generates: bool = True
     priority: float = 0.0
     tenant: str = ""
-    stops: StopStrings | None = None  # that end its text
-    namespace: bytes = b""  # what, beside the tokens, its KV follows from
-    deadline: float = math.inf  # on the scheduler's clock
+    namespace: bytes = b""
+    deadline: float = math.inf
+    is_greedy: bool = field(init=False)  # the output is the most likely tokens, with nothing else to report
+    wants_logprobs: bool = field(init=False)  # of the output
+
+    def __post_init__(self) -> None:
+        params = self.params
+        wants_logprobs = params.logprobs is not None or params.best_of is not None
+        plain = not (params.edits_logits or wants_logprobs)
+        object.__setattr__(self, "wants_logprobs", wants_logprobs)
+        object.__setattr__(self, "is_greedy", params.temperature == 0.0 and plain)
+
+
+@dataclass(slots=True, eq=False)
+class SamplingState:
+    """What the sampler keeps of one request.
+
+    logprobs: of the output's tokens, where they are wanted.
+    """
+
+    seed: int = 0
+    grammar: Grammar | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sample of a prompt: its tokens, and how far the scheduler has brought it.
+
+    Two counts carry the scheduling: `num_tokens` is how many tokens there are (prompt and output),
+    `num_computed_tokens` for how many of them the KV is in the cache. The others are yet to be computed.
+
+    The other parts of the engine keep their state in records of their own: `inputs`, `sampling`, `report`,
+    `blocks` and `metrics`.
+
+    index: which of the n samples of the prompt it is.
+    siblings: the other samples, until the prompt is computed.
+    alert_at: the number of tokens from which on `on_token` must see each new one.
+    num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
+    ready: whether the next step may include it: it runs, and no step in flight computes it.
+    arrival: its number in the order of arrival.
+    rank: its place among the running requests.
+    protected: whether it was preempted so often that it will not be again.
+    report: what is reported on the prompt.
+    """
+
+    inputs: RequestInputs
+    index: int = 0
+    siblings: Sequence[Request] = ()
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    num_prompt_tokens: int = field(init=False)
+    alert_at: int = field(init=False)
     num_computed_tokens: int = 0
-    num_cached_tokens: int | None = None  # of them, found in the prefix cache when it first ran
+    num_cached_tokens: int | None = None
     status: RequestStatus = RequestStatus.WAITING
-    # The scheduler's: whether it can be in the next step, its number in the order of arrival, its place among
-    # those running, and whether it was preempted so often that it will not be again.
     ready: bool = False
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False
-    blocks: SequenceBlocks = field(default_factory=lambda: SequenceBlocks(0, None))
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, where asked for
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    sampling: SamplingState = field(default_factory=SamplingState)
+    report: PromptReport | None = None
+    blocks: SequenceBlocks = field(default_factory=lambda: SequenceBlocks(0, None))
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.perf_counter()))
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
-        self.num_prompt_tokens = len(self.prompt_token_ids)
-        params = self.params
-        self.wants_logprobs = params.logprobs is not None or params.best_of is not None
-        plain = not (params.edits_logits or self.wants_logprobs or params.structured_outputs)
-        self.is_greedy = params.temperature == 0.0 and plain
+        self.token_ids = list(self.inputs.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
         self.alert_at = self.num_prompt_tokens + 1
+
+    @property
+    def request_id(self) -> str:
+        """The id by which its user knows it; that of all n samples."""
+        return self.inputs.request_id
 
     @property
     def num_tokens(self) -> int:
@@ -201,37 +248,39 @@ class Request:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def take_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Keep those of the token that comes next; if the step then fails, it brings both again."""
-        del self.logprobs[self.num_output_tokens :]
-        self.logprobs.append(logprobs)
+    def add_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Add those of the next token. If the step then fails, the same place is filled once more."""
+        del self.sampling.logprobs[self.num_output_tokens :]
+        self.sampling.logprobs.append(logprobs)
 
-    def take_note(self, token_id: int, now: float) -> None:
-        """Look at the newest token, sampled at this time: the first one, or perhaps the last."""
+    def on_token(self, token_id: int, now: float) -> None:
+        """Note when the first token came, and finish the request if the newest one, token_id, ends it."""
+        inputs = self.inputs
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-            self.alert_at = self.num_tokens + 1 if self._ends_itself else self.max_total_tokens
-        if token_id in self.stop_ids and self.num_output_tokens > self.params.min_tokens:
+            self.alert_at = self.num_tokens + 1 if self._ends_by_grammar else inputs.max_total_tokens
+        if token_id in inputs.stop_ids and self.num_output_tokens > inputs.params.min_tokens:
             # EOS is the model's own end, for which vLLM's habit is a stop_reason of None.
-            self.finish("stop", now, token_id if token_id in self.params.stop_token_ids else None)
-        elif self._ends_itself and self._is_complete():
+            self.finish("stop", now, token_id if token_id in inputs.params.stop_token_ids else None)
+        elif self._ends_by_grammar and self._is_complete():
             self.finish("stop", now)
-        elif len(self.token_ids) >= self.max_total_tokens:
+        elif len(self.token_ids) >= inputs.max_total_tokens:
             self.finish("length", now)
 
     @property
-    def _ends_itself(self) -> bool:
-        """Whether no token says that the output is complete, but its grammar."""
-        return self.grammar is not None and not self.stop_ids
+    def _ends_by_grammar(self) -> bool:
+        """Whether the grammar alone says that the output is complete, as no token ends it."""
+        return self.sampling.grammar is not None and not self.inputs.stop_ids
 
     def _is_complete(self) -> bool:
-        assert self.grammar is not None
-        return self.num_output_tokens >= self.params.min_tokens and self.grammar.is_complete(self)
+        grammar = self.sampling.grammar
+        assert grammar is not None
+        return self.num_output_tokens >= self.inputs.params.min_tokens and grammar.is_complete(self)
 
     @property
     def ended_by_token(self) -> bool:
-        """Whether the last token only says that the output is over: it is no part of the text."""
-        return self.finish_reason == "stop" and self.token_ids[-1] in self.stop_ids
+        """Whether the last token is one that ended the output, and so no part of the text."""
+        return self.finish_reason == "stop" and self.token_ids[-1] in self.inputs.stop_ids
 
     def finish(self, reason: FinishReason, now: float, stop_reason: int | str | None = None) -> None:
         """Mark as done; the scheduler takes its blocks back."""
@@ -276,7 +325,7 @@ class RequestGroup:
     @property
     def output_kind(self) -> RequestOutputKind:
         """What outputs of it hold before it is finished."""
-        return self.samples[0].params.output_kind
+        return self.samples[0].inputs.params.output_kind
 
     @property
     def finished(self) -> bool:

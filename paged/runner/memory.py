@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..kernels.backend import Kernels
 from ..kernels.gpu.attention.config import SPLIT
 from ..model.kv_cache import KVCache
-from ..requests.request import Request
+from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
@@ -73,10 +73,11 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
     )
     for i, n in enumerate(lengths):
         # A namespace for each request: a prefix that it shared with another would not be computed.
-        name = str(i)
-        scheduler.add(
-            Request(name, None, [0] * n, LARGEST_PARAMS, n + 1, frozenset(), 0, namespace=name.encode())
+        namespace = str(i).encode()
+        inputs = RequestInputs(
+            prompt_token_ids=[0] * n, params=LARGEST_PARAMS, max_total_tokens=n + 1, namespace=namespace
         )
+        scheduler.add(Request(inputs))
     schedule = scheduler.schedule()
     torch.cuda.reset_peak_memory_stats(device)
     kv_cache = new_kv_cache(sizes, device, num_blocks)

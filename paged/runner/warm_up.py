@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from ..kernels.gpu.attention.config import SPLIT
 from ..kernels.gpu.target import listening
-from ..requests.request import Request
+from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
 from .model_runner import ModelRunner
@@ -46,7 +46,9 @@ def _end_of_a_prompt(runner: ModelRunner, max_new_tokens: int, params: SamplingP
     if not length:
         return Schedule()  # the pool is too small for any request
     num_new = min(length, max_new_tokens)
-    request = Request("", None, [0] * length, params, length + 1, frozenset(), 0)
+    request = Request(
+        RequestInputs(prompt_token_ids=[0] * length, params=params, max_total_tokens=length + 1)
+    )
     request.num_computed_tokens = length - num_new
     request.blocks = blocks.open(request.token_ids)
     blocks.start(request.blocks, [[] for _ in blocks.windows])

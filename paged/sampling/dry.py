@@ -201,17 +201,17 @@ class _Text:
     """
 
     def __init__(self, request: Request, device: torch.device) -> None:
-        params = request.params
+        params = request.inputs.params
         self.request, self.num_known = request, len(request.token_ids)
         self.slot = self.first_cost = 0
         self.last_n = params.dry_penalty_last_n
         power, allowed = math.log(params.dry_base), params.dry_allowed_length
         most = int(MAX_LOG_PENALTY / power) if power > 0 else 0
-        self.longest = min(allowed + most, request.max_total_tokens)
+        self.longest = min(allowed + most, request.inputs.max_total_tokens)
         costs = [params.dry_multiplier * params.dry_base**n for n in range(self.longest + 1 - allowed)]
         costs = [0.0] * (self.longest + 1 - len(costs)) + costs
         self.costs = torch.tensor(costs, dtype=torch.float32, device=device)
-        self.breakers = request.rules.breakers
+        self.breakers = request.inputs.rules.breakers
         self.alone = self.breakers.get((), frozenset())
         self.tail_lengths = {len(tail) for tail in self.breakers}
         self.breaker = self._last_breaker()

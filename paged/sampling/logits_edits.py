@@ -34,22 +34,26 @@ class LogitsEdits:
         self.kernels, self.history, self.dry, self.vocab_size = kernels, history, dry, vocab_size
         self.device = history.slots.device
         rows = [*enumerate(requests)]
-        self._allowed = self._allowed_tokens([(r, q) for r, q in rows if q.params.allowed_token_ids])
-        words = [(r, q) for r, q in rows if q.rules.bad_words]
+        self._allowed = self._allowed_tokens([(r, q) for r, q in rows if q.inputs.params.allowed_token_ids])
+        words = [(r, q) for r, q in rows if q.inputs.rules.bad_words]
         # Words of one token are banned always, others when all but their last token were generated just now.
-        self._banned = [self._place(r, w[0]) for r, q in words for w in q.rules.bad_words if len(w) == 1]
-        self._words = [(r, q, w) for r, q in words if (w := _by_last_but_one(q.rules.bad_words))]
-        self._early: Rows = [(r, q) for r, q in rows if q.params.min_tokens and q.stop_ids]
-        self._biases = self._logit_biases([(r, q) for r, q in rows if q.params.logit_bias])
-        penalized = [(r, q) for r, q in rows if q.params.penalizes]
+        self._banned = [
+            self._place(r, w[0]) for r, q in words for w in q.inputs.rules.bad_words if len(w) == 1
+        ]
+        self._words = [(r, q, w) for r, q in words if (w := _by_last_but_one(q.inputs.rules.bad_words))]
+        self._early: Rows = [(r, q) for r, q in rows if q.inputs.params.min_tokens and q.inputs.stop_ids]
+        self._biases = self._logit_biases([(r, q) for r, q in rows if q.inputs.params.logit_bias])
+        penalized = [(r, q) for r, q in rows if q.inputs.params.penalizes]
         history.keep([request for _, request in penalized])
         self._penalties = self._penalty_columns(penalized)
-        repeating = [(r, q) for r, q in rows if q.params.dry_multiplier and q.params.dry_penalty_last_n]
+        repeating = [
+            (r, q) for r, q in rows if q.inputs.params.dry_multiplier and q.inputs.params.dry_penalty_last_n
+        ]
         dry.keep([request for _, request in repeating])
         self._dry_rows = self._longs(self._place(row, 0) for row, _ in repeating) if repeating else None
-        self._processed: Rows = [(r, q) for r, q in rows if q.params.logits_processors]
+        self._processed: Rows = [(r, q) for r, q in rows if q.inputs.params.logits_processors]
         self._num_arguments = {
-            row: [*map(num_arguments, q.params.logits_processors)] for row, q in self._processed
+            row: [*map(num_arguments, q.inputs.params.logits_processors)] for row, q in self._processed
         }
 
     @property
@@ -86,14 +90,16 @@ class LogitsEdits:
     def _allowed_tokens(self, rows: Rows) -> tuple[Tensor, Tensor] | None:
         if not rows:
             return None
-        places = [self._place(row, token) for row, q in rows for token in q.params.allowed_token_ids or ()]
+        places = [
+            self._place(row, token) for row, q in rows for token in q.inputs.params.allowed_token_ids or ()
+        ]
         return self._longs(row for row, _ in rows), self._longs(places)
 
     def _logit_biases(self, rows: Rows) -> tuple[Tensor, Tensor] | None:
         biases = {
             self._place(row, token): bias
             for row, q in rows
-            for token, bias in (q.params.logit_bias or {}).items()
+            for token, bias in (q.inputs.params.logit_bias or {}).items()
         }
         if not biases:
             return None
@@ -123,8 +129,8 @@ class LogitsEdits:
         """The stop tokens of those who have not reached min_tokens."""
         if not self._early:
             return []
-        self._early = [(row, q) for row, q in self._early if q.num_output_tokens < q.params.min_tokens]
-        return [self._place(row, token) for row, q in self._early for token in q.stop_ids]
+        self._early = [(row, q) for row, q in self._early if q.num_output_tokens < q.inputs.params.min_tokens]
+        return [self._place(row, token) for row, q in self._early for token in q.inputs.stop_ids]
 
     def _place(self, row: int, token: int) -> int:
         return row * self.vocab_size + token
@@ -134,7 +140,7 @@ class LogitsEdits:
 
 
 def _params(rows: Rows) -> list[SamplingParams]:
-    return [request.params for _, request in rows]
+    return [request.inputs.params for _, request in rows]
 
 
 def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:
@@ -148,11 +154,11 @@ def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[i
 
 def _process(logits: Tensor, row: int, request: Request, numbers: Sequence[int]) -> str | None:
     """Let a request's own functions, of so many arguments each, change its row. Returns what went wrong."""
-    for i, processor in enumerate(request.params.logits_processors):
+    for i, processor in enumerate(request.inputs.params.logits_processors):
         name = f"logits_processors[{i}]"
         try:
             # Copies: it may keep them, or change them and fail.
-            given = ([*request.prompt_token_ids], request.output_token_ids, logits[row].clone())
+            given = ([*request.inputs.prompt_token_ids], request.output_token_ids, logits[row].clone())
             changed = processor(*given[-numbers[i] :])
         except Exception as error:  # whatever a user's function raises is the error of its request
             return f"{name} raised {type(error).__name__}: {error}"

@@ -88,21 +88,21 @@ class _Batch:
     def __init__(self, requests: Sequence[Request], sampler: Sampler) -> None:
         self.requests, self.kernels, self.device = requests, sampler.kernels, sampler.device
         self.vocab_size = vocab_size = sampler.vocab_size
-        self.is_greedy = all(request.is_greedy for request in requests)
+        self.is_greedy = all(request.inputs.is_greedy for request in requests)
         self.edits: LogitsEdits | None = None
-        if any(request.params.edits_logits for request in requests):
+        if any(request.inputs.params.edits_logits for request in requests):
             self.edits = LogitsEdits(requests, sampler.kernels, sampler.history, sampler.dry, vocab_size)
         else:
             sampler.history.keep([])
             sampler.dry.keep([])
         self.may_leave_none = self.edits is not None and self.edits.may_leave_none
-        self._asked = [row for row, request in enumerate(requests) if request.wants_logprobs]
+        self._asked = [row for row, request in enumerate(requests) if request.inputs.wants_logprobs]
         self._raw: Tensor | None = None
-        self._drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0.0]
+        self._drawn = [row for row, request in enumerate(requests) if request.inputs.params.temperature > 0.0]
         drawn = [requests[row] for row in self._drawn]
         self._rows = torch.tensor(self._drawn, device=self.device)
-        self._seeds = torch.tensor([_signed(request.seed) for request in drawn], device=self.device)
-        self._filters = _filters([r.params for r in drawn], vocab_size, self.device) if drawn else {}
+        self._seeds = torch.tensor([_signed(request.sampling.seed) for request in drawn], device=self.device)
+        self._filters = _filters([r.inputs.params for r in drawn], vocab_size, self.device) if drawn else {}
 
     def raw_rows(self, logits: Tensor, *, changed: bool) -> Tensor | None:
         """The rows that report log-probabilities as they are before a parameter, or the draw, changes them.
@@ -139,7 +139,7 @@ class _Batch:
         """What the requests asked for; NaN of a row without a finite maximum."""
         if raw is None:
             return {}
-        num_tops = [self.requests[row].params.logprobs or 0 for row in self._asked]
+        num_tops = [self.requests[row].inputs.params.logprobs or 0 for row in self._asked]
         told = token_logprobs(self.kernels, raw, [tokens[row] for row in self._asked], num_tops)
         return dict(zip(self._asked, told, strict=True))
 

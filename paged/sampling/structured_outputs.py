@@ -266,7 +266,7 @@ class GrammarMasks:
     def __init__(self, rows: list[int], requests: list[Request]) -> None:
         self.rows, self.errors = rows, dict[int, str]()
         self._requests = requests
-        self._states: list[GrammarState] = [request.grammar for request in requests]  # type: ignore[misc]
+        self._states: list[GrammarState] = [request.sampling.grammar for request in requests]  # type: ignore[misc]
         vocabulary = self._states[0].vocabulary
         # i32[len(rows), num_words]: bit b of word w is of token 32 w + b
         self._bits = np.zeros((len(rows), vocabulary.num_words), np.int32)
@@ -276,7 +276,7 @@ class GrammarMasks:
     @classmethod
     def start(cls, requests: Sequence[Request]) -> GrammarMasks | None:
         """Begin the masks of those that have a grammar; None if nobody does."""
-        rows = [row for row, request in enumerate(requests) if request.grammar is not None]
+        rows = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
         return cls(rows, [requests[row] for row in rows]) if rows else None
 
     def apply(
@@ -332,7 +332,7 @@ class GrammarMasks:
     def _finish(self) -> None:
         """Put the requests' own ends in the place of the library's, and open rows where nothing is left."""
         for i, (request, state) in enumerate(zip(self._requests, self._states, strict=True)):
-            if request.stop_ids != state.vocabulary.ends or request.params.min_tokens:
+            if request.inputs.stop_ids != state.vocabulary.ends or request.inputs.params.min_tokens:
                 self._set_ends(i, request, state)
         self._bits &= self._states[0].vocabulary.in_logits
         empty = {*np.flatnonzero(~self._bits.any(1)).tolist()}
@@ -345,16 +345,16 @@ class GrammarMasks:
         self._bits[broken] = -1  # what is sampled there is thrown away
 
     def _set_ends(self, i: int, request: Request, state: GrammarState) -> None:
-        row, ends = self._bits[i], _bits(request.stop_ids, self._bits.shape[1])
+        row, ends = self._bits[i], _bits(request.inputs.stop_ids, self._bits.shape[1])
         row &= ~_bits(state.vocabulary.ends, len(row))
-        if request.num_output_tokens < request.params.min_tokens:
+        if request.num_output_tokens < request.inputs.params.min_tokens:
             row &= ~ends
         elif state.matcher.is_accepting():
             row |= ends
 
 
 def _dead_end(request: Request) -> str:
-    num, least = request.num_output_tokens, request.params.min_tokens
+    num, least = request.num_output_tokens, request.inputs.params.min_tokens
     if num < least:
         return f"structured_outputs allows nothing more after {num} tokens, and min_tokens is {least}"
     return f"structured_outputs allows no token of the vocabulary after {num} tokens"

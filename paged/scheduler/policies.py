@@ -106,7 +106,7 @@ class Priority(FirstComeFirstServed):
 
     def rank(self, request: Request) -> Rank:
         """By priority, then arrival."""
-        return (request.priority, request.arrival)
+        return (request.inputs.priority, request.arrival)
 
 
 class LongestPrefixMatch:
@@ -197,7 +197,7 @@ class Fair:
 
     def push(self, request: Request) -> None:
         """Wait in the tenant's own queue; a tenant that had none gets no credit for the time without."""
-        tenant = request.tenant
+        tenant = request.inputs.tenant
         if tenant not in self._queues:
             floor = self._floor()
             self.service[tenant] = max(self.service.get(tenant, 0.0), floor)
@@ -228,7 +228,7 @@ class Fair:
 
     def pop(self, request: Request) -> None:
         """Leave the queue, charged for the prompt the first time."""
-        head = next(iter(self._queues[request.tenant].values()))
+        head = next(iter(self._queues[request.inputs.tenant].values()))
         assert head is request, "somebody else was at the head of the queue"
         if not request.ran_before:
             self._charge(request, self.INPUT_COST * request.num_prompt_tokens)
@@ -236,7 +236,7 @@ class Fair:
 
     def remove(self, request: Request) -> None:
         """Leave the queue from anywhere."""
-        tenant = request.tenant
+        tenant = request.inputs.tenant
         del self._queues[tenant][request.arrival]
         self._num_waiting -= 1
         if not self._queues[tenant]:
@@ -249,7 +249,7 @@ class Fair:
             self._charge(request, self.OUTPUT_COST)
 
     def _charge(self, request: Request, cost: float) -> None:
-        tenant = request.tenant
+        tenant = request.inputs.tenant
         if tenant not in self.service:  # forgotten, or that of a fork who never waited
             self.service[tenant] = self._floor()
         self.service[tenant] += cost / self._weights.get(tenant, 1.0)
@@ -257,7 +257,7 @@ class Fair:
     def _floor(self) -> float:
         """Where a tenant begins: level with the lowest who wait, or with who was the last to."""
         head = self.peek()
-        return self.service.get(self._last_to_leave if head is None else head.tenant, 0.0)
+        return self.service.get(self._last_to_leave if head is None else head.inputs.tenant, 0.0)
 
     def _forget(self, floor: float) -> None:
         """Drop the tenants who do not wait and would come back at the floor, so that many may come and go."""

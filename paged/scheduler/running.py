@@ -119,7 +119,7 @@ class RunningSet:
         for candidate in reversed(self.requests):
             if room.first_chunk(need, self._max_chunk):
                 break
-            if candidate.priority <= head.priority:
+            if candidate.inputs.priority <= head.inputs.priority:
                 return []
             # Once more, and it would be protected: it would run again at once, before the head.
             if candidate.ready and candidate.metrics.num_preemptions + 1 < self._max_preemptions:

@@ -98,7 +98,7 @@ class StepOutput:
     def book_logprobs(self, schedule: Schedule) -> None:
         """Hand them to their requests, which get their tokens after them."""
         for row, logprobs in self.logprobs.items():
-            schedule.sampled_requests[row].take_logprobs(logprobs)
+            schedule.sampled_requests[row].add_logprobs(logprobs)
 
 
 @dataclass(slots=True)

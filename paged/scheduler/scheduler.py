@@ -113,9 +113,9 @@ class Scheduler:
                 "try again later or raise it"
             )
         # The last token is only sampled, never computed.
-        assert self.block_manager.fits(request.max_total_tokens - 1), "a request that can never fit"
+        assert self.block_manager.fits(request.inputs.max_total_tokens - 1), "a request that can never fit"
         assert 1 + len(request.siblings) <= self.max_num_seqs, "more samples than can run at once"
-        request.blocks = self.block_manager.open(request.token_ids, request.namespace)
+        request.blocks = self.block_manager.open(request.token_ids, request.inputs.namespace)
         self._enter(request)
         self._queue.push(request)
 
@@ -144,7 +144,7 @@ class Scheduler:
         num_tokens = manager.pin(name, token_ids, namespace)
         self._queue.reconsider()  # who waits need not bring what is pinned now
         live = itertools.chain(self.running, self.waiting())
-        longest = max((request.max_total_tokens for request in live), default=1)
+        longest = max((request.inputs.max_total_tokens for request in live), default=1)
         spare = manager.pool.num_available - self._running.num_reserved_blocks()
         if num_tokens and manager.fits(longest - 1) and spare >= 0:
             return num_tokens
@@ -223,8 +223,8 @@ class Scheduler:
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
-            if len(token_ids) >= request.alert_at or token in request.stop_ids:
-                request.take_note(token, now)
+            if len(token_ids) >= request.alert_at or token in request.inputs.stop_ids:
+                request.on_token(token, now)
                 num_finished += request.finish_reason is not None
         self.counters.count(schedule)
         if num_finished or reported:
@@ -265,7 +265,7 @@ class Scheduler:
             if not request.ready:  # in flight, or preempted just now
                 continue
             end = request.num_computed_tokens + 1
-            if end != len(request.token_ids) or request.siblings or not request.generates:
+            if end != len(request.token_ids) or request.siblings or not request.inputs.generates:
                 lacking.append(request)
                 continue
             if scarce and len(requests) == budget:
@@ -352,7 +352,7 @@ class Scheduler:
         schedule.num_new_tokens.append(num_new)
         schedule.num_tokens += num_new
         request.ready = False
-        if end < request.num_tokens or not request.generates:
+        if end < request.num_tokens or not request.inputs.generates:
             return
         samples = [request, *request.siblings]
         schedule.sampled += [row] * len(samples)
@@ -404,7 +404,7 @@ class Scheduler:
     def _preempt_for_waiting(self, schedule: Schedule) -> None:
         """Let those with a higher priority number make room for the head of the queue, if it then runs."""
         head, pool = self._queue.peek(), self.block_manager.pool
-        if head is None or not self.running or self.running[-1].priority <= head.priority:
+        if head is None or not self.running or self.running[-1].inputs.priority <= head.inputs.priority:
             return
         num_blocks = pool.num_available + pool.num_deferred  # those come back soon
         room = Room(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_partial_prefills, num_blocks)
@@ -418,12 +418,12 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         request.rank = self.policy.rank(request)
-        if request.deadline < math.inf:
+        if request.inputs.deadline < math.inf:
             # Most end long before: they go when they are more than those who are left.
             if len(self._deadlines) > 2 * (len(self.running) + self.num_waiting) + 64:
                 live = [entry for entry in self._deadlines if entry[2].status is not RequestStatus.FINISHED]
                 self._deadlines = sorted(live)
-            heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+            heapq.heappush(self._deadlines, (request.inputs.deadline, request.arrival, request))
 
     def _run(self, request: Request, num_computed: int) -> None:
         """Move a request from the queue to those who run."""
@@ -452,7 +452,7 @@ class Scheduler:
             ]
             for ended in (request, *request.siblings, *beside):
                 ended.finish("error", now, NOT_FINITE)
-        elif not request.generates and request.num_computed_tokens == request.num_tokens:
+        elif not request.inputs.generates and request.num_computed_tokens == request.num_tokens:
             request.finish("length", now)
         return request.finish_reason is not None
 

@@ -60,7 +60,7 @@ class Room(NamedTuple):
 def num_tokens_ahead(request: Request) -> int:
     """How many tokens there must be blocks for before a request runs, or goes on with its prompt."""
     # The last token is only sampled, never computed.
-    last = request.max_total_tokens - 1
+    last = request.inputs.max_total_tokens - 1
     return last if request.protected else min(request.num_tokens + 1, last)
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from ..errors import QueueFullError
-from ..requests.request import Request, RequestMetrics, RequestStatus
+from ..requests.request import Request, RequestInputs, RequestMetrics, RequestStatus
 from ..runner.sizes import Sizes
-from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
 from .cost import StepCost
 from .workload import SAMPLED, Arrival
-
-PARAMS = SamplingParams()
-NO_STOPS = frozenset[int]()
 
 
 class Replica:
@@ -34,18 +30,14 @@ class Replica:
         )
         if num_prompt_tokens > self._max_model_len or not self.manager.fits(most - 1):
             return None
-        request = Request(
-            request_id,
-            None,
-            arrival.token_ids,
-            PARAMS,
-            most,
-            NO_STOPS,
-            0,
+        inputs = RequestInputs(
+            request_id=request_id,
+            prompt_token_ids=arrival.token_ids,
+            max_total_tokens=most,
             priority=arrival.priority,
             tenant=arrival.tenant,
-            metrics=RequestMetrics(arrival.time),
         )
+        request = Request(inputs, metrics=RequestMetrics(arrival.time))
         try:
             self.scheduler.add(request)
         except QueueFullError:

@@ -78,9 +78,9 @@ class Statistics:
         self.num_output_tokens += request.num_output_tokens
         self.num_cached_tokens += request.num_cached_tokens or 0
         self.num_preemptions += request.metrics.num_preemptions
-        latencies = self.latencies.get(request.tenant)
+        latencies = self.latencies.get(request.inputs.tenant)
         if latencies is None:
-            latencies = self.latencies[request.tenant] = Latencies()
+            latencies = self.latencies[request.inputs.tenant] = Latencies()
         latencies.add(request)
 
     def summary(self) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class OutputProcessor:
         cached = first.num_cached_tokens  # of a fork, those that its parent had generated are among them
         return RequestOutput(
             request_id=group.request_id,
-            prompt=first.prompt,
-            prompt_token_ids=first.prompt_token_ids,
+            prompt=first.inputs.prompt,
+            prompt_token_ids=first.inputs.prompt_token_ids,
             outputs=self._completions(group),
             finished=group.finished,
             num_cached_tokens=cached and min(cached, first.num_prompt_tokens),
@@ -104,8 +104,8 @@ class OutputProcessor:
 
     def _completions(self, group: RequestGroup) -> list[CompletionOutput]:
         """One for each sample, or the best ones of a group that takes more than it returns."""
-        params = group.samples[0].params
-        if not group.samples[0].generates:
+        params = group.samples[0].inputs.params
+        if not group.samples[0].inputs.generates:
             return []
         if params.best_of is not None and not group.finished:
             return []  # nobody knows yet which they are
@@ -116,7 +116,7 @@ class OutputProcessor:
         return [replace(completion, index=index) for index, completion in enumerate(best)]
 
     def _prompt_logprobs_of(self, group: RequestGroup) -> list[dict[int, Logprob] | None] | None:
-        report, params = group.samples[0].report, group.samples[0].params
+        report, params = group.samples[0].report, group.samples[0].inputs.params
         if params.prompt_logprobs is None or report is None or report.failed or not report.is_complete:
             return None
         if group not in self._prompt_logprobs:
@@ -126,7 +126,7 @@ class OutputProcessor:
 
     def _completion(self, request: Request) -> CompletionOutput:
         progress = self._progress_of(request)
-        if request.params.output_kind is RequestOutputKind.DELTA:
+        if request.inputs.params.output_kind is RequestOutputKind.DELTA:
             return progress.news()
         return progress.everything()
 
@@ -136,7 +136,7 @@ class _Progress:
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.transcript: Transcript | None = None
-        self._tokenizer = tokenizer if request.params.detokenize else None
+        self._tokenizer = tokenizer if request.inputs.params.detokenize else None
         if self._tokenizer is not None:
             self.transcript = Transcript(self._tokenizer, request)
         self._request = request
@@ -177,8 +177,8 @@ class _Progress:
             token_ids=token_ids,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
-            logprobs=None if request.params.logprobs is None else logprobs,
-            cumulative_logprob=self._cumulative if request.wants_logprobs else None,
+            logprobs=None if request.inputs.params.logprobs is None else logprobs,
+            cumulative_logprob=self._cumulative if request.inputs.wants_logprobs else None,
         )
 
     def _catch_up(self) -> None:
@@ -186,13 +186,13 @@ class _Progress:
         if self.transcript is not None:
             self.transcript.read()
         request = self._request
-        if request.wants_logprobs:
+        if request.inputs.wants_logprobs:
             # A step that failed may have brought those of a token that it did not bring.
-            new = request.logprobs[self._num_summed : request.num_output_tokens]
+            new = request.sampling.logprobs[self._num_summed : request.num_output_tokens]
             for place in new:  # one after the other: the sum is the same however often somebody looks
                 self._cumulative += place.logprobs[0]
             self._num_summed += len(new)
-            if request.params.logprobs is not None:
+            if request.inputs.params.logprobs is not None:
                 self._logprobs += [_readable(place, self._tokenizer) for place in new]
 
 

@@ -16,19 +16,19 @@ class Transcript:
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        params = request.params
+        params = request.inputs.params
         self.request = request
         self.num_tokens = 0  # of its output, read so far
         self._detokenizer = Detokenizer(
             tokenizer,
-            request.prompt_token_ids,
+            request.inputs.prompt_token_ids,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         self._text = ""
         self._shown = ""  # the beginning of it that was visible the last time, where there are stop strings
         self._is_complete = False
-        self._stops = request.stops
+        self._stops = request.inputs.stops
         self._state = 0  # of these
         self._found: str | None = None  # the one at which the text ends
 
@@ -75,7 +75,7 @@ class Transcript:
 
     def _complete(self, ends_with_a_token: bool) -> None:
         """The request has finished by itself: nothing is held back any more."""
-        if ends_with_a_token and self.request.params.include_stop_str_in_output:
+        if ends_with_a_token and self.request.inputs.params.include_stop_str_in_output:
             self._append(self._detokenizer.append(self.request.token_ids[-1]))
         self._append(self._detokenizer.finish())
         self._is_complete = True
@@ -87,7 +87,7 @@ class Transcript:
             self.num_tokens += 1
             text = self._detokenizer.append(token_id)
             self._append(text)
-            if self.num_tokens <= self.request.params.min_tokens:
+            if self.num_tokens <= self.request.inputs.params.min_tokens:
                 self._state = stops.skip(self._state, text)
                 continue
             self._state, match = stops.read(self._state, text)
@@ -99,7 +99,7 @@ class Transcript:
         self._is_complete = True
         end = start + match.end
         self._found = self._text[end - match.length : end]
-        if not self.request.params.include_stop_str_in_output:
+        if not self.request.inputs.params.include_stop_str_in_output:
             end -= match.length
         self._text = self._text[:end]
 

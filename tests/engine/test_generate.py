@@ -55,7 +55,7 @@ def tokens_of(outputs: Any) -> list[list[int]]:
 
 def test_many_prompts_are_taken_a_window_ahead(engine, monkeypatch):
     def execute(schedule: Schedule) -> StepOutput:
-        return StepOutput([r.prompt_token_ids[0] for r in schedule.sampled_requests])
+        return StepOutput([r.inputs.prompt_token_ids[0] for r in schedule.sampled_requests])
 
     monkeypatch.setattr(engine.runner, "execute", execute)
     # The first of every 100 lasts long, and holds those behind it back.

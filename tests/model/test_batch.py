@@ -7,8 +7,7 @@ import torch
 
 from paged.blocks.manager import BlockManager
 from paged.model.batch import Batch, BatchBuilder, Queries
-from paged.requests.request import PromptReport, Request
-from paged.sampling_params import SamplingParams
+from paged.requests.request import PromptReport, Request, RequestInputs
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases
@@ -20,7 +19,7 @@ def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -
     """A step of requests (prompt tokens, tokens in all, computed so far, new in this step)."""
     schedule = Schedule()
     for prompt, total, computed, new in rows:
-        request = Request("", None, list(range(100, 100 + prompt)), SamplingParams(), 99, frozenset(), 0)
+        request = Request(RequestInputs(prompt_token_ids=list(range(100, 100 + prompt)), max_total_tokens=99))
         for i in range(prompt, total):
             request.token_ids.append(100 + i)
         request.num_computed_tokens = computed
@@ -141,9 +140,9 @@ def test_batch_that_goes_on_from_the_last_one_equals_one_made_anew(windows):
         num_steps, num_again, last = num_steps + 1, num_again + (batch is last), batch
         cases.updated(scheduler, schedule)
         if num_steps in (30, 60) and scheduler.running[0].ready:
-            child = cases.new_request(f"fork {num_steps}", 1, 1)
             parent = scheduler.running[0]
-            child.token_ids, child.max_total_tokens = parent.token_ids.copy(), parent.max_total_tokens + 9
+            child = cases.new_request(f"fork {num_steps}", 1, parent.inputs.max_total_tokens + 8)
+            child.token_ids = parent.token_ids.copy()
             scheduler.fork(parent, child)
     assert num_again > num_steps / 4
     assert scheduler.counters.num_recomputed

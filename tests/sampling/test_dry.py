@@ -16,7 +16,7 @@ import torch
 import paged
 from paged import SamplingParams
 from paged.errors import RequestError
-from paged.requests.request import Request
+from paged.requests.request import Request, RequestInputs
 from paged.requests.token_rules import TokenRules
 from paged.sampling.dry import DryHistory
 from paged.text.tokenizer import Tokenizer
@@ -31,7 +31,8 @@ def new_request(ids: Iterable[int], breakers: Iterable[Sequence[int]] = (), **pa
         found.setdefault((*tail,), set()).add(head)
     sampling = SamplingParams(**{"dry_multiplier": 2.0, "dry_base": 3.0, **params})
     rules = TokenRules(breakers=found)
-    return Request("r", None, [*ids], sampling, 10_000, frozenset(), 0, rules=rules)
+    inputs = RequestInputs(prompt_token_ids=[*ids], params=sampling, max_total_tokens=10_000, rules=rules)
+    return Request(inputs)
 
 
 def new_history(*requests: Request) -> DryHistory:
@@ -51,9 +52,9 @@ def costs_of(history: DryHistory, num_rows: int) -> list[dict[int, float]]:
 
 def brute_force(request: Request) -> dict[int, float]:
     """From behind every earlier place of the last token, walk back; the breaker that begins last counts."""
-    params, ids = request.params, request.token_ids
+    params, ids = request.inputs.params, request.token_ids
     ids = ids if params.dry_penalty_last_n < 0 else ids[max(0, len(ids) - params.dry_penalty_last_n) :]
-    breakers = [(head, *tail) for tail, heads in request.rules.breakers.items() for head in heads]
+    breakers = [(head, *tail) for tail, heads in request.inputs.rules.breakers.items() for head in heads]
     behind = len(ids)
     for i in range(len(ids)):
         if ends := [i + len(b) for b in breakers if (*ids[i : i + len(b)],) == b]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from paged import RequestError, RequestOutput, SamplingParams
 from paged.kernels.backend import Kernels, load_kernels
 from paged.kernels.reference import token_logprobs as by_sorting
-from paged.requests.request import PromptReport, Request
+from paged.requests.request import PromptReport, Request, RequestInputs
 from paged.sampling import reporter
 from paged.sampling.logprobs import token_logprobs
 from paged.scheduler.schedule import AskedRows
@@ -255,7 +255,7 @@ def test_rows_that_have_logits_at_once_are_bounded_however_long_the_prompt(monke
         return rows @ weight
 
     token_ids = [i % vocab_size for i in range(num_rows + 1)]
-    request = Request("a", None, token_ids, SamplingParams(), num_rows + 2, frozenset(), 0)
+    request = Request(RequestInputs(prompt_token_ids=token_ids, max_total_tokens=num_rows + 2))
     asked = AskedRows(request, PromptReport(0, num_rows, 0), 0, num_rows, 0)
     ((_, rows),) = reporter.Reporter(head, vocab_size, load_kernels("torch")).report([asked], hidden)
     assert sizes == [4] * 8 + [1]

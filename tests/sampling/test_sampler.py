@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
 
 from paged.kernels import reference
 from paged.kernels.backend import BackendName, load_kernels
-from paged.requests.request import Request
+from paged.requests.request import Request, RequestInputs, SamplingState
 from paged.requests.token_rules import TokenRules
 from paged.sampling.sampler import Sampler
 from paged.sampling_params import SamplingParams
@@ -57,7 +58,14 @@ def new_request(
 ) -> Request:
     rules = TokenRules(bad_words=tuple(bad_words))
     sampling = SamplingParams(**params)
-    request = Request("r", None, [*prompt], sampling, 10**6, frozenset(stop_ids), seed, rules=rules)
+    inputs = RequestInputs(
+        prompt_token_ids=[*prompt],
+        params=sampling,
+        max_total_tokens=10**6,
+        stop_ids=frozenset(stop_ids),
+        rules=rules,
+    )
+    request = Request(inputs, sampling=SamplingState(seed))
     request.token_ids += output
     return request
 
@@ -82,9 +90,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
 def edited(logits: Tensor, request: Request) -> Tensor:
     """The row as the last of the edits, a logits processor, gets it."""
     seen: list[Tensor] = []
-    params = {name: getattr(request.params, name) for name in request.params.__slots__}
-    params["logits_processors"] = [lambda _, row: seen.append(row) or row]
-    request.params = SamplingParams(**params)
+    params = replace(request.inputs.params, logits_processors=[lambda _, row: seen.append(row) or row])
+    request.inputs = replace(request.inputs, params=params)
     sample(logits[None], [request])
     return seen[0]
 
@@ -236,7 +243,7 @@ def test_logits_processor_of_three_arguments_sees_the_prompt_too():
     requests = [new_request([1, 4], [2, 3], temperature=0.0, logits_processors=[seeing, lambda _, row: -row])]
     assert sample(torch.tensor([[0.0, 5.0, -1.0, 2.0, 3.0]]), requests).tokens == [2]
     assert seen == [([1, 4, 99], [2, 3])]
-    assert requests[0].prompt_token_ids == [1, 4]
+    assert requests[0].inputs.prompt_token_ids == [1, 4]
 
 
 def test_logits_processors_see_the_output_and_their_row_and_hurt_themselves_alone():
@@ -296,7 +303,7 @@ def test_tokens_do_not_depend_on_neighbours_or_order_or_what_was_sampled_before(
     assert not together.errors
     for i, request in enumerate(requests()):
         alone = sample(logits[i : i + 1], [request])
-        assert alone.tokens[0] == together.tokens[i], request.params
+        assert alone.tokens[0] == together.tokens[i], request.inputs.params
         assert alone.logprobs.get(0) == together.logprobs.get(i)
     assert sample(logits.flip(0), requests()[::-1]).tokens == together.tokens[::-1]
     # One sampler, whose batches change: what it keeps must not show.

@@ -10,8 +10,7 @@ import pytest
 
 from paged.blocks.manager import BlockManager
 from paged.errors import ConfigError
-from paged.requests.request import Request, RequestStatus
-from paged.sampling_params import SamplingParams
+from paged.requests.request import Request, RequestInputs, RequestStatus
 from paged.scheduler.policies import POLICIES, Fair, LongestPrefixMatch, Policy, Priority, new_policy
 from paged.scheduler.scheduler import Scheduler
 
@@ -20,9 +19,14 @@ ARRIVALS = itertools.count()
 
 def new_request(name: str, prompt_len: int = 4, tenant: str = "", priority: float = 0.0) -> Request:
     prompt = [sum(name.encode()) + i for i in range(prompt_len)]
-    request = Request(name, None, prompt, SamplingParams(), prompt_len + 8, frozenset(), 0)
-    request.tenant, request.priority = tenant, priority
-    return request
+    inputs = RequestInputs(
+        request_id=name,
+        prompt_token_ids=prompt,
+        max_total_tokens=prompt_len + 8,
+        tenant=tenant,
+        priority=priority,
+    )
+    return Request(inputs)
 
 
 def queued(policy: Policy, *requests: Request) -> list[Request]:
@@ -95,7 +99,7 @@ def test_what_is_aborted_behind_a_head_that_waits_is_not_kept(name):
     queued(policy, new_request("a", tenant="one"), new_request("b", tenant="two"))
     watched = []
     for i in range(100):
-        request = Watched(str(i), None, [1], SamplingParams(), 9, frozenset(), 0, tenant="two")
+        request = Watched(new_request(str(i), tenant="two").inputs)
         queued(policy, request)
         gone(policy, request)
         watched.append(weakref.ref(request))
@@ -270,7 +274,7 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(weights
     bound = 2 * max(policy.INPUT_COST * longest, policy.OUTPUT_COST * num_blocks * block_size)
     numbers = itertools.count()
     for step in range(3000):
-        waiting = Counter(request.tenant for request in scheduler.waiting())
+        waiting = Counter(request.inputs.tenant for request in scheduler.waiting())
         for tenant, length in lengths.items():
             for _ in range(9 - waiting[tenant]):
                 scheduler.add(new_request(f"{tenant}{next(numbers)}", length, tenant))
@@ -280,9 +284,11 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(weights
         for request in scheduler.running:
             if request.request_id not in charged:
                 charged.add(request.request_id)
-                service[request.tenant] += request.num_prompt_tokens / weights.get(request.tenant, 1.0)
+                service[request.inputs.tenant] += request.num_prompt_tokens / weights.get(
+                    request.inputs.tenant, 1.0
+                )
         for request in schedule.sampled_requests:
-            service[request.tenant] += 2.0 / weights.get(request.tenant, 1.0)
+            service[request.inputs.tenant] += 2.0 / weights.get(request.inputs.tenant, 1.0)
         scheduler.update(schedule, [1] * len(schedule.sampled))
         assert abs(service["long"] - service["short"]) <= bound
     assert min(service[tenant] for tenant in lengths) > 20 * bound

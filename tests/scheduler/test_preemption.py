@@ -187,7 +187,7 @@ def test_blocks_that_a_priority_shares_make_no_room_for_it():
     run_step(scheduler)
     # It needs nine blocks. Three are free, and of low's five it shares four already: they make no room.
     alike = new_request("high", 64, 2, priority=1)
-    alike.token_ids[:32] = low.prompt_token_ids[:32]
+    alike.token_ids[:32] = low.inputs.prompt_token_ids[:32]
     added(scheduler, alike)
     assert run_step(scheduler) == {"low": 1, "first": 1}
     finish(scheduler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -157,7 +158,7 @@ def test_prefix_that_is_pinned_is_no_block_that_who_waits_still_needs():
     run_step(scheduler)
     _, b = added(scheduler, new_request("a", 9, 7), new_request("b", 2, 6))
     run_step(scheduler)
-    longer = prefix.prompt_token_ids[:16] + [1] * 25
+    longer = prefix.inputs.prompt_token_ids[:16] + [1] * 25
     waits = new_request("waits", 41, 2)
     waits.token_ids = longer.copy()
     added(scheduler, waits)
@@ -192,7 +193,7 @@ def test_pin_is_refused_where_a_live_request_would_not_fit_beside_it():
     (first,) = added(scheduler, new_request("prefix", 17, 1))
     run_step(scheduler)
     (second,) = added(scheduler, new_request("long", 16, 9))  # three blocks
-    prompt = first.prompt_token_ids
+    prompt = first.inputs.prompt_token_ids
     assert scheduler.pin("both", prompt[:16], b"") == 0
     assert scheduler.pin("salted", prompt[:8], b"salt") == 0
     assert scheduler.pin("one", prompt[:8], b"") == 8
@@ -207,7 +208,7 @@ def test_pin_costs_the_same_however_many_are_alive():
     run_step(scheduler)
     fits = scheduler.block_manager.fits
     scheduler.block_manager.fits = lambda num_tokens: asked.append(num_tokens) or fits(num_tokens)
-    prompt = scheduler.running[0].prompt_token_ids
+    prompt = scheduler.running[0].inputs.prompt_token_ids
     assert scheduler.pin("one", prompt, b"") == 8
     assert asked == [9 + 100 - 1]  # the longest
 
@@ -216,9 +217,8 @@ def test_pin_costs_the_same_however_many_are_alive():
 
 
 def new_samples(name: str, prompt_len: int, max_tokens: int, n: int) -> list[Request]:
-    requests = [new_request(name, prompt_len, max_tokens) for _ in range(n)]
-    for i, request in enumerate(requests):
-        request.request_id = f"{name}{i}"
+    inputs = new_request(name, prompt_len, max_tokens).inputs
+    requests = [Request(replace(inputs, request_id=f"{name}{i}"), index=i) for i in range(n)]
     requests[0].siblings = requests[1:]
     return requests
 
@@ -268,11 +268,8 @@ def test_samples_are_aborted_with_the_one_that_computes_their_prompt():
 
 
 def forked(parent: Request, name: str) -> Request:
-    max_tokens = parent.max_total_tokens - parent.num_prompt_tokens
-    child = new_request(
-        parent.request_id, parent.num_prompt_tokens, max_tokens, token_ids=parent.token_ids.copy()
-    )
-    child.request_id = name
+    child = Request(replace(parent.inputs, request_id=name))
+    child.token_ids = parent.token_ids.copy()
     return child
 
 

@@ -11,9 +11,8 @@ import typer
 
 from paged import EngineConfig, PagedError
 from paged.commands.simulate import simulate
-from paged.requests.request import Request
+from paged.requests.request import Request, RequestInputs
 from paged.routing.router import LeastLoaded, PrefixAware, RoundRobin
-from paged.sampling_params import SamplingParams
 from paged.scheduler.schedule import Schedule
 from paged.simulate.cost import (
     DATA_SHEETS,
@@ -52,7 +51,7 @@ def run(workload, fleet=None, **options):
 
 
 def request(num_computed, num_tokens):
-    made = Request("", None, [0] * num_tokens, SamplingParams(), num_tokens + 9, frozenset(), 0)
+    made = Request(RequestInputs(prompt_token_ids=[0] * num_tokens, max_total_tokens=num_tokens + 9))
     made.num_computed_tokens = num_computed
     return made
 

@@ -16,7 +16,7 @@ from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.target import listening
 from paged.model.hf_config import read_config
 from paged.model.weights import resolve
-from paged.requests.request import Request
+from paged.requests.request import Request, RequestInputs
 from paged.runner import load
 from paged.runner.model_runner import ModelRunner
 from paged.runner.warm_up import warm_up
@@ -91,8 +91,10 @@ def count_warm_up(target: str) -> dict[str, Any]:
         scheduler = runner.sizes.new_scheduler(manager)
         for i, prompt_len in enumerate([1, 2, 3, 700, 17, 640]):
             params = dataclasses.replace(WAYS_TO_SAMPLE[i % len(WAYS_TO_SAMPLE)], max_tokens=3)
-            request = Request(str(i), None, [i] * prompt_len, params, prompt_len + 3, frozenset(), 0)
-            scheduler.add(request)
+            inputs = RequestInputs(
+                prompt_token_ids=[i] * prompt_len, params=params, max_total_tokens=prompt_len + 3
+            )
+            scheduler.add(Request(inputs))
             for _ in range(2):
                 schedule = scheduler.schedule()
                 schedule.copies.append((0, 1))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from paged.blocks.manager import BlockManager
-from paged.requests.request import Request
-from paged.sampling_params import SamplingParams
+from paged.requests.request import Request, RequestInputs
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
 
@@ -16,13 +15,15 @@ BLOCK_SIZE = 8
 STOP = 999
 
 
-def new_request(name: str, prompt_len: int, max_tokens: int, **fields: Any) -> Request:
-    params = SamplingParams(max_tokens=max_tokens)
-    prompt = [hash_token(name, i) for i in range(prompt_len)]
-    request = Request(name, None, prompt, params, prompt_len + max_tokens, frozenset([STOP]), seed=0)
-    for field, value in fields.items():
-        setattr(request, field, value)
-    return request
+def new_request(name: str, prompt_len: int, max_tokens: int, **inputs: Any) -> Request:
+    inputs = RequestInputs(
+        request_id=name,
+        prompt_token_ids=[hash_token(name, i) for i in range(prompt_len)],
+        max_total_tokens=prompt_len + max_tokens,
+        stop_ids=frozenset([STOP]),
+        **inputs,
+    )
+    return Request(inputs)
 
 
 def hash_token(name: str, position: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paged import CompletionOutput, LLMEngine, RequestError, RequestOutputKind, SamplingParams
 from paged.model.weights import DEMO
-from paged.requests.request import Request, RequestGroup, TokenLogprobs
+from paged.requests.request import Request, RequestGroup, RequestInputs, TokenLogprobs
 from paged.requests.stop_strings import StopStrings, stop_strings
 from paged.text.outputs import OutputProcessor
 from paged.text.tokenizer import Tokenizer
@@ -34,12 +34,19 @@ def served(
     sampling = SamplingParams(**params)
     stops = stop_strings(tuple(sampling.stop)) if sampling.stop else None
     ends = frozenset(() if eos is None else [eos])
-    request = Request("a", None, tokenizer.encode("x"), sampling, 1 + len(ids), ends, 0, stops=stops)
+    inputs = RequestInputs(
+        prompt_token_ids=tokenizer.encode("x"),
+        params=sampling,
+        max_total_tokens=1 + len(ids),
+        stop_ids=ends,
+        stops=stops,
+    )
+    request = Request(inputs)
     group, processor = RequestGroup("a", [request]), OutputProcessor(tokenizer)
     outputs = []
     for token_id in ids:
         request.token_ids.append(token_id)
-        request.take_note(token_id, 0.0)
+        request.on_token(token_id, 0.0)
         if stops is not None:
             processor.end_at_stop_string(request, 0.0)
         if request.finish_reason is not None or group.outbox.wants(sampling.output_kind):
@@ -262,11 +269,12 @@ class Counted(list):
 
 def test_every_log_probability_is_added_up_once(tokenizer):
     """However often somebody looks; and one without a token, which a step that failed has left, is not."""
-    request = Request("a", None, [1], SamplingParams(logprobs=0, output_kind=DELTA), 10_000, frozenset(), 0)
-    request.logprobs = logprobs = Counted()
+    params = SamplingParams(logprobs=0, output_kind=DELTA)
+    request = Request(RequestInputs(prompt_token_ids=[1], params=params, max_total_tokens=10_000))
+    request.sampling.logprobs = logprobs = Counted()
     group, outputs = RequestGroup("a", [request]), OutputProcessor(tokenizer)
     for n in range(1, 501):
-        request.take_logprobs(TokenLogprobs([5], [-float(n)], 1))
+        request.add_logprobs(TokenLogprobs([5], [-float(n)], 1))
         assert outputs.output(group).outputs[0].logprobs == []
         request.token_ids.append(5)
         (completion,) = outputs.output(group).outputs
