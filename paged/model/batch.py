@@ -1,4 +1,4 @@
-"""Batch: one step as ragged device tensors. All sequences' new tokens are concatenated; nothing is padded."""
+"""Batch: one step as ragged device tensors. The sequences' new tokens are concatenated, without padding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..scheduler.schedule import Schedule
 
 @dataclass(slots=True)
 class Queries:
-    """The tokens that attention is computed for: of each of num_seqs sequences the last ones."""
+    """The tokens that attention is computed for: the last ones of each of num_seqs sequences."""
 
-    # One for each layer group: i32[num_seqs, max_blocks_per_seq], 0 behind a sequence's own blocks
+    # One per layer group: i32[num_seqs, max_blocks_per_seq], zeros after a sequence's own blocks
     block_tables: tuple[Tensor, ...]
-    seq_lens: Tensor  # i32[num_seqs], these tokens and all before them
-    cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of how many these are
+    seq_lens: Tensor  # i32[num_seqs], up to and including these tokens
+    cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the number of these tokens
     max_seqlen_q: int
     min_seqlen_q: int
     # What attention works out from the lengths, once for all layers.
@@ -34,49 +34,50 @@ class Queries:
 
 @dataclass(slots=True)
 class Batch:
-    """Tensors of one step with num_tokens new tokens, those of all sequences together."""
+    """The tensors of one step, over num_tokens new tokens of all sequences together."""
 
     token_ids: Tensor  # i64[num_tokens]
     positions: Tensor  # i64[num_tokens]
-    rope_lens: Tensor | None  # i64[num_tokens], the sequence length that dynamic rope scaling goes by
-    slot_mapping: tuple[Tensor, ...]  # for each layer group, i64[num_tokens]: where new K and V go
+    rope_lens: Tensor | None  # i64[num_tokens], the sequence length for dynamic rope scaling
+    slot_mapping: tuple[Tensor, ...]  # one per layer group: i64[num_tokens], where new K and V go
     queries: Queries  # the new tokens
-    # i64[num_rows], the tokens whose final hidden states are wanted: first those that are sampled from, then
-    # what reports ask for
-    rows: Tensor
-    wanted: Queries | None  # these; a sequence may be there more than once, or end early. None without rows
-    num_logits: int  # how many are sampled from
-    age: int = 0  # how often every sequence got one more token in place
-    is_decode: bool = False  # a token is sampled behind every new one, once and in order, and nothing else
+    # i64[num_output_rows]: the new tokens whose final hidden states are needed, first for sampling, then for
+    # reports
+    output_rows: Tensor
+    # output_rows as queries, where a sequence may occur several times; None if there are none
+    output_queries: Queries | None
+    num_logits: int  # output rows to sample from
+    age: int = 0  # how many times the batch was advanced by one token in place
+    is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from
 
     @property
     def num_tokens(self) -> int:
-        """Rows of every activation."""
+        """The number of rows of every activation."""
         return self.token_ids.shape[0]
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the final hidden states."""
-        return self.rows.shape[0]
+    def num_output_rows(self) -> int:
+        """The number of rows of the final hidden states."""
+        return self.output_rows.shape[0]
 
 
 @dataclass(slots=True)
 class _Decodes:
-    """A step of decodes alone as it was laid out, to go on from."""
+    """The last batch of decodes only, to be advanced in place."""
 
     requests: list[Request]
     longs: array[int]
     ints: array[int]
-    growing: tuple[NDArray[Any], NDArray[Any]]  # what is one more with every step
+    growing: tuple[NDArray[Any], NDArray[Any]]  # numbers that increase by one with every step
     widths: list[int]  # of the block tables
     batch: Batch
 
 
 class BatchBuilder:
-    """Lays schedules out as batches for one model on one device.
+    """Makes batches from schedules, for one model on one device.
 
-    On a CPU, where the same requests decode again, the last batch is brought up to date in place and given
-    out once more, so it must be done with: making tensors costs more than changing what is new in them.
+    On a CPU, if the same requests decode again, `build` advances the last batch in place and returns it once
+    more, because making tensors costs more than changing them. The caller must be done with it by then.
     """
 
     def __init__(self, block_size: int, device: torch.device, *, with_rope_lens: bool) -> None:
@@ -84,10 +85,10 @@ class BatchBuilder:
         self._last: _Decodes | None = None
 
     def build(self, schedule: Schedule) -> Batch:
-        """Lay out a schedule whose blocks are allocated."""
+        """Make the batch of a schedule whose blocks are allocated."""
         last = self._last
         again = last is not None and schedule.is_decode and schedule.requests == last.requests
-        if last is not None and again and self._go_on(last, schedule):
+        if last is not None and again and self._advance(last, schedule):
             return last.batch
         # Plain lists: for the few numbers of a decode step, numpy's calls cost more than they save.
         requests, num_new_tokens = schedule.requests, schedule.num_new_tokens
@@ -98,10 +99,10 @@ class BatchBuilder:
         for run in asked:
             rows += range(run.offset, run.offset + run.end - run.start)
         num_tokens, num_rows, num_logits = len(token_ids), len(rows), len(schedule.sampled)
-        # Counts alone would not do: samples of one prompt share its last row.
+        # Equal counts are not enough: samples of one prompt share its last row.
         is_decode = num_logits == num_tokens and rows == [*range(num_tokens)]
 
-        # Two buffers: each costs a trip to a GPU.
+        # Only two buffers, as each is a transfer to the GPU.
         longs, ints = array("q", token_ids + rows + positions + rope_lens), array("i")
         blocks = [request.blocks for request in requests]
         num_groups = len(blocks[0].tables)
@@ -121,15 +122,15 @@ class BatchBuilder:
         by_sequence = _split(ints, torch.int32, self.device, sizes)
         queries = _queries(by_sequence[: 2 + num_groups], num_new_tokens)
         rest = by_sequence[2 + num_groups :]
-        wanted = queries if is_decode else _queries(rest, lengths) if rest else None
+        output_queries = queries if is_decode else _queries(rest, lengths) if rest else None
         batch = Batch(
             token_ids=by_token[0],
-            rows=by_token[1],
+            output_rows=by_token[1],
             positions=by_token[2],
             rope_lens=by_token[3] if self.with_rope_lens else None,
             slot_mapping=by_token[4:],
             queries=queries,
-            wanted=wanted,
+            output_queries=output_queries,
             num_logits=num_logits,
             is_decode=is_decode,
         )
@@ -141,8 +142,8 @@ class BatchBuilder:
             self._last = _Decodes(requests, longs, ints, growing, widths, batch)
         return batch
 
-    def _go_on(self, last: _Decodes, schedule: Schedule) -> bool:
-        """Make the last batch this one: every request has its next token. False if a table has no room."""
+    def _advance(self, last: _Decodes, schedule: Schedule) -> bool:
+        """Advance the last batch by one token of every request. Return False if a block table has no room."""
         num, widths = len(last.requests), last.widths
         grown = [(row, schedule.requests[row].blocks.tables) for row in schedule.grown]
         if any(len(tables[g]) > width for _, tables in grown for g, width in enumerate(widths)):
@@ -165,9 +166,9 @@ class BatchBuilder:
 
 
 def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
-    """The new tokens, their positions, and every sequence's length with them."""
+    """Return the new tokens, their positions, and the sequences' lengths with them."""
     requests = schedule.requests
-    # Those who decode come first, and compute the last of their tokens.
+    # Decodes come first; each computes the last token of its request.
     decoding = requests[: schedule.num_decode_tokens]
     token_ids = [request.token_ids[-1] for request in decoding]
     positions = [request.num_computed_tokens for request in decoding]
@@ -181,7 +182,7 @@ def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
 
 
 def _rope_lens(schedule: Schedule) -> list[int]:
-    """A prompt is rotated for its whole length, a generated token for the length up to it."""
+    """Return the length for dynamic rope: a prompt's full length, a generated token's own position + 1."""
     lengths: list[int] = []
     for request, n in zip(schedule.requests, schedule.num_new_tokens, strict=True):
         start, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
@@ -202,7 +203,7 @@ def _split(
 def _slots(
     tables: Sequence[array[int]], schedule: Schedule, seq_lens: Sequence[int], block_size: int
 ) -> list[int]:
-    """Where the new tokens of each sequence go."""
+    """Return the slots of the new tokens."""
     num_decodes = schedule.num_decode_tokens
     slots = [
         table[-1] * block_size + (end - 1) % block_size
@@ -221,11 +222,11 @@ def _slots(
 def _add_queries(
     ints: array[int], blocks: Sequence[SequenceBlocks], seq_lens: Sequence[int], lengths: Sequence[int]
 ) -> list[int]:
-    """Append what `Queries` of these lengths hold. Returns how many numbers each of its tensors has."""
+    """Append the numbers of `Queries` with these lengths. Return the size of each of its tensors."""
     ints.extend(seq_lens)
     ints.extend([0, *accumulate(lengths)])
     sizes = [len(lengths), len(lengths) + 1]
-    for tables in zip(*(own.tables for own in blocks), strict=True):  # a group's
+    for tables in zip(*(own.tables for own in blocks), strict=True):  # one layer group
         table = pad_tables(tables)
         ints += table
         sizes.append(len(table))
@@ -239,7 +240,7 @@ def _queries(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Queries:
 
 
 def pad_tables(tables: Sequence[array[int]]) -> array[int]:
-    """Block tables as the rows of one rectangle, zeros behind them: [num_seqs * max_blocks_per_seq]."""
+    """Pad block tables with zeros to equal length, one after another: [num_seqs * max_blocks_per_seq]."""
     width = max(map(len, tables))
     zeros, rows = array("i", bytes(4 * width)), array("i")
     for table in tables:

@@ -1,4 +1,4 @@
-"""ModelConfig: what the decoder needs to know of a model. `hf_config` reads it from a checkpoint."""
+"""ModelConfig: the shape and options of a decoder. `hf_config` reads it from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: its base, and how it is stretched beyond the trained context."""
+    """The base of a rotary embedding, and how it is scaled beyond the trained context."""
 
     type: str  # "default", "linear", "dynamic" or "llama3"
     theta: float
@@ -19,7 +19,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share block tables, because they see the same tokens."""
+    """Layers with the same window, which share block tables because they see the same tokens."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -27,7 +27,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder. The flags are all that sets the supported architectures apart."""
+    """The shape of a decoder. The supported architectures differ in the flags only."""
 
     architecture: str
     vocab_size: int
@@ -45,22 +45,22 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    layer_windows: tuple[int | None, ...]  # each layer's sliding window in tokens, None where it sees all
+    layer_windows: tuple[int | None, ...]  # each layer's sliding window in tokens; None: full attention
     dtype: str  # of the checkpoint
 
     @property
     def max_context(self) -> int:
-        """Longest sequence the positions are made for; dynamic and linear scaling stretch it."""
+        """The longest sequence that positions exist for; dynamic and linear scaling extend it."""
         if self.rope.type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers by window, in groups of one size, so that all take blocks of one pool.
+        """The layers by window, in groups of equal size, so that one pool's blocks fit every group.
 
-        The size is that of the smallest set of layers with the same window. Where it does not divide another
-        set, that one's last group leaves places empty.
+        The size is that of the smallest set of layers with the same window. If it does not divide a larger
+        set, the last group of that set has fewer layers, and its blocks leave space unused.
         """
         by_window: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.layer_windows):
@@ -74,11 +74,11 @@ class ModelConfig:
 
     @property
     def num_layer_params(self) -> int:
-        """Weights of the layers, without embedding and head. Norms and biases, a percent, are left out."""
+        """The number of weights in all layers, without embedding, head, norms and biases."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim  # Q and O, K and V
         return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
     @property
     def kv_heads_per_slot(self) -> int:
-        """Heads of K and V together that one token has in the layers of one group."""
+        """The K heads and V heads of one token, summed over the layers of one group."""
         return 2 * len(self.layer_groups[0].layers) * self.num_kv_heads

@@ -1,4 +1,4 @@
-"""Decoder: the one transformer that every supported architecture is an instance of."""
+"""Decoder: the transformer that computes every supported architecture."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class DecoderLayer(nn.Module):
 
     def project(
         self,
-        hidden: Tensor | None,  # what the layer before adds to the residual; nothing in the first layer
+        hidden: Tensor | None,  # the previous layer's output, to be added to the residual
         residual: Tensor,  # [num_tokens, hidden_size], updated in place
         cos_sin: tuple[Tensor, Tensor],
         batch: Batch,
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache. Returns their queries."""
+        """Write K and V of the new tokens into the cache. Return their queries."""
         hidden = self.input_norm(residual) if hidden is None else self.input_norm(hidden, residual)
         return self.attention.project(hidden, cos_sin, batch, kv_cache)
 
-    def finish(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
-        """What the layer adds to the residual [num_queries, hidden_size], which is updated in place."""
+    def attend(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
+        """Run the layer from attention on. Return what it adds to the residual, which is updated in place."""
         hidden = self.attention.attend(query, queries, kv_cache)
         hidden = self.post_attention_norm(hidden, residual)
         out: Tensor = self.mlp(hidden)
         return out
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Views of the parameters under their Hugging Face names, relative to the layer."""
+        """Return views of the parameters under their Hugging Face names, relative to the layer."""
         return {
             "input_layernorm.weight": self.input_norm.weight,
             "post_attention_layernorm.weight": self.post_attention_norm.weight,
@@ -69,19 +69,19 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
-            del self.head.weight  # it takes the embedding's form
+            del self.head.weight  # the head shares the embedding's form
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Compute the batch's new tokens, writing their K and V into the cache.
+        """Compute the batch's new tokens, and write their K and V into the cache.
 
-        Returns [num_rows, hidden_size]: the final hidden states, behind the last norm, of `batch.rows` only.
+        Returns [num_output_rows, hidden_size]: the hidden states of `batch.output_rows` after the final norm.
         """
-        return self.finish(*self.fill(batch, kv_cache), batch, kv_cache)
+        return self.attend_last(*self.compute_kv(batch, kv_cache), batch, kv_cache)
 
-    def fill(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Write K and V of all new tokens, which is all that tokens to come need of them.
+    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Run the model up to the last layer's K and V, which is all that later tokens need.
 
-        Returns where that ends, in the last layer: queries [num_tokens, num_heads, head_dim] and the residual
+        Returns the last layer's queries [num_tokens, num_heads, head_dim], and the residual
         [num_tokens, hidden_size].
         """
         residual: Tensor = self.embedding(batch.token_ids)
@@ -90,34 +90,36 @@ class Decoder(nn.Module):
         *layers, last = self.layers
         for layer in layers:
             query = layer.project(hidden, residual, cos_sin, batch, kv_cache)
-            hidden = layer.finish(query, residual, batch.queries, kv_cache)
+            hidden = layer.attend(query, residual, batch.queries, kv_cache)
         return last.project(hidden, residual, cos_sin, batch, kv_cache), residual
 
-    def finish(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """What follows `fill`, for `batch.rows` only: of a prompt that is mostly one token, or none."""
-        if batch.wanted is None:
+    def attend_last(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
+        if batch.output_queries is None:
             return residual[:0]
         if not batch.is_decode:
-            query, residual = query[batch.rows], residual[batch.rows]
-        hidden = self.layers[-1].finish(query, residual, batch.wanted, kv_cache)
+            query, residual = query[batch.output_rows], residual[batch.output_rows]
+        hidden = self.layers[-1].attend(query, residual, batch.output_queries, kv_cache)
         out: Tensor = self.norm(hidden, residual)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
-        """The output head."""
+        """Apply the output head."""
         logits: Tensor = self.head(hidden)
         return logits.float()
 
-    def load(self, device: torch.device, forms: Forms, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Give a model that was made on the meta device its weights.
+    def load(
+        self, device: torch.device, forms: Forms, read_into: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        """Load the weights of a model that was made on the meta device.
 
-        One part after the other is allocated, filled and brought into its forms, so that at no time more than
-        one part takes the memory of several. fill: copies what the checkpoint has into tensors, by name.
+        Each part is allocated, read and converted to its forms before the next, so that only one part at a
+        time is in memory twice. read_into: copies the checkpoint's tensors of these names into these tensors.
         """
         self.rotary.to(device)
         for prefix, part in self._parts().items():
             _allocate(part, device)
-            fill(_named(prefix, part))
+            read_into(_with_prefix(prefix, part))
             if isinstance(part, Embedding):
                 part.take_form(forms.embedding)
             for module in part.modules():
@@ -128,30 +130,30 @@ class Decoder(nn.Module):
             self.head.form = self.embedding.form
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Where each tensor of a Hugging Face checkpoint goes, before `load`: its name and a view.
+        """Return the destination of each tensor of a Hugging Face checkpoint, by name. Call before `load`.
 
-        The views cover the parameters exactly, so that a checkpoint which fills them all is complete.
+        The destinations are views that cover the parameters exactly.
         """
         tensors: dict[str, Tensor] = {}
         for prefix, part in self._parts().items():
-            tensors |= _named(prefix, part)
+            tensors |= _with_prefix(prefix, part)
         return tensors
 
     def _parts(self) -> dict[str, nn.Module]:
-        """What is loaded at a time, by how its names in a Hugging Face checkpoint begin."""
+        """Return the parts that are loaded one by one, by the prefix of their Hugging Face names."""
         parts: dict[str, nn.Module] = {"model.embed_tokens.": self.embedding, "model.norm.": self.norm}
         if not self.config.tie_word_embeddings:
             parts["lm_head."] = self.head
         return parts | {f"model.layers.{i}.": layer for i, layer in enumerate(self.layers)}
 
 
-def _named(prefix: str, part: nn.Module) -> dict[str, Tensor]:
+def _with_prefix(prefix: str, part: nn.Module) -> dict[str, Tensor]:
     assert isinstance(part, Embedding | RMSNorm | Linear | DecoderLayer)
     return {prefix + name: tensor.detach() for name, tensor in part.hf_tensors().items()}
 
 
 def _allocate(part: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters of a part that is on the meta device."""
+    """Allocate the parameters of a part that is on the meta device."""
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # Not empty_like: on a meta tensor it would import sympy.

@@ -1,7 +1,7 @@
-"""The JSON files of a Hugging Face checkpoint: config.json checked, completed and reduced to a ModelConfig.
+"""Read config.json of a Hugging Face checkpoint: check it, add the defaults, reduce it to a ModelConfig.
 
-transformers' own classes would do the first two, but importing them imports torch's compiler, which is large
-and slow to load. What they fill in is written down here, and tests hold it against them.
+transformers' own classes could check and complete it, but importing them imports torch's compiler, which is
+slow to load. Their defaults are repeated here, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, UnsupportedModelError
 from ..validation import check_bool, check_int, check_number, shown
 from .config import ModelConfig, RopeConfig
 
-# A damaged or hostile config must not make us allocate or loop for ever.
+# Bounds on what a damaged or hostile config.json can make us allocate or loop over.
 CEILINGS = {
     "vocab_size": 2**24,
     "hidden_size": 2**17,
@@ -30,8 +30,8 @@ CEILINGS = {
     "original_max_position_embeddings": 2**27,
 }
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-DTYPES = ("float64", "float32", "float16", "bfloat16")
-# What each type of rope must say about how it stretches.
+CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+# The keys that each type of rope scaling requires.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -43,7 +43,7 @@ Config = Mapping[str, Any]
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint. Raises CheckpointError."""
+    """Read the object in a JSON file of a checkpoint. Raises CheckpointError."""
     if not file.exists():
         raise CheckpointError(f"{file} does not exist; a model directory has config.json and *.safetensors")
     try:
@@ -58,7 +58,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read and check config.json. Raises like `from_hf`, naming the file."""
+    """Read and check config.json. Raises the errors of `from_hf`, with the name of the file."""
     file = directory / "config.json"
     hf = read_json(file)
     try:
@@ -68,7 +68,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def read_eos_token_ids(directory: Path) -> frozenset[int]:
-    """EOS ids of generation_config.json, else of config.json; there may be several."""
+    """Read the EOS ids from generation_config.json, or else from config.json; there may be several."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         eos = read_json(file).get("eos_token_id") if file.exists() else None
@@ -81,10 +81,10 @@ def read_eos_token_ids(directory: Path) -> frozenset[int]:
 
 
 def from_hf(hf: Config) -> ModelConfig:
-    """Reduce the contents of config.json; what it leaves out is as in transformers, sizes excepted.
+    """Reduce the contents of config.json to a ModelConfig, with transformers' defaults.
 
-    Raises UnsupportedModelError for what is not implemented, and CheckpointError for values of a wrong type,
-    out of range, or that contradict each other.
+    Raises UnsupportedModelError for what is not implemented, and CheckpointError for sizes that are missing
+    and values that are out of range, of a wrong type, or contradict each other.
     """
     architecture = require_supported(hf)
     _, defaults, declare = ARCHITECTURES[architecture]
@@ -119,9 +119,9 @@ def from_hf(hf: Config) -> ModelConfig:
 
 
 def require_supported(hf: Config) -> str:
-    """The architecture named in config.json, before anybody acts on the rest of it.
+    """Return the architecture named in config.json.
 
-    Raises UnsupportedModelError, which lists what is supported, and CheckpointError.
+    Raises UnsupportedModelError, which lists the supported ones, and CheckpointError.
     """
     names = hf.get("architectures") or ["(none named)"]
     name = names[0] if isinstance(names, list) else names
@@ -129,7 +129,7 @@ def require_supported(hf: Config) -> str:
         raise UnsupportedModelError(
             f"architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
-    model_type, expected = hf.get("model_type"), ARCHITECTURES[name][0]
+    model_type, expected = hf.get("model_type"), ARCHITECTURES[name].model_type
     if model_type != expected:
         raise CheckpointError(f"{name} goes with model_type {expected!r}, got {shown(model_type)}")
     if hf.get("quantization_config"):
@@ -147,7 +147,7 @@ def _rope(hf: Config) -> RopeConfig:
     outer = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
     rope = {"rope_theta": 10000.0, **outer, **{k: v for k, v in own.items() if v is not None}}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in list(ROPE_TYPES):  # it may be anything, and not hashable
+    if kind not in list(ROPE_TYPES):  # a list, as any JSON value may come, hashable or not
         raise UnsupportedModelError(
             f"rope type {shown(kind)} is not supported; supported are {', '.join(ROPE_TYPES)}"
         )
@@ -166,8 +166,9 @@ def _rope(hf: Config) -> RopeConfig:
 
 def _dtype(hf: Config) -> str:
     name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in DTYPES:
-        raise UnsupportedModelError(f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
+    if name not in CHECKPOINT_DTYPES:
+        supported = ", ".join(CHECKPOINT_DTYPES)
+        raise UnsupportedModelError(f"dtype {name!r} is not supported; supported are {supported}")
     return name
 
 
@@ -227,9 +228,9 @@ def _above_zero(hf: Config, name: str) -> float:
     return check_number(CheckpointError, name, hf[name], 0, above=True)
 
 
-# What transformers' classes take where a config.json says nothing.
+# The defaults of transformers' classes, for keys that config.json leaves out.
 COMMON = {
-    "num_key_value_heads": None,  # as many as there are query heads
+    "num_key_value_heads": None,  # as many as query heads
     "head_dim": None,  # hidden_size / num_attention_heads
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -255,11 +256,19 @@ _QWEN2 = {
 }
 _QWEN3 = {**_QWEN2, "head_dim": 128, "attention_bias": False}
 
-# Each with its model_type, its defaults, and what it declares about the one decoder. TinyLlama and Llama 1 to
-# 3 are LlamaForCausalLM.
-ARCHITECTURES: dict[str, tuple[str, Config, Callable[[Config], dict[str, Any]]]] = {
-    "LlamaForCausalLM": ("llama", _LLAMA, _llama),
-    "MistralForCausalLM": ("mistral", _MISTRAL, _mistral),
-    "Qwen2ForCausalLM": ("qwen2", _QWEN2, _qwen2),
-    "Qwen3ForCausalLM": ("qwen3", _QWEN3, _qwen3),
+
+class Architecture(NamedTuple):
+    """One entry of ARCHITECTURES: a family of models that the one decoder computes."""
+
+    model_type: str
+    defaults: Config  # for keys of config.json, beside COMMON
+    declare: Callable[[Config], dict[str, Any]]  # the fields of ModelConfig that the families differ in
+
+
+# TinyLlama and Llama 1 to 3 are LlamaForCausalLM.
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture("llama", _LLAMA, _llama),
+    "MistralForCausalLM": Architecture("mistral", _MISTRAL, _mistral),
+    "Qwen2ForCausalLM": Architecture("qwen2", _QWEN2, _qwen2),
+    "Qwen3ForCausalLM": Architecture("qwen3", _QWEN3, _qwen3),
 }

@@ -1,4 +1,4 @@
-"""KVCache: the tensors that blocks live in, on the device and on the host."""
+"""KVCache: the tensors that hold the blocks, on the device and on the host."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class LayerCache(NamedTuple):
-    """What one layer has of the cache."""
+    """One layer's part of the cache."""
 
     key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     value: Tensor  # like key
-    key_scales: Tensor | None  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
+    key_scales: Tensor | None  # f32[num_blocks, num_kv_heads, block_size]; None: not quantised
     value_scales: Tensor | None  # like key_scales
 
 
 class KVCache:
-    """K and V in blocks. Its memory is never initialised: nobody reads an unowned slot.
+    """K and V in blocks. Memory is not initialised: a slot is written before it is read.
 
-    A block holds block_size tokens in the layers of one group. All groups have as many layers, so that any
-    block serves any group; `group_of` says which of a step's block tables a layer goes by.
+    A block holds block_size tokens for the layers of one group. All groups have room for equally many layers,
+    so that any block serves any group. group_of[layer] is the layer's group, and selects its block table.
 
-    tensors: what blocks consist of, "kv" and in a quantised cache "scales", each
-        [layers of a group, K and V, num_blocks, ...]: who moves a block moves it in all of them.
-    host: the same of the blocks there.
+    tensors: "kv" and, if the cache is quantised, "scales": [layers of a group, K and V, num_blocks, ...]
+        each. To move a block is to move it in all of them.
+    host: the same tensors for blocks in host memory.
     """
 
     def __init__(
@@ -69,35 +69,35 @@ class KVCache:
         self.num_groups = len(groups)
 
     def layer(self, index: int) -> LayerCache:
-        """K and V of one layer."""
+        """Return one layer's part."""
         return self._layers[index]
 
     def copy_blocks(self, pairs: Pairs, kernels: Kernels) -> None:
-        """Copy blocks (from, to) in all layers at once. No block may be both."""
+        """Copy blocks (from, to) in all layers. No block may be both source and target."""
         on_device = _as_tensor(pairs, self.tensors["kv"].device)
         for tensor in self.tensors.values():
             planes = tensor.flatten(0, 1)
             kernels.copy_blocks(planes if planes.dim() == 5 else planes[..., None], on_device)
 
     def swap_out(self, pairs: Pairs) -> None:
-        """Copy blocks to host memory: (block, host block)."""
+        """Copy blocks to host memory, by pairs (block, host block)."""
         source, target = _as_tensor(pairs, torch.device("cpu")).unbind(1)
         for name, tensor in self.tensors.items():
             self.host[name][:, :, target] = tensor[:, :, source.to(tensor.device)].cpu()
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy blocks from host memory: (host block, block)."""
+        """Copy blocks from host memory, by pairs (host block, block)."""
         source, target = _as_tensor(pairs, torch.device("cpu")).unbind(1)
         for name, tensor in self.tensors.items():
             tensor[:, :, target.to(tensor.device)] = self.host[name][:, :, source].to(tensor.device)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all blocks on the device together."""
+        """The size of all blocks on the device."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def describe(self) -> str:
-        """The cache in one line: blocks, tokens, bytes."""
+        """Return blocks, tokens and bytes of the cache in one line."""
         tokens = f"{self.num_blocks * self.block_size // self.num_groups:,} tokens"
         if self.num_groups > 1:
             tokens += f" of {self.num_groups} layer groups, more where their windows are passed"

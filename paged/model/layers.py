@@ -1,4 +1,4 @@
-"""The parts of a decoder, each thin over a kernel. Every tensor is ragged: one row per scheduled token."""
+"""The layers of a decoder, thin over the kernels. Activations are ragged: one row per scheduled token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .linear import Linear, TableForm
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id. As a Linear it is loaded, then takes a form."""
+    """Lookup of token ids in a table. Like `Linear`, it is loaded and then takes a form."""
 
     form: TableForm
 
@@ -28,12 +28,12 @@ class Embedding(nn.Module):
         return self.form.rows(token_ids)
 
     def take_form(self, form: Callable[[Tensor], TableForm]) -> None:
-        """Trade the weight, once it is loaded, for one in this form."""
+        """Replace the loaded weight by its form."""
         self.form = form(self.weight.detach())
         del self.weight
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """The parameter under its Hugging Face name."""
+        """Return the parameter under its Hugging Face name."""
         return {"weight": self.weight}
 
 
@@ -50,12 +50,12 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps, residual)
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """The parameter under its Hugging Face name."""
+        """Return the parameter under its Hugging Face name."""
         return {"weight": self.weight}
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every token's position, once per step for all layers."""
+    """cos and sin of every token's position, computed once per step for all layers."""
 
     inv_freq: Tensor  # f32[head_dim // 2]
 
@@ -65,13 +65,13 @@ class RotaryEmbedding(nn.Module):
         self._table: tuple[Tensor, Tensor] | None = None
         self.rope, self.head_dim = config.rope, config.head_dim
         self.max_position_embeddings = config.max_position_embeddings
-        # Frequencies stay float32, whatever the dtype of the model.
+        # Frequencies are float32 in a model of any dtype.
         with torch.device("cpu"):
             frequencies = scaled_frequencies(config.rope, config.head_dim)
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def tabulate(self, num_positions: int) -> None:
-        """Work out all that there may be; those of dynamic scaling depend on more than the position."""
+        """Precompute cos and sin of all positions, unless they depend on the length (dynamic scaling)."""
         if self.rope.type != "dynamic":
             positions = torch.arange(num_positions, device=self.inv_freq.device)
             self._table = _cos_sin(positions, self.inv_freq)
@@ -84,12 +84,12 @@ class RotaryEmbedding(nn.Module):
         return self.kernels.take_rows(cos, batch.positions), self.kernels.take_rows(sin, batch.positions)
 
     def _dynamic_frequencies(self, batch: Batch) -> Tensor:  # f32[num_tokens, head_dim // 2]
-        """The base grows with the sequence, as transformers does for a request that runs alone.
+        """Grow the base with the sequence, as transformers does for a request that runs alone.
 
-        A token's length is fixed by its request (see Batch.rope_lens) and not by what ran before or beside
-        it, so that chunks and preemptions change nothing.
+        The length is a property of the token's request (see Batch.rope_lens), so that chunked prefill,
+        preemption and other requests do not change the result.
         """
-        assert batch.rope_lens is not None, "dynamic rope goes by the lengths of the sequences"
+        assert batch.rope_lens is not None, "dynamic rope needs the lengths of the sequences"
         length = batch.rope_lens.clamp(min=self.max_position_embeddings)
         stretch = self.rope.factor * length / self.max_position_embeddings - (self.rope.factor - 1)
         base = self.rope.theta * stretch ** (self.head_dim / (self.head_dim - 2))
@@ -102,19 +102,19 @@ def _cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_frequencies(base: Tensor, head_dim: int) -> Tensor:  # [..., 1] -> [..., head_dim // 2]
-    """theta^(-2i / head_dim), Su et al., RoFormer (2021)."""
+    """Compute base^(-2i / head_dim); Su et al., RoFormer (2021)."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=base.device) / head_dim
     return 1.0 / base.float() ** exponent
 
 
 def scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # f32[head_dim // 2]
-    """Frequencies that depend on no length: default, linear (position interpolation) and Llama 3's."""
+    """Compute the frequencies that do not depend on the length: default, linear and Llama 3's."""
     frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), head_dim)
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type != "llama3":
         return frequencies
-    # Llama 3.1: long wavelengths are interpolated, short ones kept, those between are blended.
+    # Llama 3.1: interpolate long wavelengths, keep short ones, blend those between.
     wavelength = 2 * math.pi / frequencies
     turns = rope.original_max_position_embeddings / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -143,7 +143,7 @@ class Attention(nn.Module):
     def project(
         self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache. Returns their queries."""
+        """Write K and V of the new tokens into the cache. Return their queries."""
         qkv = self.qkv(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
         return self.kernels.rotary_store_kv(
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         )
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
-        """[num_queries, num_heads, head_dim] -> [num_queries, hidden_size], over what is in the cache."""
+        """Attend to the cache: [num_queries, num_heads, head_dim] -> [num_queries, hidden_size]."""
         key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
         attended = self.kernels.paged_attention(
             query,
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         return out
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Views of the parameters under their Hugging Face names, relative to the layer."""
+        """Return views of the parameters under their Hugging Face names, relative to the layer."""
         tensors: dict[str, Tensor] = {"self_attn.o_proj.weight": self.output.weight}
         names = [f"self_attn.{part}_proj" for part in "qkv"]
         tensors |= _split_rows(names, self.qkv, self.split_sizes)
@@ -194,7 +194,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one product, which may do the rest too."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). Gate and up are one product, which may include silu(gate) * up."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class MLP(nn.Module):
         return out
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Views of the parameters under their Hugging Face names, relative to the layer."""
+        """Return views of the parameters under their Hugging Face names, relative to the layer."""
         tensors: dict[str, Tensor] = {"mlp.down_proj.weight": self.down.weight}
         tensors |= _split_rows(["mlp.gate_proj", "mlp.up_proj"], self.gate_up, self.split_sizes)
         if self.down.bias is not None:

@@ -1,12 +1,12 @@
-"""Weights in int8 and int4, made of plain ones while a model loads. They multiply on a CPU only.
+"""Int8 and int4 weights for torch's CPU kernels, quantised while a model loads.
 
-Weights alone are quantised: activations, KV and sums stay in the dtype of the model. Few rows of bfloat16 go
-through torch's kernels for packed integers, which read the weight once and are bound by that. For float32
-those are scalar loops, and for many rows they are slower than a float product. There a tile of the weight
-at a time is made floating point again, in memory that the caches hold, and multiplied.
+Only weights are quantised: activations, KV and sums keep the dtype of the model. A few rows of bfloat16 go
+through torch's kernels for packed integers, which read the weight once and are bound by that. In float32
+these kernels are scalar loops, and for many rows they are slower than a float product. There, one tile of the
+weight after another is dequantised into memory that stays in cache, and multiplied.
 
-Torch's kernels compute a row the same way in any company. Which of the two ways a row goes depends on how
-many rows there are, and so do the last bits of a result, as they do in a plain linear.
+Torch's kernels are batch-invariant. But the number of rows decides which of the two ways is taken, so the
+last bits of a result depend on it, as they do in a plain linear layer.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from torch import Tensor
 
 from ..errors import ConfigError
 
-# Large beside the 10 µs that Python takes for a tile, and small beside the caches.
+# Large enough that Python's 10 µs per tile do not matter, small enough for the caches.
 TILE_ELEMENTS = 2**19
-# The most rows of bfloat16 that torch's kernels take. By `python -m benchmarks.linear --dtype bfloat16` they
-# meet the tiles at some 50 rows in int8 and 64 in int4, with AVX2; where bfloat16 is not emulated, sooner.
+# The most rows of bfloat16 to give to torch's kernels. By `python -m benchmarks.linear --dtype bfloat16` with
+# AVX2, tiles are as fast from about 50 rows in int8 and 64 in int4; earlier where bfloat16 is not emulated.
 INT8_KERNEL_ROWS, INT4_KERNEL_ROWS = 16, 32
 TINY = torch.finfo(torch.float32).tiny
 
 
 class Int8Weight:
-    """Symmetric, one scale for an output: weight[n, k] ≈ scale[n] * codes[n, k]."""
+    """Symmetric int8 with one scale per output: weight[n, k] ≈ scale[n] * codes[n, k]."""
 
     gated = False
     MAX_CODE = 127
     KERNEL_ROWS = INT8_KERNEL_ROWS
-    # Elements of a row that it reads at a time, there or not; the bytes that its first address divides by.
-    KERNEL_STEP, KERNEL_ALIGNMENT = 16, 32
+    KERNEL_STEP = 16  # elements of a row that the kernel reads at a time, beyond the row's end too
+    KERNEL_ALIGNMENT = 32  # bytes, of the input's address
 
     def __init__(self, weight: Tensor) -> None:
         self.codes = torch.empty(weight.shape, dtype=torch.int8)  # [out_features, in_features]
         self.scale = weight.new_empty(len(weight))
         for rows in _tiles(*weight.shape):
             part = weight[rows].float()
-            # Rounded to the dtype that it multiplies in, before codes go by it.
+            # The scale is rounded to the dtype of the product before the codes are computed from it.
             self.scale[rows] = (part.abs().amax(1) / self.MAX_CODE).clamp_(min=TINY)
             codes = (part / self.scale[rows, None]).round_()
             self.codes[rows] = codes.clamp_(-self.MAX_CODE, self.MAX_CODE)
@@ -56,7 +56,7 @@ class Int8Weight:
         return F.embedding(indices, self.codes) * self.scale[indices, None]
 
     def dequantized(self) -> Tensor:  # [out_features, in_features]
-        """The weight that this stands for."""
+        """Return the weight that the codes represent."""
         return self.codes * self.scale[:, None]
 
     def _kernel_takes(self, x: Tensor) -> bool:
@@ -68,34 +68,34 @@ class Int8Weight:
         )
 
     def by_kernel(self, x: Tensor) -> Tensor:
-        """x Wᵀ by torch's kernel."""
+        """Compute x Wᵀ by torch's kernel."""
         return torch._weight_int8pack_mm(x, self.codes, self.scale)
 
     def by_tiles(self, x: Tensor) -> Tensor:
-        """x Wᵀ by float products."""
+        """Compute x Wᵀ by float products of dequantised tiles."""
         (num_outputs, num_inputs), dtype = self.codes.shape, x.dtype
         x = x.to(_product_dtype(dtype))
         out = x.new_empty(len(x), num_outputs)
         scratch = x.new_empty(_tile_rows(num_inputs), num_inputs)
         for rows in _tiles(num_outputs, num_inputs):
             codes = self.codes[rows]
-            # Codes are exact in any dtype; the scale of an output can wait for the sum.
+            # Codes are exact in any dtype; an output's scale is applied to its sum.
             torch.mm(x, scratch[: len(codes)].copy_(codes).T, out=out[:, rows])
         return out.mul_(self.scale).to(dtype)
 
 
 class Int4Weight:
-    """A scale and a zero for each GROUP of inputs of an output, as torch's kernel has them.
+    """Int4 with a scale and a zero per output and GROUP of inputs, for torch's kernel.
 
     weight[n, k] ≈ scale[n, g] * (codes[n, k] - 8) + zero[n, g], with codes from 0 to 15 and g = k // GROUP.
 
-    The kernel's layout is that of panels: uint8[panels, in_features, half], where `half` bytes hold codes of
-    as many outputs and, in their upper bits, of as many others. Here those are outputs of the first half of
-    the weight and of the second, so that a tile of either half is made by whole vectors.
+    The kernel's layout is panels: uint8[panels, in_features, half], where `half` bytes hold the codes of
+    `half` outputs in their lower 4 bits and of as many others in their upper 4. Here the lower ones belong
+    to the first half of all outputs, the upper ones to the second, so that whole vectors dequantise at once.
     """
 
     gated = False
-    # By `python -m benchmarks.perplexity`: 64 and 128 cost the demo model 1.5 and 1.8 times as much.
+    # By `python -m benchmarks.perplexity`, 64 and 128 add 1.5 and 1.8 times as much to the demo's perplexity.
     GROUP = 32
     MIDDLE = 8
     KERNEL_ROWS = INT4_KERNEL_ROWS
@@ -107,7 +107,7 @@ class Int4Weight:
         halves = weight.view(2, -1, half, num_inputs)
         num_panels = halves.shape[1]
         self.packed = torch.empty(num_panels, num_inputs, half, dtype=torch.uint8)
-        # As the kernel takes them, and for float32 too: rounded before codes go by them, they cost nothing.
+        # bfloat16 as the kernel requires, for float32 models too: the codes are computed from rounded scales.
         self.scale_zero = torch.empty(self.num_groups, num_panels, 2 * half, 2, dtype=torch.bfloat16)
         for panels in self._tiles():
             groups = halves[:, panels].transpose(0, 1).float().reshape(-1, self.num_groups, self.GROUP)
@@ -124,7 +124,7 @@ class Int4Weight:
         return out if bias is None else out.add_(bias)
 
     def dequantized(self) -> Tensor:  # [out_features, in_features]
-        """The weight that this stands for."""
+        """Return the weight that the codes represent."""
         num_panels, num_inputs, half = self.packed.shape
         weight = torch.empty(2, num_panels * half, num_inputs, dtype=self.dtype)
         for side, outputs, tile in self._float_tiles(self.dtype):
@@ -132,14 +132,14 @@ class Int4Weight:
         return weight.flatten(0, 1)[: self.num_outputs]
 
     def by_kernel(self, x: Tensor) -> Tensor:
-        """x Wᵀ in bfloat16, by torch's kernel."""
+        """Compute x Wᵀ in bfloat16 by torch's kernel."""
         num_panels, num_inputs, half = self.packed.shape
         packed, scale_zero = self.packed.view(-1, num_inputs // 2), self.scale_zero.flatten(1, 2)
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.GROUP, scale_zero)
         return self._without_padding(out.view(-1, num_panels, 2, half).transpose(1, 2))
 
     def by_tiles(self, x: Tensor) -> Tensor:
-        """x Wᵀ by float products."""
+        """Compute x Wᵀ by float products of dequantised tiles."""
         (num_panels, _, half), dtype = self.packed.shape, x.dtype
         x = x.to(_product_dtype(dtype))
         out = x.new_empty(len(x), 2, num_panels * half)
@@ -152,11 +152,11 @@ class Int4Weight:
         return _tiles(num_panels, num_inputs * half, 1)
 
     def _float_tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, slice, Tensor]]:
-        """Which half of the outputs, which n of it, and their weights [in_features, n] until the next."""
+        """Yield a half (0 or 1), outputs of it, and their weights [in_features, n], valid until the next."""
         _, num_inputs, half = self.packed.shape
         nibbles = (torch.bitwise_and, 15), (torch.bitwise_right_shift, 4)
         size = num_inputs * half * _tile_rows(num_inputs * half, 1)
-        # Fresh memory for every tile would take as long as what is done in it.
+        # Allocated once: fresh memory for every tile would take as long as the work in it.
         packed, codes = torch.empty(2, size, dtype=torch.uint8)
         weights = torch.empty(size, dtype=dtype)
         for panels in self._tiles():
@@ -164,7 +164,7 @@ class Int4Weight:
             outputs = slice(panels.start * half, panels.stop * half)
             tile = weights[: num_inputs * (outputs.stop - outputs.start)]
             groups = tile.view(self.num_groups, self.GROUP, -1)
-            # Sixteen bytes move as one.
+            # Moved 16 bytes at a time.
             moved = self.packed[panels].view(torch.complex128).transpose(0, 1)
             packed[: len(tile)].view(torch.complex128).view(moved.shape).copy_(moved)
             for side, (extract, bits) in enumerate(nibbles):
@@ -174,7 +174,7 @@ class Int4Weight:
                 yield side, outputs, tile.view(num_inputs, -1)
 
     def _scales_and_zeros(self, panels: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[2 halves, groups, 1, n] each, for codes from 0 to 15."""
+        """Return scales and zeros [2 halves, groups, 1, n], such that weight = scale * code + zero."""
         _, _, half = self.packed.shape
         scale_zero = self.scale_zero[:, panels].view(self.num_groups, -1, 2, half, 2).permute(4, 2, 0, 1, 3)
         scale, zero = scale_zero.to(dtype).reshape(2, 2, self.num_groups, 1, -1)
@@ -185,9 +185,9 @@ class Int4Weight:
 
 
 def int4_codes(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """scale * (code - 8) + zero ≈ the weights of groups [..., size].
+    """Quantise groups [..., size] so that scale * (code - 8) + zero approximates them.
 
-    Returns codes from 0 to 15, uint8 like groups, and scales and zeros, bf16[...].
+    Returns codes from 0 to 15, u8[..., size], and scales and zeros, bf16[...].
     """
     groups = groups.float()
     low, high = groups.aminmax(dim=-1)
@@ -208,7 +208,7 @@ def require_quantization(name: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def require_kernels(name: str) -> None:
-    """Raise ConfigError unless this torch quantises: its kernels are private, so they are tried."""
+    """Raise ConfigError unless this torch has the kernels. They are private to it, so they are tried out."""
     for form in (Int8Weight, Int4Weight) if name == "int4" else (Int8Weight,):
         try:
             works = _agrees_with_itself(form)
@@ -216,13 +216,13 @@ def require_kernels(name: str) -> None:
             works = False
         if not works:
             raise ConfigError(
-                f"quantization {name!r} goes by kernels that torch {torch.__version__} lacks or does another "
-                f"way ({form.__name__}); leave it out, or install a version that constraints.txt names"
+                f"quantization {name!r} needs kernels that torch {torch.__version__} lacks or has changed "
+                f"({form.__name__}); leave it out, or install a version that constraints.txt names"
             )
 
 
 def _agrees_with_itself(form: type[Int8Weight | Int4Weight]) -> bool:
-    """Whether a weight is the same by kernel, by tiles, and of the values that it was made of."""
+    """Return whether kernel and tiles both reproduce the weight that was quantised."""
     values = torch.arange(128).add(torch.arange(128)[:, None]).remainder(16).bfloat16()
     weight, x = form(values), torch.eye(128, dtype=torch.bfloat16)
     close = [torch.allclose(way(x).T, values, atol=0.1) for way in (weight.by_kernel, weight.by_tiles)]
@@ -230,19 +230,19 @@ def _agrees_with_itself(form: type[Int8Weight | Int4Weight]) -> bool:
 
 
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What tiles are multiplied in: bfloat16 only where oneDNN multiplies it, not where it is emulated."""
+    """Return the dtype to multiply tiles in: bfloat16 only where oneDNN does not emulate it."""
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return dtype
 
 
 def _panel_half() -> int:
-    """Half the outputs in a panel of torch's int4 layout, which are those of four vectors of float32."""
+    """Return half the outputs of a panel in torch's int4 layout, which has four float32 vectors of them."""
     return 32 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 16
 
 
 def _tiles(num_rows: int, row_elements: int, multiple: int = 16) -> Iterator[slice]:
-    """The rows of a weight, so many at a time that they are a tile."""
+    """Divide the rows of a weight into tiles."""
     step = _tile_rows(row_elements, multiple)
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 

@@ -1,4 +1,4 @@
-"""Weights: where checkpoints are, whether they are sound, how they become parameters. Safetensors only."""
+"""Find a checkpoint, check its files, and copy its weights into parameters. Safetensors only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .hf_config import read_json
 
 DEMO = Path(__file__).parents[1] / "demo"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 HEADER_CEILING = 100 * 2**20
-# What checkpoints carry besides parameters: old Llamas their frequencies, tied models their head again.
+# Not a parameter, but old Llama checkpoints contain it.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
 def resolve(model: str) -> Path:
-    """The local directory of a model: "demo", a directory, or a hub id (downloaded into the hub's cache)."""
+    """Return the directory of a model: "demo", a directory, or a hub id (downloaded to the hub's cache)."""
     if model == "demo":
         return DEMO
     path = Path(model).expanduser()
@@ -38,7 +38,7 @@ def resolve(model: str) -> Path:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        # Some repositories hold the weights a second time, in their maker's own layout.
+        # Some repositories have the weights a second time, in their author's own layout.
         ignored = ["consolidated*", "original/*"]
         return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=ignored))
     except (OSError, ValueError) as error:
@@ -55,8 +55,8 @@ Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tens
 def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> None:
     """Copy tensors from where `check_weights` found them to their destinations, casting to their dtypes."""
     for name, destination in destinations.items():
-        # Opened for each tensor: the pages of a mapping stay in memory until it is closed, and would double
-        # what loading takes.
+        # Open the file for each tensor: mapped pages stay in memory until it is closed, and would double the
+        # memory that loading takes.
         file = sources[name][0]
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -66,10 +66,10 @@ def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> None:
 
 
 def check_weights(destinations: Mapping[str, Tensor], directory: Path) -> Sources:
-    """Hold all headers against the destinations, which may be on the meta device. Returns file and shape.
+    """Compare all headers with the destinations, which may be on the meta device. Return file and shape.
 
-    Raises CheckpointError naming file and tensor for files that are damaged, and for tensors that are
-    missing, unknown or of another shape.
+    Raises CheckpointError, which names file and tensor, for damaged files and for tensors that are missing,
+    unknown or of another shape.
     """
     sources = _find_tensors(directory)
     _check_names(destinations, sources, directory)
@@ -83,7 +83,7 @@ def check_weights(destinations: Mapping[str, Tensor], directory: Path) -> Source
 
 
 def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
-    """File and shape of every tensor in the checkpoint."""
+    """Return file and shape of every tensor in the checkpoint."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -116,10 +116,10 @@ def _missing_file(file: Path) -> CheckpointError:
 
 
 def read_header(file: Path) -> dict[str, list[int]]:
-    """Shape of every tensor in a safetensors file.
+    """Read the shape of every tensor in a safetensors file. Raises CheckpointError.
 
-    Read here because the library's own errors name neither the file nor the tensor, and because it accepts a
-    header that has a name twice. Raises CheckpointError.
+    Not by the safetensors library: its errors name neither file nor tensor, and it accepts a header that
+    contains a name twice.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -137,9 +137,10 @@ def read_header(file: Path) -> dict[str, list[int]]:
             raise CheckpointError(
                 f"{file}: is truncated: {name} ends at byte {8 + length + end}, the file at {size}"
             )
-        if dtype not in ITEM_SIZES:
-            raise CheckpointError(f"{file}: {name} is {dtype}; supported are {', '.join(ITEM_SIZES)}")
-        if end - start != math.prod(shape) * ITEM_SIZES[dtype]:
+        if dtype not in SAFETENSORS_DTYPES:
+            supported = ", ".join(SAFETENSORS_DTYPES)
+            raise CheckpointError(f"{file}: {name} is {dtype}; supported are {supported}")
+        if end - start != math.prod(shape) * SAFETENSORS_DTYPES[dtype]:
             raise CheckpointError(
                 f"{file}: {name} has {end - start} bytes, which is not what {dtype}{shape} takes"
             )
@@ -148,7 +149,7 @@ def read_header(file: Path) -> dict[str, list[int]]:
 
 
 def _read_entry(entry: dict[str, Any]) -> Entry:
-    """dtype, shape, start and end of one tensor in a header."""
+    """Return dtype, shape, start and end of one tensor in a header."""
     start, end = entry["data_offsets"]
     dtype, numbers = entry["dtype"], [start, end, *entry["shape"]]
     if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -164,7 +165,7 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _check_spans(file: Path, entries: Mapping[str, Entry], num_bytes: int) -> None:
-    """Tensors lie one behind the other, from the first byte behind the header to the last of the file."""
+    """Check that the tensors fill the file from the end of the header without gaps or overlaps."""
     reached = 0
     for name, (_, _, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if start != reached:

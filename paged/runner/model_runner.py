@@ -111,12 +111,12 @@ class ModelRunner:
         elif batch.is_decode and batch.num_tokens <= self.graphs.most_decodes:
             logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
             return logits, (tokens, highest), None
-        else:  # record only the part whose shapes do not depend on how many rows are wanted
-            query, residual = self.graphs.run(self.model.fill, batch, self.kv_cache)
-            hidden = self.model.finish(query, residual, batch, self.kv_cache)
+        else:  # record only the part whose shapes do not depend on the number of output rows
+            query, residual = self.graphs.run(self.model.compute_kv, batch, self.kv_cache)
+            hidden = self.model.attend_last(query, residual, batch, self.kv_cache)
         num_logits = batch.num_logits
         logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
-        return logits, None, hidden[num_logits:] if batch.num_rows > num_logits else None
+        return logits, None, hidden[num_logits:] if batch.num_output_rows > num_logits else None
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step in this KV cache, and keep none of the memory that it took."""

@@ -1,4 +1,4 @@
-"""A step as tensors: ragged, with hand-computed slots."""
+"""A schedule as ragged tensors, compared with slots computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -> Schedule:
-    """A step of requests (prompt tokens, tokens in all, computed so far, new in this step)."""
+    """Make a step of requests, given as (prompt tokens, all tokens, computed so far, new in this step)."""
     schedule = Schedule()
     for prompt, total, computed, new in rows:
         request = Request(RequestInputs(prompt_token_ids=list(range(100, 100 + prompt)), max_total_tokens=99))
@@ -50,10 +50,10 @@ def numbers_of(queries: Queries | None) -> list[object]:
     return [*extremes, *(numbers.tolist() for numbers in tensors_of(queries))]
 
 
-def test_batch_lays_out_tokens_without_padding():
+def test_tokens_are_concatenated_without_padding():
     schedule = new_schedule(BlockManager(16, 8), [(3, 10, 9, 1), (12, 12, 5, 4), (2, 2, 0, 2)])
     batch = build(schedule)
-    # Blocks go out in order: the first has 0 and 1, the second 2 and 3, the third 4.
+    # Blocks are allocated in order: the first request has 0 and 1, the second 2 and 3, the third 4.
     assert batch.token_ids.tolist() == [109, 105, 106, 107, 108, 100, 101]
     assert batch.positions.tolist() == [9, 5, 6, 7, 8, 0, 1]
     assert [slots.tolist() for slots in batch.slot_mapping] == [[9, 21, 22, 23, 24, 32, 33]]
@@ -62,14 +62,14 @@ def test_batch_lays_out_tokens_without_padding():
     assert batch.queries.cu_seqlens_q.tolist() == [0, 1, 5, 7]
     assert batch.rope_lens.tolist() == [10, 12, 12, 12, 12, 2, 2]
     # The second is in the middle of its prompt: nothing is sampled from it.
-    assert batch.rows.tolist() == [0, 6]
+    assert batch.output_rows.tolist() == [0, 6]
     assert (batch.num_tokens, batch.num_logits) == (7, 2)
     assert (batch.queries.min_seqlen_q, batch.queries.max_seqlen_q) == (1, 4)
     assert {numbers.dtype for numbers in tensors_of(batch.queries)} == {torch.int32}
     assert batch.token_ids.dtype == batch.slot_mapping[0].dtype == torch.int64
 
 
-def test_batch_of_single_tokens_is_laid_out_alike():
+def test_single_tokens_are_concatenated_alike():
     schedule = new_schedule(BlockManager(16, 8), [(9, 9, 8, 1), (1, 1, 0, 1), (16, 16, 15, 1)])
     batch = build(schedule)
     assert batch.token_ids.tolist() == [108, 100, 115]
@@ -78,13 +78,13 @@ def test_batch_of_single_tokens_is_laid_out_alike():
     assert batch.queries.block_tables[0].tolist() == [[0, 1], [2, 0], [3, 4]]
     assert batch.rope_lens.tolist() == batch.queries.seq_lens.tolist() == [9, 1, 16]
     assert batch.queries.cu_seqlens_q.tolist() == [0, 1, 2, 3]
-    assert batch.rows.tolist() == [0, 1, 2]
+    assert batch.output_rows.tolist() == [0, 1, 2]
 
 
 def test_each_layer_group_has_its_own_tables():
     manager = BlockManager(16, 8, windows=[None, 4])
     batch = build(new_schedule(manager, [(17, 17, 16, 1)]))
-    # 0 and 1 of the first group's four blocks go on; of the second's, what the window passed is given back.
+    # The first group has three blocks; the second has freed what the window passed.
     full, windowed = (table.tolist()[0] for table in batch.queries.block_tables)
     assert full[:2] == [0, 1]
     assert windowed[0] == 0
@@ -92,34 +92,34 @@ def test_each_layer_group_has_its_own_tables():
     assert [slots.tolist() for slots in batch.slot_mapping] == [[8 * full[2]], [8 * windowed[2]]]
 
 
-def test_one_row_gives_several_samples_their_logits():
+def test_several_samples_use_the_logits_of_one_row():
     schedule = new_schedule(BlockManager(16, 8), [(3, 3, 0, 3), (2, 3, 2, 1)])
     schedule.sampled = [0, 0, 1]
     batch = build(schedule)
-    assert batch.rows.tolist() == [2, 2, 3]
-    assert numbers_of(batch.wanted) == [1, 1, [3, 3, 3], [0, 1, 2, 3], [[0], [0], [1]]]
+    assert batch.output_rows.tolist() == [2, 2, 3]
+    assert numbers_of(batch.output_queries) == [1, 1, [3, 3, 3], [0, 1, 2, 3], [[0], [0], [1]]]
 
 
-def test_rows_that_are_wanted_are_sequences_of_their_own():
-    """What is sampled from, then what reports ask for: those may end before the step does."""
+def test_output_rows_are_queries_of_their_own():
+    """Rows to sample from come first, then those for reports, which may end before the step does."""
     schedule = new_schedule(BlockManager(16, 8), [(3, 10, 9, 1), (12, 12, 5, 4), (20, 20, 2, 9)])
     schedule.requests[1].report = PromptReport(6, 8, 0)
     schedule.requests[2].report = PromptReport(2, 19, 0)
     batch = build(schedule)
-    assert batch.rows.tolist() == [0, 2, 3, *range(5, 14)]
+    assert batch.output_rows.tolist() == [0, 2, 3, *range(5, 14)]
     # The first has blocks 0 and 1, the second 2 and 3, the third 4 and 5.
     tables = [[0, 1], [2, 3], [4, 5]]
-    assert numbers_of(batch.wanted) == [1, 9, [10, 8, 11], [0, 1, 3, 12], tables]
+    assert numbers_of(batch.output_queries) == [1, 9, [10, 8, 11], [0, 1, 3, 12], tables]
     schedule = new_schedule(BlockManager(16, 8), [(12, 12, 5, 4)])
-    assert build(schedule).wanted is None
+    assert build(schedule).output_queries is None
     schedule = new_schedule(BlockManager(16, 8), [(9, 9, 8, 1), (1, 1, 0, 1)])
     batch = build(schedule)
-    assert batch.wanted is batch.queries
+    assert batch.output_queries is batch.queries
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 12)], ids=["full", "windowed"])
-def test_batch_that_goes_on_from_the_last_one_equals_one_made_anew(windows):
-    """Over the life of requests that come, fork, grow by blocks, are preempted and finish."""
+def test_advanced_batch_equals_a_new_one(windows):
+    """While requests arrive, fork, grow by blocks, are preempted and finish."""
     manager = BlockManager(60, cases.BLOCK_SIZE, windows=windows, max_step_tokens=32)
     scheduler = Scheduler(manager, max_num_seqs=8, max_num_batched_tokens=32)
     builder, last, num_steps, num_again = BatchBuilder(8, CPU, with_rope_lens=True), None, 0, 0
@@ -128,14 +128,14 @@ def test_batch_that_goes_on_from_the_last_one_equals_one_made_anew(windows):
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
         batch, expected = builder.build(schedule), build(schedule)
-        for name in ("token_ids", "positions", "rope_lens", "rows"):
+        for name in ("token_ids", "positions", "rope_lens", "output_rows"):
             assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
         for got, wanted in zip(batch.slot_mapping, expected.slot_mapping, strict=True):
             assert got.tolist() == wanted.tolist()
         assert numbers_of(batch.queries) == numbers_of(expected.queries)
-        assert numbers_of(batch.wanted) == numbers_of(expected.wanted)
+        assert numbers_of(batch.output_queries) == numbers_of(expected.output_queries)
         assert batch.queries.max_seqlen_q == expected.queries.max_seqlen_q
-        assert not batch.queries.plans, "of other lengths"
+        assert not batch.queries.plans, "the plan was made for other lengths"
         batch.queries.plans["made"] = "by the first layer"
         num_steps, num_again, last = num_steps + 1, num_again + (batch is last), batch
         cases.updated(scheduler, schedule)

@@ -212,7 +212,7 @@ def test_a_torch_without_the_kernel_is_named(form, error, monkeypatch):
 
     monkeypatch.setattr(form, "by_kernel", fail)
     name = "int8" if form is Int8Weight else "int4"
-    with pytest.raises(ConfigError, match=rf"'{name}' goes by kernels that torch .* \({form.__name__}\)"):
+    with pytest.raises(ConfigError, match=rf"'{name}' needs kernels that torch .* \({form.__name__}\)"):
         choose_forms(CPU, torch.float32, name, tied=False, in_panels=False)
 
 

@@ -54,7 +54,7 @@ def test_measuring_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
 
 
 def hidden_states(batch: Batch) -> torch.Tensor:
-    return torch.zeros(batch.num_rows, 256)
+    return torch.zeros(batch.num_output_rows, 256)
 
 
 @pytest.mark.usefixtures("cuda_counters")
