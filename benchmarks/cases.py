@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.shapes import AttentionShape
 from paged.kernels import reference
+from paged.kernels.attention_options import AttentionOptions, AttentionPlan
 from paged.kernels.backend import Kernels
 
 # ‖out - reference‖ / ‖reference‖ in float32.
@@ -26,6 +27,7 @@ class Case:
     args: tuple[Any, ...]
     cost: tuple[int, int]
     options: dict[str, Any] = field(default_factory=dict)
+    plans: dict[str, AttentionPlan] = field(default_factory=dict)  # of attention, by backend
 
     def check(self, kernels: Kernels) -> float:
         """Compare the result and everything written in place with the reference. Return the largest error."""
@@ -51,16 +53,21 @@ class Case:
             rows = slice(max(starts[i], starts[i + 1] - _CHECKED_ROWS), starts[i + 1])
             num_rows = rows.stop - rows.start
             new = torch.tensor([0, num_rows], dtype=torch.int32, device=out.device)
-            options = {**self.options, "max_seqlen_q": num_rows}
+            options = AttentionOptions(**{**self.options, "max_seqlen_q": num_rows})
             want = reference.paged_attention(
-                query[rows], key_cache, value_cache, tables[i : i + 1], seq_lens[i : i + 1], new, **options
+                query[rows], key_cache, value_cache, tables[i : i + 1], seq_lens[i : i + 1], new, options
             )
             errors.append(_assert_close(out[rows], want))
         return max(errors)
 
     def run(self, kernels: Kernels) -> Any:
-        """Call the operation once."""
-        return getattr(kernels, self.op)(*self.args, **self.options)
+        """Call the operation once; attention as a layer of a step does whose plan is made."""
+        if self.op != "paged_attention":
+            return getattr(kernels, self.op)(*self.args, **self.options)
+        options = AttentionOptions(**self.options)
+        if kernels.name not in self.plans:
+            self.plans[kernels.name] = kernels.plan_attention(*self.args, options)
+        return kernels.paged_attention(*self.args, options, self.plans[kernels.name])
 
 
 def _assert_close(got: Tensor, want: Tensor) -> float:
@@ -81,12 +88,7 @@ def attention_case(shape: AttentionShape, dtype: torch.dtype, device: torch.devi
     own = order[num_shared:].split([n - num_shared for n in needed])
     for i, blocks in enumerate(own):
         tables[i, num_shared : needed[i]] = blocks
-    # Planned once, as for all layers of a step.
-    options: dict[str, Any] = {
-        "scale": shape.head_dim**-0.5,
-        "max_seqlen_q": max(shape.query_lens),
-        "plans": {},
-    }
+    options: dict[str, Any] = {"scale": shape.head_dim**-0.5, "max_seqlen_q": max(shape.query_lens)}
     caches = []
     for name in ("key", "value"):
         cache_shape = (num_blocks, size, shape.num_kv_heads, shape.head_dim)

@@ -1,7 +1,7 @@
 """What `paged_attention` accepts."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,35 +25,61 @@ MAX_TREE = 64  # candidates: bits of an int64
 _MAX_INT32 = 2**31 - 1
 
 
-def check_plans(plans: dict[Any, Any] | None) -> None:
-    """Raise ValueError unless `plans` is a dict or None."""
-    if plans is not None and not isinstance(plans, dict):
-        raise ValueError(f"plans must be a dict that the calls for one batch share, or None, got {plans!r}")
-
-
-def check_own_plan(is_own: bool) -> None:
-    """Raise ValueError where a plan found in `plans` was made for other lengths; asked in debug mode."""
-    if not is_own:
-        raise ValueError("plans holds what another batch's lengths gave: every batch needs an empty dict")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionOptions:
-    """The keyword arguments of `paged_attention`."""
+class AttentionOptions(NamedTuple):
+    """What `paged_attention` is told beside its tensors; `gpu.attention.paged_attention` explains each."""
 
     scale: float
     max_seqlen_q: int
+    min_seqlen_q: int = 0
+    max_decode_q: int = 1
+    shared_prefix_len: int = 0
     sliding_window: int | None = None
     softcap: float | None = None
     causal: bool = True
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    tree_mask: Tensor | None = None
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
-    shared_prefix_len: int = 0
-    max_decode_q: int = 1
-    min_seqlen_q: int = 0
+    # Tensors come last, and each layer has its own: see `layout_of`.
+    sinks: Tensor | None = None  # f32[num_heads]
+    alibi_slopes: Tensor | None = None  # f32[num_heads]
+    tree_mask: Tensor | None = None  # i64[num_tokens]
+    key_scales: Tensor | None = None  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
+    value_scales: Tensor | None = None  # like key_scales
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What a batch's lengths determine: computed once, used by every layer of the same `layout`.
+
+    A backend's own plan adds to it what its kernels read.
+    """
+
+    layout: tuple[object, ...]
+
+
+def layout_of(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    options: AttentionOptions,
+) -> tuple[object, ...]:
+    """Return what layers must have in common to share a plan: shapes, dtypes, strides and numbers."""
+    return (
+        query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype, key_cache.stride(),
+        value_cache.shape, value_cache.stride(), block_tables.shape, block_tables.stride(), seq_lens.shape,
+        options[:8],
+    )  # fmt: skip
+
+
+def check_layout(plan: AttentionPlan, layout: tuple[object, ...]) -> None:
+    """Raise ValueError if the plan was made for another layout."""
+    if plan.layout != layout:
+        raise ValueError("this plan was made for tensors of another layout, or for other options")
+
+
+def check_lengths(are_same: bool) -> None:
+    """Raise ValueError if the plan was made for other lengths; called in debug mode only."""
+    if not are_same:
+        raise ValueError("this plan was made for the lengths of another batch")
 
 
 def check_attention(

@@ -6,10 +6,12 @@ Importing this module, and loading "torch", needs no Triton.
 import logging
 import threading
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from .attention_options import AttentionOptions, AttentionPlan
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,18 @@ class Kernels(Protocol):
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None: ...
 
+    def plan_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        options: AttentionOptions,
+    ) -> AttentionPlan:
+        """Compute once what all layers of a step can share; checks the tensors and options of the first."""
+
     def paged_attention(
         self,
         query: Tensor,
@@ -92,22 +106,10 @@ class Kernels(Protocol):
         block_tables: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
-        *,
-        scale: float,
-        max_seqlen_q: int,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        causal: bool = True,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        tree_mask: Tensor | None = None,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        shared_prefix_len: int = 0,
-        max_decode_q: int = 1,
-        min_seqlen_q: int = 0,
-        plans: dict[Any, Any] | None = None,
-    ) -> Tensor: ...
+        options: AttentionOptions,
+        plan: AttentionPlan | None = None,
+    ) -> Tensor:
+        """Without a plan, make one for this call."""
 
     def apply_penalties(
         self,

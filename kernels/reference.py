@@ -3,11 +3,10 @@
 Loops over sequences, float32 arithmetic (float64 for float64 inputs), results cast to the input's dtype.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from .attention_options import AttentionOptions, AttentionPlan
 from .checks import QUANTIZED_DTYPES
 from .gumbel import gumbel_noise
 
@@ -144,6 +143,19 @@ def copy_blocks(
         cache[:, target] = cache[:, source]
 
 
+def plan_attention(
+    query: Tensor,  # noqa: ARG001
+    key_cache: Tensor,  # noqa: ARG001
+    value_cache: Tensor,  # noqa: ARG001
+    block_tables: Tensor,  # noqa: ARG001
+    seq_lens: Tensor,  # noqa: ARG001
+    cu_seqlens_q: Tensor,  # noqa: ARG001
+    options: AttentionOptions,  # noqa: ARG001
+) -> AttentionPlan:
+    """Return an empty plan: nothing is computed ahead of the layers."""
+    return AttentionPlan(())
+
+
 def paged_attention(
     query: Tensor,  # [num_tokens, num_heads, head_dim]
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
@@ -151,26 +163,14 @@ def paged_attention(
     block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
-    *,
-    scale: float,
-    max_seqlen_q: int,  # noqa: ARG001
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    sinks: Tensor | None = None,  # f32[num_heads]
-    alibi_slopes: Tensor | None = None,  # f32[num_heads]
-    tree_mask: Tensor | None = None,  # i64[num_tokens]
-    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
-    value_scales: Tensor | None = None,  # like key_scales
-    shared_prefix_len: int = 0,  # noqa: ARG001
-    max_decode_q: int = 1,  # noqa: ARG001
-    min_seqlen_q: int = 0,  # noqa: ARG001
-    plans: dict[Any, Any] | None = None,  # noqa: ARG001
+    options: AttentionOptions,
+    plan: AttentionPlan | None = None,  # noqa: ARG001
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
-    """softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
+    """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 
-    See the launcher, `paged_attention.paged_attention`, for what the options mean.
+    `gpu.attention.paged_attention` explains the options.
     """
+    window = options.sliding_window
     out = query.new_empty(*query.shape[:2], value_cache.shape[3])
     bounds = cu_seqlens_q.tolist()
     for i, seq_len in enumerate(seq_lens.tolist()):
@@ -180,25 +180,25 @@ def paged_attention(
         q = _upcast(query[start:end])  # [query_len, num_heads, head_dim]
         first = seq_len - (end - start)
         # Slots outside the window are not read: their blocks may already be another sequence's.
-        low = 0 if sliding_window is None else max(0, first - sliding_window + 1)
-        k = _gather(key_cache, key_scales, block_tables[i], low, seq_len, q)
-        v = _gather(value_cache, value_scales, block_tables[i], low, seq_len, q)
+        low = 0 if window is None else max(0, first - window + 1)
+        k = _gather(key_cache, options.key_scales, block_tables[i], low, seq_len, q)
+        v = _gather(value_cache, options.value_scales, block_tables[i], low, seq_len, q)
         query_pos = torch.arange(first, seq_len, device=query.device)[:, None]
         key_pos = torch.arange(low, seq_len, device=query.device)[None, :]
-        seen = key_pos <= query_pos if causal else torch.ones_like(key_pos <= query_pos)
-        if tree_mask is not None:
-            bits = tree_mask[start:end, None] >> (key_pos - first).clamp(min=0)
+        seen = key_pos <= query_pos if options.causal else torch.ones_like(key_pos <= query_pos)
+        if options.tree_mask is not None:
+            bits = options.tree_mask[start:end, None] >> (key_pos - first).clamp(min=0)
             seen = (key_pos < first) | (bits & 1 == 1)
-        if sliding_window is not None:
-            seen = seen & (key_pos > query_pos - sliding_window)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
-        if alibi_slopes is not None:
-            scores = scores + alibi_slopes[:, None, None] * (key_pos - query_pos)
+        if window is not None:
+            seen = seen & (key_pos > query_pos - window)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * options.scale
+        if options.softcap is not None:
+            scores = options.softcap * (scores / options.softcap).tanh()
+        if options.alibi_slopes is not None:
+            scores = scores + options.alibi_slopes[:, None, None] * (key_pos - query_pos)
         scores = scores.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            sink = sinks[:, None, None].to(scores.dtype).expand(-1, end - start, 1)
+        if options.sinks is not None:
+            sink = options.sinks[:, None, None].to(scores.dtype).expand(-1, end - start, 1)
             scores = torch.cat([scores, sink], dim=-1)
         weights = scores.softmax(-1)[..., : seq_len - low]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)

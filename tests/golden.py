@@ -22,6 +22,7 @@ from torch import Tensor
 
 import paged
 from paged import LLMEngine, SamplingParams
+from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.cpu.products.amx import HAS_TILES
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_HALVES, HAS_LOOKUP, VECTOR_BYTES
@@ -154,11 +155,13 @@ def _attention_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
                 tables,
                 torch.tensor(contexts, dtype=torch.int32),
                 torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32),
-                scale=head_dim**-0.5,
-                max_seqlen_q=max(queries),
-                key_scales=scales,
-                value_scales=scales,
-                **options,
+                AttentionOptions(
+                    scale=head_dim**-0.5,
+                    max_seqlen_q=max(queries),
+                    key_scales=scales,
+                    value_scales=scales,
+                    **options,
+                ),
             )
             told = " ".join(["int8" if is_int8 else "plain", *options])
             yield f"{head_dim} {told}", [out]

@@ -221,12 +221,14 @@ def vllm_unified(case: Case) -> Call:
 
 def without_cascade(case: Case) -> Call:
     """Adapt our own kernel without shared_prefix_len: every sequence reads the prefix."""
-    from paged.kernels.gpu.attention.paged_attention import paged_attention
+    from paged.kernels.attention_options import AttentionOptions
+    from paged.kernels.gpu.attention.paged_attention import paged_attention, plan_attention
 
     if "shared_prefix_len" not in case.options:
         raise Skip("no shared prefix")
-    options = {name: value for name, value in case.options.items() if name != "shared_prefix_len"}
-    return lambda: paged_attention(*case.args, **options)
+    options = AttentionOptions(**{**case.options, "shared_prefix_len": 0})
+    plan = plan_attention(*case.args, options)
+    return lambda: paged_attention(*case.args, options, plan)
 
 
 COMPARATORS: dict[str, Callable[[Case], Call]] = {

@@ -4,7 +4,7 @@ from typing import Final
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..reference import check_cache_dtype, copy_blocks
-from .attention.paged_attention import paged_attention
+from .attention.paged_attention import paged_attention, plan_attention
 from .rows.lookup import take_rows
 from .rows.ops import greedy, rms_norm, rotary_store_kv, silu_and_mul
 from .sampling.logits import apply_penalties, token_logprobs
@@ -28,6 +28,7 @@ __all__ = [
     "name",
     "needs_partials",
     "paged_attention",
+    "plan_attention",
     "records_steps",
     "rms_norm",
     "rotary_store_kv",

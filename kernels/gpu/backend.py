@@ -8,7 +8,7 @@ from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..plain.logprobs import token_logprobs
 from ..plain.ops import greedy
 from ..reference import take_rows
-from .attention.paged_attention import paged_attention
+from .attention.paged_attention import paged_attention, plan_attention
 from .copy_blocks import copy_blocks
 from .rms_norm import rms_norm
 from .rotary_store_kv import rotary_store_kv
@@ -41,6 +41,7 @@ __all__ = [
     "name",
     "needs_partials",
     "paged_attention",
+    "plan_attention",
     "records_steps",
     "rms_norm",
     "rotary_store_kv",

@@ -3,7 +3,7 @@
 import sys
 from typing import Final
 
-from ..reference import check_cache_dtype, copy_blocks, take_rows
+from ..reference import check_cache_dtype, copy_blocks, plan_attention, take_rows
 from .logprobs import token_logprobs
 from .ops import greedy, paged_attention, rms_norm, rotary_store_kv, silu_and_mul
 from .sampling import apply_penalties, sample_tokens
@@ -26,6 +26,7 @@ __all__ = [
     "name",
     "needs_partials",
     "paged_attention",
+    "plan_attention",
     "records_steps",
     "rms_norm",
     "rotary_store_kv",

@@ -1,12 +1,11 @@
 """The operations in plain torch, written for speed on a CPU: what attention_backend="torch" runs."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from ..attention_options import AttentionOptions, AttentionPlan
 from ..checks import check_between, check_eps, check_positive, check_scales
 
 
@@ -100,56 +99,30 @@ def paged_attention(
     block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
-    *,
-    scale: float,
-    max_seqlen_q: int,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    sinks: Tensor | None = None,  # f32[num_heads]
-    alibi_slopes: Tensor | None = None,  # f32[num_heads]
-    tree_mask: Tensor | None = None,  # i64[num_tokens]
-    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
-    value_scales: Tensor | None = None,  # like key_scales
-    shared_prefix_len: int = 0,
-    max_decode_q: int = 1,
-    min_seqlen_q: int = 0,
-    plans: dict[Any, Any] | None = None,
+    options: AttentionOptions,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
-    """softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`.
+    """Return softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`.
 
-    Where more than a window is asked for, the reference itself computes it: no model here needs it fast.
+    Options other than scale, window and scales are left to the reference: no model here needs them fast.
     """
+    key_scales, value_scales, sliding_window = (
+        options.key_scales,
+        options.value_scales,
+        options.sliding_window,
+    )
     check_scales(key_cache, key_scales, value_scales, query.dtype)
-    check_positive("scale", scale)
-    if softcap is not None:
-        check_positive("softcap", softcap)
+    check_positive("scale", options.scale)
+    if options.softcap is not None:
+        check_positive("softcap", options.softcap)
     if sliding_window is not None:
         check_between("sliding_window", sliding_window, 1, 2**31 - 1)
-    special = (softcap, sinks, alibi_slopes, tree_mask)
-    if not causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
+    special = (options.softcap, options.sinks, options.alibi_slopes, options.tree_mask)
+    if not options.causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
         return reference.paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            cu_seqlens_q,
-            scale=scale,
-            max_seqlen_q=max_seqlen_q,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            causal=causal,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            tree_mask=tree_mask,
-            key_scales=key_scales,
-            value_scales=value_scales,
-            shared_prefix_len=shared_prefix_len,
-            max_decode_q=max_decode_q,
-            min_seqlen_q=min_seqlen_q,
-            plans=plans,
+            query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options, plan
         )
+    scale = options.scale
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..blocks.sequence import SequenceBlocks
+from ..kernels.attention_options import AttentionPlan
 from ..requests.request import Request
 from ..scheduler.schedule import Schedule
 
@@ -28,8 +29,8 @@ class Queries:
     cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the number of these tokens
     max_seqlen_q: int
     min_seqlen_q: int
-    # What attention works out from the lengths, once for all layers.
-    plans: dict[Any, Any] = field(default_factory=dict)
+    # By a layer's window and the width of its block table; made by the first such layer
+    plans: dict[tuple[int | None, int], AttentionPlan] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..kernels.attention_options import AttentionOptions
 from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .config import ModelConfig, RopeConfig
@@ -128,7 +129,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim = config.head_dim
+        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
         self.layer, self.window, self.kernels = layer, config.layer_windows[layer], kernels
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.split_sizes = [q_size, kv_size, kv_size]
@@ -162,21 +163,20 @@ class Attention(nn.Module):
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
         """Attend to the cache: [num_queries, num_heads, head_dim] -> [num_queries, hidden_size]."""
         key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
-        attended = self.kernels.paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            queries.block_tables[kv_cache.group_of[self.layer]],
-            queries.seq_lens,
-            queries.cu_seqlens_q,
-            scale=self.head_dim**-0.5,
+        table = queries.block_tables[kv_cache.group_of[self.layer]]
+        options = AttentionOptions(
+            scale=self.scale,
             max_seqlen_q=queries.max_seqlen_q,
             min_seqlen_q=queries.min_seqlen_q,
-            plans=queries.plans,
             sliding_window=self.window,
             key_scales=key_scales,
             value_scales=value_scales,
         )
+        inputs = (query, key_cache, value_cache, table, queries.seq_lens, queries.cu_seqlens_q, options)
+        plan = queries.plans.get(key := (self.window, table.shape[1]))
+        if plan is None:
+            plan = queries.plans[key] = self.kernels.plan_attention(*inputs)
+        attended = self.kernels.paged_attention(*inputs, plan)
         out: Tensor = self.output(attended.flatten(1))
         return out
 

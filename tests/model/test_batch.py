@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paged.blocks.manager import BlockManager
+from paged.kernels.attention_options import AttentionPlan
 from paged.model.batch import Batch, BatchBuilder, Queries
 from paged.requests.request import PromptReport, Request, RequestInputs
 from paged.scheduler.schedule import Schedule
@@ -136,7 +137,7 @@ def test_advanced_batch_equals_a_new_one(windows):
         assert numbers_of(batch.output_queries) == numbers_of(expected.output_queries)
         assert batch.queries.max_seqlen_q == expected.queries.max_seqlen_q
         assert not batch.queries.plans, "the plan was made for other lengths"
-        batch.queries.plans["made"] = "by the first layer"
+        batch.queries.plans[None, 1] = AttentionPlan(())  # by the first layer
         num_steps, num_again, last = num_steps + 1, num_again + (batch is last), batch
         cases.updated(scheduler, schedule)
         if num_steps in (30, 60) and scheduler.running[0].ready:

@@ -17,7 +17,14 @@ from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import INTERPRETED_SPLIT
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_exact_enough
-from tests.support.kernel_cases import DEVICE, quantized, ragged_case, take_sequences, tree_of
+from tests.support.kernel_cases import (
+    DEVICE,
+    attend,
+    quantized,
+    ragged_case,
+    take_sequences,
+    tree_of,
+)
 
 OPTIONS = ("window", "softcap", "sinks", "alibi", "tree", "bidirectional", "int8", "fp8", "mla", "shared")
 # What cannot be combined has no meaning: a window or a tree says who sees whom, and so does bidirectional; a
@@ -99,7 +106,7 @@ def test_pairs_of_options_match_float64(pair, batch, seed, heads, dtype):
     block_size = [8, 16, 32][seed % 3]
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "block_size": block_size, "dtype": dtype}
     case = with_options(pair, *batch, random.Random(seed), **sizes)
-    assert_exact_enough(triton_attention.paged_attention(**case), case, reference.paged_attention)
+    assert_exact_enough(attend(triton_attention.paged_attention, **case), case, reference.paged_attention)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -112,8 +119,8 @@ def test_a_weight_times_a_scale_is_not_rounded_to_float16(monkeypatch, kind):
         recorder = defaultdict(lambda: lambda **kwargs: launched.append(kwargs["WEIGHT_DTYPE"]))
         monkeypatch.setattr(triton_attention, name, recorder)
     case = ragged_case([30, 40], [1, 9], dtype=torch.float16)
-    triton_attention.paged_attention(**case)
-    triton_attention.paged_attention(**quantized(case, kind))
+    attend(triton_attention.paged_attention, **case)
+    attend(triton_attention.paged_attention, **quantized(case, kind))
     assert launched == [tl.float16, tl.float16, tl.bfloat16, tl.bfloat16]
 
 
@@ -125,14 +132,14 @@ def test_small_values_of_a_quantised_cache_survive_float16(kind):
     case = ragged_case([70, 40], [1, 9], dtype=torch.float16)
     case["value_cache"] = case["value_cache"].abs() * 1e-3
     case = quantized(case, kind)
-    assert_exact_enough(triton_attention.paged_attention(**case), case, reference.paged_attention)
+    assert_exact_enough(attend(triton_attention.paged_attention, **case), case, reference.paged_attention)
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
 def test_the_largest_tree_uses_every_bit(name):
     case = ragged_case([70], [64], num_heads=2, num_kv_heads=1)
     case["tree_mask"] = tree_of(case, random.Random(0))
-    got = load_kernels(name).paged_attention(**case)
+    got = attend(load_kernels(name).paged_attention, **case)
     assert_exact_enough(got, case, reference.paged_attention, name)
 
 
@@ -143,10 +150,10 @@ def test_neighbours_do_not_change_a_bit(chosen):
     """Each sequence alone or in other company."""
     query_lens = [1, 30, 1, 3, 8]
     case = with_options(chosen, [131, 30, 1, 65, 129], query_lens, random.Random(0))
-    together = triton_attention.paged_attention(**case).split(query_lens)
+    together = attend(triton_attention.paged_attention, **case).split(query_lens)
     for some in ([3], [4, 1], [3, 2, 0]):
         fewer = take_sequences(case, some)
-        got = triton_attention.paged_attention(**fewer)
+        got = attend(triton_attention.paged_attention, **fewer)
         torch.testing.assert_close(got, torch.cat([together[i] for i in some]), rtol=0, atol=0)
 
 
@@ -156,7 +163,7 @@ def test_several_tokens_at_once_have_the_bits_of_one_at_a_time():
     One head a group, for the interpreter's matrix product depends on a row's place in it.
     """
     case = ragged_case([200, 66], [4, 3], num_heads=1, num_kv_heads=1)
-    together = triton_attention.paged_attention(**case, max_decode_q=4)
+    together = attend(triton_attention.paged_attention, **case, max_decode_q=4)
     for token, (seq, seq_len) in enumerate(
         [(0, 197), (0, 198), (0, 199), (0, 200), (1, 64), (1, 65), (1, 66)]
     ):
@@ -168,7 +175,7 @@ def test_several_tokens_at_once_have_the_bits_of_one_at_a_time():
             "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
             "max_seqlen_q": 1,
         }
-        got = triton_attention.paged_attention(**alone, max_decode_q=4)
+        got = attend(triton_attention.paged_attention, **alone, max_decode_q=4)
         torch.testing.assert_close(got[0], together[token], rtol=0, atol=0)
 
 
@@ -176,7 +183,7 @@ def test_several_tokens_at_once_have_the_bits_of_one_at_a_time():
 @pytest.mark.parametrize("chosen", [("softcap", "sinks"), ("int8", "window")], ids="+".join)
 def test_torch_backend_takes_every_option(chosen, dtype):
     case = with_options(chosen, [70, 20], [1, 5], random.Random(0), dtype=dtype)
-    got = load_kernels("torch").paged_attention(**case)
+    got = attend(load_kernels("torch").paged_attention, **case)
     assert_exact_enough(got, case, reference.paged_attention, "torch")
 
 
@@ -198,7 +205,7 @@ def test_torch_backend_takes_every_option(chosen, dtype):
 )
 def test_impossible_combinations_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        triton_attention.paged_attention(**{**ragged_case([3, 4], [1, 1]), **change})
+        attend(triton_attention.paged_attention, **{**ragged_case([3, 4], [1, 1]), **change})
 
 
 @pytest.mark.parametrize("name", ["triton", "torch", "numba"] if DEVICE == "cpu" else ["triton", "torch"])
@@ -206,13 +213,13 @@ def test_quantised_cache_needs_its_scales(name):
     paged_attention = load_kernels(name).paged_attention
     case = quantized(ragged_case([3], [1]), torch.int8)
     with pytest.raises(ValueError, match=r"a cache of torch\.int8 needs value_scales"):
-        paged_attention(**{**case, "value_scales": None})
+        attend(paged_attention, **{**case, "value_scales": None})
     half = {name: case[name].half() for name in ("query", "key_cache", "value_cache")}
     with pytest.raises(ValueError, match=r"key_scales belong to a quantised cache; this one is "):
-        paged_attention(**{**case, **half})
+        attend(paged_attention, **{**case, **half})
     half["query"] = half["query"].bfloat16()
     with pytest.raises(ValueError, match=r"key_cache must be one of torch\.bfloat16, .*, got torch\.float16"):
-        paged_attention(**{**case, **half})
+        attend(paged_attention, **{**case, **half})
 
 
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
@@ -220,7 +227,7 @@ def test_fp8_is_refused_where_there_is_none(monkeypatch, target):
     monkeypatch.setattr(triton_attention, "current_target", lambda: target)
     case = quantized(ragged_case([3], [1]), torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=rf"float8_e4m3fn needs sm_89 or newer, this is {target}; use"):
-        triton_attention.paged_attention(**case)
+        attend(triton_attention.paged_attention, **case)
 
 
 @pytest.mark.parametrize(
@@ -239,12 +246,12 @@ def test_fp8_is_refused_where_there_is_none(monkeypatch, target):
 def test_debug_mode_checks_what_tables_hold(monkeypatch, change, message):
     monkeypatch.setenv("PAGED_DEBUG", "1")
     case = ragged_case([20], [2])
-    triton_attention.paged_attention(**case)
+    attend(triton_attention.paged_attention, **case)
     for name, value in change.items():
         dtype = torch.int64 if name == "tree_mask" else torch.int32
         case[name] = value if isinstance(value, int) else torch.tensor(value, dtype=dtype, device=DEVICE)
     with pytest.raises(ValueError, match=message):
-        triton_attention.paged_attention(**case)
+        attend(triton_attention.paged_attention, **case)
 
 
 @pytest.mark.parametrize(
@@ -259,11 +266,11 @@ def test_debug_mode_checks_who_shares_a_prefix(monkeypatch, change, message):
     monkeypatch.setenv("PAGED_DEBUG", "1")
     case = ragged_case([33, 34], [1, 1]) | {"shared_prefix_len": 20}
     case["block_tables"][1, :2] = case["block_tables"][0, :2]
-    triton_attention.paged_attention(**case)
+    attend(triton_attention.paged_attention, **case)
     for name, value in change.items():
         case[name] = torch.tensor(value, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match=message):
-        triton_attention.paged_attention(**case)
+        attend(triton_attention.paged_attention, **case)
 
 
 @pytest.mark.parametrize("name", ["query", "key_cache", "value_cache"])
@@ -272,4 +279,4 @@ def test_what_32_bits_do_not_reach_is_refused(name):
     memory = torch.from_numpy(np.zeros(2**31 + 64, np.float16)).to(DEVICE)  # of which none is touched
     far = memory.as_strided((*case[name].shape[:-2], 2, 32), (0,) * (case[name].dim() - 2) + (2**31, 1))
     with pytest.raises(ValueError, match=rf"{name} must span less than 2\*\*31 elements in each {name}\[i\]"):
-        triton_attention.paged_attention(**{**case, name: far})
+        attend(triton_attention.paged_attention, **{**case, name: far})

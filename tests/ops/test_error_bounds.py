@@ -12,7 +12,7 @@ from tests.support.error_bounds import (
     assert_rotated,
     assert_silu_and_mul,
 )
-from tests.support.kernel_cases import ragged_case
+from tests.support.kernel_cases import attend, ragged_case
 
 # 4 eps of half precision. In float32 sums and norms are off by some eps too: 16 of them.
 OFF_BY = {torch.float32: 16 * 2**-23, torch.float16: 4 * 2**-10, torch.bfloat16: 4 * 2**-7}
@@ -72,7 +72,7 @@ def test_attention(name, dtype, off_by):
     case = ragged_case([70, 40], [1, 9], dtype=dtype)
     wide = {key: case[key].float() for key in ("query", "key_cache", "value_cache")}
     for factor, scale in ((1.0, 1.0), (1 + off_by, 1.0), (1.0, 1 + 4 * off_by)):
-        wrong = reference.paged_attention(**{**case, **wide, "scale": scale * case["scale"]}) * factor
+        wrong = attend(reference.paged_attention, **{**case, **wide, "scale": scale * case["scale"]}) * factor
         if factor == scale == 1.0:
             assert_exact_enough(wrong.to(dtype), case, reference.paged_attention, name)
             continue

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paged.kernels import reference
+from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import choose_config, split_size
@@ -13,7 +14,15 @@ from paged.kernels.gpu.attention.paged_attention import paged_attention_cost
 from paged.kernels.gpu.attention.split_kv import MAX_SPLITS, plan_decodes
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import SAME_IN_FLOAT64, assert_exact_enough
-from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS, cu_seqlens, ragged_case, take_sequences
+from tests.support.kernel_cases import (
+    DEVICE,
+    IMPLEMENTATIONS,
+    attend,
+    cu_seqlens,
+    inputs_of,
+    ragged_case,
+    take_sequences,
+)
 
 # Lengths on both sides of a tile (16 in the interpreter), a block and a split (64); one with nothing to do.
 DECODES = ([1, 15, 16, 17, 63, 64, 65, 128, 131, 0], [1] * 9 + [0])
@@ -68,7 +77,7 @@ CASES += [
 @pytest.mark.parametrize(("seq_lens", "query_lens", "shape"), CASES)
 def test_matches_float64(name, dtype, seq_lens, query_lens, shape):
     case = ragged_case(seq_lens, query_lens, dtype=dtype, **shape)
-    got = load_kernels(name).paged_attention(**case)
+    got = attend(load_kernels(name).paged_attention, **case)
     assert got.is_contiguous()
     assert_exact_enough(got, case, reference.paged_attention, name)
 
@@ -90,7 +99,7 @@ def test_reference_is_dense_attention(window):
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(0, 1) for x in (case["query"], key, value)), attn_mask=mask[17:], scale=case["scale"]
     )
-    got = reference.paged_attention(**case)
+    got = attend(reference.paged_attention, **case)
     torch.testing.assert_close(got, expected.transpose(0, 1), **SAME_IN_FLOAT64)
 
 
@@ -99,11 +108,11 @@ def test_neighbours_do_not_change_a_bit(window):
     """Each sequence alone, or in other company and order: other grids, splits bounds and Q-block numbers."""
     query_lens = [1, 30, 1, 3, 1, 1]
     case = ragged_case([131, 30, 1, 65, 40, 129], query_lens, sliding_window=window)
-    together = triton_attention.paged_attention(**case).split(query_lens)
+    together = attend(triton_attention.paged_attention, **case).split(query_lens)
     for chosen in ([0], [3], [5, 3, 0], [1, 0, 4, 3]):
         fewer = take_sequences(case, chosen)
         fewer["block_tables"] = fewer["block_tables"][:, : -(-int(fewer["seq_lens"].max()) // 16)]
-        got = triton_attention.paged_attention(**fewer)
+        got = attend(triton_attention.paged_attention, **fewer)
         torch.testing.assert_close(got, torch.cat([together[i] for i in chosen]), rtol=0, atol=0)
 
 
@@ -114,7 +123,7 @@ def test_chunks_do_not_change_a_bit():
     depends on a row's place in it.
     """
     whole = ragged_case([61], [61])
-    expected = triton_attention.paged_attention(**whole)
+    expected = attend(triton_attention.paged_attention, **whole)
     for start, end in [(0, 16), (16, 40), (40, 61)]:
         chunk = {
             **whole,
@@ -122,7 +131,7 @@ def test_chunks_do_not_change_a_bit():
             "seq_lens": torch.tensor([end], dtype=torch.int32, device=DEVICE),
             "cu_seqlens_q": torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
         }
-        got = triton_attention.paged_attention(**chunk)
+        got = attend(triton_attention.paged_attention, **chunk)
         torch.testing.assert_close(got, expected[start:end], rtol=0, atol=0)
 
 
@@ -132,7 +141,7 @@ def test_splits_are_capped(monkeypatch):
     monkeypatch.setattr(triton_attention, "split_size", lambda _: split)
     seq_lens = [split * (MAX_SPLITS + 3), split * 20 + 1]
     case = ragged_case(seq_lens, [1, 1], num_heads=2, num_kv_heads=1, block_size=64)
-    got = triton_attention.paged_attention(**case)
+    got = attend(triton_attention.paged_attention, **case)
     assert_exact_enough(got, case, reference.paged_attention)
 
 
@@ -155,7 +164,7 @@ def test_offsets_of_more_than_32_bits(name, block_size):
         query = kernels.rotary_store_kv(qkv.clone(), angles, angles, *caches, slots, **options)
         out = kernels.paged_attention(
             query, *caches, torch.full((1, 1), 2, dtype=torch.int32, device=DEVICE), lengths,
-            cu_seqlens([seq_len]), scale=0.2, max_seqlen_q=seq_len, **options,
+            cu_seqlens([seq_len]), AttentionOptions(scale=0.2, max_seqlen_q=seq_len, **options),
         )  # fmt: skip
         kernels.copy_blocks(caches, torch.tensor([[2, 1]], device=DEVICE))
         results.append((out, caches[:, 1:].clone(), scales))
@@ -190,7 +199,9 @@ def test_layers_of_a_batch_share_a_plan(monkeypatch):
     plans: dict = {}
     for sliding_window in (None, 9, None, 9):  # the layers of a model that mixes them
         case = ragged_case(*MIXED, sliding_window=sliding_window)
-        got = triton_attention.paged_attention(**case, plans=plans)
+        if sliding_window not in plans:
+            plans[sliding_window] = triton_attention.plan_attention(*inputs_of(case))
+        got = attend(triton_attention.paged_attention, plans[sliding_window], **case)
         assert_exact_enough(got, case, reference.paged_attention)
     assert [kw["window"] for kw in planned] == [0, 9]
 
@@ -198,23 +209,28 @@ def test_layers_of_a_batch_share_a_plan(monkeypatch):
 @pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
 def test_the_plan_of_another_batch_is_not_taken(name, monkeypatch):
     """Of another number of sequences never; of other lengths it is named in debug mode."""
-    paged_attention, plans = load_kernels(name).paged_attention, {}
-    paged_attention(**ragged_case([600], [2], extra_blocks=8), plans=plans, max_decode_q=2)
-    case = ragged_case([600, 70], [1, 1])  # two splits and one, on a GPU too
-    got = paged_attention(**case, plans=plans, max_decode_q=2)
+    kernels = load_kernels(name)
+    paged_attention = kernels.paged_attention
+    plan = kernels.plan_attention(*inputs_of(ragged_case([600], [2], extra_blocks=8) | {"max_decode_q": 2}))
+    case = ragged_case([600, 70], [1, 1]) | {"max_decode_q": 2}  # two splits and one, on a GPU too
+    with pytest.raises(ValueError, match="made for tensors of another layout"):
+        attend(paged_attention, plan, **case)
+    plan = kernels.plan_attention(*inputs_of(case))
+    with pytest.raises(ValueError, match="or for other options"):
+        attend(paged_attention, plan, **{**case, "softcap": 5.0})
+    got = attend(paged_attention, plan, **case)
     assert_exact_enough(got, case, reference.paged_attention, name)
     monkeypatch.setenv("PAGED_DEBUG", "1")
+    assert torch.equal(attend(paged_attention, plan, **case), got)
     others = {**case, "seq_lens": case["seq_lens"].flip(0), "block_tables": case["block_tables"].flip(0)}
-    with pytest.raises(ValueError, match="plans holds what another batch's lengths gave"):
-        paged_attention(**others, plans=plans, max_decode_q=2)
-    with pytest.raises(ValueError, match="plans must be a dict"):
-        paged_attention(**case, plans=3)
+    with pytest.raises(ValueError, match="made for the lengths of another batch"):
+        attend(paged_attention, plan, **others)
 
 
 def test_batch_without_decodes_looks_for_none(monkeypatch):
     monkeypatch.setattr(triton_attention, "plan_decodes", None)
     case = ragged_case([70, 17, 9], [2, 17, 0])
-    got = triton_attention.paged_attention(**case, min_seqlen_q=2)
+    got = attend(triton_attention.paged_attention, **case, min_seqlen_q=2)
     assert_exact_enough(got, case, reference.paged_attention)
 
 
@@ -226,7 +242,7 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
     case = ragged_case(
         [600, 200, 129], [1, 70, 129], num_heads=4, num_kv_heads=1, block_size=block_size, dtype=torch.float16
     )
-    got = triton_attention.paged_attention(**case)
+    got = attend(triton_attention.paged_attention, **case)
     assert_exact_enough(got, case, reference.paged_attention)
 
 
@@ -257,7 +273,7 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
 )
 def test_wrong_inputs_are_named(change, message):
     with pytest.raises(ValueError, match=message):
-        load_kernels("triton").paged_attention(**{**ragged_case([3], [1]), **change})
+        attend(load_kernels("triton").paged_attention, **{**ragged_case([3], [1]), **change})
 
 
 @pytest.mark.parametrize("name", ["triton", "torch", "numba"] if DEVICE == "cpu" else ["triton", "torch"])
@@ -278,7 +294,7 @@ def test_wrong_inputs_are_named(change, message):
 )
 def test_numbers_no_kernel_computes_with_are_named(name, change, message):
     with pytest.raises(ValueError, match=message):
-        load_kernels(name).paged_attention(**{**ragged_case([3], [1]), **change})
+        attend(load_kernels(name).paged_attention, **{**ragged_case([3], [1]), **change})
 
 
 def test_tokens_of_no_sequence_read_nothing(monkeypatch):
@@ -288,7 +304,11 @@ def test_tokens_of_no_sequence_read_nothing(monkeypatch):
     case = ragged_case([3], [3])
     for name in ("seq_lens", "block_tables"):
         case[name] = case[name][:0]
-    assert triton_attention.paged_attention(**case | {"cu_seqlens_q": cu_seqlens([])}).shape == (3, 4, 32)
+    assert attend(triton_attention.paged_attention, **case | {"cu_seqlens_q": cu_seqlens([])}).shape == (
+        3,
+        4,
+        32,
+    )
 
 
 @pytest.mark.parametrize("where", ["first", "last"])

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.kernel_cases import attend
+
 # Of float64 against float64: some thousand roundings.
 SAME_IN_FLOAT64 = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -56,9 +58,9 @@ def assert_exact_enough(
     """
     exact_case = in_float64(case)
     values = exact_case["value_cache"].double()
-    exact, spread = attention(**{**exact_case, "value_cache": torch.cat([values, values.abs()], -1)}).chunk(
-        2, dim=-1
-    )
+    exact, spread = attend(
+        attention, **{**exact_case, "value_cache": torch.cat([values, values.abs()], -1)}
+    ).chunk(2, dim=-1)
     key = exact_case["key_cache"].double().norm(dim=-1)
     if case.get("key_scales") is not None:
         key = key * exact_case["key_scales"].transpose(1, 2)

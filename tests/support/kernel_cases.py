@@ -1,13 +1,15 @@
 """Inputs for the kernel tests, made to show what goes wrong: NaN wherever nobody wrote, shuffled blocks."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from paged.kernels.attention_options import AttentionOptions, AttentionPlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU")
@@ -74,6 +76,18 @@ def ragged_case(
         "max_seqlen_q": max([1, *query_lens]),
         "sliding_window": sliding_window,
     }
+
+
+def attend(paged_attention: Callable[..., Tensor], plan: AttentionPlan | None = None, **case: Any) -> Tensor:
+    """Call a backend's paged_attention on a case, whose options become one value."""
+    return paged_attention(*inputs_of(case), plan)
+
+
+def inputs_of(case: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the tensors of a case and its AttentionOptions, as plan_attention takes them."""
+    names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
+    options = {name: value for name, value in case.items() if name not in names}
+    return *(case[name] for name in names), AttentionOptions(**options)
 
 
 def quantized(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

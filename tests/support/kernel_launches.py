@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import Kernels
 from paged.kernels.checks import QUANTIZED_DTYPES
 from paged.kernels.gpu.sampling.filter_logits import filter_logits
@@ -121,18 +122,20 @@ def launch_attention(
         torch.zeros(num_seqs, max_blocks, dtype=torch.int32),
         torch.zeros(num_seqs, dtype=torch.int32),
         torch.zeros(num_seqs + 1, dtype=torch.int32),
-        scale=head_dim**-0.5,
-        max_seqlen_q=1 if shared else num_tokens,
-        sliding_window=window,
-        causal=causal,
-        softcap=50.0 if softcap else None,
-        sinks=torch.empty(num_heads) if sinks else None,
-        alibi_slopes=torch.empty(num_heads) if alibi else None,
-        tree_mask=torch.empty(num_tokens, dtype=torch.int64) if tree else None,
-        key_scales=scales,
-        value_scales=scales,
-        shared_prefix_len=max_blocks * block_size // 2 if shared else 0,
-        max_decode_q=max_decode_q,
+        AttentionOptions(
+            scale=head_dim**-0.5,
+            max_seqlen_q=1 if shared else num_tokens,
+            sliding_window=window,
+            causal=causal,
+            softcap=50.0 if softcap else None,
+            sinks=torch.empty(num_heads) if sinks else None,
+            alibi_slopes=torch.empty(num_heads) if alibi else None,
+            tree_mask=torch.empty(num_tokens, dtype=torch.int64) if tree else None,
+            key_scales=scales,
+            value_scales=scales,
+            shared_prefix_len=max_blocks * block_size // 2 if shared else 0,
+            max_decode_q=max_decode_q,
+        ),
     )
 
 

@@ -1,14 +1,22 @@
 """Launching `cpu.attention.attention`: checks, and which unit of work does what."""
 
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...attention_options import AttentionOptions, check_attention, check_own_plan, check_plans
+from ...attention_options import (
+    AttentionOptions,
+    AttentionPlan,
+    check_attention,
+    check_layout,
+    check_lengths,
+    layout_of,
+)
 from ...checks import check_device, in_debug_mode
 from ..products.amx import HAS_TILES
 from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
@@ -37,6 +45,57 @@ class Plan(NamedTuple):
     max_rows: int  # of a unit, all its heads together
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerPlan(AttentionPlan):
+    """A step's work with the arguments of ATTEND that are the same in every layer."""
+
+    work: Plan
+    units: int  # the address of work.units
+    constants: tuple[float, ...]
+    scratch_size: int
+    out_shape: tuple[int, int, int]
+
+
+def plan_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    options: AttentionOptions,
+) -> _LayerPlan:
+    """Check the inputs and share the work out for `paged_attention`, which has the same parameters.
+
+    Raises ValueError where they do not fit together.
+    """
+    check_device("query", query, torch.device("cpu"))
+    check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    num_tokens, num_heads, head_dim = query.shape
+    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
+    work = plan_units(
+        seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, torch.get_num_threads()
+    )
+    constants = (
+        *(num_heads, num_kv_heads, head_dim, value_dim, block_size),
+        *(options.sliding_window or 0, options.causal),
+        *(KINDS[query.dtype], KINDS[key_cache.dtype], HAS_TILES),
+        block_tables.stride(0) * block_tables.itemsize,
+        *(stride * query.itemsize for stride in query.stride()[:2]),
+        *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
+        *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
+        *(options.scale, options.softcap or 0.0),
+    )
+    return _LayerPlan(
+        layout_of(query, key_cache, value_cache, block_tables, seq_lens, options),
+        work,
+        work.units.ctypes.data,
+        constants,
+        scratch_size(head_dim, value_dim, num_heads, work.max_rows, num_kv_heads, HAS_TILES),
+        (num_tokens, num_heads, value_dim),
+    )
+
+
 def paged_attention(
     query: Tensor,  # [num_tokens, num_heads, head_dim]
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
@@ -44,82 +103,32 @@ def paged_attention(
     block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
-    *,
-    scale: float,
-    max_seqlen_q: int,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    sinks: Tensor | None = None,  # f32[num_heads]
-    alibi_slopes: Tensor | None = None,  # f32[num_heads]
-    tree_mask: Tensor | None = None,  # i64[num_tokens]
-    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size]
-    value_scales: Tensor | None = None,  # like key_scales
-    shared_prefix_len: int = 0,
-    max_decode_q: int = 1,
-    min_seqlen_q: int = 0,
-    plans: dict[Any, Any] | None = None,
+    options: AttentionOptions,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
-    """softmax(scale q kᵀ + causal mask) v over paged K and V on a CPU; see `paged_attention.paged_attention`.
+    """Return softmax(scale q kᵀ + causal mask) v over paged K and V; see `gpu.attention.paged_attention`.
 
-    shared_prefix_len, max_decode_q and min_seqlen_q are hints that change nothing here. Raises ValueError
-    where the tensors do not fit together.
+    shared_prefix_len, max_decode_q and min_seqlen_q are hints that change nothing here. A plan was checked
+    with the layer that it was made for: others are only compared with that one's layout. Raises ValueError
+    where the tensors, or the plan, do not fit.
     """
-    num_tokens, num_heads, head_dim = query.shape
-    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
-    # The layers of a step differ in what their tensors hold: one of them is checked and planned for all.
-    key = (
-        "numba", query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype,
-        key_cache.stride(), value_dim, value_cache.stride(), block_tables.stride(0), scale, sliding_window,
-        softcap, causal, len(seq_lens),
-    )  # fmt: skip
-    check_plans(plans)
-    known = plans.get(key) if plans is not None else None
-    if known is not None and in_debug_mode():
-        lengths = seq_lens.numpy(), cu_seqlens_q.numpy()
-        fresh = plan_units(*lengths, num_heads, num_kv_heads, torch.get_num_threads())
-        check_own_plan(np.array_equal(known[0].units, fresh.units))
-    if known is None:
-        options = AttentionOptions(
-            scale=scale,
-            max_seqlen_q=max_seqlen_q,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            causal=causal,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            tree_mask=tree_mask,
-            key_scales=key_scales,
-            value_scales=value_scales,
-            shared_prefix_len=shared_prefix_len,
-            max_decode_q=max_decode_q,
-            min_seqlen_q=min_seqlen_q,
-        )
-        check_device("query", query, torch.device("cpu"))
-        check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
-        num_threads = torch.get_num_threads()
-        plan = plan_units(seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, num_threads)
-        same = (
-            *(num_heads, num_kv_heads, head_dim, value_dim, block_size, sliding_window or 0, causal),
-            *(KINDS[query.dtype], KINDS[key_cache.dtype], HAS_TILES),
-            block_tables.stride(0) * block_tables.itemsize,
-            *(stride * query.itemsize for stride in query.stride()[:2]),
-            *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
-            *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
-            *(scale, softcap or 0.0),
-        )
-        size = scratch_size(head_dim, value_dim, num_heads, plan.max_rows, num_kv_heads, HAS_TILES)
-        known = plan, same, plan.units.ctypes.data, size
-        if plans is not None:
-            plans[key] = known
-    plan, same, units, size = known
-    out = query.new_empty(num_tokens, num_heads, value_dim)
-    parts = None
-    if plan.num_parts:
-        parts = query.new_empty(plan.num_parts * (padded.py_func(value_dim) + 2), dtype=torch.float32)
+    if plan is None:
+        plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    else:
+        check_layout(plan, layout_of(query, key_cache, value_cache, block_tables, seq_lens, options))
+        if in_debug_mode():
+            fresh = plan_attention(
+                query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options
+            )
+            check_lengths(isinstance(plan, _LayerPlan) and np.array_equal(plan.work.units, fresh.work.units))
+    assert isinstance(plan, _LayerPlan), "a plan of another backend"
+    work, out, parts = plan.work, query.new_empty(plan.out_shape), None
+    _, num_heads, value_dim = plan.out_shape
+    if work.num_parts:
+        parts = query.new_empty(work.num_parts * (padded.py_func(value_dim) + 2), dtype=torch.float32)
     ATTEND.run(
-        len(plan.units),
-        units,
+        len(work.units),
+        plan.units,
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -128,23 +137,20 @@ def paged_attention(
         cu_seqlens_q.data_ptr(),
         out.data_ptr(),
         parts.data_ptr() if parts is not None else 0,
-        *(
-            0 if x is None else x.data_ptr()
-            for x in (sinks, alibi_slopes, tree_mask, key_scales, value_scales)
-        ),
-        *same,
-        scratch_size=size,
+        *(0 if x is None else x.data_ptr() for x in options[8:]),
+        *plan.constants,
+        scratch_size=plan.scratch_size,
     )
     if parts is not None:
         MERGE.run(
-            len(plan.merges),
-            plan.merges.ctypes.data,
+            len(work.merges),
+            work.merges.ctypes.data,
             parts.data_ptr(),
             out.data_ptr(),
             num_heads,
             value_dim,
             KINDS[query.dtype],
-            0 if sinks is None else sinks.data_ptr(),
+            0 if options.sinks is None else options.sinks.data_ptr(),
         )
     return out
 

@@ -16,108 +16,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...attention_options import AttentionOptions, check_attention, check_own_plan, check_plans
+from ...attention_options import (
+    AttentionOptions,
+    AttentionPlan,
+    check_attention,
+    check_layout,
+    check_lengths,
+    layout_of,
+)
 from ...checks import check_between, in_debug_mode
 from ..target import check_launchable, check_target, current_target, in_interpreter, num_sms
 from .config import AttentionConfig, Use, choose_config, split_size
 from .descriptors import describe_caches
 from .kernel import decode_kernel, prefill_kernel
-from .split_kv import MAX_SPLITS, merge_splits, plan_decodes
+from .split_kv import MAX_SPLITS, DecodePlan, merge_splits, plan_decodes
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Decode programs on an SM. Where fewer fit at once (kernels/README.md), the others follow as these end.
 _PROGRAMS_PER_SM = 4
-
-
-def paged_attention(
-    query: Tensor,  # [num_tokens, num_heads, head_dim], ragged: all sequences one after another
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, value_dim]
-    block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
-    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
-    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
-    *,
-    scale: float,
-    max_seqlen_q: int,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    sinks: Tensor | None = None,  # f32[num_heads]
-    alibi_slopes: Tensor | None = None,  # f32[num_heads]
-    tree_mask: Tensor | None = None,  # i64[num_tokens]
-    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
-    value_scales: Tensor | None = None,  # like key_scales
-    shared_prefix_len: int = 0,
-    max_decode_q: int = 1,
-    min_seqlen_q: int = 0,
-    plans: dict[Any, Any] | None = None,
-) -> Tensor:  # [num_tokens, num_heads, value_dim], contiguous
-    """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
-
-    New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own,
-    all positions if not `causal`, only the last `sliding_window` of them where one is given (itself included,
-    as HF counts). A sequence may have no new token. What slots past seq_len, or before the window, hold
-    changes nothing; block table entries past the last block are never read. Rows of query past
-    cu_seqlens_q[-1] give undefined ones.
-
-    softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
-    sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
-    alibi_slopes: slope (key position - query position) is added to a score (Press et al. 2022).
-    tree_mask: the new tokens of a sequence, at most 64, are nodes of a tree of candidates: bit i of token j
-        says that it sees new token i, its own bit included; it sees all positions before the new tokens.
-    key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. Any other has
-        query's dtype, or float16 or bfloat16 where that is float32.
-    shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
-        these are read once for many sequences (cascade), in whole splits: of 512 tokens, longer where the
-        tables hold more than 64 of them. Unlike everything else it may change the last bits.
-    max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
-        for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
-        has alone. It costs memory for each of them. At most 16 rows in float32, of tokens times heads of a
-        group, else 64 up to a head_dim of 128, and often fewer beyond; the error says how many tokens.
-    min_seqlen_q: no sequence with new tokens has fewer. Where none can be a decode, none is looked for.
-    plans: an empty dict that the calls for one batch share, those of other layers too: what the first works
-        out from the lengths, the others take from there. It must not outlive the batch.
-
-    A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
-    softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
-    after PagedAttention (Kwon et al. 2023). Raises ValueError for a shape, dtype, stride, device, value or
-    combination that does not fit; what the int32 tensors hold is checked only in debug mode, see `checks`.
-    """
-    options = AttentionOptions(
-        scale=scale,
-        max_seqlen_q=max_seqlen_q,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        causal=causal,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        tree_mask=tree_mask,
-        key_scales=key_scales,
-        value_scales=value_scales,
-        shared_prefix_len=shared_prefix_len,
-        max_decode_q=max_decode_q,
-        min_seqlen_q=min_seqlen_q,
-    )
-    check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
-    check_plans(plans)
-    check_launchable("query", query)
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, value_dim = value_cache.shape[2:]
-    out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype, device=query.device)
-    if num_tokens == 0 or len(seq_lens) == 0:
-        return out
-    group = num_heads // num_kv_heads
-    target, dtypes = current_target(), (query.dtype, key_cache.dtype)
-    configs = _Configs(head_dim, value_dim, group, *dtypes, target, max_decode_q)
-    check_target(key_cache.dtype, configs.target)
-    arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
-    check_between("max_decode_q", max_decode_q, 1, configs.choose("decode").BLOCK_Q)
-    # Which of the two serves a sequence is decided on the device, by its own query_len.
-    if max_seqlen_q > max_decode_q:
-        _launch_prefill(arguments, configs, max_decode_q)
-    if min_seqlen_q <= max_decode_q:
-        _launch_decode(arguments, configs, options, {} if plans is None else plans)
-    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +52,132 @@ class _Configs:
         model = self.head_dim, self.group, self.dtype
         queries = self.max_decode_q if use == "decode" else 1
         return choose_config(*model, use, self.target, self.value_dim, self.cache_dtype, queries)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPlan(AttentionPlan):
+    """What the launches of a batch have in common."""
+
+    configs: _Configs
+    decodes: DecodePlan | None  # None: no sequence can be a decode
+
+
+def plan_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    options: AttentionOptions,
+) -> _LayerPlan:
+    """Check the inputs and list the splits of all decodes for `paged_attention`, which has these parameters.
+
+    Raises ValueError for a shape, dtype, stride, device, value or combination that does not fit; what the
+    int32 tensors hold is checked only in debug mode, see `checks`.
+    """
+    check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    check_launchable("query", query)
+    num_heads, head_dim = query.shape[1:]
+    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
+    configs = _Configs(
+        head_dim=head_dim,
+        value_dim=value_dim,
+        group=num_heads // num_kv_heads,
+        dtype=query.dtype,
+        cache_dtype=key_cache.dtype,
+        target=current_target(),
+        max_decode_q=options.max_decode_q,
+    )
+    check_target(key_cache.dtype, configs.target)
+    decodes = None
+    if query.shape[0] and len(seq_lens):
+        config = configs.choose("decode")
+        check_between("max_decode_q", options.max_decode_q, 1, config.BLOCK_Q)
+        if options.min_seqlen_q <= options.max_decode_q:
+            decodes = plan_decodes(
+                seq_lens,
+                cu_seqlens_q,
+                max_keys=block_tables.shape[1] * block_size,
+                decode_q=options.max_decode_q,
+                window=options.sliding_window or 0,
+                tile=config.TILE,
+                split=split_size(configs.target),
+                shared_prefix_len=options.shared_prefix_len,
+            )
+    layout = layout_of(query, key_cache, value_cache, block_tables, seq_lens, options)
+    return _LayerPlan(layout, configs, decodes)
+
+
+def paged_attention(
+    query: Tensor,  # [num_tokens, num_heads, head_dim], ragged: all sequences one after another
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, value_dim]
+    block_tables: Tensor,  # i32[num_seqs, max_blocks_per_seq]
+    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    options: AttentionOptions,
+    plan: AttentionPlan | None = None,
+) -> Tensor:  # [num_tokens, num_heads, value_dim], contiguous
+    """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
+
+    New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own:
+    all positions if not `causal`, only the last `sliding_window` of them where one is given (itself included,
+    as in HF). A sequence may have no new token. Slots past seq_len, or before the window, may hold anything;
+    block table entries past the last block are never read. Rows of query past cu_seqlens_q[-1] give undefined
+    rows.
+
+    plan: from `plan_attention` with the inputs of one layer, for all layers of the same layout in this step.
+        These are compared with its layout only, not checked again. It must not outlive the batch.
+
+    Options, beside `scale`:
+    softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
+    sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
+    alibi_slopes: slope (key position - query position) is added to a score (Press et al. 2022).
+    tree_mask: the new tokens of a sequence, at most 64, are nodes of a tree of candidates: bit i of token j
+        says that it sees new token i, its own bit included; it sees all positions before the new tokens.
+    key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. A plain one
+        has query's dtype, or float16 or bfloat16 where that is float32.
+    max_seqlen_q, min_seqlen_q: no sequence has more new tokens, and none that has any has fewer. If none can
+        be a decode, no decodes are planned.
+    max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
+        for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
+        has alone. Memory for partial results grows with it. At most 16 rows in float32, of tokens times heads
+        of a group, else 64 up to a head_dim of 128, and often fewer beyond; the error names the limit.
+    shared_prefix_len: all sequences, of one new token each, begin with the same blocks for so many tokens;
+        these are read once for many sequences (cascade), in whole splits: of 512 tokens, longer where the
+        tables hold more than 64 of them. Unlike every other option it may change the last bits.
+
+    A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
+    softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
+    after PagedAttention (Kwon et al. 2023). Raises ValueError where the inputs, or the plan, do not fit.
+    """
+    if plan is None:
+        plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    else:
+        check_launchable("query", query)
+        check_layout(plan, layout_of(query, key_cache, value_cache, block_tables, seq_lens, options))
+        if in_debug_mode():
+            fresh = plan_attention(
+                query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options
+            )
+            check_lengths(isinstance(plan, _LayerPlan) and _same_work(plan.decodes, fresh.decodes))
+    assert isinstance(plan, _LayerPlan), "a plan of another backend"
+    num_tokens, num_heads, _ = query.shape
+    out = torch.empty(num_tokens, num_heads, value_cache.shape[3], dtype=query.dtype, device=query.device)
+    if num_tokens == 0 or len(seq_lens) == 0:
+        return out
+    arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
+    # Which of the two serves a sequence is decided on the device, by its own query_len.
+    if options.max_seqlen_q > options.max_decode_q:
+        _launch_prefill(arguments, plan.configs)
+    if plan.decodes is not None:
+        _launch_decode(arguments, plan.configs, plan.decodes)
+    return out
+
+
+def _same_work(a: DecodePlan | None, b: DecodePlan | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a.first_item, b.first_item))
 
 
 def _arguments(
@@ -219,36 +261,19 @@ def _is_view_of(value_cache: Tensor, key_cache: Tensor) -> bool:
     return same_strides and value_cache.data_ptr() == key_cache.data_ptr() and key_cache.numel() > 0
 
 
-def _launch_prefill(arguments: dict[str, Any], configs: _Configs, max_decode_q: int) -> None:
+def _launch_prefill(arguments: dict[str, Any], configs: _Configs) -> None:
     config = configs.choose("prefill")
     # sum_i ceil(query_len_i / BLOCK_Q) is at most this, whatever the lengths: no need to know them here.
     num_q_blocks = arguments["query_ptr"].shape[0] // config.BLOCK_Q + arguments["num_seqs"]
     grid = (num_q_blocks, _num_head_blocks(arguments, config))
-    prefill_kernel[grid](**arguments, DECODE_Q=max_decode_q, **asdict(config))
+    prefill_kernel[grid](**arguments, DECODE_Q=configs.max_decode_q, **asdict(config))
 
 
-def _launch_decode(
-    arguments: dict[str, Any], configs: _Configs, options: AttentionOptions, plans: dict[Any, Any]
-) -> None:
-    config, split = configs.choose("decode"), split_size(configs.target)
-    out, block_tables = arguments["out_ptr"], arguments["block_tables_ptr"]
+def _launch_decode(arguments: dict[str, Any], configs: _Configs, plan: DecodePlan) -> None:
+    out = arguments["out_ptr"]
     _, num_heads, value_dim = out.shape
-    sizes = {
-        "max_keys": block_tables.shape[1] * arguments["BLOCK_SIZE"],
-        "decode_q": options.max_decode_q,
-        "window": arguments["WINDOW"],
-        "tile": config.TILE,
-        "split": split,
-        "shared_prefix_len": options.shared_prefix_len,
-    }
-    lengths = arguments["seq_lens_ptr"], arguments["cu_seqlens_q_ptr"]
-    plan = plans.get(key := (arguments["num_seqs"], *sizes.values()))
-    if plan is None:
-        plan = plans[key] = plan_decodes(*lengths, **sizes)
-    elif in_debug_mode():
-        check_own_plan(torch.equal(plan.first_item, plan_decodes(*lengths, **sizes).first_item))
     # A sequence of one split writes its output itself, in every batch.
-    partial_q = options.max_decode_q
+    partial_q = configs.max_decode_q
     places = (arguments["num_seqs"] * plan.most_splits if plan.most_splits > 1 else 0, partial_q, num_heads)
     partial = torch.empty(*places, value_dim, dtype=torch.float32, device=out.device)
     partial_max = torch.empty(places, dtype=torch.float32, device=out.device)
@@ -270,7 +295,7 @@ def _launch_decode(
             partial_q=partial_q,
             min_split=plan.min_split,
             shared_splits=plan.shared_splits,
-            SPLIT=split,
+            SPLIT=split_size(configs.target),
             MAX_SPLITS=MAX_SPLITS,
             SHARED=shared,
             **asdict(config),
@@ -280,7 +305,7 @@ def _launch_decode(
         shared = configs.choose("shared")
         num_blocks = triton.cdiv(arguments["num_seqs"], shared.BLOCK_Q)
         launch(shared, num_blocks * plan.shared_splits, shared=True)
-    launch(config, plan.work.shape[0], shared=False)
+    launch(configs.choose("decode"), plan.work.shape[0], shared=False)
     if plan.most_splits > 1:
         merge_splits(out, partial, partial_max, partial_sum, arguments["cu_seqlens_q_ptr"], plan)
 

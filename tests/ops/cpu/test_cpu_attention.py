@@ -10,7 +10,12 @@ from numba import njit
 
 from paged.kernels import reference
 from paged.kernels.attention_options import MAX_GROUP
-from paged.kernels.cpu.attention.paged_attention import LEAST_ROWS, paged_attention, plan_units
+from paged.kernels.cpu.attention.paged_attention import (
+    LEAST_ROWS,
+    paged_attention,
+    plan_attention,
+    plan_units,
+)
 from paged.kernels.cpu.attention.units import SPLIT
 from paged.kernels.cpu.launch import tasks as numba_threads
 from paged.kernels.cpu.linear import linear as numba_linear
@@ -22,7 +27,7 @@ from paged.kernels.cpu.simd.vectors import LANES, VECTOR_BYTES, exp2, exp2_of_ne
 from paged.kernels.plain import ops as torch_ops
 from tests.ops.test_attention_variants import OPTIONS, PAIRS, with_options
 from tests.support.error_bounds import assert_exact_enough
-from tests.support.kernel_cases import DEVICE, quantized, ragged_case, take_sequences
+from tests.support.kernel_cases import DEVICE, attend, inputs_of, quantized, ragged_case, take_sequences
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="numba kernels are for a CPU, tensors here are on a GPU"
@@ -54,9 +59,9 @@ def paged_attention_from_nan(**case):
         table[-(-size // block_size) :] = 2**31 - 1
         if case["sliding_window"] is not None:
             table[: max(0, size - new - case["sliding_window"] + 1) // block_size] = 2**31 - 1
-    paged_attention(**case)  # whose memory it keeps
+    attend(paged_attention, **case)  # whose memory it keeps
     numba_threads._local.buffer.fill_(255)
-    return paged_attention(**case)
+    return attend(paged_attention, **case)
 
 
 @pytest.mark.parametrize("chosen", [(), *((option,) for option in OPTIONS), *PAIRS], ids="-".join)
@@ -66,7 +71,7 @@ def test_options_alone_and_in_pairs(chosen):
     query_lens = [generator.randint(0, min(n, 40)) for n in seq_lens]
     shape = {"num_heads": 6, "num_kv_heads": 2, "block_size": generator.choice([8, 16, 128])}
     case = with_options(chosen, seq_lens, query_lens, generator, **shape)
-    assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
+    assert_exact_enough(attend(paged_attention, **case), case, reference.paged_attention, "numba")
 
 
 @pytest.mark.parametrize(("dtype", "head_dim", "cache"), SHAPES, ids=str)
@@ -107,18 +112,18 @@ def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, cache, num_kv
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
     options = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = case_over(cache, seq_lens, [1] * len(seq_lens), **options)
-    together = paged_attention(**case)
+    together = attend(paged_attention, **case)
     assert_exact_enough(together, case, reference.paged_attention, "numba")
     for i in range(len(seq_lens)):
-        assert torch.equal(paged_attention(**take_sequences(case, [i])), together[i : i + 1])
+        assert torch.equal(attend(paged_attention, **take_sequences(case, [i])), together[i : i + 1])
 
 
 def test_tiles_that_linux_refuses_are_not_used(monkeypatch):
     """By code that a process compiled which was allowed them."""
     case = ragged_case([300, 70], [300, 1], head_dim=64, dtype=torch.bfloat16)
-    allowed = paged_attention(**case)
+    allowed = attend(paged_attention, **case)
     monkeypatch.setattr("paged.kernels.cpu.attention.paged_attention.HAS_TILES", False)
-    refused = paged_attention(**case)
+    refused = attend(paged_attention, **case)
     assert_exact_enough(refused, case, reference.paged_attention, "numba")
     assert torch.equal(refused, allowed) is not HAS_TILES, "by vectors some last bits are others"
 
@@ -189,24 +194,24 @@ def test_a_prompt_is_cut_smaller_where_threads_would_have_no_unit(num_threads, n
 
 def test_without_openmp_a_pool_of_threads_gives_the_same(monkeypatch):
     case = ragged_case([300, 70, 5, 200], [300, 1, 1, 20])
-    expected = paged_attention(**case)
+    expected = attend(paged_attention, **case)
     monkeypatch.setattr(numba_threads, "_openmp", lambda: None)
     submitted = []
     pool = numba_threads._pool()
     monkeypatch.setattr(numba_threads, "_pool", lambda: submitted.append(pool) or pool)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(paged_attention(**case), expected)
+    assert torch.equal(attend(paged_attention, **case), expected)
     assert len(submitted) == 2, "the caller is one of the three"
 
 
 def test_two_threads_at_once_do_not_share_scratch_memory():
     cases = [ragged_case([200 + i, 50], [200 + i, 1]) for i in range(2)]
-    expected = [paged_attention(**case) for case in cases]
+    expected = [attend(paged_attention, **case) for case in cases]
     wrong = []
 
     def work(i):
         for _ in range(20):
-            if not torch.equal(paged_attention(**cases[i]), expected[i]):
+            if not torch.equal(attend(paged_attention, **cases[i]), expected[i]):
                 wrong.append(i)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
@@ -227,14 +232,16 @@ def test_more_heads_share_keys_than_a_unit_has_rows(query_lens):
     assert MAX_GROUP > LEAST_ROWS
     seq_lens = [20 if query_len else 0 for query_len in query_lens]
     case = ragged_case(seq_lens, query_lens, num_heads=MAX_GROUP, num_kv_heads=1, head_dim=16)
-    assert_exact_enough(paged_attention(**case), case, reference.paged_attention, "numba")
+    assert_exact_enough(attend(paged_attention, **case), case, reference.paged_attention, "numba")
 
 
 def test_a_plan_is_for_tables_of_one_width():
-    case, plans = ragged_case([130, 70], [5, 1]), {}
-    expected = paged_attention(**case, plans=plans)
+    case = ragged_case([130, 70], [5, 1])
+    plan = plan_attention(*inputs_of(case))
+    assert torch.equal(attend(paged_attention, plan, **case), attend(paged_attention, **case))
     wider = torch.nn.functional.pad(case["block_tables"], (0, 3))
-    assert torch.equal(paged_attention(**{**case, "block_tables": wider}, plans=plans), expected)
+    with pytest.raises(ValueError, match="made for tensors of another layout"):
+        attend(paged_attention, plan, **{**case, "block_tables": wider})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -326,18 +333,18 @@ def test_rows_that_are_no_whole_vectors_are_not_left_to_torch(size, dtype, monke
 def test_wrong_inputs_are_named():
     case = ragged_case([3], [1])
     with pytest.raises(ValueError, match="sliding_window"):
-        paged_attention(**{**case, "sliding_window": 0})
+        attend(paged_attention, **{**case, "sliding_window": 0})
     with pytest.raises(ValueError, match="seq_lens"):
-        paged_attention(**{**case, "seq_lens": case["seq_lens"].long()})
+        attend(paged_attention, **{**case, "seq_lens": case["seq_lens"].long()})
     with pytest.raises(ValueError, match="query must be on cpu, got meta"):
-        paged_attention(**{**case, "query": case["query"].to("meta")})
+        attend(paged_attention, **{**case, "query": case["query"].to("meta")})
 
 
 def test_nan_reaches_its_own_row_alone():
     case = ragged_case([70, 40], [1, 1])
     case["query"] = case["query"].clone()
     case["query"][0] = float("nan")
-    out = paged_attention(**case)
+    out = attend(paged_attention, **case)
     assert out[0].isnan().all()
     assert out[1].isfinite().all()
 

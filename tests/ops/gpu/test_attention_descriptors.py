@@ -11,7 +11,7 @@ from paged.kernels.gpu.attention.config import choose_config
 from paged.kernels.gpu.attention.descriptors import describe_caches, loads_by_descriptors
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_exact_enough
-from tests.support.kernel_cases import quantized, ragged_case, take_sequences, tree_of
+from tests.support.kernel_cases import attend, quantized, ragged_case, take_sequences, tree_of
 
 # Around the edges of a tile (64) and a block.
 SEQ_LENS, QUERY_LENS = [300, 64, 129, 1, 63], [1, 1, 3, 1, 2]
@@ -53,27 +53,27 @@ def test_same_bits_as_by_pointers(monkeypatch, head_dim, block_size, option):
         return described[-1]
 
     monkeypatch.setattr(triton_attention, "describe_caches", note)
-    got = triton_attention.paged_attention(**case)
+    got = attend(triton_attention.paged_attention, **case)
     assert [found["value_desc"].block_shape[3] for found in described] == [head_dim]
     assert_exact_enough(got, case, reference.paged_attention)
     monkeypatch.setattr(triton_attention, "describe_caches", lambda *_: BY_POINTERS)
     if in_interpreter():  # two binaries may contract to other fused multiply-adds
-        torch.testing.assert_close(got, triton_attention.paged_attention(**case), rtol=0, atol=0)
+        torch.testing.assert_close(got, attend(triton_attention.paged_attention, **case), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_values_that_are_the_keys_hold_no_nan_of_others():
     case = decodes(head_dim=128, block_size=64, num_kv_heads=1)
     case["value_cache"] = case["key_cache"]
-    assert_exact_enough(triton_attention.paged_attention(**case), case, reference.paged_attention)
+    assert_exact_enough(attend(triton_attention.paged_attention, **case), case, reference.paged_attention)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_neighbours_do_not_change_a_bit():
     case = decodes(head_dim=128, block_size=64)
-    together = triton_attention.paged_attention(**case).split(QUERY_LENS)
+    together = attend(triton_attention.paged_attention, **case).split(QUERY_LENS)
     for some in ([0], [2, 4], [3, 0, 1]):
-        got = triton_attention.paged_attention(**take_sequences(case, some))
+        got = attend(triton_attention.paged_attention, **take_sequences(case, some))
         torch.testing.assert_close(got, torch.cat([together[i] for i in some]), rtol=0, atol=0)
 
 
