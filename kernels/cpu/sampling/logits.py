@@ -63,6 +63,17 @@ _LOG2E = np.float32(1.4426950408889634)
 
 
 @function
+def _penalise(args, i, at, count):
+    """Repetition first: positive logits are divided, others multiplied (Keskar et al., 2019)."""
+    logit, repetition = get_float(at), get_float(args.repetition + 4 * i)
+    logit = logit / repetition if logit > np.float32(0.0) else logit * repetition
+    if count > 0:
+        logit -= get_float(args.frequency + 4 * i) * np.float32(count)
+        logit -= get_float(args.presence + 4 * i)
+    set_float(at, logit)
+
+
+@function
 def _apply_penalties(args, i):
     """Those of the i-th history, of which most is blank: only where it is not are counts read."""
     size, slot = args.size, get_long(args.slots + 8 * i)
@@ -80,14 +91,24 @@ def _apply_penalties(args, i):
 
 
 @function
-def _penalise(args, i, at, count):
-    """Repetition first: positive logits are divided, others multiplied (Keskar et al., 2019)."""
-    logit, repetition = get_float(at), get_float(args.repetition + 4 * i)
-    logit = logit / repetition if logit > np.float32(0.0) else logit * repetition
-    if count > 0:
-        logit -= get_float(args.frequency + 4 * i) * np.float32(count)
-        logit -= get_float(args.presence + 4 * i)
-    set_float(at, logit)
+def _mass(x, size, top):
+    """What tokens weigh together, the likeliest 1."""
+    mass, zero, dead, tops, log2e = 0.0, splat(np.float32(0.0)), splat(DEAD), splat(top), splat(_LOG2E)
+    spoilt, whole = zero, size // (2 * LANES) * (2 * LANES)
+    for start in range(0, whole, 64 * LANES):
+        some, others = zero, zero
+        for i in range(start, min(start + 64 * LANES, whole), 2 * LANES):  # two chains at a time
+            log = multiply(subtract(load(x + 4 * i), tops), log2e)
+            other = multiply(subtract(load(x + 4 * i + VECTOR_BYTES), tops), log2e)
+            some = add(some, exp2_of_negative(greater(log, dead)))
+            others = add(others, exp2_of_negative(greater(other, dead)))
+            spoilt = where_nan(add(log, other), spoilt)
+        mass += np.float64(total(add(some, others)))
+    for i in range(whole, size, LANES):
+        log = multiply(subtract(load_up_to(x + 4 * i, size - i, MINUS_INFINITY), tops), log2e)
+        mass += np.float64(total(exp2_of_negative(greater(log, dead))))
+        spoilt = where_nan(log, spoilt)
+    return mass + np.float64(total(spoilt))
 
 
 @function
@@ -116,27 +137,6 @@ def _token_logprobs(args, row, scratch):
             set_long(ids + 8 + 8 * i, token)
             set_float(values + 4 + 4 * i, np.float32(np.float64(logit - top) - log_mass))
     set_long(args.ranks + 8 * row, rank if own >= bound else 1 + count_above(x, size, own, False))
-
-
-@function
-def _mass(x, size, top):
-    """What tokens weigh together, the likeliest 1."""
-    mass, zero, dead, tops, log2e = 0.0, splat(np.float32(0.0)), splat(DEAD), splat(top), splat(_LOG2E)
-    spoilt, whole = zero, size // (2 * LANES) * (2 * LANES)
-    for start in range(0, whole, 64 * LANES):
-        some, others = zero, zero
-        for i in range(start, min(start + 64 * LANES, whole), 2 * LANES):  # two chains at a time
-            log = multiply(subtract(load(x + 4 * i), tops), log2e)
-            other = multiply(subtract(load(x + 4 * i + VECTOR_BYTES), tops), log2e)
-            some = add(some, exp2_of_negative(greater(log, dead)))
-            others = add(others, exp2_of_negative(greater(other, dead)))
-            spoilt = where_nan(add(log, other), spoilt)
-        mass += np.float64(total(add(some, others)))
-    for i in range(whole, size, LANES):
-        log = multiply(subtract(load_up_to(x + 4 * i, size - i, MINUS_INFINITY), tops), log2e)
-        mass += np.float64(total(exp2_of_negative(greater(log, dead))))
-        spoilt = where_nan(log, spoilt)
-    return mass + np.float64(total(spoilt))
 
 
 @PENALTIES.kernel
