@@ -9,14 +9,13 @@ with some of its heads, over all their keys or SPLIT of them.
 """
 
 import numpy as np
-from numba import carray
 
-from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task
+from ..launch.tasks import Task
 from ..products.amx import configure_rows, release
 from ..products.codes import PAIRS
 from ..products.tiles import multiply_add, multiply_add_pairs
 from ..simd.gather import copy_pairs, copy_row, copy_rows, copy_words, fetch_rows, pair_rows
-from ..simd.memory import address_of, claim, get_float, get_long, item_size, load, set_float, store, transpose
+from ..simd.memory import get_float, get_long, item_size, load, set_float, store, transpose
 from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES, function
 from .amx_attention import (
@@ -86,7 +85,6 @@ _STRIDES = (  # bytes
 )
 ATTEND = Task((*_ADDRESSES, *_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap"))
 MERGE = Task(("merges", "parts", "out", "num_heads", "value_dim", "query_kind", "sinks"))
-_ATTEND_RECORD, _MERGE_RECORD = ATTEND.record, MERGE.record
 
 
 @function
@@ -333,22 +331,11 @@ def _merge_parts(args, unit):
         finish(score, weight, state + 8, out, args.query_kind, args.value_dim, args.sinks, head)
 
 
-@ATTEND.kernel
-def _attend_kernel(record):
-    """All threads: `_attend` for each unit."""
-    args, counters = carray(record, 1, _ATTEND_RECORD)[0], address_of(record)
-    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        _attend(args, args.units + 64 * unit, scratch)
-        unit = claim(counters + NEXT_UNIT)
+@ATTEND.each_unit
+def _attend_unit(args, unit, scratch):
+    _attend(args, args.units + 64 * unit, scratch)
 
 
-@MERGE.kernel
-def _merge_kernel(record):
-    """All threads: `_merge_parts` for each unit."""
-    args, counters = carray(record, 1, _MERGE_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        _merge_parts(args, args.merges + 64 * unit)
-        unit = claim(counters + NEXT_UNIT)
+@MERGE.each_unit
+def _merge_unit(args, unit):
+    _merge_parts(args, args.merges + 64 * unit)

@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import carray
 
+from ..simd.memory import address_of, claim
+from ..simd.vectors import function
 from .machine_code import MachineCode, machine_code
 
 # The first fields of every record: two counters, and what is for all threads.
@@ -42,6 +45,28 @@ class Task:
         self._call, self.address = self._code.call, self._code.address
         return self._code
 
+    def each_unit(self, do: Callable[..., None]) -> MachineCode:
+        """Decorate do(args, unit) or do(args, unit, scratch), which does one unit of work.
+
+        Every thread claims one unit after the other until none is left. scratch: the thread's own memory.
+        """
+        record_type, has_scratch, work = self.record, do.__code__.co_argcount == 3, function(do)
+
+        def each_unit(record: Any) -> None:
+            args, counters = carray(record, 1, record_type)[0], address_of(record)
+            if has_scratch:
+                scratch = thread_scratch(args, counters)
+            unit = claim(counters + NEXT_UNIT)
+            while unit < args.num_units:
+                if has_scratch:
+                    work(args, unit, scratch)
+                else:
+                    work(args, unit)
+                unit = claim(counters + NEXT_UNIT)
+
+        each_unit.__module__, each_unit.__name__ = do.__module__, do.__name__
+        return self.kernel(each_unit)
+
     def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:
         """Do units 0 to num_units - 1, each once, with these values for the record's own fields.
 
@@ -60,6 +85,12 @@ class Task:
             self._call(record)
         else:
             _on_all_threads(self._call, self.address, record, num_threads)
+
+
+@function
+def thread_scratch(args, counters):
+    """Claim the scratch memory of one thread. Return its address."""
+    return args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
 
 
 class Launch(NamedTuple):

@@ -2,11 +2,10 @@
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from ...checks import check_dtype, in_debug_mode
-from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task
+from ..launch.tasks import Task
 from ..linear.linear import OUT_KINDS, Panels
 from ..products.codes import (
     HALVES,
@@ -21,8 +20,6 @@ from ..products.codes import (
 from ..products.unpack import unpack, unpacked_kind
 from ..simd.gather import copy_row
 from ..simd.memory import (
-    address_of,
-    claim,
     get_byte,
     get_float,
     get_int,
@@ -42,7 +39,6 @@ from ..simd.vectors import LANES, VECTOR_BYTES, function
 
 TAKE_ROWS = Task(("table", "indices", "out", "row_bytes", "kind"))  # FLOAT32: whatever is not widened
 TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out", "in_features", "weight_kind", "out_kind"))
-_ROWS_RECORD, _PANEL_ROWS_RECORD = TAKE_ROWS.record, TAKE_PANEL_ROWS.record
 
 
 @function
@@ -53,7 +49,7 @@ def _widen_row(kind, source, to, columns):
         store_some_as(FLOAT32, to + 4 * column, load_some_as(kind, source + 2 * column, left), left)
 
 
-@function
+@TAKE_ROWS.each_unit
 def _take_row(args, i):
     source, to = args.table + get_long(args.indices + 8 * i) * args.row_bytes, args.out + i * args.row_bytes
     if args.kind != FLOAT32:
@@ -66,7 +62,7 @@ def _take_row(args, i):
         set_byte(to + at, get_byte(source + at))
 
 
-@function
+@TAKE_PANEL_ROWS.each_unit
 def _take_panel_row(args, i, scratch):
     """An output's weights, which are PANEL numbers apart, one behind the other; in pairs two at a time."""
     index = get_long(args.indices + 8 * i)
@@ -108,27 +104,6 @@ def _take_panel_row(args, i, scratch):
             set_float(numbers + 4 * k, get_float(scratch + 4 * lane))
     scale = np.float32(1.0) if is_short else get_float(args.scales + 4 * index)
     copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
-
-
-@TAKE_ROWS.kernel
-def _take_rows_kernel(record):
-    """All threads: `_take_row` for each index."""
-    args, counters = carray(record, 1, _ROWS_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        _take_row(args, unit)
-        unit = claim(counters + NEXT_UNIT)
-
-
-@TAKE_PANEL_ROWS.kernel
-def _take_panel_rows_kernel(record):
-    """All threads: `_take_panel_row` for each index."""
-    args, counters = carray(record, 1, _PANEL_ROWS_RECORD)[0], address_of(record)
-    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        _take_panel_row(args, unit, scratch)
-        unit = claim(counters + NEXT_UNIT)
 
 
 def take_rows(table: Tensor, indices: Tensor) -> Tensor:

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from ...checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
 from ...plain import ops as torch_ops
 from ..attention.paged_attention import KINDS
-from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task, is_plain
-from ..simd.memory import LINE, address_of, claim, get_float, load, set_float, set_long, store
+from ..launch.tasks import Task, is_plain
+from ..simd.memory import LINE, get_float, load, set_float, set_long, store
 from ..simd.numbers import FLOAT16, FLOAT32
 from ..simd.vectors import (
     LANES,
@@ -54,8 +53,6 @@ ROTARY_STORE_KV = Task(
     ("eps",),
 )  # fmt: skip
 GREEDY = Task(("logits", "tokens", "highest", "num_rows", "size", "stride"))
-_RMS_NORM_RECORD, _SILU_RECORD = RMS_NORM.record, SILU_AND_MUL.record
-_ROTARY_RECORD, _GREEDY_RECORD = ROTARY_STORE_KV.record, GREEDY.record
 
 
 def _of_kind(name: str) -> Any:
@@ -77,16 +74,7 @@ def _of_kind(name: str) -> Any:
 _rms_norm, _silu_and_mul, _rotary, _store_kv = map(_of_kind, RowOps._fields)
 
 
-@function
-def _rotary_store_kv(args, row):
-    _rotary(args, row)
-    if args.kind == args.cache_kind:
-        _store_kv(args, row)
-    else:
-        store_kv_as(args, row)
-
-
-@function
+@GREEDY.each_unit
 def _greedy(args, row, scratch):
     """The highest number of a row and the first place that it is at; NaN and 0 if there is one."""
     x, size = args.logits + row * args.stride, args.size
@@ -114,51 +102,32 @@ def _greedy(args, row, scratch):
     set_long(args.tokens + 8 * row, place if spoilt == spoilt else 0)
 
 
-@RMS_NORM.kernel
-def _rms_norm_kernel(record):
-    """All threads: `_rms_norm` for each row."""
-    args, counters = carray(record, 1, _RMS_NORM_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        first = unit * args.rows_per_unit
-        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-            _rms_norm(args, row)
-        unit = claim(counters + NEXT_UNIT)
+@function
+def _rows_of(args, unit):
+    first = unit * args.rows_per_unit
+    return range(first, min(first + args.rows_per_unit, args.num_rows))
 
 
-@SILU_AND_MUL.kernel
-def _silu_and_mul_kernel(record):
-    """All threads: `_silu_and_mul` for each row."""
-    args, counters = carray(record, 1, _SILU_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        first = unit * args.rows_per_unit
-        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-            _silu_and_mul(args, row)
-        unit = claim(counters + NEXT_UNIT)
+@RMS_NORM.each_unit
+def _rms_norm_unit(args, unit):
+    for row in _rows_of(args, unit):
+        _rms_norm(args, row)
 
 
-@ROTARY_STORE_KV.kernel
-def _rotary_store_kv_kernel(record):
-    """All threads: `_rotary_store_kv` for each token."""
-    args, counters = carray(record, 1, _ROTARY_RECORD)[0], address_of(record)
-    unit = claim(counters + NEXT_UNIT)
-    while unit < args.num_units:
-        first = unit * args.rows_per_unit
-        for row in range(first, min(first + args.rows_per_unit, args.num_rows)):
-            _rotary_store_kv(args, row)
-        unit = claim(counters + NEXT_UNIT)
+@SILU_AND_MUL.each_unit
+def _silu_and_mul_unit(args, unit):
+    for row in _rows_of(args, unit):
+        _silu_and_mul(args, row)
 
 
-@GREEDY.kernel
-def _greedy_kernel(record):
-    """All threads: `_greedy` for each row."""
-    args, counters = carray(record, 1, _GREEDY_RECORD)[0], address_of(record)
-    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-    row = claim(counters + NEXT_UNIT)
-    while row < args.num_rows:
-        _greedy(args, row, scratch)
-        row = claim(counters + NEXT_UNIT)
+@ROTARY_STORE_KV.each_unit
+def _rotary_store_kv_unit(args, unit):
+    for row in _rows_of(args, unit):
+        _rotary(args, row)
+        if args.kind == args.cache_kind:
+            _store_kv(args, row)
+        else:
+            store_kv_as(args, row)
 
 
 def _units(num_rows: int, size: int) -> tuple[int, int]:

@@ -4,17 +4,14 @@ import math
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from ...plain import logprobs as torch_logprobs
 from ...plain import sampling as torch_sampling
 from ...plain import selection as torch_selection
-from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task, is_plain
+from ..launch.tasks import Task, is_plain
 from ..simd.memory import (
-    address_of,
     any_set,
-    claim,
     get_byte,
     get_float,
     get_int,
@@ -58,7 +55,6 @@ PENALTIES = Task(
 LOGPROBS = Task(
     ("logits", "tokens", "values", "ids", "ranks", "num_rows", "size", "stride", "width", "num_top")
 )
-_PENALTIES_RECORD, _LOGPROBS_RECORD = PENALTIES.record, LOGPROBS.record
 _LOG2E = np.float32(1.4426950408889634)
 
 
@@ -73,7 +69,7 @@ def _penalise(args, i, at, count):
     set_float(at, logit)
 
 
-@function
+@PENALTIES.each_unit
 def _apply_penalties(args, i):
     """Those of the i-th history, of which most is blank: only where it is not are counts read."""
     size, slot = args.size, get_long(args.slots + 8 * i)
@@ -111,7 +107,7 @@ def _mass(x, size, top):
     return mass + np.float64(total(spoilt))
 
 
-@function
+@LOGPROBS.each_unit
 def _token_logprobs(args, row, scratch):
     x, size, width, num_top = args.logits + row * args.stride, args.size, args.width, args.num_top
     values, ids = args.values + 4 * row * (1 + num_top), args.ids + 8 * row * (1 + num_top)
@@ -137,27 +133,6 @@ def _token_logprobs(args, row, scratch):
             set_long(ids + 8 + 8 * i, token)
             set_float(values + 4 + 4 * i, np.float32(np.float64(logit - top) - log_mass))
     set_long(args.ranks + 8 * row, rank if own >= bound else 1 + count_above(x, size, own, False))
-
-
-@PENALTIES.kernel
-def _penalties_kernel(record):
-    """All threads: `_apply_penalties` for each history."""
-    args, counters = carray(record, 1, _PENALTIES_RECORD)[0], address_of(record)
-    i = claim(counters + NEXT_UNIT)
-    while i < args.num_rows:
-        _apply_penalties(args, i)
-        i = claim(counters + NEXT_UNIT)
-
-
-@LOGPROBS.kernel
-def _logprobs_kernel(record):
-    """All threads: `_token_logprobs` for each row."""
-    args, counters = carray(record, 1, _LOGPROBS_RECORD)[0], address_of(record)
-    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-    row = claim(counters + NEXT_UNIT)
-    while row < args.num_rows:
-        _token_logprobs(args, row, scratch)
-        row = claim(counters + NEXT_UNIT)
 
 
 def apply_penalties(

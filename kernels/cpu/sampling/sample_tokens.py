@@ -10,15 +10,12 @@ import math
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
 from ...plain import sampling as torch_sampling
 from ...plain import selection as torch_selection
-from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task, is_plain
+from ..launch.tasks import Task, is_plain
 from ..simd.memory import (
-    address_of,
-    claim,
     get_float,
     get_int,
     get_long,
@@ -63,7 +60,6 @@ SAMPLE = Task(
         "num_rows", "size", "stride", "height", "width",
     )
 )  # fmt: skip
-_RECORD = SAMPLE.record
 
 _EVERYWHERE = np.float32(np.inf)  # a distance that nothing is as far as
 _LEAST, _TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
@@ -276,15 +272,9 @@ def _redraw(matrix, size, bits, scratch, token, centre, limit):
         token = _draw(matrix, size, bits, scratch, centre, distance)
 
 
-@SAMPLE.kernel
-def _sample_kernel(record):
-    """All threads: `_sample` for each row."""
-    args, counters = carray(record, 1, _RECORD)[0], address_of(record)
-    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
-    row = claim(counters + NEXT_UNIT)
-    while row < args.num_rows:
-        set_long(args.tokens + 8 * row, _sample(args, row, scratch))
-        row = claim(counters + NEXT_UNIT)
+@SAMPLE.each_unit
+def _sample_unit(args, row, scratch):
+    set_long(args.tokens + 8 * row, _sample(args, row, scratch))
 
 
 def sample_tokens(
