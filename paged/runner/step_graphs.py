@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.attention.attention import ATTEND, MERGE
+from ..kernels.cpu.attention.kernel import ATTEND, MERGE
 from ..kernels.cpu.attention.paged_attention import Plan, plan_units
-from ..kernels.cpu.attention.units import SPLIT
+from ..kernels.cpu.attention.units import SPLIT_KEYS
 from ..kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder
 from ..kernels.cpu.simd.memory import LINE
 from ..model.batch import Batch
@@ -65,7 +65,7 @@ class StepGraphs:
             return compute(batch, kv_cache)
         graph.use(plan, batch)
         # A plan is good while no sequence needs one more split.
-        self._last = _Last(batch, batch.age + 1 + int((-seq_lens % SPLIT).min()), where, graph)
+        self._last = _Last(batch, batch.age + 1 + int((-seq_lens % SPLIT_KEYS).min()), where, graph)
         return graph.replay()
 
     def _record(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> _StepGraph | None:

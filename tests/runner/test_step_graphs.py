@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from paged import SamplingParams
 from paged.kernels import reference
-from paged.kernels.cpu.attention.units import SPLIT
+from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder, _column
 from paged.kernels.cpu.launch.tasks import Launch, Task
 from paged.kernels.cpu.rows import ops as numba_ops
@@ -39,7 +39,7 @@ if HAS_DOT:  # elsewhere bfloat16 is left to torch in part
 @pytest.fixture(scope="module")
 def long_checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("long")
-    random_model(LlamaConfig(**{**SHAPE, "max_position_embeddings": 2 * SPLIT + 64})).save_pretrained(
+    random_model(LlamaConfig(**{**SHAPE, "max_position_embeddings": 2 * SPLIT_KEYS + 64})).save_pretrained(
         directory
     )
     return directory
@@ -87,7 +87,7 @@ def test_bits_are_those_of_the_model_itself(name, monkeypatch):
 def test_lengths_over_a_split(long_checkpoint):
     """One that grows a split longer, alone and with others, needs another plan."""
     params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=20)
-    prompts = ragged_prompts([2 * SPLIT - 6, SPLIT - 3])
+    prompts = ragged_prompts([2 * SPLIT_KEYS - 6, SPLIT_KEYS - 3])
     engines = [new_engine(long_checkpoint, num_blocks=300) for _ in range(2)]
     engines[0].runner.graphs = None
     expected, found = ([run(e, p, params) for p in (prompts[:1], prompts)] for e in engines)

@@ -1,295 +1,100 @@
-"""Scores and weighted sums of a few query rows over K and V where they lie in the cache.
+"""Attention of a decode over a key tile that it reads in the cache.
 
-A decode reads every number of K and V once for one query token. To bring them into scratch memory first, as
-attention does where many rows share them, takes as long as to read them. Here a block of keys is transposed
-in registers, while the next one is fetched: it may lie where no prefetcher looks for it. Every sum is the
-same chain as there: of a score in the order of the columns, of an output in the order of the keys.
+A decode reads every number of K and V once, for one query token. To copy them into scratch memory first, as
+prompts do, where many rows share them, would take as long as to read them.
 """
 
-from typing import Any
-
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-
 from ..products.codes import PAIRS
-from ..simd import emit
-from ..simd.emit import F32, I64, int64, operation
-from ..simd.memory import LINE, get_long, set_long
-from ..simd.numbers import BFLOAT16, FLOAT32, INT8, ITEM_SIZES
-from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function
+from ..simd.memory import get_long, set_long
+from ..simd.numbers import BFLOAT16, FLOAT32
+from ..simd.vectors import LANES, function
+from .block_table import write_next_addresses
+from .decode_tiles import (
+    add_bfloat,
+    add_float,
+    add_int8,
+    add_pairs,
+    score_bfloat,
+    score_float,
+    score_int8,
+    score_pairs,
+)
+from .softmax import TILE, TILE_BYTES, padded, softmax_step
+from .units import BY_FLOATS
 
-MOST_ROWS = 8  # of a KV head: for more, scratch memory pays
-_MANY_REGISTERS = LANES == 16  # AVX-512 has twice as many
-_BLOCK = 8  # keys whose V is added for all heads before the next: some pages of memory
-
-
-def _key_tile(rows: int, kind: int) -> Any:
-    """Scores of so many rows with LANES keys, whose addresses lie one behind the other.
-
-    What is read next, the same columns at LANES other addresses, is fetched meanwhile: a few lines with each
-    step, all of them once. PAIRS: a number of the depth is two of bfloat16, and half a step may be left.
-    """
-    stored, multiply_add = (FLOAT32, emit.dot) if kind == PAIRS else (kind, emit.fma)
-    step_bytes = LANES * ITEM_SIZES[stored]
-    num_fetched = max(1, LANES * step_bytes // LINE)  # lines of each step
-
-    @operation(types.void, *[types.int64] * 9)
-    def key_tile(
-        builder: Any,
-        scores: Any,
-        stride: Any,
-        queries: Any,
-        q_stride: Any,
-        keys: Any,
-        offset: Any,
-        depth: Any,
-        ahead: Any,
-        ahead_offset: Any,
-    ) -> None:
-        longs = [builder.load(emit.pointer(builder, I64, keys, int64(8 * lane))) for lane in range(LANES)]
-        places = [builder.add(address, offset) for address in longs]
-        sums = [cgutils.alloca_once_value(builder, emit.constant(0.0)) for _ in range(rows)]
-
-        def fetch(first: Any, count: int, step: Any) -> None:
-            for lane in range(count):
-                other = builder.load(emit.pointer(builder, I64, ahead, first, int64(8 * lane)))
-                emit.prefetch(builder, builder.add(builder.add(other, ahead_offset), step))
-
-        def add_columns(step: Any, query_step: Any, first: int) -> None:
-            columns = emit.transpose(
-                builder, [emit.load(builder, stored, builder.add(p, step)) for p in places]
-            )
-            query = builder.add(queries, query_step)
-            for lane, column in [*enumerate(columns)][first:]:
-                for r, total in enumerate(sums):
-                    at = builder.add(query, builder.mul(q_stride, int64(r)))
-                    number = builder.load(emit.pointer(builder, F32, at, int64(4 * lane)), align=4)
-                    now = builder.load(total)
-                    builder.store(multiply_add(builder, emit.splat(builder, number), column, now), total)
-
-        with cgutils.for_range(builder, builder.udiv(depth, int64(LANES))) as loop:
-            step = builder.mul(loop.index, int64(step_bytes))
-            first = builder.mul(builder.urem(loop.index, int64(LANES // num_fetched)), int64(8 * num_fetched))
-            fetch(first, num_fetched, step)
-            add_columns(step, builder.mul(loop.index, int64(VECTOR_BYTES)), 0)
-        if kind == PAIRS:
-            with builder.if_then(builder.trunc(builder.udiv(depth, int64(LANES // 2)), ir.IntType(1))):
-                step = builder.mul(builder.sub(depth, int64(LANES)), int64(4))
-                fetch(int64(0), LANES, builder.add(step, int64(step_bytes // 2)))
-                add_columns(step, step, LANES // 2)
-        for r, total in enumerate(sums):
-            at = builder.add(scores, builder.mul(stride, int64(r)))
-            emit.store(builder, FLOAT32, at, builder.load(total))
-
-    return key_tile
-
-
-def _value_tile(rows: int, vectors: int, kind: int) -> Any:
-    """Adds so many vectors of V to the sums of so many rows, each key's by the row's weight for it.
-
-    For each key, as much is fetched `ahead`. PAIRS: a step is two keys, whose weights are bfloat16.
-    """
-    where = [(r, v) for r in range(rows) for v in range(vectors)]
-    keys_per_step, multiply_add = (2, emit.dot) if kind == PAIRS else (1, emit.fma)
-    size = LANES * ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
-
-    def read(builder: Any, places: list[Any]) -> list[Any]:
-        """A vector of each, or of neighbouring numbers of both."""
-        if kind != PAIRS:
-            return [emit.load(builder, kind, builder.add(places[0], int64(v * size))) for v in range(vectors)]
-        return [
-            emit.load_pairs(builder, BFLOAT16, *(builder.add(place, int64(v * size)) for place in places))
-            for v in range(vectors)
-        ]
-
-    @operation(types.void, *[types.int64] * 9)
-    def value_tile(
-        builder: Any,
-        out: Any,
-        stride: Any,
-        weights: Any,
-        w_stride: Any,
-        values: Any,
-        offset: Any,
-        count: Any,
-        ahead: Any,
-        ahead_offset: Any,
-    ) -> None:
-        def place(r: int, v: int) -> Any:
-            return builder.add(builder.add(out, builder.mul(stride, int64(r))), int64(v * VECTOR_BYTES))
-
-        sums = {p: cgutils.alloca_once_value(builder, emit.load(builder, FLOAT32, place(*p))) for p in where}
-        with cgutils.for_range(builder, count) as loop:
-            keys = [
-                builder.add(builder.mul(loop.index, int64(8 * keys_per_step)), int64(8 * i))
-                for i in range(keys_per_step)
-            ]
-            places = [
-                builder.add(builder.load(emit.pointer(builder, I64, values, key)), offset) for key in keys
-            ]
-            for key in keys:
-                other = builder.add(builder.load(emit.pointer(builder, I64, ahead, key)), ahead_offset)
-                for byte in range(0, vectors * size, LINE):
-                    emit.prefetch(builder, builder.add(other, int64(byte)))
-            parts = read(builder, places)
-            for r in range(rows):
-                at = builder.add(weights, builder.mul(w_stride, int64(r)))
-                number = builder.load(
-                    emit.pointer(builder, F32, at, builder.mul(loop.index, int64(4))), align=4
-                )
-                same = emit.splat(builder, number)
-                for v, part in enumerate(parts):
-                    builder.store(multiply_add(builder, same, part, builder.load(sums[r, v])), sums[r, v])
-        for p in where:
-            emit.store(builder, FLOAT32, place(*p), builder.load(sums[p]))
-
-    return value_tile
-
-
-def _of_kind(kind: int) -> tuple[Any, Any]:
-    """Scores of a block of keys, and the sums of a block of V, for all rows of one head."""
-    key_8, key_4, key_2, key_1 = (_key_tile(rows, kind) for rows in (8, 4, 2, 1))
-    value_8x2, value_4x2, value_4x1 = (_value_tile(*tile, kind) for tile in ((8, 2), (4, 2), (4, 1)))
-    value_2x4, value_2x1 = _value_tile(2, 4, kind), _value_tile(2, 1, kind)
-    value_1x8, value_1x6, value_1x3, value_1x1 = (_value_tile(1, vectors, kind) for vectors in (8, 6, 3, 1))
-    size = LANES * ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
-
-    @function
-    def score(scores, stride, queries, q_stride, keys, offset, depth, rows, ahead, ahead_offset):
-        row = 0
-        while row < rows:
-            to, own, left = scores + row * stride, queries + row * q_stride, rows - row
-            if left >= 8 and _MANY_REGISTERS:
-                key_8(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
-                row += 8
-            elif left >= 4:
-                key_4(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
-                row += 4
-            elif left >= 2:
-                key_2(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
-                row += 2
-            else:
-                key_1(to, stride, own, q_stride, keys, offset, depth, ahead, ahead_offset)
-                row += 1
-
-    @function
-    def add(sums, stride, weights, w_stride, values, offset, count, rows, vectors, ahead, ahead_offset):
-        row = 0
-        while row < rows:
-            to, own, at, left = sums + row * stride, weights + row * w_stride, offset, vectors
-            moved = ahead_offset - offset
-            if rows - row >= 8 and left % 2 == 0 and _MANY_REGISTERS:
-                while left:
-                    value_8x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
-                row += 8
-            elif rows - row >= 4:
-                while left >= 2:
-                    value_4x2(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 2 * VECTOR_BYTES, at + 2 * size, left - 2
-                if left:
-                    value_4x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                row += 4
-            elif rows - row >= 2:
-                while left >= 4:
-                    value_2x4(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 4 * VECTOR_BYTES, at + 4 * size, left - 4
-                while left:
-                    value_2x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + VECTOR_BYTES, at + size, left - 1
-                row += 2
-            else:
-                while left >= 8:
-                    value_1x8(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 8 * VECTOR_BYTES, at + 8 * size, left - 8
-                while left >= 6:
-                    value_1x6(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 6 * VECTOR_BYTES, at + 6 * size, left - 6
-                while left >= 3:
-                    value_1x3(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + 3 * VECTOR_BYTES, at + 3 * size, left - 3
-                while left:
-                    value_1x1(to, stride, own, w_stride, values, at, count, ahead, at + moved)
-                    to, at, left = to + VECTOR_BYTES, at + size, left - 1
-                row += 1
-
-    return score, add
-
-
-_score_float, _add_float = _of_kind(FLOAT32)
-_score_bfloat, _add_bfloat = _of_kind(BFLOAT16)
-_score_int8, _add_int8 = _of_kind(INT8)
-_score_pairs, _add_pairs = _score_float, _add_float
-if HAS_DOT:  # elsewhere nothing is in pairs
-    _score_pairs, _add_pairs = _of_kind(PAIRS)
+_BLOCK = 8  # keys whose V is added for all heads before the next keys' V: it lies in few pages of memory
 
 
 @function
-def reads_in_place(kind, rows, head_dim, value_dim):
-    """Whether the two functions below do it: whole vectors, of some kinds."""
-    whole = head_dim % LANES == 0 and value_dim % LANES == 0
-    return rows <= MOST_ROWS and whole and kind in (FLOAT32, BFLOAT16, INT8, PAIRS)
+def _score_keys(args, unit, scratch, tile, kind):
+    """Compute the scores of every head's rows with its keys of a tile, and of padding to whole vectors.
 
-
-@function
-def score_keys(
-    kind, scores, stride, queries, q_stride, keys, offset, head_stride, skip, count, heads, rows, depth,
-    values, value_offset, value_stride,
-):  # fmt: skip
-    """Scores of every head's rows with its keys from `skip` to `count`, and of some places around them.
-
-    keys: where the addresses of the tile's keys are, of which those places get a neighbour's.
-    values: those of their V, which is read next and fetched behind the last of K.
+    Padding gets the address of a neighbour. After the last of K, V of the tile is prefetched.
     """
-    first, end = skip // LANES * LANES, (count + LANES - 1) // LANES * LANES
-    for place in range(first, skip):
-        set_long(keys + 8 * place, get_long(keys + 8 * skip))
-    for place in range(count, end):
-        set_long(keys + 8 * place, get_long(keys + 8 * (count - 1)))
+    keys, rows, q_stride = scratch.addresses, unit.head_rows, 4 * unit.depth
+    first, end = tile.skip // LANES * LANES, (tile.end + LANES - 1) // LANES * LANES
+    for place in range(first, tile.skip):
+        set_long(keys + 8 * place, get_long(keys + 8 * tile.skip))
+    for place in range(tile.end, end):
+        set_long(keys + 8 * place, get_long(keys + 8 * (tile.end - 1)))
     for block in range(first, end, LANES):
-        for head in range(heads):
-            out, query = scores + head * rows * stride + 4 * block, queries + head * rows * q_stride
-            where, at = keys + 8 * block, offset + head * head_stride
-            ahead, ahead_at = where + 8 * LANES, at
+        for head in range(unit.num_heads):
+            out = scratch.scores + head * rows * TILE_BYTES + 4 * block
+            query, where = scratch.queries + head * rows * q_stride, keys + 8 * block
+            offset = unit.key_offset + head * args.key_head_stride
+            ahead, ahead_offset = where + 8 * LANES, offset
             if block + LANES >= end:
-                ahead, ahead_at = values + 8 * skip, value_offset + head * value_stride
+                ahead = keys + 8 * (TILE + tile.skip)
+                ahead_offset = unit.value_offset + head * args.value_head_stride
+            same = out, TILE_BYTES, query, q_stride, where, offset, unit.depth, rows, ahead, ahead_offset
             if kind == FLOAT32:
-                _score_float(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
+                score_float(*same)
             elif kind == PAIRS:
-                _score_pairs(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
+                score_pairs(*same)
             elif kind == BFLOAT16:
-                _score_bfloat(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
+                score_bfloat(*same)
             else:
-                _score_int8(out, stride, query, q_stride, where, at, depth, rows, ahead, ahead_at)
+                score_int8(*same)
 
 
 @function
-def add_values(
-    kind, sums, stride, weights, w_stride, values, offset, head_stride, skip, count, heads, rows, vectors,
-    keys, key_offset, key_stride,
-):  # fmt: skip
-    """To the sums of every head's rows, V of the tile's keys from `skip` to `count` by its weights.
+def _add_values(args, unit, scratch, state, tile, kind):
+    """Add V of a tile's keys, times the weights, to the outputs of every head's rows.
 
-    keys: addresses of LANES keys, which are read next and fetched behind the last of V.
-    PAIRS: skip is even; the key behind an odd number has an address too, and weight 0.
+    After the last of V, K of the next tile is prefetched. In pairs, the range is widened to whole pairs of
+    keys: the neighbour of an odd one has weight 0.
     """
-    for block in range(skip, count, _BLOCK):
-        size, weight_bytes = min(_BLOCK, count - block), 4
+    rows, vectors, values = unit.head_rows, state.num_vectors, scratch.addresses + 8 * TILE
+    stride = padded(args.value_dim) * 4
+    skip = tile.skip // 2 * 2 if kind == PAIRS else tile.skip
+    for block in range(skip, tile.end, _BLOCK):
+        size, weight_bytes = min(_BLOCK, tile.end - block), 4
         if kind == PAIRS:
             size, weight_bytes = (size + 1) // 2, 2
-        for head in range(heads):
-            out = sums + head * rows * stride
-            weight = weights + head * rows * w_stride + weight_bytes * block
-            where, at = values + 8 * block, offset + head * head_stride
-            ahead, ahead_at = where + 8 * _BLOCK, at
-            if block + _BLOCK >= count:
-                ahead, ahead_at = keys, key_offset + head * key_stride
+        for head in range(unit.num_heads):
+            out = state.outputs + head * rows * stride
+            weight = scratch.scores + head * rows * TILE_BYTES + weight_bytes * block
+            where, offset = values + 8 * block, unit.value_offset + head * args.value_head_stride
+            ahead, ahead_offset = where + 8 * _BLOCK, offset
+            if block + _BLOCK >= tile.end:
+                ahead, ahead_offset = scratch.more_addresses, unit.key_offset + head * args.key_head_stride
+            same = out, stride, weight, TILE_BYTES, where, offset, size, rows, vectors, ahead, ahead_offset
             if kind == FLOAT32:
-                _add_float(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
+                add_float(*same)
             elif kind == PAIRS:
-                _add_pairs(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
+                add_pairs(*same)
             elif kind == BFLOAT16:
-                _add_bfloat(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
+                add_bfloat(*same)
             else:
-                _add_int8(out, stride, weight, w_stride, where, at, size, rows, vectors, ahead, ahead_at)
+                add_int8(*same)
+
+
+@function
+def attend_in_place(args, unit, scratch, state, tile):
+    """Attend from the rows of one token to a key tile."""
+    in_pairs = unit.arithmetic != BY_FLOATS
+    kind = PAIRS if in_pairs else args.cache_kind
+    write_next_addresses(args, unit.seq, tile.start + TILE, unit.end_key, scratch.more_addresses)
+    _score_keys(args, unit, scratch, tile, kind)
+    softmax_step(args, unit, state, 0, unit.num_rows, tile, padded(tile.end), in_pairs, None)
+    _add_values(args, unit, scratch, state, tile, kind)

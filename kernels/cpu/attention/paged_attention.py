@@ -20,9 +20,9 @@ from ...attention_options import (
 from ...checks import check_device, in_debug_mode
 from ..products.amx import HAS_TILES
 from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
-from .attention import ATTEND, MAX_ROWS, MERGE
+from .kernel import ATTEND, MERGE
 from .softmax import padded
-from .units import SPLIT, scratch_size
+from .units import SPLIT_KEYS, scratch_size
 
 KINDS = {
     torch.float32: FLOAT32,
@@ -32,14 +32,14 @@ KINDS = {
     torch.float8_e4m3fn: FLOAT8,
 }
 UNITS_PER_THREAD = 2  # at least, so that no thread waits long for the last
-LEAST_ROWS = 64  # of a unit of a prompt, where it has as many
+MAX_ROWS, LEAST_ROWS = 512, 64  # of a unit of a prompt, for each KV head
 MAX_DECODE = 4  # new tokens of a sequence whose heads go together
 
 
 class Plan(NamedTuple):
     """The work of one step, for every layer of the same shape."""
 
-    units: NDArray[np.int64]  # [num_units, 8], see cpu.attention.attention.ATTEND
+    units: NDArray[np.int64]  # [num_units, 8], see kernel.ATTEND
     merges: NDArray[np.int64]  # [num_merges, 8]
     num_parts: int
     max_rows: int  # of a unit, all its heads together
@@ -179,7 +179,7 @@ def plan_units(
     """Share a step out in units of like size, the longest first: its bits are the same however that is done.
 
     A decode is one unit with all its heads, so that memory is read as it lies. Where that would be too much
-    of the step for one thread, its KV heads are shared out, and then every SPLIT tokens of each.
+    of the step for one thread, its KV heads are shared out, and then every SPLIT_KEYS tokens of each.
     Prompts go by tiles of query tokens, one KV head a unit.
     """
     query_lens = np.diff(cu_seqlens_q)
@@ -189,14 +189,14 @@ def plan_units(
         units = np.zeros((len(seq_lens), 8), np.int64)
         units[:, 0] = np.argsort(-seq_lens)
         units[:, 2], units[:, 4], units[:, 7] = 1, num_kv_heads, -1
-        units[:, 6] = -(-seq_lens[units[:, 0]] // SPLIT)
+        units[:, 6] = -(-seq_lens[units[:, 0]] // SPLIT_KEYS)
         return Plan(units, np.empty((0, 8), np.int64), 0, num_heads)
     group = num_heads // num_kv_heads
     tile = _tile_of_prompts(seq_lens, query_lens, group, limit * num_kv_heads // 2)
     rows, merges, num_parts = [], [], 0
     max_rows = tile * group if query_lens.max(initial=0) > 1 else 1  # a recorded step fits others
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
-        num_splits = -(-seq_len // SPLIT)
+        num_splits = -(-seq_len // SPLIT_KEYS)
         cut = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads
         per_unit = 1
         if query_len <= MAX_DECODE:  # as many heads as are no more than a thread's share
@@ -213,7 +213,7 @@ def plan_units(
                 (num_parts, num_splits, unit_rows, num_rows, int(cu_seqlens_q[seq]) + first, head, group, 0)
             )
             for split in range(num_splits):
-                rows.append((SPLIT * num_rows, *place, split, split + 1, num_parts))
+                rows.append((SPLIT_KEYS * num_rows, *place, split, split + 1, num_parts))
                 num_parts += num_rows
     rows.sort(reverse=True)
     table = np.array(rows, np.int64).reshape(-1, 9)[:, 1:]

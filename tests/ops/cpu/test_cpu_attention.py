@@ -16,7 +16,7 @@ from paged.kernels.cpu.attention.paged_attention import (
     plan_attention,
     plan_units,
 )
-from paged.kernels.cpu.attention.units import SPLIT
+from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.cpu.launch import tasks as numba_threads
 from paged.kernels.cpu.linear import linear as numba_linear
 from paged.kernels.cpu.products.amx import HAS_TILES
@@ -78,7 +78,7 @@ def test_options_alone_and_in_pairs(chosen):
 def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dtype, head_dim, cache):
     """Over a split, at a window, with many heads or one for a unit, whatever number of threads."""
     for window in (None, 700):
-        seq_len = 2 * SPLIT + 70
+        seq_len = 2 * SPLIT_KEYS + 70
         options = {"num_heads": 6, "head_dim": head_dim, "dtype": dtype, "sliding_window": window}
         case = case_over(cache, [seq_len, 5, 300], [90, 1, 300], **options)
         together = paged_attention_from_nan(**case)
@@ -98,7 +98,9 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dt
 def test_splits_that_fell_out_of_the_window_weigh_nothing(num_threads):
     """Also where one is all of a unit, whatever was in its memory."""
     before = torch.get_num_threads()
-    case = ragged_case([4 * SPLIT + 9], [1], num_heads=6, num_kv_heads=2, head_dim=32, sliding_window=100)
+    case = ragged_case(
+        [4 * SPLIT_KEYS + 9], [1], num_heads=6, num_kv_heads=2, head_dim=32, sliding_window=100
+    )
     try:
         torch.set_num_threads(num_threads)
         assert_exact_enough(paged_attention_from_nan(**case), case, reference.paged_attention, "numba")
@@ -177,7 +179,8 @@ def test_units_cover_every_row_head_and_split_once(num_threads):
                 seen.add(where)
             assert (end - first) * group * (end_head - head) <= plan.max_rows
         assert len(seen) == sum(
-            int(q) * num_kv_heads * -(-int(n) // SPLIT) for n, q in zip(seq_lens, query_lens, strict=True)
+            int(q) * num_kv_heads * -(-int(n) // SPLIT_KEYS)
+            for n, q in zip(seq_lens, query_lens, strict=True)
         )
         parts = sorted(unit[7] for unit in plan.units.tolist() if unit[7] >= 0)
         assert len(parts) == len(set(parts)) == sum(int(merge[1]) for merge in plan.merges)

@@ -1,0 +1,174 @@
+"""Paged attention on a CPU: ragged batches of prompts and decodes over K and V behind a block table.
+
+Online softmax over tiles of 64 keys, in float32, or in pairs of bfloat16 where queries and cache are bfloat16
+and the CPU multiplies them. For prompts a key tile is copied into scratch memory, transposed, once for all
+query heads that share it (`prompt`); decodes read it in the cache (`decode`, `amx_attention`). A unit of work
+is some query tokens of one sequence with some of its heads, over all their keys or some splits of them
+(`units`).
+"""
+
+import numpy as np
+
+from ..launch.tasks import Task
+from ..products.amx import release
+from ..simd.gather import copy_row, copy_words, fetch_rows
+from ..simd.memory import get_float, get_long, item_size, load, set_float, store
+from ..simd.numbers import FLOAT32
+from ..simd.vectors import LANES, VECTOR_BYTES, function
+from . import amx_attention, decode
+from .block_table import copy_scales, write_addresses
+from .prompt import attend_in_scratch
+from .softmax import TILE, KeyTile, Prefetch, merge_softmax, padded, reset, rows_from, write_output
+from .units import BY_FLOATS, BY_TILES, SPLIT_KEYS, lay_out, read_unit
+
+_ADDRESSES = (
+    "units",  # i64[num_units, 8]: seq; first and end of tokens, KV heads and splits; first row in parts or -1
+    "query",
+    "key_cache",
+    "value_cache",
+    "block_tables",
+    "seq_lens",
+    "cu_seqlens_q",
+    "out",
+    "parts",  # f32[num_parts, padded value_dim + 2]: a row's maximum, normalizer and output over one split
+    "sinks",  # this and the following are 0 where not given
+    "alibi_slopes",
+    "tree_mask",
+    "key_scales",
+    "value_scales",
+)
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "block_size", "window", "causal")
+_KINDS = ("query_kind", "cache_kind", "tiles")  # tiles: whether AMX may be used
+_STRIDES = (  # bytes
+    "table_stride",
+    "query_token_stride",
+    "query_head_stride",
+    "key_block_stride",
+    "key_token_stride",
+    "key_head_stride",
+    "value_block_stride",
+    "value_token_stride",
+    "value_head_stride",
+)
+ATTEND = Task((*_ADDRESSES, *_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap"))
+MERGE = Task(("merges", "parts", "out", "num_heads", "value_dim", "query_kind", "sinks"))
+
+
+@function
+def _load_queries(args, unit, to):
+    """Copy Q of a unit's rows; of float32 it is multiplied by scale."""
+    group = args.num_heads // args.num_kv_heads
+    for key_head in range(unit.first_head, unit.first_head + unit.num_heads):
+        for token in range(unit.first_token, unit.first_token + unit.num_tokens):
+            source = args.query + token * args.query_token_stride + key_head * group * args.query_head_stride
+            for _ in range(group):
+                if unit.arithmetic != BY_FLOATS:
+                    copy_words(to, source, args.head_dim // 2)
+                    to += 2 * args.head_dim
+                else:
+                    copy_row(FLOAT32, to, args.query_kind, source, args.head_dim, np.float32(args.scale))
+                    to += 4 * args.head_dim
+                source += args.query_head_stride
+
+
+@function
+def _store_results(args, unit, state):
+    """Store the outputs of a unit's rows, or their states where they are to be merged with other splits'."""
+    group, width = args.num_heads // args.num_kv_heads, state.num_vectors * LANES
+    maxima, normalizers, outputs = state.maxima, state.normalizers, state.outputs
+    out_size = args.value_dim * item_size(args.query_kind)
+    part = unit.first_part
+    for key_head in range(unit.first_head, unit.first_head + unit.num_heads):
+        for token in range(unit.first_token, unit.first_token + unit.num_tokens):
+            for head in range(key_head * group, (key_head + 1) * group):
+                maximum, normalizer = get_float(maxima), get_float(normalizers)
+                if part < 0:
+                    out = args.out + (token * args.num_heads + head) * out_size
+                    write_output(args, maximum, normalizer, outputs, out, head)
+                else:
+                    to = args.parts + part * 4 * (width + 2)
+                    set_float(to, maximum)
+                    set_float(to + 4, normalizer)
+                    for v in range(0, 4 * width, VECTOR_BYTES):
+                        store(to + 8 + v, load(outputs + v))
+                    part += 1
+                maxima, normalizers, outputs = maxima + 4, normalizers + 4, outputs + 4 * width
+
+
+@function
+def _next_tile(args, unit, start, addresses):
+    """Write the addresses of the tile that starts there, and return how a unit prefetches it."""
+    count = max(0, min(TILE, min(unit.end_key, unit.end_split * SPLIT_KEYS) - start))
+    write_addresses(args, unit.seq, KeyTile(start, 0, count, False), addresses)
+    share, size = (count + unit.num_rows - 1) // unit.num_rows, unit.num_heads * item_size(args.cache_kind)
+    keys, values = size * args.head_dim, size * args.value_dim
+    return Prefetch(addresses, count, share, unit.key_offset, keys, unit.value_offset, values)
+
+
+@ATTEND.each_unit
+def _attend(args, number, scratch_memory):
+    """Attend from a unit's rows to all its keys, tile by tile and split by split."""
+    unit = read_unit(args, args.units + 64 * number)
+    scratch, total, partial = lay_out(args, unit, scratch_memory)
+    amx_in_place = unit.arithmetic == BY_TILES and unit.in_place
+    if amx_in_place:
+        first = _next_tile(
+            args, unit, max(unit.first_split * SPLIT_KEYS, unit.first_key // TILE * TILE), scratch.keys
+        )
+        fetch_rows(first.addresses, first.key_offset, first.key_bytes, 0, first.num_tokens)
+        fetch_rows(first.addresses + 8 * TILE, first.value_offset, first.value_bytes, 0, first.num_tokens)
+    _load_queries(args, unit, scratch.queries)
+    if amx_in_place:
+        amx_attention.prepare_in_place(args, unit, scratch)
+
+    configured = 0
+    # A unit has one split at least, even if a sliding window hides all its keys.
+    first_split = min(max(unit.first_split, unit.first_key // SPLIT_KEYS), unit.end_split - 1)
+    for split in range(first_split, unit.end_split):
+        state = total if split == first_split else partial
+        reset(state, unit.num_rows)
+        first_tile = max(split * SPLIT_KEYS, unit.first_key // TILE * TILE)
+        for start in range(first_tile, min((split + 1) * SPLIT_KEYS, unit.end_key), TILE):
+            is_masked = start + TILE > unit.num_unmasked or args.window > 0
+            tile = KeyTile(start, max(0, unit.first_key - start), min(TILE, unit.end_key - start), is_masked)
+            write_addresses(args, unit.seq, tile, scratch.addresses)
+            if args.key_scales:
+                copy_scales(args, unit, tile, state.scales)
+            if not unit.in_place:
+                configured = attend_in_scratch(args, unit, scratch, state, tile, configured)
+            elif amx_in_place:
+                prefetch = _next_tile(args, unit, start + TILE, scratch.keys)
+                amx_attention.attend_in_place(args, unit, scratch, state, tile, prefetch)
+            else:
+                decode.attend_in_place(args, unit, scratch, state, tile)
+        if split > first_split:
+            for row in range(unit.num_rows):
+                to, other = rows_from(total, row, scratch.scores), rows_from(partial, row, scratch.scores)
+                score, weight = get_float(other.maxima), get_float(other.normalizers)
+                vectors = total.num_vectors
+                merge_softmax(to.maxima, to.normalizers, to.outputs, score, weight, other.outputs, vectors)
+
+    if unit.arithmetic == BY_TILES:
+        release()
+    _store_results(args, unit, total)
+
+
+@MERGE.each_unit
+def _merge_parts(args, number):
+    """Merge the splits of some rows, in the order of their keys, and store the output."""
+    record = args.merges + 64 * number
+    first_part, num_parts, rows = get_long(record), get_long(record + 8), get_long(record + 16)
+    num_rows, first_token, first_head = get_long(record + 24), get_long(record + 32), get_long(record + 40)
+    group = get_long(record + 48)
+    width = padded(args.value_dim)
+    size = 4 * (width + 2)
+    for i in range(num_rows):
+        state = args.parts + (first_part + i) * size
+        for split in range(1, num_parts):
+            part = state + split * num_rows * size
+            score, weight = get_float(part), get_float(part + 4)
+            merge_softmax(state, state + 4, state + 8, score, weight, part + 8, width // LANES)
+        head = (first_head + i // rows) * group + i % group
+        token = first_token + i % rows // group
+        out = args.out + (token * args.num_heads + head) * args.value_dim * item_size(args.query_kind)
+        write_output(args, get_float(state), get_float(state + 4), state + 8, out, head)

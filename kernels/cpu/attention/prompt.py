@@ -1,0 +1,109 @@
+"""Attention over a key tile in scratch memory: of prompts, and of decodes that cannot read it in place."""
+
+from ..products.amx import configure_rows
+from ..products.tiles import multiply_add, multiply_add_pairs
+from ..simd.gather import copy_pairs, copy_rows, pair_rows
+from ..simd.memory import transpose
+from ..simd.vectors import LANES, VECTOR_BYTES, function
+from .amx_attention import KEYS, add_values, clear_pairs, multiply_tiles, whole_keys
+from .softmax import TILE, TILE_BYTES, KeyTile, padded, rows_from, softmax_step
+from .units import AMX_BLOCK, BY_FLOATS, BY_PAIRS, BY_TILES
+
+BLOCK = 12  # query rows that go through a key tile together, up to the last key that one of them sees
+
+
+@function
+def _copy_tile(args, unit, scratch, tile):
+    """Copy K and V of a tile's tokens, of all the unit's heads, into scratch memory."""
+    key_addresses, width, heads = scratch.addresses, padded(args.value_dim), unit.num_heads
+    value_addresses = key_addresses + 8 * TILE
+    if unit.arithmetic == BY_FLOATS:
+        copy_rows(
+            args.cache_kind, scratch.tile_keys, scratch.key_stride, key_addresses, unit.key_offset, tile.skip,
+            tile.end, heads, args.key_head_stride, args.head_dim, args.head_dim,
+        )  # fmt: skip
+        copy_rows(
+            args.cache_kind, scratch.tile_values, scratch.value_stride, value_addresses, unit.value_offset,
+            tile.skip, tile.end, heads, args.value_head_stride, args.value_dim, width,
+        )  # fmt: skip
+        return
+    copy_pairs(
+        args.cache_kind, scratch.tile_keys, scratch.key_stride, key_addresses, unit.key_offset, tile.skip,
+        tile.end, heads, args.key_head_stride, args.head_dim,
+    )  # fmt: skip
+    pair_rows(
+        args.cache_kind, scratch.tile_values, scratch.value_stride, value_addresses, unit.value_offset,
+        tile.skip, tile.end, heads, args.value_head_stride, args.value_dim, width,
+    )  # fmt: skip
+    if unit.arithmetic == BY_TILES:
+        clear_pairs(scratch.tile_values, scratch.value_stride, tile, heads * width // LANES)
+
+
+@function
+def _transpose_keys(keys, tile_keys, stride, depth, count):
+    """Transpose one head's K to [depth, TILE]. The last vectors of a row may overlap."""
+    for key in range(0, count, LANES):
+        for column in range(0, depth, LANES):
+            d = min(column, depth - LANES)
+            transpose(keys + d * TILE_BYTES + 4 * key, TILE_BYTES, tile_keys + key * stride + 4 * d, stride)
+
+
+@function
+def _attend_block(args, unit, state, queries, keys, values, value_stride, first, rows, tile):
+    """Attend from some rows of a unit, from `first` on, to one head's keys of a tile."""
+    scores, vectors, q_stride = state.scores, state.num_vectors, 4 * unit.depth
+    if unit.arithmetic == BY_TILES:
+        width, steps = whole_keys(tile.end), args.head_dim // KEYS
+        multiply_tiles(
+            rows, width // LANES, scores, TILE_BYTES, 1, queries, q_stride, keys, TILE_BYTES, steps
+        )  # fmt: skip
+        softmax_step(args, unit, state, first, rows, tile, width, True, None)
+        add_values(state.outputs, vectors, scores, values, value_stride, rows, tile)
+        return
+    in_pairs, width, row_bytes = unit.arithmetic == BY_PAIRS, padded(tile.end), vectors * VECTOR_BYTES
+    product = True, scores, TILE_BYTES, queries, q_stride, keys, TILE_BYTES, rows, width // LANES, unit.depth
+    if in_pairs:
+        multiply_add_pairs(*product)
+    else:
+        multiply_add(*product)
+    softmax_step(args, unit, state, first, rows, tile, width, in_pairs, None)
+    skip, end = tile.skip, tile.end
+    if in_pairs:
+        skip, end = tile.skip // 2, (tile.end + 1) // 2
+    weights, values = scores + 4 * skip, values + skip * value_stride
+    product = (
+        False, state.outputs, row_bytes, weights, TILE_BYTES, values, value_stride, rows, vectors, end - skip
+    )  # fmt: skip
+    if in_pairs:
+        multiply_add_pairs(*product)
+    else:
+        multiply_add(*product)
+
+
+@function
+def attend_in_scratch(args, unit, scratch, state, tile, configured):
+    """Attend from a unit's rows to a key tile. Return how many rows AMX is configured for now."""
+    group, rows = args.num_heads // args.num_kv_heads, unit.head_rows
+    width, depth = padded(args.value_dim), unit.depth
+    step = AMX_BLOCK if unit.arithmetic == BY_TILES else BLOCK
+    _copy_tile(args, unit, scratch, tile)
+    for head in range(unit.num_heads):
+        _transpose_keys(
+            scratch.keys, scratch.tile_keys + 4 * depth * head, scratch.key_stride, depth, tile.end
+        )
+        for block in range(0, rows, step):
+            some, seen = min(step, rows - block), tile.end
+            if args.causal and not args.tree_mask:  # keys that the block's last row does not see are left out
+                seen = min(seen, unit.position + (block + some - 1) // group + 1 - tile.start)
+            if seen <= tile.skip:
+                continue
+            if unit.arithmetic == BY_TILES and some != configured:
+                configure_rows(scratch.tile_config, some)
+                configured = some
+            row = head * rows + block
+            _attend_block(
+                args, unit, rows_from(state, row, scratch.scores), scratch.queries + row * 4 * depth,
+                scratch.keys, scratch.tile_values + 4 * width * head, scratch.value_stride, row, some,
+                KeyTile(tile.start, tile.skip, seen, tile.is_masked),
+            )  # fmt: skip
+    return configured
