@@ -30,7 +30,7 @@ from benchmarks.timing import device_name
 from paged.model.panels import PanelInt4Weight, PanelInt8Weight, PanelWeight
 from paged.model.quantization import Int4Weight, Int8Weight
 from paged.model.weight_forms import choose_forms
-from paged.runner.devices import bfloat16_is_a_librarys
+from paged.runner.devices import only_torch_has_bfloat16
 
 CPU = torch.device("cpu")
 Products = list[Callable[[Tensor], Tensor]]  # one for each linear of a layer
@@ -73,7 +73,7 @@ def forms_of(weights: list[Tensor], dtype: torch.dtype) -> dict[str, tuple[Produ
     """Return for each form its products, the weights that it represents, and its bytes."""
     packed = choose_forms(CPU, dtype, None, tied=False, in_panels=False).layers
     unquantised = {"panels": PanelWeight, "torch": packed}
-    if dtype == torch.bfloat16 and bfloat16_is_a_librarys():
+    if dtype == torch.bfloat16 and only_torch_has_bfloat16():
         unquantised = {"torch": packed, "panels": PanelWeight}
     forms: dict[str, tuple[Products, list[Tensor], int]] = {}
     for name, form in unquantised.items():

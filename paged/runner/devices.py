@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of this name, which must be here; "auto" is a GPU where there is one."""
+    """Return the device of this name, or raise ConfigError. "auto" is a GPU if there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -30,20 +30,21 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}")
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= count:
-        raise ConfigError(f"device {name!r} is not here: torch sees {count} GPUs; device='cpu' needs none")
+        raise ConfigError(f"device {name!r} does not exist: torch sees {count} GPUs; device='cpu' needs none")
     return device
 
 
 def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
-    """The dtype to compute in: the one requested, or the checkpoint's where this device is fast in it.
+    """Return the dtype to compute in: the one requested, or for "auto" the checkpoint's.
 
-    Elsewhere that is float32, which has room for all values of the others.
+    On a CPU that is slow in the checkpoint's dtype, "auto" is float32, which represents every value of the
+    others.
     """
     dtype = checkpoint if requested == "auto" else requested
     if device.type != "cpu" or not _is_slow_on_cpu(dtype):
         return dtype
     if requested == "auto":
-        logger.info("dtype float32 in place of the checkpoint's %s, in which this CPU is slow", checkpoint)
+        logger.info("dtype float32 instead of the checkpoint's %s, in which this CPU is slow", checkpoint)
         return "float32"
     _warn_of_slow(dtype)
     return dtype
@@ -55,27 +56,27 @@ def _is_slow_on_cpu(dtype: str) -> bool:
 
 @cache  # once for all engines
 def _warn_of_slow(dtype: str) -> None:
-    logger.warning("dtype %s is slow on this CPU; dtype='auto' takes one that is not", dtype)
+    logger.warning("dtype %s is slow on this CPU; dtype='auto' chooses one that is not", dtype)
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively; elsewhere it is emulated, slower than float32."""
+    """Return whether the CPU multiplies bfloat16 natively. Emulated, it is slower than float32."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def bfloat16_is_a_librarys() -> bool:
-    """Whether the CPU multiplies bfloat16 as libraries can and our kernels cannot: in ARM's way."""
+def only_torch_has_bfloat16() -> bool:
+    """Return whether torch uses the CPU's bfloat16 instructions and our kernels do not: ARM's."""
     return "bf16" in cpu_flags()
 
 
 def cpu_flags() -> set[str]:
-    """What the CPU can do, as Linux names it; elsewhere nothing is known."""
+    """Return the CPU's instruction sets, as Linux names them; an empty set on other systems."""
     cpuinfo = Path("/proc/cpuinfo")
     return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
 
 
 def resolve_backend(requested: str, device: torch.device) -> BackendName:
-    """The attention backend asked for; "auto" is Triton on a GPU and numba on a CPU, or torch without it."""
+    """Return the attention backend; "auto" is Triton on a GPU, and numba on a CPU, or torch without numba."""
     if requested == "auto":
         if device.type == "cuda":
             return "triton"
@@ -100,7 +101,7 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
 def check_attention(
     kernels: Kernels, head_dim: int, kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
 ) -> None:
-    """Raise ConfigError where a backend has no attention for this model or this cache."""
+    """Raise ConfigError unless the backend has attention for this head_dim and KV cache dtype."""
     dims = kernels.head_dims
     if head_dim not in dims:
         raise ConfigError(
@@ -112,23 +113,25 @@ def check_attention(
             kernels.check_cache_dtype(kv_dtype)
         except ValueError as error:
             name = config.kv_cache_dtype
-            raise ConfigError(f"kv_cache_dtype {name!r} cannot be had, but 'int8' can: {error}") from error
+            raise ConfigError(
+                f"kv_cache_dtype {name!r} is not available here, but 'int8' is: {error}"
+            ) from error
 
 
 def weights_in_panels(
     config: EngineConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether linears are our own kernel's: the bits of a row are then the same in any batch.
+    """Return whether linear layers use the backend's own, batch-invariant kernel rather than torch's.
 
-    In bfloat16 it takes deterministic=True where `bfloat16_is_a_librarys`. Raises ConfigError where that
-    cannot be had.
+    deterministic=True requires it, and raises ConfigError without such a kernel. Otherwise bfloat16 is left
+    to torch where `only_torch_has_bfloat16`.
     """
     if not config.deterministic:
-        left_to_torch = dtype == torch.bfloat16 and bfloat16_is_a_librarys()
+        left_to_torch = dtype == torch.bfloat16 and only_torch_has_bfloat16()
         return kernels.has_linear and not left_to_torch
     if device.type != "cpu" or not kernels.has_linear:
         raise ConfigError(
-            f"deterministic=True is for a CPU with attention_backend='numba' so far; got {device} with "
-            f"{kernels.name!r}: take those, or leave it out"
+            f"deterministic=True needs a CPU with attention_backend='numba' so far; got {device} with "
+            f"{kernels.name!r}: use those, or leave it out"
         )
     return True

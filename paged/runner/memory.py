@@ -43,7 +43,7 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
             f"{size / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
             "_memory_utilization or lower max_num_batched_tokens"
         )
-    return min(free // size, sizes.most_blocks)
+    return min(free // size, sizes.max_useful_blocks)
 
 
 def kv_bytes_on_cpu(config: EngineConfig) -> int:

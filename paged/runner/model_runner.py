@@ -108,7 +108,7 @@ class ModelRunner:
         """
         if self.graphs is None:
             hidden = self.model(batch, self.kv_cache)
-        elif batch.is_decode and batch.num_tokens <= self.graphs.most_decodes:
+        elif batch.is_decode and batch.num_tokens <= self.graphs.max_decodes:
             logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
             return logits, (tokens, highest), None
         else:  # record only the part whose shapes do not depend on the number of output rows

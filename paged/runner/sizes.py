@@ -1,6 +1,6 @@
-"""Sizes: what the options leave open, settled for a model on a kind of device.
+"""Sizes: the values of options that depend on the model, the kind of device and the dtype.
 
-Without torch, so that the simulator has the very sizes, block manager and scheduler of the engine.
+Free of torch, so that the simulator gets the same sizes, block manager and scheduler as the engine.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ..scheduler.policies import new_policy
 from ..scheduler.scheduler import Scheduler
 
 GIB = 2**30
-# What a step computes at most, and host memory for swapping in GiB, unless the options say so.
+# Defaults by device: the token budget of a step, and host memory for swapping in GiB.
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
 SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
 
 
 class HostRates(NamedTuple):
-    """What a device does in a second, roughly: half of what the least of its kind promise."""
+    """A rough estimate of a device's speed: half of what the slowest of its kind promise."""
 
     flops_per_s: float
     bytes_per_s: float  # to or from the host
 
 
-# Bytes of an element; in a quantised cache each token and head has a scale beside them.
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
-QUANTIZED, SCALE_BYTES = {"int8": 1, "float8_e4m3fn": 1}, 4
+# A quantised cache also has one scale per token and head.
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+QUANTIZED_ELEMENT_BYTES, SCALE_BYTES = {"int8": 1, "float8_e4m3fn": 1}, 4
 FP8_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 HOST_RATES = {"cuda": HostRates(100e12, 12e9), "cpu": HostRates(100e9, 5e9)}
@@ -45,7 +45,7 @@ class Sizes:
     device: "cuda" or "cpu".
     dtype: of activations.
 
-    Raises ConfigError for an option that does not go with the model, the device or the dtype, and
+    Raises ConfigError for an option that contradicts the model, the device or the dtype, and
     UnsupportedModelError for a dtype that no kernel computes in.
     """
 
@@ -58,14 +58,14 @@ class Sizes:
         config, longest = self.config, self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
-        if self.dtype not in DTYPES:
+        if self.dtype not in ELEMENT_BYTES:
             raise UnsupportedModelError(
-                f"dtype {self.dtype} is not supported; supported are {', '.join(DTYPES)}"
+                f"dtype {self.dtype} is not supported; supported are {', '.join(ELEMENT_BYTES)}"
             )
-        if self.dtype != "float32" and self.kv_dtype not in (self.dtype, *QUANTIZED):
+        if self.dtype != "float32" and self.kv_dtype not in (self.dtype, *QUANTIZED_ELEMENT_BYTES):
             raise ConfigError(
-                f"kv_cache_dtype {config.kv_cache_dtype!r} goes with dtype float32, this model's is "
-                f"{self.dtype}: take 'auto', 'int8' or 'fp8'"
+                f"kv_cache_dtype {config.kv_cache_dtype!r} needs dtype float32, this model's is "
+                f"{self.dtype}: use 'auto', 'int8' or 'fp8'"
             )
         if not self.num_host_blocks and (config.preemption_mode == "swap" or config.swap_space):
             space = f"swap_space {self.swap_space:g} GiB"
@@ -78,7 +78,7 @@ class Sizes:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and output together at most, in tokens."""
+        """The most tokens of prompt and output together."""
         return self.config.max_model_len or self.model.max_context
 
     @property
@@ -94,45 +94,45 @@ class Sizes:
 
     @property
     def kv_dtype(self) -> str:
-        """What K and V are held in, as torch names it."""
+        """The dtype of K and V in the cache, as torch names it."""
         name = self.config.kv_cache_dtype
         return self.dtype if name == "auto" else FP8_NAMES.get(name, name)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over the layers of its group, scales included."""
-        head_bytes = self.model.head_dim * (DTYPES | QUANTIZED)[self.kv_dtype]
-        if self.kv_dtype in QUANTIZED:
+        """The bytes of one block in all layers of its group, with scales."""
+        head_bytes = self.model.head_dim * (ELEMENT_BYTES | QUANTIZED_ELEMENT_BYTES)[self.kv_dtype]
+        if self.kv_dtype in QUANTIZED_ELEMENT_BYTES:
             head_bytes += SCALE_BYTES
         return self.model.kv_heads_per_slot * head_bytes * self.config.block_size
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of K and V of one token over all layers."""
+        """The bytes of one token's K and V in all layers."""
         return self.block_bytes * len(self.model.layer_groups) / self.config.block_size
 
     @property
-    def most_blocks(self) -> int:
-        """What every request at full length could fill: more is of no use."""
+    def max_useful_blocks(self) -> int:
+        """The blocks of max_num_seqs requests of full length."""
         blocks = -(-self.max_model_len // self.config.block_size)
         return self.config.max_num_seqs * blocks * len(self.model.layer_groups)
 
     @property
     def swap_space(self) -> float:
-        """Host memory for swapping, in GiB."""
+        """The host memory for swapping, in GiB."""
         if self.config.preemption_mode == "recompute":
             return 0.0
         return SWAP_SPACE[self.device] if self.config.swap_space is None else self.config.swap_space
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of that memory."""
+        """The number of blocks in host memory."""
         return int(self.swap_space * GIB) // self.block_bytes
 
     def swap_pays(self, num_tokens: int) -> bool:
-        """Whether moving a sequence's KV to the host and back takes less time than computing it again.
+        """Return whether it takes less time to swap a sequence's KV out and in than to recompute it.
 
-        By estimate: the FLOPs of its linears and attention, against its bytes twice over the host link.
+        An estimate: the FLOPs of linear layers and attention, against the bytes over the host link, twice.
         """
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
@@ -143,7 +143,7 @@ class Sizes:
         return 2 * kv_bytes / rates.bytes_per_s < recompute_s
 
     def new_block_manager(self, num_blocks: int, num_host_blocks: int = 0) -> BlockManager:
-        """A manager for so many blocks of this model."""
+        """Make a block manager for this model."""
         return BlockManager(
             num_blocks,
             self.config.block_size,
@@ -156,7 +156,7 @@ class Sizes:
     def new_scheduler(
         self, manager: BlockManager, clock: Callable[[], float] = time.perf_counter
     ) -> Scheduler:
-        """A scheduler over these blocks."""
+        """Make a scheduler that allocates from this block manager."""
         config = self.config
         return Scheduler(
             manager,

@@ -1,4 +1,4 @@
-"""StepGraphs: steps of a model on a CPU, recorded for each number of tokens and repeated."""
+"""StepGraphs: like CUDA graphs, but on a CPU. Steps are recorded per number of tokens, and replayed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..model.kv_cache import KVCache
 
 Compute = Callable[[Batch, KVCache], tuple[Tensor, ...]]
 
-MOST_GRAPHS = 256  # some ten KiB each, a hundred of a model of 32 layers
-MOST_TOKENS = 512  # of a step that is recorded: of a larger one what is between the kernels takes no time
+MOST_GRAPHS = 256  # about 10 KiB each, 100 KiB for a model of 32 layers
+MOST_TOKENS = 512  # in a recorded step; in a larger one, the time between kernels does not matter
 
 
 class StepGraphs:
-    """Computes steps with the same bits as the model's own way, without Python between its kernels.
+    """Recorded steps, whose replay is bitwise equal to the model's forward, without Python between kernels.
 
     num_heads, num_kv_heads: of every layer.
-    most_decodes: how many are worth being recorded with their logits, which stay in memory.
     """
 
-    most_decodes = 64
+    # The largest decode step to record including its logits, which stay in memory.
+    max_decodes = 64
 
     def __init__(self, num_heads: int, num_kv_heads: int) -> None:
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
@@ -38,10 +38,10 @@ class StepGraphs:
         self._last: _Last | None = None
 
     def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
-        """compute(batch, kv_cache), in memory that the next step overwrites.
+        """Return compute(batch, kv_cache), in memory that the next step overwrites.
 
-        compute: the same for every batch of a kind (`is_decode`) and number of tokens; what it launches may
-        depend on these alone, and on what attention makes of the lengths.
+        compute: its launches may depend only on the batch's `is_decode` and number of tokens, and on
+            attention's plan for the lengths.
         """
         if batch.num_tokens > MOST_TOKENS:
             return compute(batch, kv_cache)
@@ -56,20 +56,20 @@ class StepGraphs:
         key = (batch.is_decode, batch.num_tokens, *where, plan.num_parts, plan.max_rows, len(plan.merges))
         if key in self._graphs:
             graph = self._graphs.pop(key)
-        else:  # At once: what recording takes, a model of some size saves already in this step.
+        else:  # Record at first use: in a model of some size, one replay already saves more than this takes.
             graph = self._record(compute, batch, kv_cache)
             if len(self._graphs) == MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-        self._graphs[key] = graph  # the last one that was needed
+        self._graphs[key] = graph  # now the most recently used
         if graph is None:
             return compute(batch, kv_cache)
         graph.use(plan, batch)
-        # A plan is good while no sequence needs one more split.
+        # A plan stays valid until a sequence needs one more split.
         self._last = _Last(batch, batch.age + 1 + int((-seq_lens % SPLIT_KEYS).min()), where, graph)
         return graph.replay()
 
     def _record(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> _StepGraph | None:
-        """None where the model does what only torch can, or there is no room: it goes on without."""
+        """Record a step, or return None if torch computes a part of it or memory is short."""
         try:
             with Recorder() as recorder:
                 outputs = compute(batch, kv_cache)
@@ -85,16 +85,16 @@ class StepGraphs:
 
 
 class _Last(NamedTuple):
-    """The last step. Where the same batch, brought up to date in place, is the next one, all holds for it."""
+    """The last step. It also holds for the next one, if that is the same batch, advanced in place."""
 
     batch: Batch
-    end: int  # the age of the batch that needs another plan
+    end: int  # the age of the batch at which it needs a new plan
     where: tuple[int, ...]
     graph: _StepGraph
 
 
 class _StepGraph(Graph):
-    """A step of so many tokens of any sequences."""
+    """A recorded step, for any sequences with the same number of tokens."""
 
     def __init__(self, recorder: Recorder, batch: Batch, outputs: tuple[Tensor, ...]) -> None:
         super().__init__(recorder, _inputs(batch), outputs, torch.get_num_threads())
@@ -103,7 +103,7 @@ class _StepGraph(Graph):
         self._merges = self.launches_of(MERGE)
 
     def use(self, plan: Plan, batch: Batch) -> None:
-        """Compute this one from now on."""
+        """Replay with this plan and batch from now on."""
         for attends, table in zip(self._attends, batch.queries.block_tables, strict=True):
             self.set(
                 attends,
@@ -113,7 +113,7 @@ class _StepGraph(Graph):
                 table_stride=table.stride(0) * table.itemsize,
             )
         self.set(self._merges, MERGE, merges=plan.merges.ctypes.data)
-        self._plan = plan  # whose memory it reads
+        self._plan = plan  # keeps the memory that the replay reads
         self.use_inputs(_inputs(batch))
 
 

@@ -1,8 +1,8 @@
-"""How many threads the operations of a CPU run on: one for each core that this process may really use.
+"""Choose the number of CPU threads: one for each core that this process may use.
 
-Engines of one process that step in threads of their own share these cores: two at once take about as long as
-one after the other. What costs far more is cores that other processes want too, as threads wait for each
-other by spinning: there OMP_WAIT_POLICY=passive, set before Python starts, or num_threads=1 is quicker.
+Engines of one process share these threads: two that step at the same time take about as long as one after the
+other. Cores that other processes use too cost far more, because threads wait for each other by spinning.
+There, OMP_WAIT_POLICY=passive, set before Python starts, or num_threads=1 is faster.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 
 from ..errors import ConfigError
 
-# What users of torch say it with; torch reads them when it is imported.
+# torch takes its number of threads from these when it is imported.
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 CGROUPS, TOPOLOGY = Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu")
-_threads_of = weakref.WeakKeyDictionary[Any, int]()  # the engines that are alive and compute on the CPU
+_threads_of = weakref.WeakKeyDictionary[Any, int]()  # of engines that are alive and compute on the CPU
 
 
 def set_threads(engine: Any, wanted: int | None) -> int:
-    """Set the threads of torch's operations for an engine on the CPU. Returns how many there are.
+    """Set the number of threads for an engine on the CPU. Return it.
 
-    They are the whole process's, and stay when the engine is gone. None takes `usable_cores`, unless somebody
-    has said otherwise: by one of VARIABLES, by `torch.set_num_threads`, or for another engine.
+    It holds for the whole process, and stays when the engine is gone. None means `usable_cores`, unless
+    another engine, `torch.set_num_threads` or one of VARIABLES has set a number.
 
-    Raises ConfigError if more are wanted than the machine has CPUs, or others than an engine runs on that is
-    alive: its steps would take another time, and its sums end in other bits.
+    Raises ConfigError for more threads than CPUs, and for another number than that of an engine which is
+    alive, because that would change its speed and the last bits of its sums.
     """
     now, most = torch.get_num_threads(), os.cpu_count() or 1
     others = next(iter(_threads_of.values()), None)
@@ -42,8 +42,8 @@ def set_threads(engine: Any, wanted: int | None) -> int:
         raise ConfigError(f"num_threads must be at most {most}, the CPUs of this machine, got {wanted}")
     elif others not in (None, wanted):
         raise ConfigError(
-            f"num_threads {wanted}: another engine of this process has {others}, and threads are the whole "
-            "process's; give both the same number, or run them in two processes"
+            f"num_threads {wanted}: another engine of this process has {others}, and engines of one process "
+            "share their threads; give both the same number, or run them in two processes"
         )
     if wanted != now:
         torch.set_num_threads(wanted)
@@ -52,17 +52,17 @@ def set_threads(engine: Any, wanted: int | None) -> int:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, within its affinity and its container's limit; at least 1.
+    """Return how many cores this process may use, by its affinity and its container's limit; at least 1.
 
-    Two hardware threads of a core share what multiplies: more threads than cores only wait for each other.
-    Where a virtual machine calls two cores one with two threads, only who owns it knows: num_threads tells.
+    Not hardware threads, as those of one core share its multipliers. A virtual machine may present two cores
+    as two threads of one, which cannot be detected; set num_threads there.
     """
     cpus = _affinity()
     return max(1, min(_num_cores(cpus), math.ceil(min(cpu_quota(CGROUPS, _memberships()), len(cpus)))))
 
 
 def num_cores(cpus: set[int], topology: Path) -> int | None:
-    """How many cores these CPUs are, two hardware threads being one; None if the system does not say."""
+    """Count the cores that these CPUs (hardware threads) belong to; None if the system does not tell."""
     cores = set()
     for cpu in cpus:
         siblings = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
@@ -74,16 +74,17 @@ def num_cores(cpus: set[int], topology: Path) -> int | None:
 
 
 def cpu_quota(root: Path, memberships: str) -> float:
-    """How many CPUs' time a process gets of its control groups, version 1 or 2; inf where nothing limits it.
+    """Return the CPU limit of a process's control groups, version 1 or 2, in CPUs; inf without a limit.
 
-    root: where they are mounted.
-    memberships: /proc/self/cgroup; where a container sees none of the folders that it names, root itself.
+    root: where control groups are mounted.
+    memberships: the text of /proc/self/cgroup. A container may not see the folders that it names; then the
+        limit is that of root.
     """
     return min(map(_quota_of, _folders(root, memberships)), default=math.inf)
 
 
 def _folders(root: Path, memberships: str) -> Iterator[Path]:
-    """Those of the process and all above them, each of which may have a limit."""
+    """Yield the process's control groups and their parents, each of which may have a limit."""
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)
         names = controllers.split(",")
@@ -101,13 +102,13 @@ def _quota_of(folder: Path) -> float:
         else:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         share = math.inf if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # there is none, or it is none that we know
+    except (OSError, ValueError, ZeroDivisionError):  # no limit, or in an unknown format
         return math.inf
-    return share if share > 0 else math.inf  # version 1 has -1 for no limit
+    return share if share > 0 else math.inf  # version 1 writes -1 for no limit
 
 
 def _is_chosen(now: int) -> bool:
-    """Whether somebody has chosen this number, rather than torch by itself: one of what counts as CPUs."""
+    """Return whether the user has set this number: it is none of those that torch chooses by itself."""
     if any(os.environ.get(name) for name in VARIABLES):
         return True
     cpus = _affinity()

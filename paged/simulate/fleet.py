@@ -182,4 +182,4 @@ class Fleet:
 def _num_blocks_that_fit(fleet: FleetConfig, sizes: Sizes) -> int:
     utilization = sizes.config.gpu_memory_utilization
     fitting = blocks_that_fit(sizes.model, DATA_SHEETS[fleet.gpu], utilization, sizes.block_bytes)
-    return min(fitting, sizes.most_blocks)
+    return min(fitting, sizes.max_useful_blocks)

@@ -159,14 +159,16 @@ def test_simulator_counts_the_bytes_of_the_engine():
     assert int8.num_blocks / plain.num_blocks == pytest.approx(128 / 68, rel=1e-4)
     options = {"model": "demo", "dtype": "bfloat16", "kv_cache_dtype": "float16"}
     for new in (lambda: Fleet(fleet, EngineConfig(**options)), lambda: LLMEngine(**options)):
-        with pytest.raises(ConfigError, match="'float16' goes with dtype float32, this model's is bfloat16:"):
+        with pytest.raises(ConfigError, match="'float16' needs dtype float32, this model's is bfloat16:"):
             new()
 
 
 def test_fp8_is_refused_on_a_gpu_without_it(monkeypatch):
     monkeypatch.setattr("paged.kernels.gpu.backend.current_target", lambda: "sm_80")
     options = {"attention_backend": "triton", "num_blocks": 8}
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype 'fp8' cannot be had, but 'int8' can: .* is sm_80"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype 'fp8' is not available here, but 'int8' is: .* is sm_80"
+    ):
         new_engine(checkpoint("llama"), kv_cache_dtype="fp8", **options)
     new_engine(checkpoint("llama"), kv_cache_dtype="int8", **options)
     fp8 = EngineConfig(model="demo", kv_cache_dtype="fp8")

@@ -1,4 +1,4 @@
-"""What this machine lacks: said by name, with the way out, or done slowly and said once."""
+"""What this machine lacks is an error that names a way out, or a warning that it is slow."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7"])
-def test_gpu_that_is_not_here(monkeypatch, name):
+def test_gpu_that_does_not_exist(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=f"device '{name}' is not here: torch sees 0 GPUs; device='cpu'"):
+    with pytest.raises(ConfigError, match=f"device '{name}' does not exist: torch sees 0 GPUs; device='cpu'"):
         new_engine(checkpoint("llama"), device=name)
 
 
-def test_auto_takes_the_gpu_where_there_is_one(monkeypatch):
+def test_auto_is_a_gpu_if_there_is_one(monkeypatch):
     for is_available in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda value=is_available: value)
         assert resolve_device("auto") == (GPU if is_available else CPU)
@@ -44,20 +44,22 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch):
     ],
     ids=str,
 )
-def test_auto_takes_what_the_cpu_is_fast_in(monkeypatch, tmp_path, caplog, flags, checkpoint_dtype, dtype):
+def test_auto_is_a_dtype_in_which_the_cpu_is_fast(
+    monkeypatch, tmp_path, caplog, flags, checkpoint_dtype, dtype
+):
     cpuinfo = tmp_path / "cpuinfo"
     if flags is not None:
         cpuinfo.write_text(f"model name\t: some CPU\nflags\t\t: fpu {flags}\n")
     monkeypatch.setattr(devices, "Path", lambda _: cpuinfo)
     with caplog.at_level(logging.INFO, "paged.runner.devices"):
         assert resolve_dtype("auto", checkpoint_dtype, CPU) == dtype
-    said = [f"dtype float32 in place of the checkpoint's {checkpoint_dtype}, in which this CPU is slow"]
+    said = [f"dtype float32 instead of the checkpoint's {checkpoint_dtype}, in which this CPU is slow"]
     assert caplog.messages == (said if dtype != checkpoint_dtype else [])
     assert resolve_dtype("auto", checkpoint_dtype, GPU) == checkpoint_dtype
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_dtype_in_which_the_cpu_is_slow_works_and_is_said_once(monkeypatch, caplog, dtype):
+def test_a_slow_dtype_works_and_is_warned_of_once(monkeypatch, caplog, dtype):
     monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: False)
     devices._warn_of_slow.cache_clear()
     params = SamplingParams(temperature=0.0, max_tokens=4)
@@ -66,9 +68,9 @@ def test_dtype_in_which_the_cpu_is_slow_works_and_is_said_once(monkeypatch, capl
         (output,) = engine.generate([[1, 2, 3]], params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 4
         assert f"in {dtype} on cpu" in engine.describe()
-    own = [r for r in caplog.records if r.name == "paged.runner.devices"]  # others say that they compile
+    own = [r for r in caplog.records if r.name == "paged.runner.devices"]  # others log that they compile
     warnings = [r.getMessage() for r in own if r.levelno == logging.WARNING]
-    assert warnings == [f"dtype {dtype} is slow on this CPU; dtype='auto' takes one that is not"]
+    assert warnings == [f"dtype {dtype} is slow on this CPU; dtype='auto' chooses one that is not"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_dtype_in_which_the_cpu_is_slow_works_and_is_said_once(monkeypatch, capl
         ({"asimd", "bf16"}, False),
     ],
 )
-def test_linears_in_bfloat16_are_a_librarys_where_that_is_faster(monkeypatch, flags, expected):
+def test_linears_in_bfloat16_are_left_to_torch_where_it_is_faster(monkeypatch, flags, expected):
     monkeypatch.setattr(devices, "cpu_flags", lambda: flags)
     config, kernels = EngineConfig(model="demo"), load_kernels("numba")
 
@@ -93,7 +95,7 @@ def test_linears_in_bfloat16_are_a_librarys_where_that_is_faster(monkeypatch, fl
     assert devices.weights_in_panels(config, kernels, CPU, torch.float32)
 
 
-def test_nothing_is_said_of_a_dtype_in_which_the_device_is_fast(monkeypatch, caplog):
+def test_a_fast_dtype_is_not_warned_of(monkeypatch, caplog):
     monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: True)
     devices._warn_of_slow.cache_clear()
     assert resolve_dtype("bfloat16", "float32", CPU) == "bfloat16"
@@ -102,16 +104,16 @@ def test_nothing_is_said_of_a_dtype_in_which_the_device_is_fast(monkeypatch, cap
     assert caplog.messages == []
 
 
-def test_triton_that_is_not_installed_is_named(monkeypatch):
+def test_error_names_triton_if_it_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # where it is, a CPU runs it
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # if it were installed, a CPU would run it
     with pytest.raises(
         ConfigError, match=r"attention_backend='triton' needs Triton.*attention_backend='torch'"
     ):
         new_engine(checkpoint("llama"), attention_backend="triton")
 
 
-def test_triton_on_a_cpu_is_for_tests(monkeypatch):
+def test_triton_on_a_cpu_is_an_error(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
         ConfigError, match=r"attention_backend='triton' on a CPU.*attention_backend='numba' or 'torch'"

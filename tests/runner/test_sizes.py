@@ -1,4 +1,4 @@
-"""What the options leave open: worked out by hand, and the same for the engine and the simulator."""
+"""Sizes computed by hand, and the same for the engine and the simulator."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_defaults_of_a_device(device, budget, space):
         budget,
         2048,
     )
-    assert (found.block_bytes, found.most_blocks) == (BLOCK_BYTES, 256 * 128)
+    assert (found.block_bytes, found.max_useful_blocks) == (BLOCK_BYTES, 256 * 128)
     assert found.num_host_blocks == space * 2**30 // BLOCK_BYTES
     assert found.new_scheduler(found.new_block_manager(9, found.num_host_blocks)).swap_pays == (
         found.swap_pays if space else None
     )
 
 
-def test_options_go_before_defaults():
+def test_options_override_defaults():
     found = sizes(
         max_model_len=33,
         max_num_seqs=3,
@@ -43,15 +43,15 @@ def test_options_go_before_defaults():
         long_prefill_token_threshold=9,
         swap_space=1,
     )
-    assert (found.max_model_len, found.most_blocks, found.max_step_tokens) == (33, 9, 7)
+    assert (found.max_model_len, found.max_useful_blocks, found.max_step_tokens) == (33, 9, 7)
     assert found.num_host_blocks == 2**30 // BLOCK_BYTES
     assert sizes(long_prefill_token_threshold=9).max_step_tokens == 9
     assert sizes(preemption_mode="recompute").num_host_blocks == 0
 
 
-def test_swapping_pays_when_it_takes_less_time_than_computing_again():
-    # At 100 TFLOP/s and 12 GB/s a token's 2 kB, there and back, take 0.34 µs. Its 5 million FLOPs, and 4,096
-    # for each token of the sequence, take 0.05 µs and more: as much from 7,000 tokens on.
+def test_swapping_pays_when_it_takes_less_time_than_recomputing():
+    # At 12 GB/s a token's 2 kB take 0.34 µs out and in. At 100 TFLOP/s its 5 million FLOPs take 0.05 µs, and
+    # 4,096 more for each token of the sequence make the two equal at 7,000 tokens.
     layers = 4 * (256 * 8 * 64 + 2 * 256 * 2 * 64 + 8 * 64 * 256 + 3 * 256 * 512)
     break_even = (2 * BLOCK_BYTES / 16 / 12e9 * 100e12 - 2 * layers) / (2 * 4 * 8 * 64)
     assert break_even == pytest.approx(7000, rel=0.05)
@@ -69,13 +69,13 @@ def test_swapping_pays_when_it_takes_less_time_than_computing_again():
     ],
     ids=str,
 )
-def test_swapping_that_would_not_take_place_is_refused(options, message):
+def test_swap_options_without_room_for_a_block_are_errors(options, message):
     with pytest.raises(ConfigError, match=message):
         new_engine(checkpoint("llama"), **options)
     assert sizes("cpu", preemption_mode="recompute", swap_space=0).num_host_blocks == 0
 
 
-def test_simulator_refuses_what_the_engine_refuses():
+def test_simulator_raises_the_errors_of_the_engine():
     for options in ({"max_model_len": 2049}, {"preemption_mode": "swap", "swap_space": 1e-9}):
         with pytest.raises(ConfigError) as of_engine:
             new_engine("demo", dtype="bfloat16", **options)

@@ -1,4 +1,4 @@
-"""Threads of a CPU: as many as there are cores for this process, once, and what users say goes before."""
+"""The number of CPU threads: the cores of this process, unless the user has set another."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_usable_cores(monkeypatch, says, cores, num_cpus, quota, usable):
     assert threads.usable_cores() == usable
 
 
-def test_where_nobody_knows_the_cores_they_are_the_cpus(monkeypatch):
+def test_unknown_cores_are_as_many_as_cpus(monkeypatch):
     monkeypatch.setattr(threads, "_affinity", lambda: {0, 1, 2})
     monkeypatch.setattr(threads, "cpu_quota", lambda *_: math.inf)
     monkeypatch.setattr(threads, "num_cores", lambda *_: None)
@@ -103,12 +103,12 @@ def test_where_nobody_knows_the_cores_they_are_the_cpus(monkeypatch):
 
 
 class Engine:
-    """Somebody who has threads."""
+    """Owner of a number of threads."""
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """One of 8 CPUs in 4 cores, 3 of which may be used; torch's threads on it, and no engine yet."""
+    """Pretend to have 8 CPUs in 4 cores, 3 of them usable, and no engine yet. Returns torch's threads."""
     state = {"threads": 8}
     monkeypatch.setattr(torch, "get_num_threads", lambda: state["threads"])
     monkeypatch.setattr(torch, "set_num_threads", lambda n: state.update(threads=n))
@@ -123,7 +123,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(("now", "then"), [(8, 3), (4, 3), (1, 1), (5, 5), (64, 64)], ids=str)
-def test_what_torch_takes_by_itself_becomes_the_cores_and_what_a_user_took_stays(machine, now, then):
+def test_torchs_own_choice_is_replaced_and_a_users_is_kept(machine, now, then):
     machine["threads"] = now
     assert (set_threads(Engine(), None), machine["threads"]) == (then, then)
 

@@ -442,5 +442,5 @@ def test_the_same_bits_alone_batched_and_in_chunks(
 
 
 def test_deterministic_needs_the_cpus_own_kernels():
-    with pytest.raises(ConfigError, match="deterministic=True is for a CPU with attention_backend='numba'"):
+    with pytest.raises(ConfigError, match="deterministic=True needs a CPU with attention_backend='numba'"):
         new_engine(checkpoint("llama"), deterministic=True, attention_backend="torch")
