@@ -1,4 +1,4 @@
-"""DryHistory: which tokens would go on with a repetition, and what DRY takes off their logits.
+"""DryHistory: find the tokens that would continue a repetition, and lower their logits.
 
 DRY is p-e-w's "Don't Repeat Yourself" (2024): a token that followed an earlier occurrence of the last n
 tokens costs dry_multiplier * dry_base ** (n - dry_allowed_length), for the largest such n.
@@ -15,42 +15,42 @@ from torch import Tensor
 
 from ..requests.request import Request
 
-# The largest power that is still far from what a float32 holds: longer repetitions cost no more.
+# The largest penalty, far below the largest float32: longer repetitions cost no more than this.
 MAX_LOG_PENALTY = math.log(1e30)
-# Of a place: the token before it, its own, where in its text it is, which text that is, the place before it,
-# and its reach. Before the first token is -1. So it is before a breaker, which never costs anything: that its
-# reach is then 0 changes nothing behind it, where repetitions count from the breaker on.
+# The columns of a place: the token before it (-1 before the first), its token, its position in its text, the
+# text's number, the place before it, and its reach. A breaker also has -1 before it, as it never costs
+# anything: its reach is 0, which changes no later one, as repetitions count from the breaker on.
 PRIOR, TOKEN, POSITION, OWNER, BEFORE, REACH = range(6)
 
 
 class DryHistory:
-    """The texts of the current batch's requests that use DRY, and of nobody else, on the device.
+    """The texts (prompt and output) of the current batch's requests that use DRY, on the device.
 
-    A place is one token of one of them; those of all texts lie one behind another as they came. Its reach is
-    how many tokens before it are the same as the last ones of its text. Nothing is left of a request that
-    ended or was preempted; one that comes back is read again.
+    A place is one token of one text; the places of all texts are stored together, in order of arrival. A
+    place's reach is how many tokens before it equal the last tokens of its text. Texts of requests that ended
+    or were preempted are dropped; a request that comes back is read anew.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._requests: list[Request] = []
-        # Of these requests, in their order. There are none while they change, so that after an interrupt the
+        # The texts of these requests, in their order; empty while they change, so that after an interrupt the
         # next update reads them all again.
         self._texts: list[_Text] = []
         self._places = self._ints([[]] * 6)  # i32[6, capacity]
         self._num_places = 0
-        self._newest = self._ints([])  # i32[num_texts]: the last place of each
-        self._found = self._ints([])  # i64: the places with a reach
+        self._newest = self._ints([])  # i32[num_texts]: the last place of each text
+        self._found = self._ints([])  # i64: the places whose reach is not 0
         self._bounds = self._ints([[]] * 3)  # i32[3, num_texts]: see _Text.bounds
-        self._costs = torch.empty(0, device=device)  # f32: see _Text.costs; one text's behind another's
+        self._costs = torch.empty(0, device=device)  # f32: _Text.costs of all texts, one after another
 
     @property
     def capacity(self) -> int:
-        """How many tokens there is memory for."""
+        """The number of tokens that there is memory for."""
         return self._places.shape[1]
 
     def keep(self, requests: Sequence[Request]) -> None:
-        """Have the texts of these requests, and of no others."""
+        """Keep the texts of these requests, and of no others."""
         if not requests and not self._requests:
             return
         texts, self._texts, self._requests = self._texts, [], [*requests]
@@ -75,32 +75,32 @@ class DryHistory:
         self._texts = texts
 
     def update(self) -> None:
-        """Take the tokens that are new since the last time."""
+        """Append the tokens that are new since the last call."""
         num_new = {len(text.request.token_ids) - text.num_known for text in self._texts}
         if num_new == {1}:
             self._advance()
-        elif num_new != {0}:  # something failed when some had their token
+        elif num_new != {0}:  # a step failed after some requests had got their token
             requests, self._texts = self._requests, []
             self.keep(requests)
 
     def apply(
         self,
         logits: Tensor,  # f32[num_rows * vocab_size], changed in place
-        rows: Tensor,  # i64[num_texts]: where each one's begin
+        rows: Tensor,  # i64[num_texts]: the flat index of each request's first logit
     ) -> None:
-        """Take what tokens cost off their logits."""
+        """Subtract the cost of each token from its logit."""
         columns = (self._places[row] for row in (TOKEN, POSITION, OWNER, REACH))
         token, position, owner, reach = (column.index_select(0, self._found) for column in columns)
         start, first_cost, last_cost = (bound.index_select(0, owner) for bound in self._bounds)
-        # All of a repetition must be in the window, and behind the last breaker.
+        # Only the part of a repetition inside the window and after the last breaker counts.
         cost = reach.minimum(position.sub_(start)).clamp_(min=0).add_(first_cost).minimum(last_cost)
         index = rows.index_select(0, owner).add_(token)
         rest = logits.index_select(0, index).sub_(self._costs.index_select(0, cost))
-        # A token's highest cost leaves least. No sum is made: the order of places does not matter.
+        # A token's highest cost applies: the minimum, which does not depend on the order of places.
         logits.scatter_reduce_(0, index, rest, "amin")
 
     def _advance(self) -> None:
-        """Take one token of every text: what it continues reaches one token further, all else ends."""
+        """Append one token to every text: repetitions that it continues reach one further, others end."""
         texts, self._texts = self._texts, []
         if self._num_places + len(texts) > self.capacity:
             position, owner = self._places[POSITION : OWNER + 1, : self._num_places]
@@ -116,7 +116,7 @@ class DryHistory:
         self._texts = texts
 
     def _read(self, text: _Text) -> None:
-        """Take all tokens of a text that is new here."""
+        """Append all tokens of a new text."""
         tokens, first = text.request.token_ids[text.start :], self._num_places
         token = self._ints(tokens)
         prior = token.roll(1)
@@ -131,10 +131,10 @@ class DryHistory:
         reach.mul_(prior >= 0)
 
     def _append(self, columns: Tensor, before: Tensor) -> Tensor:
-        """Add places, i32[4, num] and i32[num], without their reach. Returns which they are: i32[num]."""
+        """Append places, i32[4, num] and i32[num], without their reach. Return their numbers, i32[num]."""
         first, end = self._num_places, self._num_places + len(before)
         if end > self.capacity:
-            # Doubled, so that what is there is not copied for every new token.
+            # Doubled, so that existing places are not copied for every new token.
             grown = self._places.new_empty(6, 2 * end)
             grown[:, :first] = self._places[:, :first]
             self._places = grown
@@ -144,7 +144,7 @@ class DryHistory:
         return torch.arange(first, end, dtype=torch.int32, device=self.device)
 
     def _renumber(self, slots: list[int]) -> None:
-        """Give texts other numbers, and forget those that get -1."""
+        """Give the texts new numbers, and drop those that get -1."""
         if slots != [*range(len(slots))]:
             owner = self._places[OWNER, : self._num_places]
             owner.copy_(self._ints(slots).index_select(0, owner))
@@ -152,9 +152,9 @@ class DryHistory:
                 self._forget(owner < 0)
 
     def _forget(self, gone: Tensor) -> None:
-        """Leave out places: bool[num_places]."""
+        """Drop the places that are True in bool[num_places]."""
         left = ~gone
-        # Where a window begins, the place before is gone: any other will do, for none reaches across.
+        # The place before a window's first is gone: any other will do, as no reach crosses that point.
         moved = left.cumsum(0, dtype=torch.int32).sub_(1).clamp_(min=0)
         places = self._places[:, : self._num_places]
         places[BEFORE] = moved.index_select(0, places[BEFORE])
@@ -163,7 +163,7 @@ class DryHistory:
         self._num_places = self.capacity
 
     def _find(self, num_texts: int) -> None:
-        """Look where each text ends, and which places have a reach."""
+        """Find the last place of each text, and the places whose reach is not 0."""
         owner, _, reach = self._places[OWNER:, : self._num_places]
         places = torch.arange(self._num_places, dtype=torch.int32, device=self.device)
         self._newest = places.new_zeros(num_texts).scatter_reduce_(0, owner.long(), places, "amax")
@@ -173,10 +173,10 @@ class DryHistory:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
     def check(self) -> None:
-        """Every text has its places, each with the reach that brute force finds."""
+        """Check that every text has its places, with the reach that brute force finds."""
         assert [text.request for text in self._texts] == self._requests, "an update was interrupted"
         _, token, position, owner, before, reach = self._places[:, : self._num_places].tolist()
-        assert set(owner) == {*range(len(self._texts))}, "places of nobody, or a text without any"
+        assert set(owner) == {*range(len(self._texts))}, "a place without a text, or a text without places"
         assert self._found.tolist() == [place for place, n in enumerate(reach) if n]
         for slot, text in enumerate(self._texts):
             places = [place for place in range(self._num_places) if owner[place] == slot]
@@ -194,10 +194,10 @@ class DryHistory:
 
 
 class _Text:
-    """What the host knows of a request's text, and what its parameters say.
+    """The host's part of a request's text, and its parameters.
 
-    costs: f32[longest + 1], of repetitions by their length; longer ones cost no more.
-    slot, first_cost: which text of the history's it is, and where its costs begin there.
+    costs: f32[longest + 1], the cost of a repetition by its length; longer ones cost no more.
+    slot, first_cost: the text's number in the history, and where its costs begin there.
     """
 
     def __init__(self, request: Request, device: torch.device) -> None:
@@ -218,16 +218,16 @@ class _Text:
 
     @property
     def start(self) -> int:
-        """Where the window begins in which repetitions are looked for."""
+        """The first position of the window in which repetitions are looked for."""
         return max(0, self.num_known - self.last_n) if self.last_n >= 0 else 0
 
     def behind(self, start: int) -> int:
-        """How many tokens came after the last breaker of the window."""
+        """Return how many tokens follow the last breaker of the window."""
         head, end = self.breaker
         return self.num_known - end if head >= start else self.num_known
 
     def take(self) -> tuple[int, ...]:
-        """Know one token more. Returns its place without what is on the device, and the new bounds."""
+        """Advance by one token. Return the columns of its place known to the host, and the new bounds."""
         at, token_ids = self.num_known, self.request.token_ids
         token, self.num_known = token_ids[at], at + 1
         for length in self.tail_lengths:
@@ -236,14 +236,14 @@ class _Text:
         return -1 if token in self.alone else token_ids[at - 1], token, at, self.slot, *self.bounds()
 
     def bounds(self) -> tuple[int, int, int]:
-        """Where the window begins; of the history's costs the first, and that of what is behind a breaker."""
+        """Return the window's start, and in the costs the indices of length 0 and of the longest allowed."""
         start, first = self.start, self.first_cost
         return start, first, first + min(self.behind(start), self.longest)
 
     def _last_breaker(self) -> tuple[int, int]:
-        """Where the last breaker begins and has ended; an empty one before the text where there is none.
+        """Return start and end of the last breaker; (0, 0) if there is none.
 
-        As in llama.cpp, that is the one that begins last, and of several there the longest.
+        As in llama.cpp, that is the one that starts last, and of several that start there the longest.
         """
         for head in range(self.num_known - 1, self.start - 1, -1) if self.breakers else ():
             ends = (head + length + 1 for length in self.tail_lengths)
@@ -257,9 +257,9 @@ class _Text:
 
 
 def _reaches(tokens: Sequence[int]) -> dict[int, int]:
-    """The places of a text that have a reach, and it.
+    """Compute the reach of each position of a text; those left out have 0.
 
-    By Z-boxes (Gusfield, 1997) from its end: linear, however repetitive it is.
+    The Z-algorithm (Gusfield, 1997) from the end of the text: linear time, however repetitive it is.
     """
     recent, num = tokens[::-1], len(tokens)
     reaches: dict[int, int] = {}
@@ -279,6 +279,6 @@ def _reaches(tokens: Sequence[int]) -> dict[int, int]:
 
 
 def _common_end(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many last tokens are the same."""
+    """Return the length of the longest common suffix."""
     pairs = enumerate(zip(reversed(a), reversed(b), strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

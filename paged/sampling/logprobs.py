@@ -1,4 +1,4 @@
-"""Log-probabilities: what a row of logits says of the token at its place, and of the likeliest ones."""
+"""Log-probabilities of the chosen token of each row of logits, and of the most likely ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..requests.request import TokenLogprobs
 def token_logprobs(
     kernels: Kernels,
     logits: Tensor,  # f32[num_rows, vocab_size]
-    token_ids: Sequence[int],  # the token at each row's place
-    num_tops: Sequence[int],  # of how many most likely tokens each row tells; -1 of all
+    token_ids: Sequence[int],  # the chosen token of each row
+    num_tops: Sequence[int],  # how many of the most likely tokens to report for each row; -1: all
 ) -> list[TokenLogprobs]:
-    """The token at each place and the most likely ones, by log_softmax. NaN where a row has NaN or inf.
+    """Compute the log_softmax of each row's chosen and most likely tokens; NaN if a row is not finite.
 
-    A row's report depends on its own logits alone: rows are taken together only where they tell of as many.
+    Batch-invariant: only rows that report equally many tokens are computed together.
     """
     num_rows, vocab_size = logits.shape
     rows_by_size: dict[int, list[int]] = {}

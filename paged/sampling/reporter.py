@@ -1,4 +1,4 @@
-"""Reporter: from the hidden states of prompt rows to what is reported of them, in bounded memory."""
+"""Reporter: log-probabilities of prompt tokens and sums of hidden states, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..requests.request import TokenLogprobs
 from ..scheduler.schedule import AskedRows
 from .logprobs import token_logprobs
 
-# Logits that are looked at together: 64 MiB, and as much again for the log-probabilities made of them, for
-# prompts of any length and any vocabulary (128 rows of 131,072). Rows enough for one reading of the head.
+# The most logits in memory at once: 64 MiB, and as much again for their log-probabilities. A vocabulary of
+# 131,072 makes them 128 rows, enough to read the head efficiently.
 MAX_LOGITS = 2**24
-Rows = list[TokenLogprobs] | Tensor
+Reported = list[TokenLogprobs] | Tensor
 
 
 class Reporter:
-    """Log-probabilities of prompt tokens, and sums of hidden states.
+    """Computes what requests report on positions of their prompts.
 
-    head: [n, hidden_size] -> f32[n, vocab_size].
-    max_rows: how many rows have their logits in memory at once. Rows are split, the vocabulary is not: a rank
-        and the most likely tokens need all of it. A row longer than MAX_LOGITS is taken alone.
+    head: the output head, [n, hidden_size] -> f32[n, vocab_size].
+    max_rows: how many rows of logits are in memory at once, at least 1: the vocabulary is not split, because
+        ranks and the most likely tokens need all of it.
     """
 
     def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, kernels: Kernels) -> None:
@@ -34,25 +34,25 @@ class Reporter:
     def report(
         self,
         asked: Sequence[AskedRows],
-        hidden: Tensor,  # [num_rows, hidden_size], the rows asked for, one after the other
-    ) -> list[tuple[AskedRows, Rows]]:
-        """What each asks for: log-probabilities row by row, or f64[hidden_size] on the CPU."""
+        hidden: Tensor,  # [num_rows, hidden_size], the rows of all reports, one after another
+    ) -> list[tuple[AskedRows, Reported]]:
+        """Return each report's results: log-probabilities by row, or a sum, f64[hidden_size] on the CPU."""
         parts = hidden.split_with_sizes([rows.end - rows.start for rows in asked])
         told = [i for i, rows in enumerate(asked) if rows.report.num_top is not None]
         summed = [i for i, rows in enumerate(asked) if rows.report.num_top is None]
-        found: dict[int, Rows] = {}
+        found: dict[int, Reported] = {}
         if told:
             chosen = hidden if not summed else torch.cat([parts[i] for i in told])
             logprobs = iter(self._logprobs([asked[i] for i in told], chosen))
             found |= {i: [*itertools.islice(logprobs, len(parts[i]))] for i in told}
         if summed:
-            # One trip from a GPU.
+            # One transfer from the GPU.
             sums = torch.stack([parts[i].sum(0, dtype=torch.float64) for i in summed]).cpu()
             found |= zip(summed, sums, strict=True)
         return [(rows, found[i]) for i, rows in enumerate(asked)]
 
     def _logprobs(self, asked: Sequence[AskedRows], hidden: Tensor) -> list[TokenLogprobs]:
-        """Of the token behind each row."""
+        """Return the log-probabilities of the token that follows each row."""
         tokens, num_tops = list[int](), list[int]()
         for request, report, start, end, _ in asked:
             assert report.num_top is not None

@@ -1,4 +1,4 @@
-"""Sampler: logits to tokens. Random numbers come from (request seed, position), from no shared stream."""
+"""Sampler: logits to tokens. Random numbers are a function of (request seed, position) alone."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OVERFLOW = "the sampling parameters made logits that are not finite"
 
 
 class Sampler:
-    """Takes a token for each request from its logits.
+    """Chooses a token for each request.
 
-    What follows from a batch's requests and their parameters is kept while the same requests are sampled.
+    Tensors made from the requests' parameters are kept while the same requests are sampled.
     """
 
     def __init__(self, kernels: Kernels, vocab_size: int, device: torch.device) -> None:
@@ -44,18 +44,18 @@ class Sampler:
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
     ) -> StepOutput:
-        """One token for each row of f32[len(requests), vocab_size], which is changed in place.
+        """Choose one token for each row of f32[len(requests), vocab_size], which is changed in place.
 
-        best: `kernels.greedy` of the logits, where that is known.
+        best: `kernels.greedy` of the logits, if already computed.
 
-        A row without one has its error: the model overflowed, and a token would be made up, or what its own
-        parameters ask for cannot be had.
+        A row gets an error instead of a token if the model's logits are not finite, or if the request's own
+        parameters leave no token.
         """
         if not requests:
             return StepOutput()
         batch = self._last
         if batch is None or batch.requests != requests:
-            # The histories leave its requests, even if the new batch fails half-way.
+            # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
             self._last = None
             batch = self._last = _Batch(requests, self)
         tokens, highest = best or self.kernels.greedy(logits)
@@ -72,8 +72,8 @@ class Sampler:
             grammar_masks.apply(logits)
         if batch.edits is not None:
             errors = batch.edits.apply(logits)
-        may_leave_none = batch.may_leave_none or grammar_masks is not None
-        edited = self.kernels.greedy(logits)[1] if may_leave_none else None
+        may_ban_all = batch.may_ban_all or grammar_masks is not None
+        edited = self.kernels.greedy(logits)[1] if may_ban_all else None
         drawn = batch.draw(logits).tolist()
         reports = batch.reports(raw, drawn)
         of_model = highest.tolist()
@@ -83,7 +83,7 @@ class Sampler:
 
 
 class _Batch:
-    """What follows from the requests of a batch: columns of parameters, which of them are used, and rows."""
+    """What is computed once for the requests of a batch: their parameters as tensors."""
 
     def __init__(self, requests: Sequence[Request], sampler: Sampler) -> None:
         self.requests, self.kernels, self.device = requests, sampler.kernels, sampler.device
@@ -95,7 +95,7 @@ class _Batch:
         else:
             sampler.history.keep([])
             sampler.dry.keep([])
-        self.may_leave_none = self.edits is not None and self.edits.may_leave_none
+        self.may_ban_all = self.edits is not None and self.edits.may_ban_all
         self._asked = [row for row, request in enumerate(requests) if request.inputs.wants_logprobs]
         self._raw: Tensor | None = None
         self._drawn = [row for row, request in enumerate(requests) if request.inputs.params.temperature > 0.0]
@@ -105,10 +105,10 @@ class _Batch:
         self._filters = _filters([r.inputs.params for r in drawn], vocab_size, self.device) if drawn else {}
 
     def raw_rows(self, logits: Tensor, *, changed: bool) -> Tensor | None:
-        """The rows that report log-probabilities as they are before a parameter, or the draw, changes them.
+        """Return the logits of rows that report log-probabilities, copied if anything will change them.
 
-        changed: whether anything else does. The memory of a copy is that of the step before: new memory of
-        this size costs more than what is written there.
+        changed: whether grammar masks will. The copy reuses the last step's memory, as allocating this much
+        costs more than the copy.
         """
         if not self._asked:
             return None
@@ -121,7 +121,7 @@ class _Batch:
         return self._raw.copy_(logits)
 
     def draw(self, logits: Tensor) -> Tensor:
-        """A token of each row: i64[num_rows]. The logits are destroyed."""
+        """Draw a token for each row: i64[num_rows]. Destroys the logits."""
         if not self._drawn:
             return self.kernels.greedy(logits)[0]
         positions = [len(self.requests[row].token_ids) for row in self._drawn]
@@ -136,7 +136,7 @@ class _Batch:
         return drawn if tokens is None else tokens.index_copy_(0, self._rows, drawn)
 
     def reports(self, raw: Tensor | None, tokens: list[int]) -> dict[int, TokenLogprobs]:
-        """What the requests asked for; NaN of a row without a finite maximum."""
+        """Return the log-probabilities that requests asked for; NaN for rows that are not finite."""
         if raw is None:
             return {}
         num_tops = [self.requests[row].inputs.params.logprobs or 0 for row in self._asked]
@@ -145,7 +145,7 @@ class _Batch:
 
 
 def _greedy(tokens: list[int | None], highest: list[float]) -> StepOutput:
-    """The most likely token of each row: on a CPU the first of equals."""
+    """Return the most likely token of each row, and an error for rows that are not finite."""
     if math.isfinite(sum(highest)):
         return StepOutput(tokens)
     errors = {row: NOT_FINITE for row, value in enumerate(highest) if not math.isfinite(value)}
@@ -153,7 +153,7 @@ def _greedy(tokens: list[int | None], highest: list[float]) -> StepOutput:
 
 
 def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str]) -> dict[int, str]:
-    """Errors of the rows without a finite maximum: in the model's own logits, and after all edits."""
+    """Return errors for the rows without a finite maximum, in the model's own logits or after all edits."""
     errors = {row: NOT_FINITE for row, value in enumerate(of_model) if not math.isfinite(value)}
     for row, value in enumerate(edited):
         if not math.isfinite(value) and row not in errors and row not in known:
@@ -169,7 +169,7 @@ def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.de
             return None
         return torch.tensor(values, dtype=dtype, device=device)
 
-    # A float32 does not hold every temperature that is legal.
+    # Some allowed temperatures are too large for float32.
     most = torch.finfo(torch.float32).max
     temperatures = [min(p.temperature, most) for p in params]
     top_ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
@@ -184,5 +184,5 @@ def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.de
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as an int64."""
+    """Return the int64 with the same 64 bits."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,14 +1,13 @@
-"""Structured outputs: grammars over tokens, and which tokens they allow next, found while the device runs.
+"""Structured outputs: compile grammars over tokens, and mask the logits of tokens that they do not allow.
 
-The grammars are llguidance's. It refuses the keywords of a JSON schema that it does not do, where xgrammar,
-the other library looked at, lets some of them pass and the output with them (`python -m
-benchmarks.grammar_libraries`); it is small, has no dependencies, reads Lark and GBNF, and bounds by itself
-what a grammar may cost. As a "date" it lets 29 February through in any year. What it takes of a step:
-`python -m benchmarks.structured_outputs`.
+The grammars are llguidance's. It rejects JSON schema keywords that it does not implement, where xgrammar, the
+alternative, ignores some of them (`python -m benchmarks.grammar_libraries`); it is small, has no
+dependencies, reads Lark and GBNF, and limits the cost of a grammar. Its "date" allows 29 February in any
+year. Its share of a step: `python -m benchmarks.structured_outputs`.
 
-How an output ends: where the grammar is complete, the request's stop tokens (EOS, stop_token_ids) become
-possible, and where nothing can follow they are all that is. A request without any (ignore_eos, or a model
-that has no EOS) finishes there by itself, with "stop". max_tokens and stop strings may cut an output before.
+Where the grammar is complete, the request's stop tokens (EOS, stop_token_ids) become possible; where nothing
+can follow, they are the only possible ones. A request without stop tokens (ignore_eos, or a model without
+EOS) then finishes with "stop". max_tokens and stop strings may end an output before.
 """
 
 from __future__ import annotations
@@ -33,22 +32,21 @@ from ..scheduler.schedule import StepOutput
 from ..text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**18  # of a grammar's text
-MAX_CACHED = 256  # compiled grammars kept,
-MAX_CACHED_CHARACTERS = 2**22  # and their texts in sum: compiled, a text takes up to 100 times its size
+MAX_CACHED = 256  # compiled grammars
+MAX_CACHED_CHARACTERS = 2**22  # of their texts together; a compiled text takes up to 100 times its size
 COMPILE_TIMEOUT_S = 10.0
-# Rules that lead from one to the next are followed by recursion, in compiled code where an overflow would end
-# the process. As many as fit MAX_CHARACTERS need less than this; what is not touched takes no memory.
+# The library follows chains of rules by recursion, where a stack overflow would end the process. All rules
+# that fit MAX_CHARACTERS need less than this; stack that is not touched takes no memory.
 COMPILE_STACK_BYTES = 512 * 2**20
-# One space, or a new line and its indentation. Without a bound, a model may write blanks for ever.
+# One space, or a line break and indentation. Without a bound, a model may write blanks for ever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
 WORD_BITS = 32
 
 
 class Grammars:
-    """Compiles the grammars of one tokenizer's model, and keeps those used last. Thread-safe.
+    """Compiles grammars for one model, and caches the most recently used ones. Thread-safe.
 
-    vocab_size: of the logits. The tokenizer may have fewer tokens, or more: what only one of them has is
-        never allowed.
+    vocab_size: of the logits. Only tokens that both the logits and the tokenizer have are ever allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -58,10 +56,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def start(self, params: StructuredOutputsParams) -> GrammarState:
-        """The beginning of an output in this language.
+        """Return the state before the first token of an output.
 
-        Raises RequestError if there is no such language, it cannot be compiled within bounds, or the library
-        or the tokenizer is missing.
+        Raises RequestError if the grammar is wrong or cannot be compiled within bounds, or if the library or
+        the tokenizer is missing.
         """
         kind, text = params.kind, _text(params)
         if self._tokenizer is None:
@@ -80,7 +78,7 @@ class Grammars:
             if matcher is not None:
                 self._compiled.move_to_end((kind, text))
                 return GrammarState(matcher.deep_copy(), vocabulary)
-        # Outside the lock: whoever needs another grammar does not wait for this one.
+        # Outside the lock, so that threads which need another grammar do not wait.
         matcher = _in_thread(kind, lambda: _compile(kind, text, vocabulary))
         with self._lock:
             self._keep((kind, text), matcher)
@@ -95,7 +93,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """The tokens of the logits as bytes, with a token that stands for the end of an output."""
+    """The tokens as bytes, of which at least one ends an output."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         try:
@@ -106,7 +104,7 @@ class _Vocabulary:
             ) from error
         num_tokens = len(tokenizer.hf)
         ends = [i for i in sorted(eos_token_ids) if i < num_tokens]
-        # The library must have one. Where the model has none, any special token does: it is masked.
+        # The library needs one. If the model has none, any special token will do: it is masked.
         ends = (
             ends
             or [i for i in (tokenizer.hf.eos_token_id, *tokenizer.hf.all_special_ids) if i is not None][:1]
@@ -121,28 +119,28 @@ class _Vocabulary:
             ) from error
         self.ends = frozenset(ends)
         self.num_words = -(-self.tokens.vocab_size // WORD_BITS)
-        # i32[num_words], the bits of tokens that have a logit
+        # i32[num_words]: the bits of tokens that have a logit
         self.in_logits = _bits(range(vocab_size), self.num_words)
 
     def allowed(self, matcher: Any) -> NDArray[np.int32]:
-        """i32[num_words], the bits of tokens that may follow."""
-        words = np.frombuffer(matcher.compute_bitmask(), np.int32)  # and perhaps one of padding
+        """Return the bits of tokens that may follow, i32[num_words]."""
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)  # it may end with a word of padding
         return words[: self.num_words] & self.in_logits
 
 
 def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
-    """A matcher at the start of its grammar, within the library's bounds on time and memory."""
+    """Compile a grammar, within the library's limits on time and memory. Return a matcher at its start."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(
         vocabulary.tokens,
         _library_grammar(kind, text),
         log_level=0,
-        # Its other limits are kept: at most 1e6 units of fuel and 500 000 symbols to compile, about 20 ms of
-        # work for each of the next masks. A long message would repeat the grammar.
+        # A verbose message would repeat the grammar. Other limits are the library's: 1e6 units of fuel and
+        # 500 000 symbols to compile, about 20 ms of work for each later mask.
         limits=LLParserLimits(verbose_errors=False),
     )
-    # The first mask is computed here too, where it may take its time.
+    # Compute the first mask here too, as it may be slow.
     possible = not matcher.is_error() and vocabulary.allowed(matcher).any()
     if matcher.is_error() or not possible:
         error = _error(matcher)
@@ -165,7 +163,7 @@ def _library_grammar(kind: str, text: str) -> Any:
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
     if kind == "choice":
-        # As one terminal: thousands of them are as quick as a few.
+        # As one terminal, so that thousands of strings are as fast as a few.
         strings = " | ".join(json.dumps(s, ensure_ascii=False) for s in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
     return grammar_from("regex" if kind == "regex" else "grammar", text)
@@ -177,17 +175,16 @@ def _text(params: StructuredOutputsParams) -> str:
 
 
 def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
-    """Run it with a deep stack, for so long at most.
+    """Run a compilation in a thread with a deep stack, and wait COMPILE_TIMEOUT_S for it at most.
 
-    A compilation that takes longer goes on in its thread until the library's own bounds end it: nothing can
-    stop it, and nobody waits for it.
+    One that takes longer cannot be stopped: it continues in its thread until the library's limits end it.
     """
     result: Future[Any] = Future()
 
     def run() -> None:
         try:
             result.set_result(compile_it())
-        except BaseException as error:  # a Rust panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             result.set_exception(error)
 
     _start_thread(run)
@@ -216,9 +213,9 @@ def _start_thread(run: Callable[[], None]) -> None:
 
 
 class GrammarState:
-    """Where one output is in its grammar: a matcher that has taken the first of the output's tokens.
+    """The position of one output in its grammar: a matcher that has consumed num_taken of its tokens.
 
-    It follows what the request has generated, and so needs no word of preemption or failed steps.
+    It catches up with the request's tokens when asked, so preemption and failed steps do not affect it.
     """
 
     __slots__ = ("matcher", "num_taken", "vocabulary")
@@ -227,21 +224,21 @@ class GrammarState:
         self.matcher, self.vocabulary, self.num_taken = matcher, vocabulary, num_taken
 
     def copy(self) -> GrammarState:
-        """A state of its own at the same place."""
+        """Return an independent state at the same position."""
         return GrammarState(self.matcher.deep_copy(), self.vocabulary, self.num_taken)
 
     def missing(self, request: Request) -> list[int]:
-        """The tokens that it has not taken yet, which count as taken from now on."""
+        """Return the tokens that the matcher has not consumed yet, and count them as consumed."""
         start, self.num_taken = request.num_prompt_tokens + self.num_taken, request.num_output_tokens
         return request.token_ids[start:]
 
     def follow(self, request: Request) -> bool:
-        """Take all of the output. Returns whether the grammar has it."""
+        """Consume all of the output. Return whether the grammar allows it."""
         tokens = self.missing(request)
         return not tokens or bool(self.matcher.consume_tokens(tokens))
 
     def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
-        """The tokens that may come next, where these are what ends an output."""
+        """Return the tokens that may come next, if these stop tokens end an output."""
         vocabulary = self.vocabulary
         row = vocabulary.allowed(self.matcher) & ~_bits(vocabulary.ends, vocabulary.num_words)
         if self.matcher.is_accepting():
@@ -250,7 +247,7 @@ class GrammarState:
         return frozenset(np.flatnonzero(flags).tolist())
 
     def is_complete(self, request: Request) -> bool:
-        """Whether the output is, and nothing can follow it."""
+        """Return whether the output is complete and nothing can follow it."""
         if not self.follow(request) or not self.matcher.is_accepting():
             return False
         vocabulary = self.vocabulary
@@ -258,9 +255,10 @@ class GrammarState:
 
 
 class GrammarMasks:
-    """The tokens that grammars allow in the rows of one step.
+    """Masks of the tokens that grammars allow in the rows of one step.
 
-    A worker fills them: `start` before the forward, `apply` waits for it. Then `check` says what went wrong.
+    A worker thread computes them: `start` comes before the forward, and `apply`, which waits for the worker,
+    after it. `check` reports errors.
     """
 
     def __init__(self, rows: list[int], requests: list[Request]) -> None:
@@ -268,14 +266,14 @@ class GrammarMasks:
         self._requests = requests
         self._states: list[GrammarState] = [request.sampling.grammar for request in requests]  # type: ignore[misc]
         vocabulary = self._states[0].vocabulary
-        # i32[len(rows), num_words]: bit b of word w is of token 32 w + b
+        # i32[len(rows), num_words]: bit b of word w is token 32 w + b
         self._bits = np.zeros((len(rows), vocabulary.num_words), np.int32)
         self._filled = False
         self._job: Future[None] = _worker().submit(self._fill, *self._advances())
 
     @classmethod
     def start(cls, requests: Sequence[Request]) -> GrammarMasks | None:
-        """Begin the masks of those that have a grammar; None if nobody does."""
+        """Start the masks of the requests that have a grammar; None if there are none."""
         rows = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
         return cls(rows, [requests[row] for row in rows]) if rows else None
 
@@ -283,17 +281,17 @@ class GrammarMasks:
         self,
         logits: Tensor,  # f32[num_rows, vocab_size], changed in place
     ) -> None:
-        """Set the logits of tokens that are not allowed to -inf; what is not finite stays to be seen."""
+        """Set the logits of tokens that are not allowed to -inf. NaN stays NaN, as the sampler reports it."""
         device = logits.device
         bits = torch.from_numpy(self.wait().view(np.uint8)).to(device, non_blocking=True)
-        # [len(rows), bytes, 8] -> [len(rows), vocab_size]; a table of bytes is far quicker than shifts.
+        # [len(rows), bytes, 8] -> [len(rows), vocab_size]; a table of bytes is far faster than shifts.
         bias = torch.nn.functional.embedding(bits.int(), _byte_table(device, logits.dtype))
         bias = bias.flatten(1)[:, : logits.shape[1]]
-        # Added, not filled in: a NaN is the sampler's to find.
+        # Add rather than fill, to keep NaN.
         logits.index_add_(0, torch.tensor(self.rows).to(device, non_blocking=True), bias)
 
     def check(self, output: StepOutput) -> None:
-        """Turn the tokens of rows that went wrong into errors of their requests."""
+        """Replace the tokens of failed rows by errors."""
         bits = self.wait()
         for i, row in enumerate(self.rows):
             token = output.tokens[row]
@@ -305,7 +303,7 @@ class GrammarMasks:
         output.errors |= self.errors
 
     def wait(self) -> NDArray[np.int32]:
-        """The bits, once they are there."""
+        """Wait for the worker. Return the bits."""
         self._job.result()
         if not self._filled:
             self._filled = True
@@ -313,13 +311,13 @@ class GrammarMasks:
         return self._bits
 
     def _advances(self) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
-        """What the worker does, all of it in calls that leave Python alone: tokens to take, rows to fill."""
+        """Return the worker's input: tokens to consume and rows to fill, in calls that release the GIL."""
         single = []
         for request, state in zip(self._requests, self._states, strict=True):
             tokens = state.missing(request)
             if len(tokens) == 1:
                 single.append((state.matcher, tokens[0]))
-            elif tokens:  # a fork, or somebody who was given tokens
+            elif tokens:  # several at once, as after a fork
                 state.matcher.consume_tokens(tokens)
         return single, [(state.matcher, i) for i, state in enumerate(self._states)]
 
@@ -330,7 +328,7 @@ class GrammarMasks:
         executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
 
     def _finish(self) -> None:
-        """Put the requests' own ends in the place of the library's, and open rows where nothing is left."""
+        """Replace the library's end tokens by the requests', and note errors."""
         for i, (request, state) in enumerate(zip(self._requests, self._states, strict=True)):
             if request.inputs.stop_ids != state.vocabulary.ends or request.inputs.params.min_tokens:
                 self._set_ends(i, request, state)
@@ -342,7 +340,7 @@ class GrammarMasks:
             elif i in empty:
                 self.errors[row] = _dead_end(request)
         broken = [i for i, row in enumerate(self.rows) if row in self.errors]
-        self._bits[broken] = -1  # what is sampled there is thrown away
+        self._bits[broken] = -1  # their tokens are discarded
 
     def _set_ends(self, i: int, request: Request, state: GrammarState) -> None:
         row, ends = self._bits[i], _bits(request.inputs.stop_ids, self._bits.shape[1])
@@ -361,7 +359,7 @@ def _dead_end(request: Request) -> str:
 
 
 def _bits(token_ids: Any, num_words: int) -> NDArray[np.int32]:
-    """i32[num_words] with the bits of these tokens."""
+    """Return i32[num_words] with the bits of these tokens set."""
     flags = np.zeros(num_words * WORD_BITS, np.uint8)
     flags[[*token_ids]] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)
@@ -369,7 +367,7 @@ def _bits(token_ids: Any, num_words: int) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=4)
 def _byte_table(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[256, 8]: for each byte, 0 where a bit is set and -inf where it is not."""
+    """Return [256, 8]: for each byte, 0 where a bit is set and -inf where it is not."""
     flags = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(flags, 0.0, -np.inf)).to(device, dtype)
 
@@ -381,7 +379,7 @@ def _worker() -> ThreadPoolExecutor:
 
 @lru_cache(maxsize=1)
 def _executor() -> Any:
-    """The library's own pool of threads."""
+    """Return the library's thread pool."""
     from llguidance import LLExecutor
 
     return LLExecutor()

@@ -1,4 +1,4 @@
-"""TokenHistory: which tokens a request has had and how often it generated each, on the device."""
+"""TokenHistory: for penalties, which tokens each request contains and how often it generated each."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ MIN_SLOTS = 4
 
 
 class TokenHistory:
-    """A slot for each request of the current batch that uses penalties, and for nobody else.
+    """Token counts on the device, with one slot per request of the current batch that uses penalties.
 
-    So nothing is left of a request that ended or was preempted; one that comes back is counted again.
+    A request that ended or was preempted has none; if it comes back, its tokens are counted anew.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in prompt or output
-        self.slots = torch.zeros(0, dtype=torch.int64, device=device)  # of the requests kept, in their order
+        self.slots = torch.zeros(
+            0, dtype=torch.int64, device=device
+        )  # of the current requests, in their order
         self._slots: dict[Request, int] = {}
-        self._known: dict[Request, int] = {}  # how many of its tokens are counted
+        self._known: dict[Request, int] = {}  # how many tokens are counted
 
     @property
     def num_slots(self) -> int:
-        """How many requests there is memory for."""
+        """The number of requests that there is memory for."""
         return self.output_counts.shape[0]
 
     def keep(self, requests: Sequence[Request]) -> None:
-        """Have slots for these requests, and for no others."""
+        """Assign slots to these requests, and to no others."""
         if not requests and not self._slots:
             return
         stay = set(requests)
@@ -48,16 +50,16 @@ class TokenHistory:
         self.slots = torch.tensor(slots, dtype=torch.int64, device=self.slots.device)
 
     def update(self) -> None:
-        """Count the tokens that are new since the last time."""
+        """Count the tokens that are new since the last call."""
         vocab_size, known = self.output_counts.shape[1], self._known
-        places = [
+        new = [
             slot * vocab_size + token
             for request, slot in self._slots.items()
             for token in request.token_ids[known[request] :]
         ]
-        if places:
+        if new:
             self._known = {request: len(request.token_ids) for request in self._slots}
-            index = torch.tensor(places, device=self.slots.device)
+            index = torch.tensor(new, device=self.slots.device)
             ones = torch.ones_like(index, dtype=torch.int32)
             self.output_counts.view(-1).index_add_(0, index, ones)
             self.seen.view(-1).index_fill_(0, index, True)
@@ -65,7 +67,7 @@ class TokenHistory:
     def _grow(self, num_slots: int) -> None:
         missing = num_slots - self.num_slots
         if missing > 0:
-            # Doubled, so that what is there is not copied for every new request.
+            # Doubled, so that existing counts are not copied for every new request.
             missing = max(missing, self.num_slots, MIN_SLOTS)
             self.output_counts, self.seen = (
                 torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
@@ -81,7 +83,7 @@ class TokenHistory:
         self._known[request] = len(request.token_ids)
 
     def check(self) -> None:
-        """Every slot belongs to one request at most, and says what that has."""
+        """Check that each request has its own slot, with the right counts."""
         assert len(set(self._slots.values())) == len(self._slots), "two requests share a slot"
         assert self.slots.tolist() == [*self._slots.values()], "the slots are not in the requests' order"
         for request, slot in self._slots.items():
