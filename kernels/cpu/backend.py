@@ -5,8 +5,11 @@ from typing import Final
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..reference import check_cache_dtype, copy_blocks
 from .attention.paged_attention import paged_attention, plan_attention
-from .rows.lookup import take_rows
-from .rows.ops import greedy, rms_norm, rotary_store_kv, silu_and_mul
+from .rows.greedy import greedy
+from .rows.rms_norm import rms_norm
+from .rows.rotary_store_kv import rotary_store_kv
+from .rows.silu_and_mul import silu_and_mul
+from .rows.take_rows import take_rows
 from .sampling.logits import apply_penalties, token_logprobs
 from .sampling.sample_tokens import sample_tokens
 

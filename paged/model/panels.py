@@ -12,7 +12,7 @@ from ..kernels.cpu.linear import linear as numba_linear
 from ..kernels.cpu.linear.linear import Panels, can_pair
 from ..kernels.cpu.linear.short import shortened
 from ..kernels.cpu.products.codes import GROUP
-from ..kernels.cpu.rows.lookup import take_panel_rows, take_rows, widen_rows
+from ..kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
 

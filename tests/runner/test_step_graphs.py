@@ -9,10 +9,10 @@ from transformers import LlamaConfig
 
 from paged import SamplingParams
 from paged.kernels import reference
+from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder, _column
 from paged.kernels.cpu.launch.tasks import Launch, Task
-from paged.kernels.cpu.rows import ops as numba_ops
 from paged.kernels.cpu.simd.vectors import HAS_DOT
 from tests.support.checkpoints import (
     SHAPE,
@@ -117,7 +117,7 @@ def test_what_torch_computes_is_not_repeated():
     assert not graphs_of(engine)
     x = torch.rand(3, 32)
     with Recorder():
-        numba_ops.silu_and_mul(x.view(6, 16)).flatten()
+        numba_kernels.silu_and_mul(x.view(6, 16)).flatten()
     with pytest.raises(NotRecordableError, match="add"), Recorder():
         x + 1
 
@@ -135,7 +135,7 @@ def test_an_interrupt_while_recording_leaves_no_kernel_undone(where, monkeypatch
         patch.setattr(TorchDispatchMode, where, interrupted)
         with pytest.raises(KeyboardInterrupt), Recorder():
             pass
-    assert torch.allclose(numba_ops.silu_and_mul(x), reference.silu_and_mul(x))
+    assert torch.allclose(numba_kernels.silu_and_mul(x), reference.silu_and_mul(x))
 
 
 def test_without_memory_to_record_in_steps_go_on(monkeypatch):

@@ -19,18 +19,11 @@ from ...attention_options import (
 )
 from ...checks import check_device, in_debug_mode
 from ..products.amx import HAS_TILES
-from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+from ..simd.numbers import KINDS
 from .kernel import ATTEND, MERGE
 from .softmax import padded
 from .units import SPLIT_KEYS, scratch_size
 
-KINDS = {
-    torch.float32: FLOAT32,
-    torch.float16: FLOAT16,
-    torch.bfloat16: BFLOAT16,
-    torch.int8: INT8,
-    torch.float8_e4m3fn: FLOAT8,
-}
 UNITS_PER_THREAD = 2  # at least, so that no thread waits long for the last
 MAX_ROWS, LEAST_ROWS = 512, 64  # of a unit of a prompt, for each KV head
 MAX_DECODE = 4  # new tokens of a sequence whose heads go together

@@ -10,6 +10,7 @@ from numba import njit
 
 from paged.kernels import reference
 from paged.kernels.attention_options import MAX_GROUP
+from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.attention.paged_attention import (
     LEAST_ROWS,
     paged_attention,
@@ -20,8 +21,7 @@ from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.kernels.cpu.launch import tasks as numba_threads
 from paged.kernels.cpu.linear import linear as numba_linear
 from paged.kernels.cpu.products.amx import HAS_TILES
-from paged.kernels.cpu.rows import lookup as numba_lookup
-from paged.kernels.cpu.rows import ops as numba_ops
+from paged.kernels.cpu.rows import take_rows as numba_lookup
 from paged.kernels.cpu.simd.memory import load, store
 from paged.kernels.cpu.simd.vectors import LANES, VECTOR_BYTES, exp2, exp2_of_negative
 from paged.kernels.plain import ops as torch_ops
@@ -253,8 +253,8 @@ def test_many_normalised_rows_of_whole_pages_lie_apart(dtype):
     x, weight = torch.randn(70, 2048, dtype=dtype), torch.randn(2048, dtype=dtype)
     residual = torch.randn_like(x)
     halves = zip(x.split(35), residual.clone().split(35), strict=True)
-    parts = [numba_ops.rms_norm(half, weight, 1e-6, added) for half, added in halves]
-    out = numba_ops.rms_norm(x, weight, 1e-6, residual)
+    parts = [numba_kernels.rms_norm(half, weight, 1e-6, added) for half, added in halves]
+    out = numba_kernels.rms_norm(x, weight, 1e-6, residual)
     assert out.stride() == (2048 + 64 // x.itemsize, 1)
     assert torch.equal(out, torch.cat(parts))
     assert all(part.is_contiguous() for part in parts)
@@ -284,35 +284,35 @@ def test_rows_the_kernels_would_misread_are_left_to_torch():
     """Each would be read, or written, beyond its end."""
     x, other = torch.randn(5, 64), torch.randn(5, 64, dtype=torch.float64)
     strided = torch.randn(64, 2)[:, 0]
-    assert torch.equal(numba_ops.rms_norm(x, strided, 1e-6), torch_ops.rms_norm(x, strided, 1e-6))
+    assert torch.equal(numba_kernels.rms_norm(x, strided, 1e-6), torch_ops.rms_norm(x, strided, 1e-6))
     with pytest.raises(RuntimeError, match="size of tensor"):
-        numba_ops.rms_norm(x[:, :32], torch.ones(64), 1e-6)
+        numba_kernels.rms_norm(x[:, :32], torch.ones(64), 1e-6)
     added = other + x
-    numba_ops.rms_norm(x, torch.ones(64), 1e-6, other)
+    numba_kernels.rms_norm(x, torch.ones(64), 1e-6, other)
     assert torch.equal(other, added)
 
     cos, caches = torch.randn(5, 16, dtype=torch.bfloat16), torch.zeros(2, 2, 4, 2, 32)
     slots, qkv, expected = torch.arange(5), torch.randn(5, 8, 32), torch.zeros(2, 2, 4, 2, 32)
     torch_ops.rotary_store_kv(qkv.clone(), cos, cos, *expected, slots)
-    numba_ops.rotary_store_kv(qkv.clone(), cos, cos, *caches, slots)
+    numba_kernels.rotary_store_kv(qkv.clone(), cos, cos, *caches, slots)
     assert torch.equal(caches, expected)
     scales = torch.zeros(2, 2, 4, 2)  # as the cache has them, not [num_blocks, num_kv_heads, block_size]
     with pytest.raises(ValueError, match=r"key_scales must have shape \[2, 2, 4\], got \[2, 4, 2\]"):
-        numba_ops.rotary_store_kv(
+        numba_kernels.rotary_store_kv(
             qkv.clone(), cos, cos, *caches.to(torch.int8), slots, key_scales=scales[0], value_scales=scales[1]
         )
     nowhere = x.to("meta")
-    assert numba_ops.silu_and_mul(nowhere).is_meta
+    assert numba_kernels.silu_and_mul(nowhere).is_meta
     for operation, args in (
-        (numba_ops.rms_norm, (nowhere, torch.ones(64), 1e-6)),
-        (numba_ops.rms_norm, (x, nowhere[0], 1e-6)),
-        (numba_ops.rotary_store_kv, (qkv.to("meta"), cos.float(), cos.float(), *caches, slots)),
+        (numba_kernels.rms_norm, (nowhere, torch.ones(64), 1e-6)),
+        (numba_kernels.rms_norm, (x, nowhere[0], 1e-6)),
+        (numba_kernels.rotary_store_kv, (qkv.to("meta"), cos.float(), cos.float(), *caches, slots)),
     ):
         with pytest.raises(RuntimeError, match="meta"):
             operation(*args)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match="needs key_scales"):
-            numba_ops.rotary_store_kv(qkv.clone(), cos, cos, *caches.to(dtype), slots)
+            numba_kernels.rotary_store_kv(qkv.clone(), cos, cos, *caches.to(dtype), slots)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 24, 37])
@@ -325,10 +325,10 @@ def test_rows_that_are_no_whole_vectors_are_not_left_to_torch(size, dtype, monke
     caches = cache[..., :-1]
     for name in ("rms_norm", "silu_and_mul", "rotary_store_kv"):
         monkeypatch.delattr(torch_ops, name)
-    numba_ops.rms_norm(x, weight, 1e-6, x.clone())
-    numba_ops.silu_and_mul(x)
+    numba_kernels.rms_norm(x, weight, 1e-6, x.clone())
+    numba_kernels.silu_and_mul(x)
     heads = x.repeat(4, 1, 1).transpose(0, 1).contiguous()
-    numba_ops.rotary_store_kv(heads, angles, angles, *caches, slots)
+    numba_kernels.rotary_store_kv(heads, angles, angles, *caches, slots)
     assert torch.equal(caches[1, 0, :3, 0], x)
     assert not cache[..., -1].any()
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from paged import ConfigError, SamplingParams
+from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.linear import linear as numba_linear
 from paged.kernels.cpu.linear import short as numba_short
 from paged.kernels.cpu.linear.amx_linear import TILES, is_read_apart, panels_of_unit
 from paged.kernels.cpu.linear.linear import LINEAR
 from paged.kernels.cpu.products.amx import HAS_TILES
 from paged.kernels.cpu.products.codes import PAIRS
-from paged.kernels.cpu.rows import ops as numba_ops
-from paged.kernels.cpu.rows.lookup import widen_rows
+from paged.kernels.cpu.rows.take_rows import widen_rows
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, LANES
 from paged.model import panels
 from paged.model.linear import Linear
@@ -226,7 +226,7 @@ def test_gates_are_applied(form, dtype, size, unit):
     plain.take_form(partial(form, out_dtype=torch.float32))
     assert linear.form.gated
     assert not plain.form.gated
-    out, expected = linear(x), numba_ops.silu_and_mul(plain(x))
+    out, expected = linear(x), numba_kernels.silu_and_mul(plain(x))
     assert out.shape == (75, size)
     assert torch.equal(out, expected.to(dtype))
     assert torch.equal(linear(x[7:9]), out[7:9])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...checks import check_dtype, in_debug_mode
 from ..launch.tasks import Task
-from ..linear.linear import OUT_KINDS, Panels
+from ..linear.linear import Panels
 from ..products.codes import (
     HALVES,
     INT8_PAIRS,
@@ -34,7 +34,7 @@ from ..simd.memory import (
     store,
     store_some_as,
 )
-from ..simd.numbers import BFLOAT16, FLOAT32
+from ..simd.numbers import BFLOAT16, FLOAT32, KINDS
 from ..simd.vectors import LANES, VECTOR_BYTES, function
 
 TAKE_ROWS = Task(("table", "indices", "out", "row_bytes", "kind"))  # FLOAT32: whatever is not widened
@@ -118,7 +118,7 @@ def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
     check_dtype("table", table, (torch.float16, torch.bfloat16))
     if not table.is_contiguous():
         raise ValueError(f"table must be contiguous, got strides {table.stride()}")
-    return _take_rows(table, indices.contiguous(), torch.float32, OUT_KINDS[table.dtype])
+    return _take_rows(table, indices.contiguous(), torch.float32, KINDS[table.dtype])
 
 
 def _take_rows(table: Tensor, indices: Tensor, dtype: torch.dtype, kind: int) -> Tensor:
@@ -155,7 +155,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         out.data_ptr(),
         size,
         panels.kind,
-        OUT_KINDS[dtype],
+        KINDS[dtype],
         scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * is_short) * size,
     )
     return out

@@ -1,0 +1,58 @@
+"""The highest logit of each row."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...plain import ops as torch_ops
+from ..launch.tasks import Task
+from ..simd.memory import get_float, load, set_float, set_long, store
+from ..simd.vectors import LANES, VECTOR_BYTES, greater, splat, total, where_greater, where_nan
+
+GREEDY = Task(("logits", "tokens", "highest", "size", "stride"))
+
+
+@GREEDY.each_unit
+def _greedy(args, row, scratch):
+    """Write a row's maximum and its first index; NaN and 0 if the row has a NaN."""
+    x, size = args.logits + row * args.stride, args.size
+    top, nan = splat(np.float32(-np.inf)), splat(np.float32(0.0))
+    block = splat(np.float32(0.0))  # which vector each lane's maximum is in; exact up to 2^24
+    for i in range(size // LANES):
+        number = load(x + i * LANES * 4)
+        block = where_greater(number, top, splat(np.float32(i)), block)
+        top, nan = greater(number, top), where_nan(number, nan)
+    store(scratch, top)
+    store(scratch + VECTOR_BYTES, block)
+    best, place = get_float(scratch), np.int64(get_float(scratch + VECTOR_BYTES)) * LANES
+    for lane in range(1, LANES):
+        number = get_float(scratch + 4 * lane)
+        at = np.int64(get_float(scratch + VECTOR_BYTES + 4 * lane)) * LANES + lane
+        if number > best or (number == best and at < place):
+            best, place = number, at
+    nans = total(nan)
+    for i in range(size // LANES * LANES, size):
+        number = get_float(x + 4 * i)
+        nans += number if number != number else np.float32(0.0)
+        if number > best:
+            best, place = number, np.int64(i)
+    set_float(args.highest + 4 * row, best if nans == nans else nans)
+    set_long(args.tokens + 8 * row, place if nans == nans else 0)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's maximum, f32[n], after its first index, i64[n]; see `reference.greedy`."""
+    num_rows, size = logits.shape
+    if logits.stride(1) != 1 or logits.dtype != torch.float32:
+        return torch_ops.greedy(logits)
+    tokens, highest = logits.new_empty(num_rows, dtype=torch.int64), logits.new_empty(num_rows)
+    GREEDY.run(
+        num_rows,
+        logits.data_ptr(),
+        tokens.data_ptr(),
+        highest.data_ptr(),
+        size,
+        logits.stride(0) * 4,
+        scratch_size=2 * VECTOR_BYTES,
+    )
+    return tokens, highest

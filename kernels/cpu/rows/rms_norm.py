@@ -1,0 +1,130 @@
+"""RMSNorm, with the addition to the residual stream before it."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...checks import KERNEL_DTYPES, check_eps
+from ...plain import ops as torch_ops
+from ..launch.tasks import Task, is_plain
+from ..simd.memory import LINE, some_of
+from ..simd.numbers import FLOAT32, ITEM_SIZES, KINDS
+from ..simd.vectors import LANES, add, fma, function, multiply, splat, total
+from .row_kernel import by_kind, rows_of_unit, units_of_rows
+
+# Rows that start whole pages apart share few sets of the L1 cache, where a product reads many of them
+# together: if there are more than FEW_ROWS of them, they are padded by a cache line.
+PAGE_BYTES, FEW_ROWS = 4096, 64
+
+RMS_NORM = Task(
+    (
+        "x", "weight", "residual", "out", "kind", "unit_offset", "num_rows", "size", "x_stride",
+        "out_stride", "rows_per_unit",
+    ),
+    ("eps",),
+)  # fmt: skip
+
+
+def make_normalize(kind: int) -> Any:
+    """Make normalize(...) for a kind of number."""
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+
+    @function
+    def normalize(x, residual, weight, unit_offset, out, size, eps):
+        """Write weight * x / sqrt(mean(x²) + eps), after residual += x if there is one; then it stands for x.
+
+        The quotient is rounded to the kind, then multiplied by weight. unit_offset: it is multiplied by
+        1 + weight first.
+        """
+        squares, one = splat(np.float32(0.0)), splat(np.float32(1.0))
+        source = residual if residual else x
+        for i in range(0, size, LANES):
+            at, left = i * size_of, size - i
+            if residual:
+                store(residual + at, add(load(residual + at, left), load(x + at, left)), left)
+            number = load(source + at, left)
+            squares = fma(number, number, squares)
+        mean = total(squares) / np.float32(size) + np.float32(eps)
+        scale = splat(np.float32(1.0) / np.sqrt(mean))
+        for i in range(0, size, LANES):
+            at, left = i * size_of, size - i
+            own, number = load(weight + at, left), multiply(load(source + at, left), scale)
+            if unit_offset:
+                own = add(one, own)
+            elif kind != FLOAT32:
+                store(out + at, number, left)
+                number = load(out + at, left)
+            store(out + at, multiply(number, own), left)
+
+    return normalize
+
+
+@by_kind
+def _rms_norm_row(kind: int) -> Any:
+    size_of, normalize = ITEM_SIZES[kind], make_normalize(kind)
+
+    @function
+    def rms_norm_row(args, row):
+        x, row_bytes = args.x + row * args.x_stride, args.size * size_of
+        residual = args.residual + row * row_bytes if args.residual else 0
+        out = args.out + row * args.out_stride
+        normalize(x, residual, args.weight, args.unit_offset, out, args.size, args.eps)
+
+    return rms_norm_row
+
+
+@RMS_NORM.each_unit
+def _rms_norm_unit(args, unit):
+    for row in rows_of_unit(args, unit):
+        _rms_norm_row(args, row)
+
+
+def rms_norm(
+    x: Tensor,  # [..., size]
+    weight: Tensor,  # [size]
+    eps: float,
+    residual: Tensor | None = None,  # like x, updated in place
+    *,
+    unit_offset: bool = False,
+) -> Tensor:  # [..., size]
+    """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given; see `reference.rms_norm`.
+
+    More than FEW_ROWS rows of whole pages are padded: the result is not contiguous.
+    """
+    size = weight.shape[0]
+    dtype = x.dtype
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    check_eps(eps)
+    regular = (
+        dtype in KERNEL_DTYPES
+        and x.is_cpu
+        and rows.shape[1] == size
+        and rows.stride(1) == 1
+        and is_plain(weight, dtype, size)
+        and (residual is None or (residual.shape == x.shape and is_plain(residual, dtype, x.numel())))
+    )
+    if not regular:
+        return torch_ops.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
+    num_rows = rows.shape[0]
+    width = size
+    if x.dim() == 2 and num_rows > FEW_ROWS and size * x.itemsize % PAGE_BYTES == 0:
+        width += LINE // x.itemsize
+    out = x.new_empty(num_rows, width)[:, :size].view(x.shape)
+    num_units, per_unit = units_of_rows(num_rows, size)
+    RMS_NORM.run(
+        num_units,
+        rows.data_ptr(),
+        weight.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        KINDS[x.dtype],
+        unit_offset,
+        num_rows,
+        size,
+        rows.stride(0) * x.itemsize,
+        width * x.itemsize,
+        per_unit,
+        eps,
+    )
+    return out

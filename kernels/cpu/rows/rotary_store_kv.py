@@ -1,0 +1,225 @@
+"""QK norm, rotary embeddings, and the store of K and V into the cache."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
+from ...plain import ops as torch_ops
+from ..launch.tasks import Task, is_plain
+from ..simd.memory import get_long, item_size, load_some_as, set_float, some_of, store_some_as
+from ..simd.numbers import FLOAT32, INT8, ITEM_SIZES, KINDS
+from ..simd.vectors import LANES, add, fma, function, greater, highest, multiply, splat, subtract, total
+from .rms_norm import make_normalize
+from .row_kernel import by_kind, rows_of_unit, units_of_rows
+
+ROTARY_STORE_KV = Task(
+    (
+        "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm", "key_norm",
+        "key_scales", "value_scales",
+        "kind", "cache_kind", "unit_offset",
+        "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size",
+        "qkv_token_stride", "qkv_head_stride",
+        "key_block_stride", "key_token_stride", "key_head_stride",
+        "value_block_stride", "value_token_stride", "value_head_stride", "rows_per_unit",
+    ),
+    ("eps",),
+)  # fmt: skip
+
+
+@by_kind
+def _rotary_row(kind: int) -> Any:
+    size_of, (load, store), (load_float, _) = ITEM_SIZES[kind], some_of(kind), some_of(FLOAT32)
+    normalize = make_normalize(kind)
+
+    @function
+    def rotate(head, cos, sin, half):
+        for i in range(0, half, LANES):
+            first, second, left = head + i * size_of, head + (half + i) * size_of, half - i
+            x1, x2 = load(first, left), load(second, left)
+            c, s = load_float(cos + 4 * i, left), load_float(sin + 4 * i, left)
+            store(first, subtract(multiply(x1, c), multiply(x2, s)), left)
+            store(second, add(multiply(x2, c), multiply(x1, s)), left)
+
+    @function
+    def rotary_row(args, row):
+        half, token = args.head_dim // 2, args.qkv + row * args.qkv_token_stride
+        cos, sin = args.cos + row * 4 * half, args.sin + row * 4 * half
+        for i in range(args.num_heads + args.num_kv_heads):
+            head = token + i * args.qkv_head_stride
+            if args.query_norm:
+                weight = args.query_norm if i < args.num_heads else args.key_norm
+                normalize(head, 0, weight, args.unit_offset, head, args.head_dim, args.eps)
+            rotate(head, cos, sin, half)
+
+    return rotary_row
+
+
+def _make_store(store_head: Any) -> Any:
+    """Make store_kv(args, row), which stores K and V by store_head(args, head, to, scale)."""
+
+    @function
+    def store_kv(args, row):
+        slot = get_long(args.slot_mapping + 8 * row)
+        block, place = slot // args.block_size, slot % args.block_size
+        key_to = args.key_cache + block * args.key_block_stride + place * args.key_token_stride
+        value_to = args.value_cache + block * args.value_block_stride + place * args.value_token_stride
+        for i in range(args.num_kv_heads):
+            key = args.qkv + row * args.qkv_token_stride + (args.num_heads + i) * args.qkv_head_stride
+            value = key + args.num_kv_heads * args.qkv_head_stride
+            to = 4 * ((block * args.num_kv_heads + i) * args.block_size + place)
+            key_scale = args.key_scales + to if args.key_scales else 0
+            value_scale = args.value_scales + to if args.value_scales else 0
+            store_head(args, key, key_to + i * args.key_head_stride, key_scale)
+            store_head(args, value, value_to + i * args.value_head_stride, value_scale)
+
+    return store_kv
+
+
+@by_kind
+def _store_row(kind: int) -> Any:
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+
+    @function
+    def store_head(args, head, to, scale):  # noqa: ARG001
+        for d in range(0, args.head_dim, LANES):
+            left = args.head_dim - d
+            store(to + d * size_of, load(head + d * size_of, left), left)
+
+    return _make_store(store_head)
+
+
+@function
+def _scale_of(kind, head, dim, cache_kind, scale):
+    """Return the factor that makes a head fit into a quantized cache, and write its inverse to `scale`."""
+    size, zero = item_size(kind), splat(np.float32(0.0))
+    top, nan = zero, zero
+    for d in range(0, dim, LANES):
+        x = load_some_as(kind, head + d * size, dim - d)
+        top = greater(greater(x, subtract(zero, x)), top)
+        nan = fma(x, zero, nan)  # NaN if there was NaN or infinity, which top does not show
+    largest = highest(top)
+    most = np.float32(127.0) if cache_kind == INT8 else np.float32(448.0)
+    set_float(scale, largest / most + total(nan))
+    return most / (largest if largest > np.float32(0.0) else np.float32(1.0))
+
+
+@function
+def _store_head_as(args, head, to, scale):
+    """Store a head in a cache of another kind. scale: 0, or where the scale of a quantized head belongs."""
+    kind, cache_kind, dim = args.kind, args.cache_kind, args.head_dim
+    factor = splat(_scale_of(kind, head, dim, cache_kind, scale) if scale else np.float32(1.0))
+    size, cache_size = item_size(kind), item_size(cache_kind)
+    for d in range(0, dim, LANES):
+        x = multiply(load_some_as(kind, head + d * size, dim - d), factor)
+        store_some_as(cache_kind, to + d * cache_size, x, dim - d)
+
+
+_store_row_as = _make_store(_store_head_as)
+
+
+@ROTARY_STORE_KV.each_unit
+def _rotary_store_kv_unit(args, unit):
+    for row in rows_of_unit(args, unit):
+        _rotary_row(args, row)
+        if args.kind == args.cache_kind:
+            _store_row(args, row)
+        else:
+            _store_row_as(args, row)
+
+
+def _has_its_scales(cache: Tensor, scales: Tensor | None) -> bool:
+    """Whether a quantized cache has a scale for each token and head, and any other cache none."""
+    if scales is None:
+        return cache.dtype in KERNEL_DTYPES
+    num_blocks, block_size, num_kv_heads, _ = cache.shape
+    shape = num_blocks, num_kv_heads, block_size
+    return (
+        cache.dtype in QUANTIZED_DTYPES
+        and scales.shape == shape
+        and is_plain(scales, torch.float32, scales.numel())
+    )
+
+
+def rotary_store_kv(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
+    cos: Tensor,  # f32[num_tokens, head_dim // 2]
+    sin: Tensor,  # f32[num_tokens, head_dim // 2]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor,  # like key_cache, written in place
+    slot_mapping: Tensor,  # i64[num_tokens]
+    *,
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
+    key_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantized cache
+    value_scales: Tensor | None = None,
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Apply QK norm and rotary embeddings, store K and V; see `reference.rotary_store_kv`."""
+    num_tokens, num_rows, head_dim = qkv.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    num_heads = num_rows - 2 * num_kv_heads
+    dtype, angles = qkv.dtype, num_tokens * (head_dim // 2)
+    check_eps(eps)
+    regular = (
+        dtype in KERNEL_DTYPES
+        and block_size > 0
+        and qkv.is_cpu
+        and key_cache.is_cpu
+        and value_cache.is_cpu
+        and key_cache.dtype == value_cache.dtype
+        and _has_its_scales(key_cache, key_scales)
+        and _has_its_scales(value_cache, value_scales)
+        and qkv.stride(2) == key_cache.stride(3) == value_cache.stride(3) == 1
+        and head_dim == key_cache.shape[3]
+        and key_cache.shape == value_cache.shape
+        and is_plain(cos, torch.float32, angles)
+        and is_plain(sin, torch.float32, angles)
+        and is_plain(slot_mapping, torch.int64, num_tokens)
+        and (query_norm_weight is None) == (key_norm_weight is None)
+        and (query_norm_weight is None or is_plain(query_norm_weight, dtype, head_dim))
+        and (key_norm_weight is None or is_plain(key_norm_weight, dtype, head_dim))
+    )
+    if head_dim % 2 or not regular:
+        return torch_ops.rotary_store_kv(
+            qkv,
+            cos,
+            sin,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            query_norm_weight=query_norm_weight,
+            key_norm_weight=key_norm_weight,
+            eps=eps,
+            unit_offset=unit_offset,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
+    num_units, per_unit = units_of_rows(num_tokens, num_rows * head_dim)
+    ROTARY_STORE_KV.run(
+        num_units,
+        *(x.data_ptr() for x in (qkv, cos, sin, key_cache, value_cache, slot_mapping)),
+        *(
+            0 if x is None else x.data_ptr()
+            for x in (query_norm_weight, key_norm_weight, key_scales, value_scales)
+        ),
+        *(
+            KINDS[qkv.dtype],
+            KINDS[key_cache.dtype],
+            unit_offset,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+        ),
+        *(stride * qkv.itemsize for stride in qkv.stride()[:2]),
+        *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
+        *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
+        per_unit,
+        eps,
+    )
+    return qkv[:, :num_heads]

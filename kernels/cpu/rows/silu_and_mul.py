@@ -1,0 +1,58 @@
+"""The gated activation silu(gate) * up."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ...checks import KERNEL_DTYPES
+from ...plain import ops as torch_ops
+from ..launch.tasks import Task
+from ..simd.memory import some_of
+from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.vectors import LANES, function, multiply, silu
+from .row_kernel import by_kind, rows_of_unit, units_of_rows
+
+SILU_AND_MUL = Task(("x", "out", "kind", "num_rows", "size", "x_stride", "rows_per_unit"))
+
+
+@by_kind
+def _silu_and_mul_row(kind: int) -> Any:
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+
+    @function
+    def silu_and_mul_row(args, row):
+        size = args.size
+        gate, out = args.x + row * args.x_stride, args.out + row * size * size_of
+        for i in range(0, size, LANES):
+            at, left = i * size_of, size - i
+            up = load(gate + size * size_of + at, left)
+            store(out + at, multiply(silu(load(gate + at, left)), up), left)
+
+    return silu_and_mul_row
+
+
+@SILU_AND_MUL.each_unit
+def _silu_and_mul_unit(args, unit):
+    for row in rows_of_unit(args, unit):
+        _silu_and_mul_row(args, row)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
+    """Return silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    regular = x.is_cpu and x.shape[1] % 2 == 0 and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
+    if not regular:
+        return torch_ops.silu_and_mul(x)
+    out = x.new_empty(num_rows, size)
+    num_units, per_unit = units_of_rows(num_rows, 2 * size)
+    SILU_AND_MUL.run(
+        num_units,
+        x.data_ptr(),
+        out.data_ptr(),
+        KINDS[x.dtype],
+        num_rows,
+        size,
+        x.stride(0) * x.itemsize,
+        per_unit,
+    )
+    return out
