@@ -1,4 +1,4 @@
-"""config.json is read as transformers reads it, without transformers."""
+"""config.json is read as transformers reads it, but without transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {
     "num_attention_heads": 32,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# What is in config.json besides the sizes.
+# Keys of config.json besides the sizes.
 VARIANTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "old-names": {"torch_dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": None, "head_dim": 32},
@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def completed(hf: dict[str, Any]) -> dict[str, Any]:
-    """What transformers makes of a config.json."""
+    """Complete a config.json by transformers' defaults."""
     return AutoConfig.for_model(**hf).to_dict() | {"architectures": hf["architectures"]}
 
 
@@ -65,7 +65,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
     assert from_hf(json.loads(json.dumps(hf))) == from_hf(completed(hf))
 
 
-def test_kv_heads_that_are_null_are_as_many_as_heads():
+def test_null_kv_heads_are_as_many_as_heads():
     hf = LLAMA | {"num_key_value_heads": None}
     assert from_hf(hf) == from_hf(completed(hf))
     assert from_hf(hf).num_kv_heads == 32
@@ -141,7 +141,7 @@ def test_tokenizer_is_the_one_of_transformers(model_type, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [5, ["LlamaTokenizer"], True])
-def test_tokenizer_class_that_is_none_is_refused(kind, tmp_path):
+def test_invalid_tokenizer_class_is_refused(kind, tmp_path):
     for name in ("tokenizer.json", "config.json"):
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())
     edit_json(tmp_path / "tokenizer_config.json", tokenizer_class=kind)
@@ -149,14 +149,14 @@ def test_tokenizer_class_that_is_none_is_refused(kind, tmp_path):
         Tokenizer(tmp_path)
 
 
-def test_config_that_cannot_be_read_is_named(tmp_path):
+def test_unreadable_config_is_named(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Is a directory"):
         read_config(tmp_path)
 
 
-def test_engine_does_without_the_compiler_of_torch():
-    """It is large and slow to load, and nobody sees who imported it."""
+def test_engine_does_not_import_the_compiler_of_torch():
+    """It is slow to load, and any import could load it without being noticed."""
     code = """
 import sys
 from paged import LLMEngine

@@ -1,4 +1,4 @@
-"""The cache in another dtype than the model: transformers with a cache rounded alike, and the bytes."""
+"""A cache in another dtype than the model, against transformers with a cache rounded alike; its bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
 def rounded(x: Tensor, dtype: str) -> Tensor:  # [..., num_tokens, head_dim]
-    """What a cache of this dtype makes of K or V."""
+    """Round K or V as a cache of this dtype does."""
     if dtype in ("float16", "bfloat16"):
         return x.to(getattr(torch, dtype)).float()
     largest = x.abs().amax(-1, keepdim=True)
@@ -30,7 +30,7 @@ def rounded(x: Tensor, dtype: str) -> Tensor:  # [..., num_tokens, head_dim]
 
 
 class RoundedCache(DynamicCache):
-    """transformers' own cache, of what another dtype leaves of K and V."""
+    """transformers' cache, with K and V rounded to another dtype."""
 
     dtype = ""
 
@@ -40,7 +40,7 @@ class RoundedCache(DynamicCache):
 
 @functools.cache
 def expected(name: str, dtype: str) -> list[list[int]]:
-    """What transformers makes of PROMPTS with such a cache, one prompt at a time."""
+    """Return transformers' tokens for PROMPTS with such a cache, one prompt at a time."""
     model = reference(name).model
     generated = []
     for prompt in PROMPTS:
@@ -65,8 +65,8 @@ def tokens_of(engine: LLMEngine, prompts: list[list[int]] = PROMPTS) -> list[lis
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_rounding_is_seen():
-    """Else what follows would say nothing of the cache."""
+def test_rounding_changes_tokens():
+    """Otherwise the tests below would pass without a cache of that dtype."""
     for name in ("llama", "qwen2-mixed"):
         plain = [reference(name).greedy(prompt, 20)[0] for prompt in PROMPTS]
         assert all(expected(name, dtype) != plain for dtype in ("int8", "fp8"))
@@ -76,7 +76,7 @@ def test_rounding_is_seen():
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
 def test_transformers_with_a_cache_of_that_dtype(name, backend, dtype):
-    """In one batch in chunks, and then from cached prefixes."""
+    """As one batch, in chunks, and then again from cached prefixes."""
     options = {"kv_cache_dtype": dtype, "attention_backend": backend, "block_size": 8}
     engine = new_engine(checkpoint(name), max_num_batched_tokens=24, **options)
     assert tokens_of(engine) == expected(name, dtype)
@@ -88,7 +88,7 @@ def test_transformers_with_a_cache_of_that_dtype(name, backend, dtype):
 def test_triton_kernels_with_a_cache_of_that_dtype(dtype):
     options = {"kv_cache_dtype": dtype, "attention_backend": "triton"}
     engine = new_engine(checkpoint("llama"), block_size=8, max_num_batched_tokens=24, **options)
-    params = SamplingParams(temperature=1e-9, max_tokens=5, n=2)  # of which the second copies a block
+    params = SamplingParams(temperature=1e-9, max_tokens=5, n=2)  # the second sample copies a block
     outputs = engine.generate(PROMPTS[:2], params, use_tqdm=False)
     tokens = [completion.token_ids for output in outputs for completion in output.outputs]
     assert tokens == [row[:5] for row in expected("llama", dtype)[:2] for _ in range(2)]
@@ -97,8 +97,8 @@ def test_triton_kernels_with_a_cache_of_that_dtype(dtype):
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
 @pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_scales_go_where_their_blocks_go(backend, name, mode):
-    """Preempted, and forked, in a pool in which every slot that was not written is NaN."""
+def test_scales_move_with_their_blocks(backend, name, mode):
+    """While requests are preempted and forked. Slots that were not written are NaN."""
     engine = new_engine(
         checkpoint(name),
         kv_cache_dtype="int8",
@@ -138,7 +138,7 @@ def test_prefix_files_hold_scales(tmp_path):
 @pytest.mark.parametrize(("dtype", "bytes_per_head"), [("auto", 64), ("bfloat16", 32), ("int8", 16 + 4)])
 @pytest.mark.parametrize(("name", "num_layers"), [("llama", 2), ("qwen2-mixed", 1)])
 def test_bytes(name, num_layers, dtype, bytes_per_head):
-    """K and V of 2 heads of 16, in the layers of one group; int8 with a float32 scale for each head."""
+    """For K and V of 2 heads of 16, in the layers of one group; int8 has a float32 scale per head."""
     engine = new_engine(checkpoint(name), kv_cache_dtype=dtype, num_blocks=10, swap_space=1e-4)
     block_bytes = 16 * 2 * 2 * num_layers * bytes_per_head
     cache = engine.runner.kv_cache
@@ -155,7 +155,7 @@ def test_simulator_counts_the_bytes_of_the_engine():
         Fleet(fleet, EngineConfig(model="demo", kv_cache_dtype=dtype, max_num_seqs=10**6))
         for dtype in ("auto", "int8")
     )
-    # The demo model is in bfloat16, with heads of 64.
+    # The demo model has bfloat16 and heads of 64.
     assert int8.num_blocks / plain.num_blocks == pytest.approx(128 / 68, rel=1e-4)
     options = {"model": "demo", "dtype": "bfloat16", "kv_cache_dtype": "float16"}
     for new in (lambda: Fleet(fleet, EngineConfig(**options)), lambda: LLMEngine(**options)):

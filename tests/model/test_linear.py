@@ -1,4 +1,4 @@
-"""Linears: the same products in every form of the weight, from one copy of it."""
+"""Linear layers give the same products in every form of their weight, and hold it once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_packed_linear_agrees_with_plain(dtype, bias):
         assert_product(linear(x), x, weight, bias_)
 
 
-def test_without_packing_the_engine_runs_plain(monkeypatch):
+def test_without_packing_the_engine_uses_plain_weights(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=8)
 
     def tokens() -> list[int]:
@@ -46,7 +46,7 @@ def test_without_packing_the_engine_runs_plain(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
-def test_a_torch_that_cannot_pack_is_noticed(monkeypatch, error):
+def test_torch_without_packing_is_detected(monkeypatch, error):
     def fail(*_):
         raise error
 

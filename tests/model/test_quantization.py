@@ -1,4 +1,4 @@
-"""Weights in int8 and int4: what they stand for, that they multiply as that, and what is refused."""
+"""Weights in int8 and int4: how close they are, their products, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, r
 CPU = torch.device("cpu")
 FORMS = {"int8": Int8Weight, "int4": Int4Weight}
 DTYPES = [torch.float32, torch.bfloat16]
-# Outputs and inputs: less than a panel or a tile, no multiple of one, several tiles; no step of a kernel.
+# Outputs and inputs: fewer than a panel or a tile, no multiple of them, several tiles; no whole step.
 SHAPES = [(5, 32), (100, 96), (67, 2048), (2100, 288)]
 CASES = [(form, shape) for form in FORMS.values() for shape in SHAPES] + [(Int8Weight, (33, 50))]
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -30,14 +30,14 @@ cases = pytest.mark.parametrize(
 
 
 def awkward_weight(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
-    """Random rows of very different sizes; one of zeros, one of one value."""
+    """Make random rows of very different magnitude, one row of zeros and one of a single value."""
     weight = torch.randn(num_outputs, num_inputs) * torch.logspace(-3, 3, num_outputs)[:, None]
     weight[0], weight[1] = 0, -7.0
     return weight.to(dtype)
 
 
 def steps(weight: Tensor, form: type[Int8Weight | Int4Weight]) -> Tensor:
-    """By the formula, in float64: how far apart two neighbouring values of each weight lie."""
+    """Return the distance of neighbouring values of each weight, by the formula in float64."""
     weight = weight.double()
     if form is Int8Weight:
         return (weight.abs().amax(1, keepdim=True) / 127).expand_as(weight)
@@ -51,7 +51,7 @@ def steps(weight: Tensor, form: type[Int8Weight | Int4Weight]) -> Tensor:
 def test_a_weight_is_at_most_half_a_step_off(form, dtype, shape):
     weight = awkward_weight(*shape, dtype)
     step = steps(weight, form)
-    # Scale and zero are rounded too, those of int4 to bfloat16 for any dtype, and so is what they stand for.
+    # Scale and zero are rounded too (those of int4 always to bfloat16), and so is scale * code.
     eps = torch.finfo(torch.bfloat16 if form is Int4Weight else dtype).eps
     rounding = eps * (8 * step + weight.double().abs())
     error = (form(weight).dequantized().double() - weight.double()).abs()
@@ -69,15 +69,15 @@ def test_products_are_those_of_the_dequantized_weight(form, dtype, shape):
     weight = linear.form.dequantized().double()
     for num_rows in (1, 2, 3, 17, 65, 300):
         x = torch.randn(num_rows, shape[1], dtype=dtype)
-        # Each rounding, of a sum or a weight, is relative to what is added up.
+        # Errors are relative to the sum of the magnitudes.
         size = x.double().abs() @ weight.abs().T + 1
         error = (linear(x).double() - (x.double() @ weight.T + linear.bias.double())).abs()
         assert (error <= 4 * torch.finfo(dtype).eps * size).all()
 
 
 @forms
-def test_the_kernel_and_the_tiles_agree(form):
-    """With nothing to round: integers that every dtype holds, over both ways of either dtype."""
+def test_kernel_and_tiles_agree(form):
+    """Exactly, for integers that every dtype represents."""
     values = torch.randint(-7, 9, (130, 64)).float()
     values[:, ::32], values[:, 1::32] = 8, -7  # the ends of every group
     values[:, 0] = 127 if form is Int8Weight else 8  # of every row
@@ -93,14 +93,14 @@ def test_the_kernel_and_the_tiles_agree(form):
 
 
 @forms
-def test_few_rows_of_bfloat16_have_the_same_bits_in_any_company(form):
+def test_few_rows_of_bfloat16_are_batch_invariant(form):
     weight = form(torch.randn(100, 96).bfloat16())
     x = torch.randn(form.KERNEL_ROWS, 96).bfloat16()
     together = weight(x, None)
     assert all(torch.equal(weight(row[None], None)[0], out) for row, out in zip(x, together, strict=True))
 
 
-def test_rows_that_lie_askew_are_not_given_to_the_kernel():
+def test_unaligned_rows_are_not_given_to_the_kernel():
     weight, memory = Int8Weight(torch.randn(40, 48).bfloat16()), torch.randn(3 * 48 + 1).bfloat16()
     askew = memory[1:].view(3, 48)
     torch.testing.assert_close(weight(askew, None), weight(askew.clone(), None), rtol=0.02, atol=0.2)
@@ -113,7 +113,7 @@ def test_rows_of_a_table_are_those_of_the_dequantized_weight():
 
 
 def prompt_logprobs(engine: LLMEngine, prompt: str) -> Tensor:
-    """The log-probability of each token of a prompt."""
+    """Return the log-probability of each token of a prompt."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     (output,) = engine.generate(prompt, params, use_tqdm=False)
     token_ids = output.prompt_token_ids[1:]
@@ -122,7 +122,7 @@ def prompt_logprobs(engine: LLMEngine, prompt: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.03), ("int4", 0.3)])
-def test_the_demo_model_stays_near(quantization, most):
+def test_the_demo_model_stays_close(quantization, most):
     prompt = (
         "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def "
     )
@@ -134,7 +134,7 @@ def test_the_demo_model_stays_near(quantization, most):
     params = SamplingParams(temperature=0.0, max_tokens=8)
     outputs = [e.generate(prompt, params, use_tqdm=False)[0].outputs[0] for e in (plain, quantized)]
     assert len(outputs[1].token_ids) == 8
-    # In int4 a near tie falls the other way.
+    # In int4 a near tie goes the other way.
     assert quantization == "int4" or outputs[0].text == outputs[1].text
     assert f"float32 with weights in {quantization} on cpu" in quantized.describe()
     assert_all_free(quantized)
@@ -144,8 +144,8 @@ def test_the_demo_model_stays_near(quantization, most):
     ("name", "quantization"), [("demo", "int4"), ("llama", "int8"), ("llama-tied-bias", "int8")]
 )
 @pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_nothing_is_held_twice(name, quantization, backend, monkeypatch):
-    """While a model loads, one part of it is in float; then none, but an embedding that is only looked up."""
+def test_weights_are_held_once(name, quantization, backend, monkeypatch):
+    """While a model loads, one part is in float; afterwards only an embedding that is not the head."""
     load, held = Decoder.load, []
 
     def load_and_count(
@@ -183,12 +183,12 @@ def test_a_request_has_the_same_tokens_in_a_batch_as_alone():
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
 
 
-def test_what_does_not_exist_is_named_with_what_does():
+def test_unknown_quantization_is_an_error_that_lists_the_known():
     with pytest.raises(ConfigError, match=r"quantization must be one of int8, int4; got 'int3'"):
         LLMEngine("demo", quantization="int3")
 
 
-def test_inputs_that_do_not_divide_are_named():
+def test_layer_whose_inputs_do_not_divide_is_named():
     message = r"groups of 32, and layers\.0\.attention\.qkv has 48; use quantization='int8'"
     with pytest.raises(ConfigError, match=message):
         new_engine(checkpoint("llama"), quantization="int4")
@@ -199,14 +199,14 @@ def test_inputs_that_do_not_divide_are_named():
     [("cuda", torch.float32, "CPU only so far; got device cuda"), ("cpu", torch.float16, "got float16")],
     ids=["cuda", "float16"],
 )
-def test_where_weights_cannot_be_quantised_is_said(device, dtype, message):
+def test_error_where_weights_cannot_be_quantised(device, dtype, message):
     with pytest.raises(ConfigError, match=message):
         choose_forms(torch.device(device), dtype, "int8", tied=False, in_panels=False)
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
 @forms
-def test_a_torch_without_the_kernel_is_named(form, error, monkeypatch):
+def test_torch_without_the_kernel_is_named(form, error, monkeypatch):
     def fail(*_):
         raise error
 

@@ -1,4 +1,4 @@
-"""Checkpoints: every layout users have loads; everything damaged is refused and named."""
+"""Checkpoints of every layout load; damaged ones are refused with the name of what is wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = ragged_prompts([5, 30])
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the "llama" checkpoint to be changed."""
+    """Copy the "llama" checkpoint, to be changed."""
     directory = tmp_path / "model"
     shutil.copytree(checkpoint("llama"), directory)
     return directory
@@ -51,7 +51,7 @@ def expected(name: str) -> list[list[int]]:
 
 
 def load_raises(directory: Path, *named: str, error: type[Exception] = CheckpointError) -> str:
-    """The message of the error that loading raises, which must name all of these."""
+    """Load a checkpoint. Return the message of the error, which must contain all of `named`."""
     with pytest.raises(error) as info:
         LLMEngine(str(directory), skip_tokenizer_init=True, num_blocks=4, dtype="float32", device="cpu")
     message = str(info.value)
@@ -68,17 +68,17 @@ def test_sharded_checkpoint(tmp_path):
 
 def test_bfloat16_checkpoint_computes_in_the_dtype_asked_for(tmp_path):
     random_model(CONFIGS["llama"]()).to(torch.bfloat16).save_pretrained(tmp_path)
-    oracle = Reference(tmp_path)  # the rounded weights, in float32
+    oracle = Reference(tmp_path)  # computes the rounded weights in float32
     assert generated(tmp_path) == [oracle.greedy(prompt, 8)[0] for prompt in PROMPTS]
     engine = new_engine(tmp_path, dtype="bfloat16")
     weight = engine.runner.model.embedding.form.weight
     assert engine.runner.kv_cache.tensors["kv"].dtype == weight.dtype == torch.bfloat16
-    # Too coarse for equal tokens; that it runs and ends is what can be said of any model.
+    # bfloat16 is too coarse for equal tokens; only check that it runs.
     assert all(len(tokens) == 8 for tokens in generated(tmp_path, dtype="bfloat16"))
 
 
 def test_checkpoint_of_transformers_4(tmp_path):
-    """Rope settings and dtype under their old names, and buffers that were saved then."""
+    """Rope settings and dtype have their old names, and buffers were saved."""
     shutil.copytree(checkpoint("llama-llama3"), tmp_path, dirs_exist_ok=True)
     scaling = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
     theta = scaling.pop("rope_theta")
@@ -117,7 +117,7 @@ def test_tied_checkpoint_may_carry_its_head(tmp_path):
 
 
 def test_every_parameter_is_loaded(monkeypatch):
-    # Left as they were loaded:
+    # Keep the weights as they were loaded:
     for module in (Linear, Embedding):
         monkeypatch.setattr(module, "take_form", lambda self, _: setattr(self, "form", None))
     for name in CONFIGS:
@@ -147,7 +147,7 @@ def set_metadata(metadata: Any) -> Callable[[Path], None]:
 
 
 def move_tensors(by: int) -> Callable[[Path], None]:
-    """All but the first for less than nothing, all for more."""
+    """Move all tensors by this many bytes; the first one forward only."""
 
     def move(header: dict[str, Any]) -> None:
         for name, entry in header.items():
@@ -172,7 +172,7 @@ def weights_directory(directory: Path) -> None:
     (directory / "model.safetensors").mkdir()
 
 
-# What is done to a sound checkpoint, and what the error must then name.
+# Damage to a sound checkpoint, and what the error must then name.
 def truncate(directory: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -353,12 +353,12 @@ def test_nothing_is_loaded_before_all_headers_are_checked(copy, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["/no/such/directory", "./nowhere", "a/b/c", "bad\0name"], ids=ascii)
-def test_model_that_is_nowhere_is_named(model):
+def test_missing_model_is_named(model):
     with pytest.raises(CheckpointError, match="no such directory"):
         resolve(model)
 
 
-def test_file_in_place_of_a_directory_is_refused(copy):
+def test_file_instead_of_a_directory_is_refused(copy):
     with pytest.raises(CheckpointError, match="give the directory"):
         resolve(str(copy / "model.safetensors"))
 

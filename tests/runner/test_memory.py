@@ -28,7 +28,7 @@ def cuda_counters(monkeypatch):
 
 
 @pytest.mark.usefixtures("cuda_counters")
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 256])  # two are long enough to share blocks
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 256])  # two prompts are long enough to share blocks
 def test_measuring_runs_a_step_of_the_largest_size(monkeypatch, max_num_seqs):
     engine = LLMEngine(
         "demo",
@@ -60,7 +60,7 @@ def hidden_states(batch: Batch) -> torch.Tensor:
 @pytest.mark.usefixtures("cuda_counters")
 def test_gpu_memory_is_shared_with_other_processes():
     config = EngineConfig(model="demo", gpu_memory_utilization=0.5)
-    # 24 GiB, half of which may be used: 8 are taken, 5 of them by torch itself, and a step needs 4.
+    # Of 24 GiB half may be used. 8 are in use, 5 of them by torch itself, and a step needs 4.
     assert kv_bytes_on_gpu(config, torch.device("cuda"), peak_bytes=4 * GIB) == 12 * GIB - 3 * GIB - 4 * GIB
 
 

@@ -1,4 +1,4 @@
-"""Steps repeated from a recording have the bits of the model's own way."""
+"""A replayed step is bitwise equal to the model's forward."""
 
 import random
 
@@ -46,7 +46,7 @@ def long_checkpoint(tmp_path_factory):
 
 
 def run(engine, prompts, params):
-    """Tokens and their log-probabilities, which are equal only where every bit is."""
+    """Return tokens and log-probabilities, which are equal only if the logits are bitwise equal."""
     outputs = [output.outputs[0] for output in engine.generate(prompts, params, use_tqdm=False)]
     assert_all_free(engine)
     return [(o.token_ids, [{t: p.logprob for t, p in d.items()} for d in o.logprobs]) for o in outputs]
@@ -57,8 +57,8 @@ def graphs_of(engine):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_the_model_itself(name, monkeypatch):
-    """While requests come and go, are preempted and share prefixes; no number is read unwritten."""
+def test_replay_is_bitwise_equal_to_the_model(name, monkeypatch):
+    """While requests come and go, are preempted and share prefixes. Unwritten memory is NaN."""
     prompts = ragged_prompts([1, 9, 40, 17, 3, 40, 60, 33])
     prompts[5] = prompts[2]
     params = [
@@ -85,7 +85,7 @@ def test_bits_are_those_of_the_model_itself(name, monkeypatch):
 
 
 def test_lengths_over_a_split(long_checkpoint):
-    """One that grows a split longer, alone and with others, needs another plan."""
+    """A sequence that grows by a split needs a new plan, alone and with others."""
     params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=20)
     prompts = ragged_prompts([2 * SPLIT_KEYS - 6, SPLIT_KEYS - 3])
     engines = [new_engine(long_checkpoint, num_blocks=300) for _ in range(2)]
@@ -101,7 +101,7 @@ def test_other_number_of_threads(name):
     engine = new_engine(name if name == "demo" else checkpoint(name))
     before, expected = torch.get_num_threads(), None
     try:
-        for num_threads in (1, 2, 7):  # more than there are cores: some come late
+        for num_threads in (1, 2, 7):  # 7 is more than there are cores, so some threads start late
             torch.set_num_threads(num_threads)
             expected = expected or run(engine, ragged_prompts([5, 30, 80]), params)
             assert run(engine, ragged_prompts([5, 30, 80]), params) == expected
@@ -110,8 +110,8 @@ def test_other_number_of_threads(name):
     assert len(graphs_of(engine)) >= 2
 
 
-def test_what_torch_computes_is_not_repeated():
-    """Dynamic scaling is torch's: the engine goes on without a recording."""
+def test_what_torch_computes_is_not_recorded():
+    """Dynamic rope is computed by torch, so its steps run without a recording."""
     engine = new_engine(checkpoint("llama-dynamic"))
     run(engine, ragged_prompts([5, 30]), SamplingParams(temperature=0.0, max_tokens=6, logprobs=1))
     assert not graphs_of(engine)
@@ -123,7 +123,7 @@ def test_what_torch_computes_is_not_repeated():
 
 
 @pytest.mark.parametrize("where", ["__enter__", "__exit__"])
-def test_an_interrupt_while_recording_leaves_no_kernel_undone(where, monkeypatch):
+def test_after_an_interrupted_recording_kernels_run(where, monkeypatch):
     x, exits = torch.rand(6, 16), TorchDispatchMode.__exit__
 
     def interrupted(mode: TorchDispatchMode, *error: object) -> None:
@@ -138,7 +138,7 @@ def test_an_interrupt_while_recording_leaves_no_kernel_undone(where, monkeypatch
     assert torch.allclose(numba_kernels.silu_and_mul(x), reference.silu_and_mul(x))
 
 
-def test_without_memory_to_record_in_steps_go_on(monkeypatch):
+def test_without_memory_to_record_steps_still_run(monkeypatch):
     prompts, params = ragged_prompts([3, 9]), SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
     expected = run(new_engine(checkpoint("llama")), prompts, params)
 
@@ -151,7 +151,7 @@ def test_without_memory_to_record_in_steps_go_on(monkeypatch):
     assert not graphs_of(engine)
 
 
-def test_steps_are_recorded_at_once_and_the_last_needed_are_kept(monkeypatch):
+def test_steps_are_recorded_at_first_use_and_the_last_used_are_kept(monkeypatch):
     monkeypatch.setattr("paged.runner.step_graphs.MOST_GRAPHS", 2)
     engine = new_engine(checkpoint("llama"), enable_prefix_caching=False)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
@@ -160,8 +160,8 @@ def test_steps_are_recorded_at_once_and_the_last_needed_are_kept(monkeypatch):
         assert [key[1] for key in engine.runner.graphs._graphs] == kept
 
 
-def test_numbers_that_are_needed_at_once_share_no_place():
-    """Of random launches, each finds what it reads as it was written, and the output is whole in the end."""
+def test_tensors_needed_at_the_same_time_share_no_memory():
+    """Random launches read what was written for them, and the output is intact at the end."""
     generator, task = random.Random(0), Task(("out", "first", "second"))
     saved = 0
     for _ in range(100):
@@ -187,7 +187,7 @@ def test_numbers_that_are_needed_at_once_share_no_place():
     assert saved > 90
 
 
-def test_eager_engine_records_nothing_and_says_the_same():
+def test_eager_engine_records_nothing_and_gives_the_same_tokens():
     prompts, params = ragged_prompts([3, 9]), SamplingParams(temperature=0.0, max_tokens=8)
     eager, recorded = (
         new_engine(checkpoint("llama"), attention_backend="numba", enforce_eager=is_eager)

@@ -129,16 +129,16 @@ def test_torchs_own_choice_is_replaced_and_a_users_is_kept(machine, now, then):
 
 
 @pytest.mark.parametrize("name", threads.VARIABLES)
-def test_environment_goes_before_the_cores_and_num_threads_before_that(machine, name, monkeypatch):
+def test_num_threads_overrides_the_environment_and_that_the_cores(machine, name, monkeypatch):
     monkeypatch.setenv(name, "8")
     assert set_threads(Engine(), None) == 8
     assert (set_threads(Engine(), 2), machine["threads"]) == (2, 2)
 
 
-def test_engines_that_live_at_once_have_the_same_threads(machine):
+def test_engines_alive_at_the_same_time_share_threads(machine):
     first = Engine()
     assert set_threads(first, 2) == 2
-    machine["threads"] = 8  # as another thread has them, where torch was used before
+    machine["threads"] = 8  # what a thread sees that used torch before
     second, third = Engine(), Engine()
     assert (set_threads(second, None), machine["threads"]) == (2, 2)
     assert set_threads(third, 2) == 2
@@ -169,7 +169,7 @@ print(json.dumps([before, torch.get_num_threads(), engine.describe()]))
 """
 
 
-def test_processes_respect_the_environment_and_say_what_they_took():
+def test_processes_respect_the_environment_and_describe_their_threads():
     for chosen in ("1", None):
         environment = {k: v for k, v in os.environ.items() if k not in threads.VARIABLES}
         environment |= {"OMP_NUM_THREADS": chosen} if chosen else {}

@@ -1,4 +1,4 @@
-"""DRY against a brute-force reading of its rule, and strings as tokens."""
+"""DRY against brute force, and bad words and breakers as tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB_SIZE = 13
 
 
 def new_request(ids: Iterable[int], breakers: Iterable[Sequence[int]] = (), **params: Any) -> Request:
-    """Of a text, where these token sequences are breakers."""
+    """Make a request with this text and these breakers, as token sequences."""
     found: dict[tuple[int, ...], set[int]] = {}
     for head, *tail in breakers:
         found.setdefault((*tail,), set()).add(head)
@@ -42,7 +42,7 @@ def new_history(*requests: Request) -> DryHistory:
 
 
 def costs_of(history: DryHistory, num_rows: int) -> list[dict[int, float]]:
-    """What is taken off which tokens of each row, after an update."""
+    """Update, and return the cost of each token with one, for each row."""
     history.update()
     history.check()
     logits = torch.zeros(num_rows, VOCAB_SIZE)
@@ -51,7 +51,7 @@ def costs_of(history: DryHistory, num_rows: int) -> list[dict[int, float]]:
 
 
 def brute_force(request: Request) -> dict[int, float]:
-    """From behind every earlier place of the last token, walk back; the breaker that begins last counts."""
+    """Walk back from every earlier occurrence of the last token, up to the breaker that starts last."""
     params, ids = request.inputs.params, request.token_ids
     ids = ids if params.dry_penalty_last_n < 0 else ids[max(0, len(ids) - params.dry_penalty_last_n) :]
     breakers = [(head, *tail) for tail, heads in request.inputs.rules.breakers.items() for head in heads]
@@ -82,17 +82,17 @@ def brute_force(request: Request) -> dict[int, float]:
         ({"dry_allowed_length": 1}, [], {9: 18.0}),
         ({"dry_allowed_length": 4}, [], {}),
         ({"dry_allowed_length": 2**63 - 1}, [], {}),
-        ({"dry_penalty_last_n": 6}, [], {9: 2.0}),  # which see two of the three
+        ({"dry_penalty_last_n": 6}, [], {9: 2.0}),  # the window covers two of the three
         ({"dry_penalty_last_n": 5}, [], {}),
-        # No repetition reaches back across a breaker, and a breaker is never held back.
+        # No repetition reaches across a breaker, and a breaker itself costs nothing.
         ({}, [[1]], {9: 2.0}),
         ({}, [[2]], {}),
         ({}, [[9]], {}),
-        # A breaker of several tokens, and one that only begins.
+        # A breaker of several tokens, and one of which only the start occurs.
         ({}, [[9, 1]], {9: 2.0}),
         ({}, [[9, 1, 2]], {}),
         ({}, [[9, 2], [3, 4]], {9: 6.0}),
-        # Of two, that which begins last, and of those the longest.
+        # Of several breakers, the one that starts last, and of these the longest.
         ({}, [[9, 1, 2], [1]], {9: 2.0}),
         ({}, [[1], [1, 2]], {}),
     ],
@@ -109,7 +109,7 @@ def test_by_hand(num_known, params, breakers, costs):
 
 
 @pytest.mark.parametrize("num_known", [1, 5])
-def test_breaker_of_which_the_window_sees_a_part_is_none(num_known):
+def test_breaker_partly_outside_the_window_does_not_count(num_known):
     for last_n, costs in ((4, {1: 6.0}), (5, {})):
         request = new_request([8, 1, 1, 1, 1][:num_known], [[8, 1, 1, 1]], dry_penalty_last_n=last_n)
         history = new_history(request)
@@ -132,7 +132,7 @@ def random_request(rng: random.Random) -> Request:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_equals_brute_force_after_every_token_whoever_comes_and_goes(seed):
+def test_equals_brute_force_after_every_token_while_requests_come_and_go(seed):
     rng = random.Random(seed)
     requests = [random_request(rng) for _ in range(8)]
     batch, history = requests[:3], new_history(*requests[:3])
@@ -145,7 +145,7 @@ def test_equals_brute_force_after_every_token_whoever_comes_and_goes(seed):
             request.token_ids.append(rng.randrange(rng.randrange(1, 5)))
 
 
-def test_rows_are_changed_where_they_are():
+def test_rows_are_changed_in_place():
     requests = [new_request([1, 2, 3, 1, 2]), new_request([4, 4, 4, 4])]
     history, logits = new_history(*requests), torch.full((4, VOCAB_SIZE), 0.5)
     logits[3, 3], logits[1, 4] = -math.inf, 7.0
@@ -187,7 +187,7 @@ def test_texts_that_did_not_all_grow_by_a_token(step):
 
 @pytest.mark.parametrize("name", ["_ints", "_append", "_find"])
 @pytest.mark.parametrize("change", ["update", "keep"])
-def test_an_interrupted_change_is_made_good(monkeypatch, change, name):
+def test_an_interrupted_change_is_repaired(monkeypatch, change, name):
     requests = [new_request([1, 2, 3, 1]), new_request([4, 5, 4, 5]), new_request([6, 6, 6])]
     history = new_history(*requests[:2])
 
@@ -207,7 +207,7 @@ def test_an_interrupted_change_is_made_good(monkeypatch, change, name):
     assert costs_of(history, 3) == [brute_force(request) for request in requests]
 
 
-def test_no_memory_is_left_of_what_nobody_looks_at():
+def test_memory_outside_all_windows_is_freed():
     windows = [new_request([1, 2], dry_penalty_last_n=8) for _ in range(3)]
     history = new_history(*windows)
     for i in range(300):
@@ -216,7 +216,7 @@ def test_no_memory_is_left_of_what_nobody_looks_at():
         history.update()
         assert history.capacity <= 64
     assert costs_of(history, 3) == [brute_force(request) for request in windows]
-    # Newcomers are read no further back.
+    # New requests are not read beyond their window either.
     assert new_history(*windows).capacity <= 64
     history.keep(windows[:1])
     assert history.capacity <= 24
@@ -226,7 +226,7 @@ def test_no_memory_is_left_of_what_nobody_looks_at():
 
 
 class Watched(UserList[int]):
-    """A text that counts which of its tokens are read."""
+    """A text that counts reads of its tokens."""
 
     reads = 0
 
@@ -237,7 +237,7 @@ class Watched(UserList[int]):
 
 
 def instructions_of(history: DryHistory) -> int:
-    """How many Python executes in a step."""
+    """Count the bytecode instructions that one step executes."""
     count = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -259,7 +259,7 @@ def instructions_of(history: DryHistory) -> int:
 
 @pytest.mark.parametrize("period", [1, 2, 7, 9999])
 def test_work_of_a_step_does_not_depend_on_the_length_of_the_texts(period):
-    """Python's: how many instructions it executes, and how many tokens of the texts it reads."""
+    """Neither the bytecode instructions executed, nor the tokens read."""
     seen = []
     for num_tokens in (40, 4000):
         texts = [[i % period % 11 for i in range(num_tokens + n)] for n in range(3)]
@@ -267,7 +267,7 @@ def test_work_of_a_step_does_not_depend_on_the_length_of_the_texts(period):
         history = new_history(*requests)
         for request in requests:
             request.token_ids = Watched(request.token_ids)
-        for _ in range(2):  # the first makes room
+        for _ in range(2):  # the first allocates
             for request in requests:
                 request.token_ids.append(request.token_ids[-period] if period < 40 else 5)
             Watched.reads = 0
@@ -278,7 +278,7 @@ def test_work_of_a_step_does_not_depend_on_the_length_of_the_texts(period):
 
 
 class Counted(int):
-    """A token that counts how often it is compared."""
+    """A token that counts comparisons."""
 
     comparisons = 0
     __hash__ = int.__hash__
@@ -309,7 +309,7 @@ def rules_of(tokenizer: Tokenizer, bad_words: Any = (), breakers: Any = ()) -> T
     return TokenRules.of(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
 
 
-def test_token_texts_are_what_tokens_add(tokenizer):
+def test_token_texts_are_what_tokens_append(tokenizer):
     texts = tokenizer.token_texts
     ids = tokenizer.encode_bare("def add(a, b):\n    return a")
     assert "".join(texts[i] for i in ids) == "def add(a, b):\n    return a"
@@ -321,19 +321,19 @@ def test_bad_words_are_spelled_with_and_without_a_space(tokenizer):
     assert texts == ["return", " return", "import os", " import os"]
 
 
-def test_breakers_are_all_tokens_that_hold_them(tokenizer):
+def test_breakers_are_all_tokens_that_contain_them(tokenizer):
     breakers = rules_of(tokenizer, breakers=["\n"]).breakers
     holding = {i for i, text in enumerate(tokenizer.token_texts) if "\n" in text}
     assert breakers[()] == holding
     assert len(holding) > 5
-    # One of several characters may be spread over tokens.
+    # A breaker of several characters may be spread over tokens.
     spread = rules_of(tokenizer, breakers=["):"]).breakers
     (paren,) = tokenizer.encode_bare(")")
     assert paren in spread[tuple(tokenizer.encode_bare(":"))]
 
 
 def breakers_by_force(tokenizer: Tokenizer, strings: list[str]) -> dict[tuple[int, ...], set[int]]:
-    """Every string in every token's text, and every beginning of one at its end, as llama.cpp looks."""
+    """Look for every string in every token's text, and for every start of one at its end, like llama.cpp."""
     encode, found = tokenizer.encode_bare, {}
     for string in strings:
         before, together = encode("a"), encode(f"a{string}")
@@ -360,7 +360,7 @@ def test_breakers_equal_brute_force(tokenizer):
 
 
 class CountedText(str):
-    """A token's text that counts how often something is looked for in it."""
+    """A token's text that counts searches in it."""
 
     looks = 0
 

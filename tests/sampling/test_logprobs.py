@@ -23,12 +23,12 @@ from tests.support.error_bounds import assert_logprobs
 
 @pytest.fixture(params=["torch", "numba"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """By which log-probabilities are made."""
+    """Load the kernels that compute log-probabilities."""
     return load_kernels(request.param)
 
 
 def test_report_by_hand(kernels):
-    # Probabilities 0.1, 0.2, 0.3, 0.4: the logits may be shifted by anything.
+    # Probabilities 0.1, 0.2, 0.3, 0.4: logits may have any offset.
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().repeat(3, 1) + torch.tensor([[0.0], [5.0], [-7.0]])
     one, two, every = token_logprobs(kernels, logits, [1, 3, 0], [0, 1, -1])
     assert (one.token_ids, one.rank) == ([1], 3)
@@ -38,7 +38,7 @@ def test_report_by_hand(kernels):
     assert one.logprobs == pytest.approx([every.logprobs[3]], abs=1e-6)
 
 
-def test_report_of_a_row_does_not_depend_on_the_rows_beside_it(kernels):
+def test_report_is_batch_invariant(kernels):
     logits = torch.randn(7, 1009)
     logits[:, ::3] = 0.5  # ties
     together = token_logprobs(kernels, logits, [5] * 7, [3, 3, 0, -1, 3, 2000, 7])
@@ -46,7 +46,7 @@ def test_report_of_a_row_does_not_depend_on_the_rows_beside_it(kernels):
         assert token_logprobs(kernels, logits[row : row + 1], [5], [num_top]) == [together[row]]
 
 
-def test_report_of_a_row_that_is_not_finite_is_not_a_number(kernels):
+def test_report_of_a_row_that_is_not_finite_is_nan(kernels):
     logits = torch.zeros(2, 5)
     logits[0, 1], logits[1, 1] = torch.nan, torch.inf
     for report in token_logprobs(kernels, logits, [0, 1], [1, 1]):
@@ -55,8 +55,8 @@ def test_report_of_a_row_that_is_not_finite_is_not_a_number(kernels):
 
 @pytest.mark.parametrize("vocab_size", [1, 13, 211, 1009])
 @pytest.mark.parametrize("num_top", [0, 1, 6, 1009])
-def test_log_probabilities_of_kernels_are_those_of_log_softmax(kernels, vocab_size, num_top):
-    """Rows of a wider tensor, with ties and -inf; rows that are not finite are NaN and harm nobody."""
+def test_log_probabilities_of_kernels_equal_log_softmax(kernels, vocab_size, num_top):
+    """For rows of a wider tensor, with ties and -inf. Only rows that are not finite are NaN."""
     num_top = min(num_top, vocab_size)
     wide = 3 * torch.randn(9, vocab_size + 3, generator=torch.Generator().manual_seed(vocab_size))
     logits = wide[:, :vocab_size]
@@ -71,7 +71,7 @@ def test_log_probabilities_of_kernels_are_those_of_log_softmax(kernels, vocab_si
     assert ranks[sound].equal(expected_ranks[sound])
     assert ids[:, 0].equal(tokens)
     assert ((ids >= 0) & (ids < vocab_size)).all()
-    # Which of equals is told, and of those that are -inf, is no one's business.
+    # Compare by value: among equal logits, and among those that are -inf, any may be reported.
     assert before.gather(1, ids)[sound].equal(before.gather(1, expected_ids)[sound])
     assert all(len({*row[1:]}) == num_top for row in ids[sound].tolist())
 
@@ -87,7 +87,7 @@ def asking(num_top: int, max_tokens: int = 3, **options: Any) -> SamplingParams:
 
 
 def expected_logprobs(name: str, prompt: list[int]) -> Tensor:
-    """transformers' log-probabilities at each place of a prompt but the first: f32[n - 1, vocab_size]."""
+    """Return transformers' log-probabilities for each prompt token but the first, f32[n - 1, vocab_size]."""
     model = copy.deepcopy(reference(name).model)  # see Reference.greedy
     return model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
 
@@ -101,7 +101,7 @@ def check_prompt_logprobs(output: RequestOutput, num_top: int, expected: Tensor)
         assert next(iter(place)) == token
         told = torch.tensor([entry.logprob for entry in place.values()])
         torch.testing.assert_close(told, row[[*place]], rtol=0, atol=1e-4)
-        # By value: which of two tokens within rounding is the likelier, nobody knows.
+        # Compare by value: two tokens within rounding may come in either order.
         ranked = sorted(place.values(), key=lambda entry: entry.rank)[:num_top]
         assert [entry.rank for entry in ranked] == [*range(1, num_top + 1)]
         best = torch.tensor([entry.logprob for entry in ranked])
@@ -111,7 +111,7 @@ def check_prompt_logprobs(output: RequestOutput, num_top: int, expected: Tensor)
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "llama-dynamic"])
 def test_prompt_logprobs_match_transformers(name, monkeypatch):
-    """In chunks, beside others, and though all of it is cached; never more rows of logits than allowed."""
+    """In chunks, with other requests, and if the prompt is cached; with bounded rows of logits in memory."""
     engine = new_engine(checkpoint(name), block_size=8, max_num_batched_tokens=40)
     prompts = ragged_prompts(LENGTHS)
     plain = [SamplingParams(temperature=0, max_tokens=3)] * len(prompts)
@@ -132,8 +132,8 @@ def test_prompt_logprobs_match_transformers(name, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_prompt_logprobs_tell_every_place_once_whatever_is_preempted_or_fails(mode, monkeypatch):
-    """Requests lose their blocks amid their prompts, and steps fail before and after rows are booked."""
+def test_prompt_logprobs_report_every_token_once_despite_preemption_and_failures(mode, monkeypatch):
+    """Requests are preempted within their prompts, and steps fail before and after reports are recorded."""
     options = {"preemption_mode": "swap", "swap_space": 0.001} if mode == "swap" else {}
     options |= {"block_size": 8, "num_blocks": 14, "long_prefill_token_threshold": 3, "watermark": 0.0}
     engine = new_engine(checkpoint("llama"), **options)
@@ -206,7 +206,7 @@ def test_samples_and_forks_have_the_log_probabilities_of_their_prompt():
     assert_all_free(engine)
 
 
-def test_fork_amid_the_prompt_goes_on_with_its_report():
+def test_fork_within_the_prompt_continues_its_report():
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=16)
     (prompt,) = ragged_prompts([40])
     engine.add_request("parent", prompt, asking(1))
@@ -222,7 +222,7 @@ def test_fork_amid_the_prompt_goes_on_with_its_report():
 
 @pytest.mark.parametrize("chunk", [0, 1, 2], ids="chunk-{}".format)
 def test_prompt_row_that_is_not_finite_ends_its_request(chunk, monkeypatch):
-    """With all its samples, also where the last part of the prompt is computed and they are shared."""
+    """With all its samples, also in the last chunk, with which the samples start."""
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=16)
     head = engine.runner.reporter.head
     prompt, other = ragged_prompts([40, 40])
@@ -245,7 +245,7 @@ def test_prompt_row_that_is_not_finite_ends_its_request(chunk, monkeypatch):
     assert_all_free(engine)
 
 
-def test_rows_that_have_logits_at_once_are_bounded_however_long_the_prompt(monkeypatch):
+def test_rows_of_logits_in_memory_are_bounded(monkeypatch):
     vocab_size, num_rows = 50, 33
     monkeypatch.setattr(reporter, "MAX_LOGITS", 4 * vocab_size)
     weight, hidden, sizes = torch.randn(8, vocab_size), torch.randn(num_rows, 8), []
@@ -263,7 +263,7 @@ def test_rows_that_have_logits_at_once_are_bounded_however_long_the_prompt(monke
     torch.testing.assert_close(torch.tensor([row.logprobs[0] for row in rows]), own)
 
 
-def test_report_larger_than_can_be_held_is_refused():
+def test_too_large_a_report_is_refused():
     engine = new_engine("demo", num_blocks=512)
     with pytest.raises(RequestError, match=r"prompt_logprobs -1 for 1100 tokens would report 4,502,603"):
         engine.add_request("a", [1] * 1100, asking(-1))

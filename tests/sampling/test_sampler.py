@@ -1,4 +1,4 @@
-"""The Sampler: each parameter by hand and against Hugging Face's processor, errors, and what it keeps."""
+"""The sampler: parameters by hand and against Hugging Face's processors, errors, and kept state."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def new_request(
 
 @pytest.fixture(params=["torch", "numba"], autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every sampler here."""
+    """Set the backend of every sampler in this file."""
     monkeypatch.setattr(sys.modules[__name__], "BACKEND", request.param)
 
 
@@ -88,7 +88,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> StepOutput:
 
 
 def edited(logits: Tensor, request: Request) -> Tensor:
-    """The row as the last of the edits, a logits processor, gets it."""
+    """Return the row that a logits processor, the last of the edits, gets."""
     seen: list[Tensor] = []
     params = replace(request.inputs.params, logits_processors=[lambda _, row: seen.append(row) or row])
     request.inputs = replace(request.inputs, params=params)
@@ -116,32 +116,32 @@ def test_logit_bias_allowed_tokens_and_bad_words_by_hand():
     no = -math.inf
     assert edited(row, new_request(logit_bias={1: 3.0, 4: -100.0})).tolist() == [2.0, 1.0, 1.0, 0.0, -95.0]
     assert edited(row, new_request(allowed_token_ids=[1, 3])).tolist() == [no, -2.0, no, 0.0, no]
-    # A bias does not bring back what is not allowed.
+    # A bias does not make a token allowed.
     both = new_request(allowed_token_ids=[1, 3], logit_bias={4: 100.0, 3: 1.0})
     assert edited(row, both).tolist() == [no, -2.0, no, 1.0, no]
     words = [(2,), (3, 4), (3, 1, 0), (0, 0)]
-    # Of the words, what was generated counts and the prompt does not.
+    # Only generated tokens count as parts of a bad word, not the prompt.
     assert edited(row, new_request([3], [], bad_words=words)).tolist() == [2.0, -2.0, no, 0.0, 5.0]
     assert edited(row, new_request([0], [3], bad_words=words)).tolist() == [2.0, -2.0, no, 0.0, no]
     assert edited(row, new_request([0], [3, 1], bad_words=words)).tolist() == [no, -2.0, no, 0.0, 5.0]
     assert edited(row, new_request([3], [1], bad_words=words)).tolist() == [2.0, -2.0, no, 0.0, 5.0]
 
 
-def test_min_tokens_keeps_stop_ids_from_being_chosen_until_there_are_as_many():
+def test_min_tokens_bans_stop_ids_until_reached():
     sampler, row = new_sampler(3), torch.tensor([[0.0, 40.0, 0.0]])
     request = new_request(min_tokens=2, stop_ids=[1])
     for expected in ({0, 2}, {0, 2}, {1}):
         (token,) = sampler.sample(row.clone(), [request]).tokens
         assert token in expected
         request.token_ids.append(token)
-    # ignore_eos leaves nothing to mask.
+    # With ignore_eos there are no stop tokens to mask.
     assert sample(row, [new_request(min_tokens=1)]).tokens == [1]
 
 
-def test_greedy_takes_the_most_likely_token_and_the_first_of_equals():
+def test_greedy_chooses_the_most_likely_token_and_the_first_of_equals():
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 1.0]])
     assert sample(logits, [new_request(temperature=0.0)] * 2).tokens == [1, 0]
-    # And so it does beside others, or when it reports.
+    # Also with other requests, and with logprobs.
     requests = [new_request(temperature=0.0, logprobs=1), new_request(temperature=0.0)]
     assert sample(logits, requests).tokens == [1, 0]
     assert sample(logits, [requests[1], new_request(top_k=1)]).tokens[0] == 1
@@ -198,7 +198,7 @@ def test_logprobs_are_of_the_logits_before_any_parameter(vocab_size):
 
 @pytest.mark.parametrize("params", EVERYTHING, ids=lambda params: "+".join(params))
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
-def test_row_without_a_finite_maximum_has_no_token_and_harms_nobody(value, params):
+def test_row_without_a_finite_maximum_has_an_error_and_others_are_unaffected(value, params):
     requests = [new_request(seed=i, stop_ids=[1], **params) for i in range(4)]
     logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
     sound = sample(logits, requests).tokens
@@ -210,7 +210,7 @@ def test_row_without_a_finite_maximum_has_no_token_and_harms_nobody(value, param
     assert set(step.logprobs) <= {0, 2}
 
 
-def test_token_that_the_model_excludes_may_be_brought_back_and_reported():
+def test_processor_may_allow_and_report_a_token_that_the_model_excludes():
     row = torch.tensor([[0.0, 1.0, -math.inf]])
     bring_back = [lambda *_: torch.eye(3)[2] * 9.0]
     step = sample(row, [new_request(temperature=0.0, logprobs=0, logits_processors=bring_back)])
@@ -218,7 +218,7 @@ def test_token_that_the_model_excludes_may_be_brought_back_and_reported():
     assert step.logprobs[0].logprobs == [-math.inf]
 
 
-def test_row_of_which_no_token_is_left_says_so():
+def test_row_without_any_token_left_is_an_error():
     requests = [
         new_request(temperature=0.0, allowed_token_ids=[2, 3], bad_words=[(2,), (3,)]),
         new_request(allowed_token_ids=[2], min_tokens=1, stop_ids=[2], logprobs=1),
@@ -233,7 +233,7 @@ def test_row_of_which_no_token_is_left_says_so():
     assert not step.logprobs
 
 
-def test_logits_processor_of_three_arguments_sees_the_prompt_too():
+def test_logits_processor_of_three_arguments_gets_the_prompt_too():
     def seeing(prompt, ids, row):
         seen.append((prompt, ids))
         prompt.append(99)  # a copy
@@ -246,10 +246,10 @@ def test_logits_processor_of_three_arguments_sees_the_prompt_too():
     assert requests[0].inputs.prompt_token_ids == [1, 4]
 
 
-def test_logits_processors_see_the_output_and_their_row_and_hurt_themselves_alone():
+def test_logits_processors_get_the_output_and_their_row_and_fail_alone():
     def shout(ids, row):
         seen.append((ids, row.tolist()))
-        ids.append(99)  # copies: nobody else is changed
+        ids.append(99)  # a copy: the request is not changed
         return torch.full_like(row, -1.0).index_fill_(0, torch.tensor(4), 1.0)
 
     seen: list[Any] = []
@@ -272,7 +272,7 @@ def test_logits_processors_see_the_output_and_their_row_and_hurt_themselves_alon
     assert "not finite" in step.errors[4]
 
 
-def test_grammar_masks_apply_to_what_the_model_said_and_before_all_else():
+def test_grammar_masks_come_before_all_edits_and_after_logprobs():
     class Masks:
         def apply(self, logits):
             logits[:, 5] = -math.inf
@@ -306,7 +306,7 @@ def test_tokens_do_not_depend_on_neighbours_or_order_or_what_was_sampled_before(
         assert alone.tokens[0] == together.tokens[i], request.inputs.params
         assert alone.logprobs.get(0) == together.logprobs.get(i)
     assert sample(logits.flip(0), requests()[::-1]).tokens == together.tokens[::-1]
-    # One sampler, whose batches change: what it keeps must not show.
+    # One sampler for changing batches: its kept state must not matter.
     sampler, shuffled = new_sampler(vocab_size), requests()
     for rows in ([*range(0, 42, 2)], [*range(42)], [5, 4, 3], [*range(42)]):
         step = sampler.sample(logits[rows], [shuffled[row] for row in rows])
@@ -315,7 +315,7 @@ def test_tokens_do_not_depend_on_neighbours_or_order_or_what_was_sampled_before(
         sampler.dry.check()
 
 
-def test_histories_follow_requests_that_come_and_go():
+def test_histories_follow_the_requests_of_the_batch():
     sampler = new_sampler()
     requests = [new_request([i], [], seed=i, presence_penalty=0.5, dry_multiplier=1.0) for i in range(6)]
     plain = new_request(temperature=0.0)
@@ -328,10 +328,10 @@ def test_histories_follow_requests_that_come_and_go():
         assert len(sampler.history.slots) == len(rows)
         for request, token in zip(batch, step.tokens, strict=True):
             request.token_ids.append(token)
-    assert sampler.history.num_slots == 8  # as many as were needed at once, doubled
+    assert sampler.history.num_slots == 8  # doubled from 4, as 6 were needed
 
 
-def test_batch_that_failed_half_way_leaves_nothing_behind(monkeypatch):
+def test_batch_that_failed_half_way_leaves_no_state(monkeypatch):
     def fail(*_: Any) -> None:
         raise MemoryError
 
@@ -344,14 +344,14 @@ def test_batch_that_failed_half_way_leaves_nothing_behind(monkeypatch):
         patch.setattr("paged.sampling.sampler._filters", fail)
         with pytest.raises(MemoryError):
             sampler.sample(logits.clone(), requests[1:])
-    # The same as before: not what was known of them then.
+    # The same requests as before, but their old state must be gone.
     assert sampler.sample(logits[:2].clone(), requests[:2]).tokens == expected
     sampler.history.check()
     sampler.dry.check()
     assert len(sampler.history.slots) == 2
 
 
-def test_greedy_batch_touches_nothing_it_does_not_use(monkeypatch):
+def test_greedy_batch_makes_no_other_pass_over_its_logits(monkeypatch):
     sampler, requests = new_sampler(), [new_request(temperature=0.0, top_k=5, top_p=0.5) for _ in range(3)]
     sampler.sample(torch.eye(3, VOCAB_SIZE), requests)
     for name in ("amax", "softmax", "log_softmax", "argmax"):
@@ -361,7 +361,7 @@ def test_greedy_batch_touches_nothing_it_does_not_use(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 7, 8, 17, 4097])
 def test_greedy_is_the_first_of_the_highest(size):
-    """Equals, among lanes and over them, -inf alone, NaN and +inf, rows of a wider tensor."""
+    """With ties inside a vector and across vectors, with -inf, NaN and +inf, and in a wider tensor."""
     logits = torch.randint(-3, 3, (40, size)).float()
     logits[0], logits[1, size // 2], logits[2, -1], logits[3] = -torch.inf, torch.nan, torch.inf, -torch.inf
     logits[4, -1], logits[5, 0] = 7.0, torch.nan

@@ -1,4 +1,4 @@
-"""Structured outputs: every output is in its language, nobody else notices, and what is wrong is said."""
+"""Structured outputs: outputs match their grammar, other requests are unaffected, errors are reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def demo() -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's tokenizer before a model of random weights, with more logits than there are tokens."""
+    """Write a random model with the demo's tokenizer and more logits than the tokenizer has tokens."""
     directory = tmp_path_factory.mktemp("random")
     random_model(LlamaConfig(**{**SHAPE, "vocab_size": 4107, "eos_token_id": 0})).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -46,7 +46,7 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def structured(**params: Any) -> SamplingParams:
-    """SamplingParams where json, regex, choice and grammar are those of structured_outputs."""
+    """Make SamplingParams, with json, regex, choice and grammar passed on to structured_outputs."""
     language = {k: params.pop(k) for k in ("json", "regex", "choice", "grammar") if k in params}
     return SamplingParams(
         structured_outputs=StructuredOutputsParams(**language), **{"max_tokens": 100, "seed": 1, **params}
@@ -64,8 +64,8 @@ def texts(outputs: Sequence[RequestOutput]) -> list[str]:
 
 
 def logits_of_steps(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """A list that gets the logits of every step from now on."""
-    monkeypatch.setattr(engine.runner, "graphs", None)  # which does not call what is replaced here
+    """Return a list to which the logits of every later step are appended."""
+    monkeypatch.setattr(engine.runner, "graphs", None)  # a replay does not call what is replaced here
     found, head = [], engine.runner.model.logits
 
     def noted(*args: Any) -> Tensor:
@@ -79,7 +79,7 @@ def logits_of_steps(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[
 # Every output is valid
 
 
-def test_there_are_200_schemas_and_they_are_schemas():
+def test_there_are_200_valid_schemas():
     assert len({json.dumps(schema) for schema in SCHEMAS}) == len(SCHEMAS) == 200
     for schema in SCHEMAS:
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -97,7 +97,7 @@ def test_outputs_of_200_schemas_are_valid(model, demo, random_checkpoint):
             schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
         )
         validator.validate(json.loads(completion.text))
-        # Blanks have an end, and tokens that the tokenizer does not know are never chosen.
+        # White space is bounded, and tokens that the tokenizer does not have are never chosen.
         assert not re.search(r"\s{40}", completion.text)
         assert max(completion.token_ids) < 4096
     assert len(set(texts(outputs))) > 100
@@ -148,7 +148,7 @@ def test_sentencepiece_tokenizer(tmp_path, vocab_size):
 
 
 def write_sentencepiece(directory: Path, pieces: list[str]) -> None:
-    """A tokenizer as those of Llama 2: blanks are a character, other characters may be bytes."""
+    """Write a tokenizer like Llama 2's: blanks are a character, and characters may be bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -164,7 +164,7 @@ def write_sentencepiece(directory: Path, pieces: list[str]) -> None:
 # How it is chosen
 
 
-def test_greedy_takes_the_most_likely_token_that_is_allowed(demo, monkeypatch):
+def test_greedy_chooses_the_most_likely_allowed_token(demo, monkeypatch):
     from llguidance import LLMatcher, grammar_from
     from llguidance.hf import from_tokenizer
 
@@ -179,7 +179,7 @@ def test_greedy_takes_the_most_likely_token_that_is_allowed(demo, monkeypatch):
         words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = torch.from_numpy(np.unpackbits(words, bitorder="little", count=4096)).bool()
         assert token == logits[0].where(allowed, -torch.inf).argmax()
-        # What is reported is of the model, not of the grammar.
+        # Reported log-probabilities are the model's, before the grammar.
         raw = logits[0].log_softmax(-1)
         assert reported[token].logprob == pytest.approx(raw[token].item(), abs=1e-4)
         raw_differs |= token != raw.argmax()
@@ -232,7 +232,7 @@ def test_preemption_changes_nothing(demo):
 
 def test_a_failed_step_changes_nothing(demo, monkeypatch):
     expected = texts(run(demo, structured(json=OBJECT)))
-    monkeypatch.setattr(demo.runner, "graphs", None)  # which does not call what is replaced here
+    monkeypatch.setattr(demo.runner, "graphs", None)  # a replay does not call what is replaced here
     calls, forward = iter(range(100)), demo.runner.model.forward
 
     def failing(*args: Any) -> Tensor:
@@ -276,7 +276,7 @@ def test_ends(demo):
     assert len(outputs[-1].outputs[0].token_ids) > 5
 
 
-def test_model_without_eos_ends_by_itself(tmp_path, random_checkpoint):
+def test_model_without_eos_finishes_where_the_grammar_ends(tmp_path, random_checkpoint):
     shutil.copytree(random_checkpoint, tmp_path, dirs_exist_ok=True)
     for name in ("config.json", "generation_config.json"):
         edit_json(tmp_path / name, eos_token_id=None)
@@ -298,7 +298,7 @@ def test_complete_before_min_tokens_is_an_error_that_names_both(demo, ends):
     assert neighbour.outputs[0].text == "abc"
 
 
-def test_token_outside_of_the_language_is_an_error_of_its_request(demo, monkeypatch):
+def test_token_outside_the_grammar_is_an_error_of_its_request(demo, monkeypatch):
     monkeypatch.setattr(GrammarMasks, "apply", lambda *_: None)
     free, bound = run(demo, SamplingParams(max_tokens=3, temperature=0.0), structured(regex="[0-9]+é"))
     assert free.outputs[0].finish_reason == "length"
@@ -308,7 +308,7 @@ def test_token_outside_of_the_language_is_an_error_of_its_request(demo, monkeypa
 
 @pytest.mark.parametrize("place", ["allowed", "everywhere"])
 def test_nan_ends_the_request_with_an_error(demo, monkeypatch, place):
-    monkeypatch.setattr(demo.runner, "graphs", None)  # which does not call what is replaced here
+    monkeypatch.setattr(demo.runner, "graphs", None)  # a replay does not call what is replaced here
     calls, head = iter(range(100)), demo.runner.model.logits
 
     def broken(*args: Any) -> Tensor:
@@ -324,7 +324,7 @@ def test_nan_ends_the_request_with_an_error(demo, monkeypatch, place):
     assert re.fullmatch("[a-z]{3}", sound.outputs[0].text)
 
 
-def test_abort_lets_go_of_the_grammar(demo):
+def test_abort_releases_the_grammar(demo):
     demo.add_request("r", PROMPT, structured(json=OBJECT))
     demo.step()
     demo.abort_request("r")
@@ -362,7 +362,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("language", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_bad_languages_are_refused_when_the_request_is_made(demo, language, message):
+def test_bad_grammars_are_refused_when_the_request_is_added(demo, language, message):
     with pytest.raises(RequestError, match=message) as caught:
         demo.add_request("bad", PROMPT, structured(**language))
     assert len(str(caught.value)) < 1000
@@ -378,7 +378,7 @@ def test_chains_of_rules_do_not_overflow_the_stack(demo):
     demo.abort_request("deep")
 
 
-def test_compilation_has_a_deadline_and_the_cache_a_size(demo, monkeypatch):
+def test_compilation_has_a_deadline_and_the_cache_a_limit(demo, monkeypatch):
     grammars, compiled, over = Grammars(demo.tokenizer, 4096, frozenset([0])), [], threading.Event()
     compile_it = module._compile
 
@@ -394,7 +394,7 @@ def test_compilation_has_a_deadline_and_the_cache_a_size(demo, monkeypatch):
         grammars.start(StructuredOutputsParams(regex=regex))
     assert compiled == ["a", "b", "c", "b"]
     grammars.start(StructuredOutputsParams(grammar='start: "a"'))
-    with pytest.raises(RequestError, match="grammar is refused"):  # the same text in another language
+    with pytest.raises(RequestError, match="grammar is refused"):  # the same text as another kind of grammar
         grammars.start(StructuredOutputsParams(grammar="a"))
     monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.01)
     with pytest.raises(RequestError, match="structured_outputs regex was not compiled within"):
@@ -402,7 +402,7 @@ def test_compilation_has_a_deadline_and_the_cache_a_size(demo, monkeypatch):
     over.set()
 
 
-def test_who_adds_or_forks_waits_for_a_grammar_no_longer_than_its_deadline(demo, monkeypatch):
+def test_add_and_fork_wait_for_a_grammar_no_longer_than_its_deadline(demo, monkeypatch):
     over, compile_it = threading.Event(), module._compile
     params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="too slow"))
     demo.add_request("other", "x", SamplingParams(max_tokens=4, ignore_eos=True))
