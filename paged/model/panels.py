@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..kernels.cpu.linear import linear as numba_linear
 from ..kernels.cpu.linear.linear import Panels, can_pair
-from ..kernels.cpu.linear.short import shortened
-from ..kernels.cpu.products.codes import GROUP
+from ..kernels.cpu.linear.pack_bf12 import pack_bf12
+from ..kernels.cpu.products.int4 import GROUP
 from ..kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
@@ -51,7 +51,7 @@ class Table(PlainWeight):
 
 
 class PanelWeight:
-    """A weight as it is, or `narrowed` and `shortened`; sums are float32.
+    """A weight as it is, or `narrowed` and in bf12; sums are float32.
 
     out_dtype: of its products, where that is not the dtype of x. gated: the weight is of gates and of what
     they gate, [2 * n, in_features]; its products are silu(gate) * up, of n numbers.
@@ -64,7 +64,7 @@ class PanelWeight:
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         kept = narrowed(weight)
-        return shortened(numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
+        return pack_bf12(numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""

@@ -10,7 +10,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..products.amx import STEPS, TILE_ROWS, by_pairs, configure, emit_tile, write_settings
+from ..products.amx import (
+    NO_SUPPLY,
+    STEPS,
+    TILE_ROWS,
+    Block,
+    configure,
+    emit_tile,
+    multiply_pairs,
+    write_settings,
+)
 from ..simd import emit
 from ..simd.emit import I64, INTS, int64, operation
 from ..simd.gather import copy_pairs, pair_rows
@@ -33,7 +42,8 @@ def multiply_tiles(rows, vectors, c, c_stride, is_first, a, a_stride, b, b_strid
     """
     for v in range(0, vectors, 2):
         to, at = c + v * VECTOR_BYTES, b + v * VECTOR_BYTES
-        by_pairs(rows, 1, to, c_stride, is_first, a, a_stride, at, b_stride, steps, 0, 0, 0, 0, 0, 0, 0, 0)
+        block = Block(to, c_stride, int(is_first), a, a_stride, at, b_stride, steps)
+        multiply_pairs(rows, 1, block, NO_SUPPLY)
 
 
 @operation(types.void, *[types.int64] * 7)

@@ -4,7 +4,7 @@ A decode reads every number of K and V once, for one query token. To copy them i
 prompts do, where many rows share them, would take as long as to read them.
 """
 
-from ..products.codes import PAIRS
+from ..products.kinds import BFLOAT16_PAIRS
 from ..simd.memory import get_long, set_long
 from ..simd.numbers import BFLOAT16, FLOAT32
 from ..simd.vectors import LANES, function
@@ -49,7 +49,7 @@ def _score_keys(args, unit, scratch, tile, kind):
             same = out, TILE_BYTES, query, q_stride, where, offset, unit.depth, rows, ahead, ahead_offset
             if kind == FLOAT32:
                 score_float(*same)
-            elif kind == PAIRS:
+            elif kind == BFLOAT16_PAIRS:
                 score_pairs(*same)
             elif kind == BFLOAT16:
                 score_bfloat(*same)
@@ -66,10 +66,10 @@ def _add_values(args, unit, scratch, state, tile, kind):
     """
     rows, vectors, values = unit.head_rows, state.num_vectors, scratch.addresses + 8 * TILE
     stride = padded(args.value_dim) * 4
-    skip = tile.skip // 2 * 2 if kind == PAIRS else tile.skip
+    skip = tile.skip // 2 * 2 if kind == BFLOAT16_PAIRS else tile.skip
     for block in range(skip, tile.end, _BLOCK):
         size, weight_bytes = min(_BLOCK, tile.end - block), 4
-        if kind == PAIRS:
+        if kind == BFLOAT16_PAIRS:
             size, weight_bytes = (size + 1) // 2, 2
         for head in range(unit.num_heads):
             out = state.outputs + head * rows * stride
@@ -81,7 +81,7 @@ def _add_values(args, unit, scratch, state, tile, kind):
             same = out, stride, weight, TILE_BYTES, where, offset, size, rows, vectors, ahead, ahead_offset
             if kind == FLOAT32:
                 add_float(*same)
-            elif kind == PAIRS:
+            elif kind == BFLOAT16_PAIRS:
                 add_pairs(*same)
             elif kind == BFLOAT16:
                 add_bfloat(*same)
@@ -93,7 +93,7 @@ def _add_values(args, unit, scratch, state, tile, kind):
 def attend_in_place(args, unit, scratch, state, tile):
     """Attend from the rows of one token to a key tile."""
     in_pairs = unit.arithmetic != BY_FLOATS
-    kind = PAIRS if in_pairs else args.cache_kind
+    kind = BFLOAT16_PAIRS if in_pairs else args.cache_kind
     write_next_addresses(args, unit.seq, tile.start + TILE, unit.end_key, scratch.more_addresses)
     _score_keys(args, unit, scratch, tile, kind)
     softmax_step(args, unit, state, 0, unit.num_rows, tile, padded(tile.end), in_pairs, None)

@@ -11,12 +11,12 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from ..products.codes import PAIRS
+from ..products.kinds import BFLOAT16_PAIRS
 from ..simd import emit
 from ..simd.emit import F32, I64, int64, operation
 from ..simd.memory import LINE
 from ..simd.numbers import BFLOAT16, FLOAT32, INT8, ITEM_SIZES
-from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function
+from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, missing
 
 _MANY_REGISTERS = LANES == 16  # AVX-512 has twice as many
 
@@ -25,10 +25,10 @@ def _key_tile(rows: int, kind: int) -> Any:
     """Make a function that computes the scores of so many rows with LANES keys.
 
     keys: where the keys' addresses lie side by side; ahead: LANES addresses of which the same columns are
-    prefetched, a few cache lines with each step. A step is LANES columns, transposed in registers. PAIRS: a
-    column is a pair of bfloat16, and the last step may have half as many.
+    prefetched, a few cache lines with each step. A step is LANES columns, transposed in registers.
+    BFLOAT16_PAIRS: a column is a pair of bfloat16, and the last step may have half as many.
     """
-    stored, multiply_add = (FLOAT32, emit.dot) if kind == PAIRS else (kind, emit.fma)
+    stored, multiply_add = (FLOAT32, emit.dot) if kind == BFLOAT16_PAIRS else (kind, emit.fma)
     step_bytes = LANES * ITEM_SIZES[stored]
     num_fetched = max(1, LANES * step_bytes // LINE)  # lines of each step
 
@@ -63,7 +63,7 @@ def _key_tile(rows: int, kind: int) -> Any:
             first = builder.mul(builder.urem(loop.index, int64(LANES // num_fetched)), int64(8 * num_fetched))
             fetch(first, num_fetched, step)
             add_columns(step, builder.mul(loop.index, int64(VECTOR_BYTES)), 0)
-        if kind == PAIRS:
+        if kind == BFLOAT16_PAIRS:
             with builder.if_then(builder.trunc(builder.udiv(depth, int64(LANES // 2)), ir.IntType(1))):
                 step = builder.mul(builder.sub(depth, int64(LANES)), int64(4))
                 fetch(int64(0), LANES, builder.add(step, int64(step_bytes // 2)))
@@ -79,15 +79,15 @@ def _value_tile(rows: int, vectors: int, kind: int) -> Any:
     """Make a function that adds V, times the weights, to so many vectors of the outputs of so many rows.
 
     values: where the keys' addresses lie side by side; ahead: as many addresses, of which the same vectors
-    are prefetched. PAIRS: a step is two keys, whose weights are bfloat16.
+    are prefetched. BFLOAT16_PAIRS: a step is two keys, whose weights are bfloat16.
     """
     where = [(r, v) for r in range(rows) for v in range(vectors)]
-    keys_per_step, multiply_add = (2, emit.dot) if kind == PAIRS else (1, emit.fma)
-    size = LANES * ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
+    keys_per_step, multiply_add = (2, emit.dot) if kind == BFLOAT16_PAIRS else (1, emit.fma)
+    size = LANES * ITEM_SIZES[BFLOAT16 if kind == BFLOAT16_PAIRS else kind]
 
     def read(builder: Any, places: list[Any]) -> list[Any]:
         """Read the vectors of a key, or the interleaved ones of two keys."""
-        if kind != PAIRS:
+        if kind != BFLOAT16_PAIRS:
             return [emit.load(builder, kind, builder.add(places[0], int64(v * size))) for v in range(vectors)]
         return [
             emit.load_pairs(builder, BFLOAT16, *(builder.add(place, int64(v * size)) for place in places))
@@ -136,7 +136,7 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
     value_8x2, value_4x2, value_4x1 = (_value_tile(*tile, kind) for tile in ((8, 2), (4, 2), (4, 1)))
     value_2x4, value_2x1 = _value_tile(2, 4, kind), _value_tile(2, 1, kind)
     value_1x8, value_1x6, value_1x3, value_1x1 = (_value_tile(1, vectors, kind) for vectors in (8, 6, 3, 1))
-    size = LANES * ITEM_SIZES[BFLOAT16 if kind == PAIRS else kind]
+    size = LANES * ITEM_SIZES[BFLOAT16 if kind == BFLOAT16_PAIRS else kind]
 
     @function
     def score(scores, stride, queries, q_stride, keys, offset, depth, rows, ahead, ahead_offset):
@@ -203,6 +203,4 @@ def _of_kind(kind: int) -> tuple[Any, Any]:
 score_float, add_float = _of_kind(FLOAT32)
 score_bfloat, add_bfloat = _of_kind(BFLOAT16)
 score_int8, add_int8 = _of_kind(INT8)
-score_pairs, add_pairs = score_float, add_float
-if HAS_DOT:  # elsewhere nothing is in pairs
-    score_pairs, add_pairs = _of_kind(PAIRS)
+score_pairs, add_pairs = _of_kind(BFLOAT16_PAIRS) if HAS_DOT else (missing, missing)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ..products.amx import TILE_ROWS
-from ..products.codes import PAIRS
+from ..products.kinds import BFLOAT16_PAIRS
 from ..simd.memory import LINE, get_int, get_long
 from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function
@@ -92,9 +92,9 @@ def _reads_in_place(args, arithmetic, rows):
         in_place = rows <= TILE_ROWS
         in_place &= args.cache_kind != BFLOAT16 or args.block_size % TILE_ROWS == 0
         return in_place
-    kind = args.cache_kind if arithmetic == BY_FLOATS else PAIRS
+    kind = args.cache_kind if arithmetic == BY_FLOATS else BFLOAT16_PAIRS
     is_whole = args.head_dim % LANES == 0 and args.value_dim % LANES == 0
-    return rows <= MAX_IN_PLACE_ROWS and is_whole and kind in (FLOAT32, BFLOAT16, INT8, PAIRS)
+    return rows <= MAX_IN_PLACE_ROWS and is_whole and kind in (FLOAT32, BFLOAT16, INT8, BFLOAT16_PAIRS)
 
 
 @function

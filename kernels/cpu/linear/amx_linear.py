@@ -17,21 +17,14 @@ from ..products.amx import (
     BLOCK,
     HAS_TILES,
     STEPS,
-    by_int4,
-    by_int8,
-    by_pairs,
-    by_short,
+    Block,
+    Supply,
     configure_rows,
+    multiply_block,
     release,
 )
-from ..products.codes import (
-    INT4_PAIRS,
-    INT8_PAIRS,
-    PAIRS,
-    PANEL,
-    group_bytes,
-    step_bytes,
-)
+from ..products.kinds import BFLOAT16_PAIRS, INT8_PAIRS, STEP_BYTES, group_bytes
+from ..products.reader import PANEL
 from ..products.unpack import unpack
 from ..simd import emit
 from ..simd.emit import INTS, VECTOR, int64, operation
@@ -97,7 +90,7 @@ def panels_of_unit(
     """
     if is_read_apart(num_rows, num_panels, in_features, thirds):
         return _TOGETHER
-    if kind != PAIRS and unit_rows * thirds <= BLOCK:
+    if kind != BFLOAT16_PAIRS and unit_rows * thirds <= BLOCK:
         return 1
     blocks = -(-num_rows // unit_rows)
 
@@ -150,20 +143,6 @@ def _bring_thirds(args, first, rows, to, stride):
 
 
 @function
-def _multiply_block(kind, panels, rows, c, at_first, x, x_stride, same, ahead, more):
-    """Of a block of rows, for which tiles are configured; see `_block_product` in `cpu.products.amx`."""
-    args = rows, panels, c, _WIDTH, at_first, x, x_stride, *same, ahead, *more
-    if kind == PAIRS:
-        by_pairs(*args)
-    elif kind == INT8_PAIRS:
-        by_int8(*args)
-    elif kind == INT4_PAIRS:
-        by_int4(*args)
-    else:
-        by_short(*args)
-
-
-@function
 def _units_across(args):
     return -(-args.num_panels // args.unit_panels)
 
@@ -180,20 +159,21 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     panel, first = _first_panel(args, unit), unit // _units_across(args) * args.unit_rows
     rows = min(args.unit_rows, args.num_rows - first)
     panels = min(args.unit_panels, -(-(args.num_panels - panel) // args.apart))
-    kind, stride = args.weight_kind, step_bytes(args.weight_kind)
+    kind, stride = args.weight_kind, STEP_BYTES[args.weight_kind]
     sums, panel_sums = scratch + LINE, args.unit_rows * args.thirds * _WIDTH
     unpacked, size = sums + args.unit_panels * panel_sums, args.depth * stride
     far, factors_far = args.apart * size, args.apart * group_bytes(kind, args.depth)
+    c_stride = int(_WIDTH)  # an int64, where numba would take the constant for a type of its own
     together = min(_TOGETHER, args.unit_panels)
     block = BLOCK // together
     num_blocks = -(-rows * args.thirds // block)
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
     # In equal parts, of whole groups; what a single block needs is unpacked on the way.
-    is_unpacked = kind != PAIRS and num_blocks > 1
+    is_unpacked = kind != BFLOAT16_PAIRS and num_blocks > 1
     few = _FEW_UNPACKED if is_unpacked else _FEW_ROWS
     most = DEPTH // 2 if together > 1 and rows <= few else DEPTH
     step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
-    is_whole = num_blocks == 1 and (kind != PAIRS or args.apart > 1)
+    is_whole = num_blocks == 1 and (kind != BFLOAT16_PAIRS or args.apart > 1)
     if is_whole:
         step = args.depth
     for start in range(0, args.depth, step):
@@ -207,25 +187,25 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 ahead = args.panels + panel * size + (start + depth) * stride
                 if start + depth == args.depth:
                     ahead = args.panels + _first_panel(args, next_unit) * size
-            if is_whole and kind == PAIRS:  # what is unpacked on the way knows how far ahead
+            if is_whole and kind == BFLOAT16_PAIRS:  # what is unpacked on the way knows how far ahead
                 ahead = b + AHEAD_BYTES // some
             factors = args.scales + group_bytes(kind, panel * args.depth + start) + near * factors_far
             b_kind, b_stride, b_far = kind, stride, far
             if is_unpacked:
-                b_kind, b_stride, b_far = PAIRS, _WIDTH, DEPTH * _WIDTH
+                b_kind, b_stride, b_far = BFLOAT16_PAIRS, _WIDTH, DEPTH * _WIDTH
                 for p in range(some):
                     own = factors + p * factors_far
                     unpack(kind, unpacked + p * b_far, b + p * far, stride, own, depth)
                 b = unpacked
             c, x = sums + near * panel_sums, a + 4 * start
-            same = b, b_stride, depth // STEPS
-            more = pace, unpacked, factors, factors_far, panel_sums, b_far, far
             for row in range(0, rows * args.thirds, block):
                 left = min(rows * args.thirds - row, block)
                 if left + some * BLOCK != configured:
                     configure_rows(scratch, left, some)
                     configured = left + some * BLOCK
-                _multiply_block(b_kind, some, left, c, start == 0, x, a_stride, same, ahead, more)
+                product = Block(c, c_stride, int(start == 0), x, a_stride, b, b_stride, depth // STEPS)
+                supply = Supply(ahead, pace, unpacked, factors, factors_far, panel_sums, b_far, far)
+                multiply_block(b_kind, left, some, product, supply)
                 c, x = c + block * _WIDTH, x + block * a_stride
                 ahead += pace * (depth // STEPS)
     for p in range(panels):

@@ -19,24 +19,23 @@ from ..launch.huge_pages import in_huge_pages
 from ..launch.runs import num_runs, take_run
 from ..launch.tasks import NEXT_THREAD, Task
 from ..products.amx import HAS_TILES, INPUTS
-from ..products.codes import (
-    GROUP,
-    HALVES,
+from ..products.int4 import GROUP, PAIR_STEPS
+from ..products.kinds import (
+    BF12,
+    BF12_PAIRS,
+    BFLOAT16_PAIRS,
+    FORMATS,
     INT4,
     INT4_PAIRS,
-    INT4_STEPS,
     INT8_PAIRS,
-    INT8_UNIT,
-    PAIRS,
-    PANEL,
-    SHORT_HALVES,
-    SHORT_PAIRS,
+    PART_STEPS,
+    STEP_BYTES,
+    UNPACKED,
     group_bytes,
-    step_bytes,
-    whole_steps,
 )
-from ..products.tiles import GATED, MOST_TILE_ROWS, multiply_panel
-from ..products.unpack import unpack, unpacked_kind
+from ..products.reader import INT8_UNIT, PANEL
+from ..products.tiles import GATED, MOST_TILE_ROWS, PanelArgs, multiply_panel
+from ..products.unpack import unpack
 from ..simd.memory import address_of, claim, get_byte, item_size, set_byte, store
 from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
@@ -49,16 +48,16 @@ OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFL
 _KINDS = {
     torch.float32: FLOAT32,
     torch.float16: FLOAT16,
-    torch.bfloat16: HALVES,
+    torch.bfloat16: BFLOAT16,
     torch.int8: INT8,
     torch.uint8: INT4,
-    torch.int16: SHORT_HALVES,
+    torch.int16: BF12,
 }
 _PAIR_KINDS = {
-    torch.bfloat16: PAIRS,
+    torch.bfloat16: BFLOAT16_PAIRS,
     torch.int8: INT8_PAIRS,
     torch.uint8: INT4_PAIRS,
-    torch.int16: SHORT_PAIRS,
+    torch.int16: BF12_PAIRS,
 }
 _WIDTH = 4 * PANEL
 
@@ -80,7 +79,7 @@ class Panels(NamedTuple):
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
     # and has LANES in the place of PANEL, in pairs in the order of Int4Pairs; of bfloat16 not in pairs the
-    # halves of a panel alternate; what is short is i16[num_panels, num_groups, SHORT_GROUP_BYTES / 2], in
+    # halves of a panel alternate; what is short is i16[num_panels, num_groups, BF12_GROUP_BYTES / 2], in
     # pairs with a last dimension of 1
     weight: Tensor
     # f32[num_panels * PANEL], of int8 in pairs divided by INT8_UNIT; for int4 bf16[num_panels, num_groups, 2,
@@ -97,8 +96,7 @@ class Panels(NamedTuple):
     @property
     def depth(self) -> int:
         """Steps that products go through."""
-        steps: int = whole_steps.py_func(self.kind) if self.weight.dtype == torch.int16 else 1
-        return self.weight.shape[1] * steps
+        return self.weight.shape[1] * (PART_STEPS[self.kind] if self.weight.dtype == torch.int16 else 1)
 
     @property
     def in_pairs(self) -> bool:
@@ -108,8 +106,11 @@ class Panels(NamedTuple):
     @property
     def kind(self) -> int:
         """How the kernels read the weight."""
-        kinds = _PAIR_KINDS if self.in_pairs else _KINDS
-        return kinds[self.weight.dtype]
+        kind = (_PAIR_KINDS if self.in_pairs else _KINDS)[self.weight.dtype]
+        row = FORMATS[kind]
+        if not row.is_supported:
+            raise ValueError(f"a weight in {row.name} takes a CPU with {' and '.join(row.needs)}")
+        return kind
 
 
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:
@@ -220,7 +221,7 @@ def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
 def _by_quarters(codes: Tensor) -> Tensor:
     """[PANEL, in_features] -> as many bytes as [in_features // 2, LANES, 2], in the order of Int4Pairs."""
     # Of a quarter, an output and 8 steps: a byte of two steps, which of them, an input of that.
-    quarters = codes.view(4, PANEL // 4, -1, INT4_STEPS // 2, 2, 2)
+    quarters = codes.view(4, PANEL // 4, -1, PAIR_STEPS // 2, 2, 2)
     low, high = quarters.permute(2, 0, 1, 5, 3, 4).unbind(-1)
     return (low | high << 4).reshape(-1, LANES, 2)
 
@@ -281,16 +282,16 @@ def _linear(args, unit, next_unit, scratch):
     panel, first = unit % args.num_panels, unit // args.num_panels * ROWS
     width = LANES if args.gated else PANEL  # of a panel's results
     rows, columns = min(ROWS, args.num_rows - first), min(width, args.out_features - panel * width)
-    kind, size, stride = args.weight_kind, item_size(args.out_kind), step_bytes(args.weight_kind)
+    kind, size, stride = args.weight_kind, item_size(args.out_kind), STEP_BYTES[args.weight_kind]
     x, weight = args.x + first * args.x_stride, args.panels + panel * args.depth * stride
     out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
     zeros, tile = scratch + ROWS * _WIDTH, scratch + (ROWS + 1) * _WIDTH
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
     # What several tiles would unpack each for itself is unpacked before, once.
-    is_unpacked = rows > MOST_TILE_ROWS and unpacked_kind(kind) != kind
-    most = UNPACKED_DEPTH if is_unpacked and kind != SHORT_HALVES else DEPTH
+    is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
+    most = UNPACKED_DEPTH if is_unpacked and kind != BF12 else DEPTH
     # In equal parts, of whole groups.
-    whole = whole_steps(kind)
+    whole = PART_STEPS[kind]
     step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
@@ -300,12 +301,12 @@ def _linear(args, unit, next_unit, scratch):
         if start:
             c, c_stride = scratch, _WIDTH
         to, to_stride, to_kind, scale, bias = scratch, _WIDTH, FLOAT32, 0, 0
-        if kind in (INT4, INT4_PAIRS, SHORT_PAIRS, SHORT_HALVES):
+        if kind in (INT4, INT4_PAIRS, BF12_PAIRS, BF12):
             scale = args.scales + group_bytes(kind, panel * args.depth + start)
         if is_unpacked:
             unpack(kind, tile, b, stride, scale, depth)
-            b, b_kind, scale = tile, unpacked_kind(kind), 0
-            b_stride = step_bytes(b_kind)
+            b, b_kind, scale = tile, UNPACKED[kind], 0
+            b_stride = STEP_BYTES[b_kind]
         if start + depth == args.depth:
             ahead = args.panels + next_unit % args.num_panels * args.depth * stride
             to_kind = args.out_kind + args.gated
@@ -315,7 +316,7 @@ def _linear(args, unit, next_unit, scratch):
                 scale = args.scales + panel * _WIDTH
             if args.bias:
                 bias = args.bias + panel * _WIDTH
-        same = c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace
+        same = PanelArgs(c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace)
         multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
     if columns < width:  # the rows end within the panel
         for row in range(rows):

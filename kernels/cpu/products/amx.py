@@ -10,19 +10,18 @@ import logging
 import platform
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
 from ..simd import emit
-from ..simd.emit import has_feature, int64, operation
+from ..simd.emit import fields_type, has_feature, int64, operation
 from ..simd.memory import LINE, set_byte
-from ..simd.vectors import HAS_DOT, VECTOR_BYTES, function
-from .codes import PANEL, Int8Pairs, Rows
-from .codes_int4 import Int4Pairs
-from .codes_short import ShortPairs
+from ..simd.vectors import HAS_DOT, VECTOR_BYTES, dispatch, function
+from .kinds import BF12_PAIRS, BFLOAT16_PAIRS, FORMATS, INT4_PAIRS, INT8_PAIRS
+from .reader import PANEL, Reader
 
 logger = logging.getLogger(__name__)
 
@@ -79,21 +78,48 @@ def release(builder: Any) -> None:
     emit_tile(builder, "tilerelease")
 
 
-def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> Any:
-    """C += A B for one or two groups of rows and a panel, or one group and two panels.
+class Block(NamedTuple):
+    """A product of a block of rows and one or two panels: C += A B, or C = A B where `at_first` is not 0.
 
-    C [panels, 16 groups, PANEL] is in float32, or 0 at first, A and B are in pairs of bfloat16. Memory that
-    comes next is on its way from `ahead` on, `pace` bytes with each step of tiles. weight: what B is unpacked
-    of on the way; factors: of its groups. A second panel's factors, C, B and memory that comes next lie
-    factors_far, c_far, b_far and `far` behind the first one's.
+    C [panels, 16 groups, PANEL] is float32, A and B hold pairs of bfloat16.
     """
 
-    @operation(types.void, *[types.int64] * 16)
-    def block_product(
-        builder: Any, c: Any, c_stride: Any, at_first: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
-        tiles: Any, ahead: Any, pace: Any, unpacked: Any, factors: Any, factors_far: Any, c_far: Any,
-        b_far: Any, far: Any,
-    ) -> None:  # fmt: skip
+    c: int
+    c_stride: int
+    at_first: int
+    a: int
+    a_stride: int
+    b: int
+    b_stride: int
+    tiles: int  # of the depth
+
+
+class Supply(NamedTuple):
+    """Where a block's weights come from and what is prefetched, with the distances to a second panel's."""
+
+    ahead: int  # address of the memory to prefetch
+    pace: int  # bytes of it with each tile of the depth; unpacking has a pace of its own
+    unpacked: int  # memory for the steps that are unpacked
+    factors: int  # of the weight's groups
+    factors_far: int
+    c_far: int
+    b_far: int
+    far: int  # of what is prefetched
+
+
+NO_SUPPLY = Supply(*[0] * len(Supply._fields))
+
+
+def _block_product(groups: int, panels: int = 1, weight: Reader | None = None) -> Any:
+    """Make the product of one or two groups of TILE_ROWS rows and a panel, or of one group and two panels.
+
+    weight: reads B, which is unpacked on the way; None: B is in pairs of bfloat16.
+    """
+
+    @operation(types.void, fields_type(Block), fields_type(Supply))
+    def block_product(builder: Any, block: Any, supply: Any) -> None:
+        c, c_stride, at_first, a, a_stride, b, b_stride, tiles = cgutils.unpack_tuple(builder, block)
+        ahead, pace, unpacked, factors, factors_far, c_far, b_far, far = cgutils.unpack_tuple(builder, supply)
         c_group, a_group, b_step = (
             builder.mul(stride, int64(TILE_ROWS)) for stride in (c_stride, a_stride, b_stride)
         )
@@ -148,7 +174,7 @@ def _block_product(groups: int, panels: int = 1, weight: Rows | None = None) -> 
 
 
 def _unpack_ahead(
-    builder: Any, weight: Rows, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any, next_b: Any,
+    builder: Any, weight: Reader, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any, next_b: Any,
     distance: int,
 ) -> Callable[[Any], Any]:  # fmt: skip
     """Unpack the first step of tiles. Returns bring(step), which unpacks the next one, to the other of two
@@ -185,24 +211,27 @@ def _unpack_ahead(
     return bring
 
 
-def _of_any_shape(weight: Rows | None = None) -> Any:
+def _of_any_shape(weight: Reader | None) -> Any:
     one, two_groups = (_block_product(groups, 1, weight) for groups in (1, 2))
     two_panels = _block_product(1, 2, weight)
 
     @function
-    def multiply_block(rows, panels, *args):
+    def multiply_block(rows, panels, block, supply):
         if panels > 1:
-            two_panels(*args)
+            two_panels(block, supply)
         elif rows > TILE_ROWS:
-            two_groups(*args)
+            two_groups(block, supply)
         else:
-            one(*args)
+            one(block, supply)
 
     return multiply_block
 
 
-by_pairs, by_short = _of_any_shape(), _of_any_shape(ShortPairs())
-by_int8, by_int4 = _of_any_shape(Int8Pairs()), _of_any_shape(Int4Pairs())
+# multiply_block(kind, rows, panels, block, supply) for weights in pairs; tiles are configured for the rows.
+_BY_KIND = {BFLOAT16_PAIRS: _of_any_shape(None)}
+_BY_KIND.update((kind, _of_any_shape(FORMATS[kind].reader)) for kind in (INT8_PAIRS, INT4_PAIRS, BF12_PAIRS))
+multiply_block = dispatch(_BY_KIND)
+multiply_pairs = _BY_KIND[BFLOAT16_PAIRS]
 
 
 @function

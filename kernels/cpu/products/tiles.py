@@ -4,30 +4,18 @@ Every number of a result is one chain of fused multiply-adds in the order of the
 bits of a row do not depend on how many rows are beside it. Addresses are int64, strides of rows in bytes.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import types
 from numba.core import cgutils
 
 from ..simd import emit
-from ..simd.emit import F32, int64, operation
+from ..simd.emit import F32, fields_type, int64, operation
 from ..simd.memory import LINE
-from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_SIZES
-from ..simd.vectors import HAS_DOT, HAS_LOOKUP, LANES, VECTOR_BYTES, function
-from .codes import (
-    HALVES,
-    INT4,
-    INT4_PAIRS,
-    INT8_PAIRS,
-    PAIRS,
-    SHORT_HALVES,
-    Halves,
-    Int8Pairs,
-    Pairs,
-    Rows,
-)
-from .codes_int4 import Int4, Int4Pairs
-from .codes_short import ShortHalves, ShortPairs
+from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_SIZES
+from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, missing
+from .kinds import FORMATS, for_kinds
+from .reader import Reader
 
 GATED = 16  # added to the kind of a result
 
@@ -90,7 +78,22 @@ def _register_tile(rows: int, vectors: int, *, pairs: bool) -> Any:
     return register_tile
 
 
-def _panel_tile(rows: int, weight: Rows) -> Any:
+class PanelArgs(NamedTuple):
+    """What all register tiles of a panel's product share: see `_panel_tile`."""
+
+    c_stride: int
+    to_stride: int
+    to_kind: int
+    scale: int
+    bias: int
+    a_stride: int
+    b: int
+    b_stride: int
+    depth: int
+    pace: int
+
+
+def _panel_tile(rows: int, weight: Reader) -> Any:
     """scale (C + A B) + bias for so many rows of C and two vectors of them, as numbers of `to_kind`.
 
     With GATED in to_kind it is silu of the first vector times the second.
@@ -105,8 +108,10 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
     # A row or two take so little time that the CPU's own fetching of neighbours is as good, and then better.
     fetched = range(0, 2 * VECTOR_BYTES if rows > 2 else LINE, LINE)
 
-    def panel_tile(builder: Any, *args: Any) -> None:
-        c, to, a, ahead, c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace = args
+    def panel_tile(builder: Any, c: Any, to: Any, a: Any, ahead: Any, shared: Any) -> None:
+        c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace = cgutils.unpack_tuple(
+            builder, shared
+        )
         for r in range(rows):
             emit.prefetch(builder, _place(builder, to, to_stride, r), write=True)
         with builder.if_then(builder.not_(_differ(builder, to_kind, FLOAT32))):
@@ -148,7 +153,7 @@ def _panel_tile(rows: int, weight: Rows) -> Any:
                 with builder.if_then(builder.not_(gated)):
                     write(own, 1)
 
-    return operation(types.void, *[types.int64] * 14)(panel_tile)
+    return operation(types.void, *[types.int64] * 4, fields_type(PanelArgs))(panel_tile)
 
 
 def _differ(builder: Any, x: Any, y: int) -> Any:
@@ -169,7 +174,7 @@ def _product(*, pairs: bool) -> Any:
     @function
     def multiply_add(at_first, c, c_stride, a, a_stride, b, b_stride, rows, vectors, depth):
         row = 0
-        # Rows that are whole pages apart share few sets of the first cache: six of them and B would not fit.
+        # Rows that are whole pages apart share few sets of the L1 cache: six of them and B would not fit.
         most = 12 if a_stride % 4096 else 4
         while row < rows:
             at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
@@ -226,72 +231,35 @@ def _product(*, pairs: bool) -> Any:
 MOST_TILE_ROWS = 6
 
 
-def _panel_product(weight: Rows) -> Any:
-    """The same for any number of rows: C [rows, 2 * LANES], A [rows, depth], B [depth, 2 * LANES].
+def _panel_product(weight: Reader) -> Any:
+    """Make the product of any number of rows: C [rows, 2 * LANES], A [rows, depth], B [depth, 2 * LANES].
 
-    It fetches what lies `ahead`, pace * depth bytes for each MOST_TILE_ROWS of its rows.
-
-    same: c_stride, to_stride, to_kind, scale, bias, a_stride, b, b_stride, depth, pace.
+    It prefetches from `ahead` on, pace * depth bytes for each register tile.
     """
     tile_6, tile_4, tile_2, tile_1 = (_panel_tile(rows, weight) for rows in (MOST_TILE_ROWS, 4, 2, 1))
 
     @function
     def multiply_panel(rows, c, to, a, ahead, same):
-        c_stride, to_stride, _, _, _, a_stride, _, _, depth, pace = same
         while rows > 0:
             if rows >= 6:
-                tile_6(c, to, a, ahead, *same)
+                tile_6(c, to, a, ahead, same)
                 step = 6
             elif rows >= 4:
-                tile_4(c, to, a, ahead, *same)
+                tile_4(c, to, a, ahead, same)
                 step = 4
             elif rows >= 2:
-                tile_2(c, to, a, ahead, *same)
+                tile_2(c, to, a, ahead, same)
                 step = 2
             else:
-                tile_1(c, to, a, ahead, *same)
+                tile_1(c, to, a, ahead, same)
                 step = 1
-            c, to, a = c + step * c_stride, to + step * to_stride, a + step * a_stride
-            rows, ahead = rows - step, ahead + pace * depth
+            c, to, a = c + step * same.c_stride, to + step * same.to_stride, a + step * same.a_stride
+            rows, ahead = rows - step, ahead + same.pace * same.depth
 
     return multiply_panel
 
 
-multiply_add = multiply_add_pairs = _product(pairs=False)
-if HAS_DOT:  # elsewhere nothing is in pairs
-    multiply_add_pairs = _product(pairs=True)
-_by_float, _by_half, _by_int8 = (_panel_product(Rows(kind)) for kind in (FLOAT32, FLOAT16, INT8))
-_by_halves, _by_int4 = _panel_product(Halves()), _panel_product(Int4())
-_by_pairs = _by_int8_pairs = _by_int4_pairs = _by_short_pairs = _by_short_halves = _by_float
-if HAS_DOT:
-    _by_pairs = _panel_product(Pairs())
-    _by_int8_pairs, _by_int4_pairs = _panel_product(Int8Pairs()), _panel_product(Int4Pairs())
-if HAS_LOOKUP:
-    _by_short_halves = _panel_product(ShortHalves())
-if HAS_DOT and HAS_LOOKUP:
-    _by_short_pairs = _panel_product(ShortPairs())
-
-
-@function
-def multiply_panel(kind, rows, c, to, a, ahead, same):
-    """A panel's product, of any kind: see `_panel_product`."""
-    if kind == FLOAT32:
-        _by_float(rows, c, to, a, ahead, same)
-    elif kind == FLOAT16:
-        _by_half(rows, c, to, a, ahead, same)
-    elif kind == HALVES:
-        _by_halves(rows, c, to, a, ahead, same)
-    elif kind == INT8:
-        _by_int8(rows, c, to, a, ahead, same)
-    elif kind == INT4:
-        _by_int4(rows, c, to, a, ahead, same)
-    elif kind == PAIRS:
-        _by_pairs(rows, c, to, a, ahead, same)
-    elif kind == INT8_PAIRS:
-        _by_int8_pairs(rows, c, to, a, ahead, same)
-    elif kind == INT4_PAIRS:
-        _by_int4_pairs(rows, c, to, a, ahead, same)
-    elif kind == SHORT_HALVES:
-        _by_short_halves(rows, c, to, a, ahead, same)
-    else:
-        _by_short_pairs(rows, c, to, a, ahead, same)
+multiply_add = _product(pairs=False)
+multiply_add_pairs = _product(pairs=True) if HAS_DOT else missing
+# multiply_panel(kind, rows, c, to, a, ahead, same: PanelArgs) for a weight of any format.
+multiply_panel = for_kinds(_panel_product, [*FORMATS])

@@ -7,17 +7,9 @@ from torch import Tensor
 from ...checks import check_dtype, in_debug_mode
 from ..launch.tasks import Task
 from ..linear.linear import Panels
-from ..products.codes import (
-    HALVES,
-    INT8_PAIRS,
-    INT8_UNIT,
-    PAIRS,
-    PANEL,
-    SHORT_HALVES,
-    SHORT_PAIRS,
-    step_bytes,
-)
-from ..products.unpack import unpack, unpacked_kind
+from ..products.kinds import BF12, BF12_PAIRS, BFLOAT16_PAIRS, INT8_PAIRS, STEP_BYTES, UNPACKED
+from ..products.reader import INT8_UNIT, PANEL
+from ..products.unpack import unpack
 from ..simd.gather import copy_row
 from ..simd.memory import (
     get_byte,
@@ -70,18 +62,18 @@ def _take_panel_row(args, i, scratch):
     to = args.out + i * args.in_features * out_size
     numbers = scratch + VECTOR_BYTES
     kind, first = args.weight_kind, args.panels + panel * args.in_features * 2 * PANEL
-    is_short = kind in (SHORT_PAIRS, SHORT_HALVES)
+    is_short = kind in (BF12_PAIRS, BF12)
     if is_short:
-        depth = args.in_features // 2 if kind == SHORT_PAIRS else args.in_features
-        stride, first = step_bytes(kind), numbers + 4 * args.in_features
+        depth = args.in_features // 2 if kind == BF12_PAIRS else args.in_features
+        stride, first = STEP_BYTES[kind], numbers + 4 * args.in_features
         unpack(kind, first, args.panels + panel * depth * stride, stride, args.scales, depth)
-        kind = unpacked_kind(kind)
+        kind = UNPACKED[kind]
     weight = first + 4 * place
-    if kind == PAIRS and args.out_kind == BFLOAT16:
+    if kind == BFLOAT16_PAIRS and args.out_kind == BFLOAT16:
         for k in range(args.in_features // 2):
             set_int(to + 4 * k, get_int(weight + k * 4 * PANEL))
         return
-    if kind == PAIRS:
+    if kind == BFLOAT16_PAIRS:
         for k in range(0, args.in_features, 2):
             both = get_int(weight + k * 2 * PANEL)
             set_int(numbers + 4 * k, both << 16)
@@ -91,7 +83,7 @@ def _take_panel_row(args, i, scratch):
         for k in range(args.in_features):
             number = np.float32(get_byte(weight + k // 2 * 2 * PANEL + k % 2))
             set_float(numbers + 4 * k, np.float32(INT8_UNIT) * number)
-    elif kind == HALVES:
+    elif kind == BFLOAT16:
         weight = first + 4 * (place % LANES)
         for k in range(args.in_features):
             both = get_int(weight + k * 2 * PANEL)
@@ -135,7 +127,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     weight, size = panels.weight, panels.in_features
     if size < LANES:
         places = indices % PANEL
-        if panels.kind == HALVES:
+        if panels.kind == BFLOAT16:
             places = places % LANES * 2 + places // LANES
         rows = weight[indices // PANEL, :, places].flatten(1)
         unit = INT8_UNIT if panels.kind == INT8_PAIRS else 1.0
@@ -144,8 +136,8 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     _check_range(indices, panels.out_features)
     indices = indices.contiguous()  # by a name: what only its address is taken of would be gone
     out = torch.empty(len(indices), size, dtype=dtype)
-    is_short = panels.kind in (SHORT_PAIRS, SHORT_HALVES)
-    if panels.kind in (PAIRS, SHORT_PAIRS):
+    is_short = panels.kind in (BF12_PAIRS, BF12)
+    if panels.kind in (BFLOAT16_PAIRS, BF12_PAIRS):
         check_dtype("rows", out, (torch.bfloat16, torch.float32))
     TAKE_PANEL_ROWS.run(
         len(indices),

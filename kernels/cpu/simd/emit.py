@@ -54,6 +54,11 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 _BFLOAT = _BFloat()
 
 
+def fields_type(record: type) -> types.Type:
+    """Return numba's type of a NamedTuple whose fields are all int64."""
+    return types.NamedUniTuple(types.int64, len(record._fields), record)  # type: ignore[attr-defined]
+
+
 def int64(number: int) -> ir.Constant:
     return ir.Constant(I64, number)
 

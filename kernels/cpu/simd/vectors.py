@@ -29,6 +29,36 @@ function = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=T
 inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
+@function
+def missing(*_args):
+    """Stand in for a function that this CPU lacks instructions for."""
+    raise NotImplementedError("this CPU lacks the instructions for a kernel that was called")
+
+
+def _either(own: int, chosen: Any, others: Any) -> Any:
+    @function
+    def call(kind, *args):
+        if kind == own:
+            chosen(*args)
+        else:
+            others(kind, *args)
+
+    return call
+
+
+def dispatch(functions: dict[int, Any]) -> Any:
+    """Return call(kind, *args), which calls the function of that kind; the last one takes all other kinds."""
+    (*others, last) = functions.values()
+
+    @function
+    def call(_kind, *args):
+        last(*args)
+
+    for kind, own in reversed([*zip(functions, others, strict=False)]):
+        call = _either(kind, own, call)
+    return call
+
+
 class Vector(types.Type):  # type: ignore[misc]
     """LANES numbers of float32 in a register."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paged.kernels.cpu.launch.huge_pages import in_huge_pages
 from paged.kernels.cpu.linear.linear import pack, pack_int4
-from paged.kernels.cpu.linear.short import shortened
+from paged.kernels.cpu.linear.pack_bf12 import pack_bf12
 from paged.kernels.cpu.simd.vectors import HAS_LOOKUP
 from tests.support.checkpoints import new_engine
 
@@ -49,8 +49,8 @@ def test_weights_are_in_them_and_the_cache_is_not():
     assert is_asked_for(pack(weight).weight)
     codes, factors = torch.zeros(4096, 2048, dtype=torch.uint8), torch.ones(4096, 64, dtype=torch.bfloat16)
     assert is_asked_for(pack_int4(codes, factors, factors).weight)
-    short = shortened(pack(weight.bfloat16())).weight
-    assert is_asked_for(short)
-    assert (short.dtype == torch.int16) is HAS_LOOKUP
+    encoded = pack_bf12(pack(weight.bfloat16())).weight
+    assert is_asked_for(encoded)
+    assert (encoded.dtype == torch.int16) is HAS_LOOKUP
     engine = new_engine("demo", num_blocks=2**15)
     assert not is_asked_for(engine.runner.kv_cache.tensors["kv"])

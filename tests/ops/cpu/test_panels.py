@@ -16,11 +16,11 @@ import torch
 from paged import ConfigError, SamplingParams
 from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.linear import linear as numba_linear
-from paged.kernels.cpu.linear import short as numba_short
+from paged.kernels.cpu.linear import pack_bf12 as numba_bf12
 from paged.kernels.cpu.linear.amx_linear import TILES, is_read_apart, panels_of_unit
 from paged.kernels.cpu.linear.linear import LINEAR
 from paged.kernels.cpu.products.amx import HAS_TILES
-from paged.kernels.cpu.products.codes import PAIRS
+from paged.kernels.cpu.products.kinds import BFLOAT16_PAIRS
 from paged.kernels.cpu.rows.take_rows import widen_rows
 from paged.kernels.cpu.simd.vectors import HAS_DOT, HAS_LOOKUP, LANES
 from paged.model import panels
@@ -46,11 +46,11 @@ forms = pytest.mark.parametrize("form", PANEL_FORMS.values(), ids=lambda form: f
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(params=["vectors", "vectors of 12 bits", "tiles", "tiles of 12 bits"])
+@pytest.fixture(params=["vectors", "vectors of bf12", "tiles", "tiles of bf12"])
 def unit(request, monkeypatch):
     """What multiplies, where a CPU has both, and how it has weights of 16 bits."""
-    if request.param.endswith("12 bits"):
-        monkeypatch.setattr(numba_short, "_LEAST_WEIGHTS", 0)
+    if request.param.endswith("bf12"):
+        monkeypatch.setattr(numba_bf12, "_LEAST_WEIGHTS", 0)
     if request.param.startswith("vectors"):
         monkeypatch.setattr(numba_linear, "HAS_TILES", False)
     elif not HAS_TILES:
@@ -100,7 +100,7 @@ def test_products_and_bits(form, dtype, shape, unit):
 
 
 @pytest.mark.skipif(not HAS_LOOKUP, reason="this CPU looks no vectors of bytes up (AVX2, AVX512BW)")
-@pytest.mark.parametrize("unit", ["vectors of 12 bits", "tiles of 12 bits"], indirect=True)
+@pytest.mark.parametrize("unit", ["vectors of bf12", "tiles of bf12"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.usefixtures("unit")
@@ -113,13 +113,13 @@ def test_12_bits_lose_none(dtype, gated, monkeypatch):
     weight[5], weight[40:, 0], weight[:, -1] = chance[0, 5], float("-inf"), -0.0
     weight[70:72, 32:64], weight[149, -2:] = 0.0, chance[1, 149, -2:]
     whole = numba_linear.pack(weight, pairs=numba_linear.can_pair(dtype, 640), gated=gated)
-    short = numba_short.shortened(whole)
-    assert short.in_pairs == whole.in_pairs
-    assert short.weight.nbytes * 16 == whole.weight.nbytes * (12.25 if LANES == 16 else 12.5)
-    assert 300 < len(short.scales) < 700
+    encoded = numba_bf12.pack_bf12(whole)
+    assert encoded.in_pairs == whole.in_pairs
+    assert encoded.weight.nbytes * 16 == whole.weight.nbytes * (12.25 if LANES == 16 else 12.5)
+    assert 300 < len(encoded.scales) < 700
     for num_rows in (1, 2, 4, 6, 17, 33, 70, 200):
         x = torch.randn(num_rows, 640).to(dtype)
-        expected, out = (numba_linear.linear(x, panels, None) for panels in (whole, short))
+        expected, out = (numba_linear.linear(x, panels, None) for panels in (whole, encoded))
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
     weight[weight.isnan()] = 3.0  # a NaN that is widened may be another one
     indices, form = torch.tensor([149, 5, 0, 5, 71]), PanelWeight(weight.to(dtype), gated=gated)
@@ -128,13 +128,13 @@ def test_12_bits_lose_none(dtype, gated, monkeypatch):
         form.rows(indices).bfloat16().view(torch.int16), weight[indices].view(torch.int16)
     )
     assert PanelWeight(chance[0]).panels.weight.dtype == torch.bfloat16
-    monkeypatch.setattr(numba_short, "_LEAST_WEIGHTS", 2**19)
+    monkeypatch.setattr(numba_bf12, "_LEAST_WEIGHTS", 2**19)
     assert PanelWeight(weight).panels.weight.dtype == torch.bfloat16
     assert PanelWeight(torch.randn(1024, 512).bfloat16()).panels.weight.dtype == torch.int16
 
 
 @forms
-@pytest.mark.parametrize("unit", ["tiles", "tiles of 12 bits"], indirect=True)
+@pytest.mark.parametrize("unit", ["tiles", "tiles of bf12"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.usefixtures("unit")
@@ -175,7 +175,7 @@ def test_few_rows_read_a_large_weight_at_two_places(shape, apart):
 @pytest.mark.parametrize(("num_panels", "number"), [(320, 8), (32, 4), (16, 2), (8, 1)])
 def test_a_thread_that_takes_two_units_at_once_leaves_some_for_others(num_panels, number):
     """As many units as threads would be done by half of these."""
-    assert panels_of_unit(256, num_panels, 2048, 256, 1, PAIRS, 4) == number
+    assert panels_of_unit(256, num_panels, 2048, 256, 1, BFLOAT16_PAIRS, 4) == number
 
 
 @dtypes

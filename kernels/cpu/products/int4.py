@@ -1,4 +1,4 @@
-"""How int4 comes into registers."""
+"""int4: 4 bits a weight, with a scale and a zero in bfloat16 for each GROUP of an output's inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,22 +7,26 @@ from llvmlite import ir
 
 from ..simd import emit
 from ..simd.emit import INTS, VECTOR, int64
-from ..simd.numbers import BFLOAT16, INT8
+from ..simd.numbers import BFLOAT16, INT8, ITEM_SIZES
 from ..simd.vectors import LANES, VECTOR_BYTES
-from .codes import GROUP, GROUP_BYTES, INT4_STEPS, PANEL, Rows
+from .reader import PANEL, Reader
+
+GROUP = 32  # inputs that share a scale and a zero
+GROUP_BYTES = 2 * PANEL * ITEM_SIZES[BFLOAT16]  # of a group's scales and zeros
+PAIR_STEPS = 8  # steps of Int4Pairs in a vector
 
 
-class Int4(Rows):
-    """scale * (code - 8) + zero: a byte has the codes of an output of either half of the panel."""
+class Int4(Reader):
+    """Codes of 4 bits for scale * (code - 8) + zero; a byte has those of outputs i and i + LANES."""
 
     group_steps, group_bytes = GROUP, GROUP_BYTES
-    offset = 8  # by which numbers made of codes are too large
+    offset = 8  # that `read` adds to a code
 
     def __init__(self) -> None:
         super().__init__(INT8)
 
     def factors(self, builder: Any, address: Any) -> list[tuple[Any, Any]]:
-        """For either half what multiplies a code, and what is added."""
+        """Load the factor and the summand of each half of the outputs."""
         values = []
         for half in range(2):
             at = builder.add(address, int64(2 * LANES * half))
@@ -32,24 +36,24 @@ class Int4(Rows):
         return values
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:
-        """See Rows."""
+        """Load the step at this address. Return its two vectors."""
         codes = builder.zext(emit.read(builder, 8, address), INTS)
         return [_dequantized(builder, codes, half, *factors[half]) for half in range(2)]
 
 
 class Int4Pairs(Int4):
-    """The same, rounded to bfloat16, by fewer instructions.
+    """The same, rounded to pairs of bfloat16, in an order that takes fewer instructions.
 
-    A vector has 8 steps of a quarter of the outputs: of an output two int32 side by side, one for either
-    input of a step, with 4 bits for each step, those of the first one lowest.
+    A vector holds PAIR_STEPS steps of a quarter of the outputs. An output has two neighbouring int32, one for
+    each input of a step, with 4 bits for every step, the first one's lowest.
     """
 
     in_pairs = True
-    group_steps, at_a_time = GROUP // 2, INT4_STEPS
+    group_steps, at_a_time = GROUP // 2, PAIR_STEPS
     offset = 16 + 8
 
     def factors(self, builder: Any, address: Any) -> list[tuple[Any, Any]]:
-        """For each quarter of the outputs, twice side by side."""
+        """Load the factors and summands of each quarter of the outputs, each twice side by side."""
         halves = super().factors(builder, address)
         return [
             (_twice(builder, scale, first), _twice(builder, least, first))
@@ -60,7 +64,7 @@ class Int4Pairs(Int4):
     def some_steps(
         self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
     ) -> None:
-        """See Rows; with the factors comes for each quarter what they multiply."""
+        """Call body for PAIR_STEPS steps; `read` gets each quarter's codes as float32 with the factors."""
         places = [builder.add(place, int64(VECTOR_BYTES * quarter)) for quarter in range(4)]
         codes = [emit.read(builder, 32, quarter) for quarter in places]
         for step in range(self.at_a_time):
@@ -68,13 +72,13 @@ class Int4Pairs(Int4):
             body(builder.add(first, int64(step)), (numbers, factors))
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
-        """See Rows."""
+        """Return the two vectors of a step, whose codes come with the factors."""
         quarters = [emit.fma(builder, number, *own) for number, own in zip(*factors, strict=True)]
         return [emit.narrow(builder, *quarters[:2]), emit.narrow(builder, *quarters[2:])]
 
 
 def _from_16(builder: Any, codes: Any, first: int) -> Any:
-    """16 and what 4 bits of an int32 hold, from the first on, which become the upper ones of a mantissa."""
+    """Return 16 + code in float32: the code's 4 bits, from `first` on, become the mantissa's upper ones."""
     up = 19 - first
     move, by = (builder.shl, up) if up > 0 else (builder.lshr, -up)
     bits = builder.and_(move(codes, emit.constant(by, INTS)), emit.constant(15 << 19, INTS))
@@ -87,6 +91,6 @@ def _dequantized(builder: Any, codes: Any, half: int, scale: Any, least: Any) ->
 
 
 def _twice(builder: Any, x: Any, first: int) -> Any:
-    """Half of the lanes from the first on, each twice."""
+    """Return LANES / 2 lanes from the first on, each twice."""
     lanes = [first + lane // 2 for lane in range(LANES)]
     return builder.shuffle_vector(x, x, ir.Constant(INTS, lanes))

@@ -1,4 +1,4 @@
-"""How bfloat16 in 12 bits comes into registers: see `cpu.linear.short`, which makes it."""
+"""bf12: a lossless codec that keeps bfloat16 in 12 bits; `linear.pack_bf12` encodes it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,56 +11,49 @@ from ..simd.emit import I32, I64, VECTOR, int64
 from ..simd.memory import LINE
 from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES
-from .codes import (
-    PANEL,
-    SHORT_GROUP,
-    SHORT_GROUP_BYTES,
-    SHORT_HEAD_BYTES,
-    SHORT_PART,
-    SHORT_PART_BYTES,
-    SHORT_PARTS,
-    TABLE_BYTES,
-    Halves,
-    Pairs,
-    Rows,
-    step_place,
-    store_step,
-)
+from .reader import PANEL, Bfloat16, Bfloat16Pairs, Reader, step_place, store_step
 
+GROUP = 1024  # numbers that share a table
+TABLE_BYTES = 16
+HEAD_BYTES = 32 if LANES == 16 else 64  # in front of a group, so that a step has a whole number of bytes
+PART = 2 * PANEL  # numbers that are unpacked together, to two vectors
+PART_BYTES = 3 * PANEL
+PARTS = GROUP // PART
+GROUP_BYTES = HEAD_BYTES + PARTS * PART_BYTES
 _TOGETHER = 2  # parts of a group that are gone through at a time: with AVX-512 they fill lines
 
 
-class _Short(Rows):
-    """bfloat16 in 12 bits each: the lower 8, and 4 that stand for the upper 8.
+class Bf12(Reader):
+    """bfloat16 in 12 bits: the lower byte, and a code of 4 bits for the upper one.
 
-    Those of a group that are near each other in size have few signs and exponents: a table of the 16 upper
-    halves that are most frequent has nearly all of them. The others are put in their places after that, so
-    that all come out as they were. In the manner of DFloat11 (Zhang et al., 2025), whose codes are shorter
-    and of many lengths.
+    The numbers of a group are close in magnitude, so they have few signs and exponents: a table of the 16
+    most frequent upper bytes holds nearly all. The rest are exceptions, patched in after unpacking. DFloat11
+    (Zhang et al., 2025) does the same with codes that are shorter and of variable length.
 
-    In front of a group are its table, where its exceptions begin and their number, as int64, and zeros up to
-    SHORT_HEAD_BYTES. Exceptions are at `factors`, 4 bytes each: the place of the upper half in the group as
-    it comes out, times 256, and that.
+    A group's head holds its table, the index of its first exception and the number of exceptions, both int64,
+    and zeros up to HEAD_BYTES. Exceptions lie at `factors`, 4 bytes each: 256 times the offset of the upper
+    byte in the unpacked group, plus the byte.
     """
 
-    def __init__(self, plain: Halves | Pairs, step: int) -> None:
-        """plain: what they become, of `step` numbers a step."""
+    def __init__(self, plain: Bfloat16 | Bfloat16Pairs) -> None:
+        """plain: the format that groups are unpacked to."""
         super().__init__(plain.kind)
-        self.plain, self.in_pairs, self.step = plain, plain.in_pairs, step
-        self.group_steps = self.at_a_time = SHORT_GROUP // step
+        self.plain, self.in_pairs = plain, plain.in_pairs
+        self.step = 2 * PANEL if plain.in_pairs else PANEL  # numbers
+        self.group_steps = self.at_a_time = GROUP // self.step
 
     def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
-        """The exceptions of all groups."""
+        """Return the address of the exceptions, which all groups share."""
         return address
 
     def some_steps(
         self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
     ) -> None:
-        """See Rows; what `read` takes is what would be stored for the step.
+        """Call body for the steps of a group; `read` gets the vectors that `plain` would load.
 
-        A group with exceptions is unpacked for itself; most have none.
+        A group with exceptions, which few have, is unpacked to the stack first.
         """
-        memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), 2 * SHORT_GROUP))
+        memory = cgutils.alloca_once(builder, ir.ArrayType(emit.I8, 2 * GROUP))
         memory.align = VECTOR_BYTES
         number = builder.load(emit.pointer(builder, I64, place, int64(TABLE_BYTES + 8)), align=1)
         is_whole = builder.icmp_signed("==", number, int64(0))
@@ -83,32 +76,32 @@ class _Short(Rows):
                     body(builder.add(first, loop.index), [emit.load(builder, FLOAT32, v) for v in places])
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
-        """See Rows."""
+        """Return the two vectors of a step, whose stored vectors come as factors."""
         return self.plain.made_of(builder, factors)
 
     def _each_part(
         self, builder: Any, group: Any, body: Callable[[Any, list[Any]], None], ahead: Any = None
     ) -> None:
-        """body(number of the part, what becomes of that but for exceptions) for each of a group.
+        """Call body(part, its two vectors without exceptions) for each part of a group.
 
-        ahead: have the memory of another group on its way, a few lines at a time in their order, which the
-        CPU's own fetching follows.
+        ahead: the address of another group to prefetch, a few lines at a time and in order, so that the
+        hardware prefetcher follows.
         """
         table = builder.load(emit.pointer(builder, _bytes(TABLE_BYTES), group), align=1)
-        table = _repeated(builder, table, SHORT_PART)
-        first = builder.add(group, int64(SHORT_HEAD_BYTES))
-        with cgutils.for_range(builder, int64(SHORT_PARTS // _TOGETHER)) as loop:
-            start = builder.mul(loop.index, int64(_TOGETHER * SHORT_PART_BYTES))
+        table = _repeated(builder, table, PART)
+        first = builder.add(group, int64(HEAD_BYTES))
+        with cgutils.for_range(builder, int64(PARTS // _TOGETHER)) as loop:
+            start = builder.mul(loop.index, int64(_TOGETHER * PART_BYTES))
             for i in range(_TOGETHER):
-                for at in range(0, _TOGETHER * SHORT_PART_BYTES, LINE):
-                    if ahead is not None and at // SHORT_PART_BYTES == i:
+                for at in range(0, _TOGETHER * PART_BYTES, LINE):
+                    if ahead is not None and at // PART_BYTES == i:
                         emit.prefetch(builder, builder.add(builder.add(ahead, start), int64(at)))
                 index = builder.mul(loop.index, int64(_TOGETHER))
                 index = builder.add(index, int64(i))
-                source = builder.add(start, int64(SHORT_PART_BYTES * i))
-                body(index, _lengthened(builder, builder.add(first, source), table))
-        if ahead is not None:  # what is left of it
-            emit.prefetch(builder, builder.add(ahead, int64(SHORT_PARTS * SHORT_PART_BYTES)))
+                source = builder.add(start, int64(PART_BYTES * i))
+                body(index, _decode(builder, builder.add(first, source), table))
+        if ahead is not None:  # its last line
+            emit.prefetch(builder, builder.add(ahead, int64(PARTS * PART_BYTES)))
 
     def unpack(
         self,
@@ -120,36 +113,22 @@ class _Short(Rows):
         depth: Any,
         ahead: Any = None,
     ) -> None:
-        """See Rows; what they become lies as it did before it was shortened."""
-        parts, steps = int64(SHORT_PARTS), int64(self.group_steps)
+        """Restore the panel in the format of `plain`; see Reader."""
+        parts, steps = int64(PARTS), int64(self.group_steps)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
-            start = builder.mul(groups.index, int64(SHORT_GROUP_BYTES))
+            start = builder.mul(groups.index, int64(GROUP_BYTES))
             group, first = builder.add(panel, start), builder.mul(groups.index, parts)
 
             def keep(index: Any, part: list[Any], first: Any = first) -> None:
                 store_step(builder, to, builder.add(first, index), part)
 
             self._each_part(builder, group, keep, None if ahead is None else builder.add(ahead, start))
-            _mend(builder, step_place(builder, to, first), group, factors)
+            _patch(builder, step_place(builder, to, first), group, factors)
 
 
-class ShortPairs(_Short):
-    """Of Pairs."""
-
-    def __init__(self) -> None:
-        super().__init__(Pairs(), 2 * PANEL)
-
-
-class ShortHalves(_Short):
-    """Of Halves."""
-
-    def __init__(self) -> None:
-        super().__init__(Halves(), PANEL)
-
-
-def _lengthened(builder: Any, address: Any, table: Any) -> list[Any]:
-    """A part of a group; table: the group's, for any 16 bytes of a vector."""
-    width = SHORT_PART
+def _decode(builder: Any, address: Any, table: Any) -> list[Any]:
+    """Return a part of a group as two vectors. table: the group's, for every 16 bytes of a vector."""
+    width = PART
     lower = builder.load(emit.pointer(builder, _bytes(width), address), align=1)
     place = builder.add(address, int64(width))
     codes = _repeated(builder, builder.load(emit.pointer(builder, _bytes(PANEL), place), align=1), width)
@@ -168,8 +147,8 @@ def _lengthened(builder: Any, address: Any, table: Any) -> list[Any]:
     return vectors
 
 
-def _mend(builder: Any, place: Any, group: Any, exceptions: Any) -> None:
-    """Put the exceptions of a group where they belong; see _Short."""
+def _patch(builder: Any, place: Any, group: Any, exceptions: Any) -> None:
+    """Write the exceptions of a group into the unpacked group at `place`."""
     first, number = (
         builder.load(emit.pointer(builder, I64, group, int64(TABLE_BYTES + at)), align=1) for at in (0, 8)
     )
@@ -177,15 +156,15 @@ def _mend(builder: Any, place: Any, group: Any, exceptions: Any) -> None:
         at = builder.mul(builder.add(first, loop.index), int64(4))
         exception = builder.load(emit.pointer(builder, I32, exceptions, at))
         where = builder.zext(builder.lshr(exception, ir.Constant(I32, 8)), I64)
-        upper = builder.trunc(exception, ir.IntType(8))
+        upper = builder.trunc(exception, emit.I8)
         builder.store(upper, emit.pointer(builder, upper.type, place, where))
 
 
 def _bytes(number: int) -> ir.VectorType:
-    return ir.VectorType(ir.IntType(8), number)
+    return ir.VectorType(emit.I8, number)
 
 
 def _repeated(builder: Any, x: Any, length: int) -> Any:
-    """The elements of a vector, again and again."""
+    """Repeat the elements of a vector up to this length."""
     places = [i % x.type.count for i in range(length)]
     return builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, length), places))

@@ -1,0 +1,87 @@
+"""The formats that a weight's panels are stored in: one table, which all that depends on a format reads.
+
+A step is one input of all PANEL outputs, in formats named "pairs" two neighbouring inputs. Their numbers
+reach registers as pairs of bfloat16 for the dot-product instructions and AMX, those of the others as float32.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
+from ..simd.vectors import HAS_DOT, HAS_LOOKUP, LANES, dispatch, function, missing
+from .bf12 import GROUP_BYTES, Bf12
+from .int4 import GROUP, Int4, Int4Pairs
+from .reader import PANEL, Bfloat16, Bfloat16Pairs, Int8Pairs, Reader
+
+# Formats of single numbers have the kinds of `simd.numbers`, the others these.
+INT4, BF12, BFLOAT16_PAIRS, INT8_PAIRS, INT4_PAIRS, BF12_PAIRS = range(5, 11)
+
+_INSTRUCTIONS = {"AVX512-BF16": HAS_DOT, "AVX2 or AVX512-BW": HAS_LOOKUP}
+_DOT, _LOOKUP = _INSTRUCTIONS
+
+
+class Format(NamedTuple):
+    """How panels are stored and read."""
+
+    name: str
+    reader: Reader
+    step_bytes: int  # of a panel
+    part_steps: int  # panels are read in parts of a whole multiple of so many steps
+    unpacked: int  # the kind that `unpack` makes of it; its own if it is never unpacked
+    needs: tuple[str, ...]  # instructions beyond those for vectors of float32
+    use: str
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether this CPU has the instructions."""
+        return all(_INSTRUCTIONS[name] for name in self.needs)
+
+
+_BF12, _BF12_PAIRS = Bf12(Bfloat16()), Bf12(Bfloat16Pairs())
+_BF12_STEPS, _BF12_PAIR_STEPS = _BF12.group_steps, _BF12_PAIRS.group_steps
+# fmt: off
+FORMATS = {
+    FLOAT32: Format("float32", Reader(FLOAT32), 4 * PANEL, GROUP, FLOAT32, (), "float32"),
+    FLOAT16: Format("float16", Reader(FLOAT16), 2 * PANEL, GROUP, FLOAT16, (), "float16, or float32 in it"),
+    BFLOAT16: Format("bfloat16", Bfloat16(), 2 * PANEL, GROUP, BFLOAT16, (), "bfloat16, or float32 in it"),
+    INT8: Format("int8", Reader(INT8), PANEL, GROUP, INT8, (), "int8"),
+    INT4: Format("int4", Int4(), LANES, GROUP, FLOAT32, (), "int4"),
+    BF12: Format("bf12", _BF12, GROUP_BYTES // _BF12_STEPS, _BF12_STEPS, BFLOAT16, (_LOOKUP,),
+                 "large bfloat16"),
+    BFLOAT16_PAIRS: Format("bfloat16 pairs", Bfloat16Pairs(), 4 * PANEL, GROUP, BFLOAT16_PAIRS, (_DOT,),
+                           "bfloat16 for x in bfloat16, with AMX also in float32"),
+    INT8_PAIRS: Format("int8 pairs", Int8Pairs(), 2 * PANEL, GROUP, BFLOAT16_PAIRS, (_DOT,),
+                       "int8 for x in bfloat16, with AMX also in float32"),
+    INT4_PAIRS: Format("int4 pairs", Int4Pairs(), 2 * LANES, GROUP, BFLOAT16_PAIRS, (_DOT,),
+                       "int4 for x in bfloat16"),
+    BF12_PAIRS: Format("bf12 pairs", _BF12_PAIRS, GROUP_BYTES // _BF12_PAIR_STEPS, _BF12_PAIR_STEPS,
+                       BFLOAT16_PAIRS, (_DOT, _LOOKUP), "large bfloat16 pairs"),
+}
+# fmt: on
+
+# Columns by kind, for kernels.
+STEP_BYTES, UNPACKED, PART_STEPS, _GROUP_STEPS, _GROUP_BYTES = (
+    tuple(column(FORMATS[kind]) if kind in FORMATS else 0 for kind in range(BF12_PAIRS + 1))
+    for column in (
+        lambda row: row.step_bytes,
+        lambda row: row.unpacked,
+        lambda row: row.part_steps,
+        lambda row: max(1, row.reader.group_steps),
+        lambda row: row.reader.group_bytes,
+    )
+)
+
+
+@function
+def group_bytes(kind, steps):
+    """Return the bytes of scales and zeros that `steps` steps of a panel of int4 have; 0 for other kinds."""
+    return steps // _GROUP_STEPS[kind] * _GROUP_BYTES[kind]
+
+
+def for_kinds(make: Callable[[Reader], Any], kinds: list[int]) -> Any:
+    """Return call(kind, *args), which runs make(reader) of the kind's format.
+
+    For a format that this CPU lacks instructions for it raises.
+    """
+    formats = {kind: FORMATS[kind] for kind in kinds}
+    return dispatch({k: make(row.reader) if row.is_supported else missing for k, row in formats.items()})
