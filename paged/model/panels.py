@@ -1,6 +1,6 @@
-"""Weights that the CPU's own kernels multiply: in panels, plain or quantised. See `cpu.linear.linear`.
+"""Weights for the CPU kernels: packed into panels, plain or quantised. See `kernels.cpu.linear.linear`.
 
-The bits of a row do not depend on the rows beside it, so neither do those of a request on its batch.
+The products are batch-invariant, so a request's results do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
 
-ROWS_AT_A_TIME = 256  # that are compared, so that it takes little memory, and of most that differ little time
+ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early for most weights that differ
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """A weight in float32 in 16 bits, where these hold all its numbers, as of most checkpoints.
+    """Convert a float32 weight to bfloat16 or float16, if that loses nothing, as in most checkpoints.
 
-    Reading it takes half the time, and what is computed is the same, bit for bit, but by tiles: see
-    `cpu.products.amx`.
+    Reading it takes half the time, and products are bitwise equal, except by AMX, which adds up in another
+    order.
     """
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
@@ -33,12 +33,12 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 def _are_equal(wide: Tensor, narrow: Tensor) -> bool:
-    """By their bits: as numbers, those too small to be normal are all 0 where a thread flushes them."""
+    """Compare bits: as numbers, subnormals equal 0 in a thread that flushes them."""
     return torch.equal(wide.view(torch.int32), narrow.float().view(torch.int32))
 
 
 class Table(PlainWeight):
-    """A weight that is only looked up."""
+    """A weight that is only looked up, never multiplied."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(narrowed(weight).contiguous())
@@ -51,10 +51,10 @@ class Table(PlainWeight):
 
 
 class PanelWeight:
-    """A weight as it is, or `narrowed` and in bf12; sums are float32.
+    """A weight in its dtype, or `narrowed`, large ones in bf12; accumulators are float32.
 
-    out_dtype: of its products, where that is not the dtype of x. gated: the weight is of gates and of what
-    they gate, [2 * n, in_features]; its products are silu(gate) * up, of n numbers.
+    out_dtype: of its products, by default that of x. gated: the weight [2 * n, in_features] holds gates and
+    ups; its products are the n numbers silu(gate) * up.
     """
 
     def __init__(self, weight: Tensor, *, out_dtype: torch.dtype | None = None, gated: bool = False) -> None:
@@ -68,7 +68,7 @@ class PanelWeight:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See WeightForm."""
-        if bias is not None and self._bias is None:  # which never changes
+        if bias is not None and self._bias is None:  # it never changes
             self._bias = numba_linear.pad(bias, gated=self.gated)
         return numba_linear.linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
 
@@ -86,13 +86,13 @@ class PanelInt8Weight(PanelWeight):
 
 
 class PanelInt4Weight(PanelWeight):
-    """int4 with a scale and a zero for every GROUP inputs: see Int4Weight. It is not looked up."""
+    """int4 with a scale and a zero for every GROUP inputs: see Int4Weight. It cannot be looked up."""
 
     GROUP = GROUP
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))
-        # In float32 these are finer than the bfloat16 of pairs.
+        # For x in float32 the weights are finer than the bfloat16 of pairs.
         pairs = pairs and weight.dtype == torch.bfloat16
         return numba_linear.pack_int4(codes.flatten(1), scales, zeros, pairs=pairs, gated=gated)
 

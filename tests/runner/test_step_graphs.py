@@ -11,7 +11,7 @@ from paged import SamplingParams
 from paged.kernels import reference
 from paged.kernels.cpu import backend as numba_kernels
 from paged.kernels.cpu.attention.units import SPLIT_KEYS
-from paged.kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder, _column
+from paged.kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder, column
 from paged.kernels.cpu.launch.tasks import Launch, Task
 from paged.kernels.cpu.simd.vectors import HAS_DOT
 from tests.support.checkpoints import (
@@ -176,7 +176,7 @@ def test_tensors_needed_at_the_same_time_share_no_memory():
         memory = torch.zeros(graph.num_bytes, dtype=torch.uint8)
         graph.use_memory(memory)
         rows = (
-            graph._table[:, [_column(name, task) for name in ("out", "first", "second")]] - memory.data_ptr()
+            graph._table[:, [column(name, task) for name in ("out", "first", "second")]] - memory.data_ptr()
         )
         for number, ((to, *sources), out) in enumerate(zip(rows.tolist(), tensors, strict=True)):
             memory[to : to + out.nbytes] = number

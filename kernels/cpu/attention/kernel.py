@@ -50,8 +50,8 @@ _STRIDES = (  # bytes
     "value_token_stride",
     "value_head_stride",
 )
-ATTEND = Task((*_ADDRESSES, *_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap"))
-MERGE = Task(("merges", "parts", "out", "num_heads", "value_dim", "query_kind", "sinks"))
+ATTEND = Task(_ADDRESSES, (*_SIZES, *_KINDS, *_STRIDES), ("scale", "softcap"))
+MERGE = Task(("merges", "parts", "out", "sinks"), ("num_heads", "value_dim", "query_kind"))
 
 
 @function

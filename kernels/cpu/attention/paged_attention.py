@@ -140,10 +140,10 @@ def paged_attention(
             work.merges.ctypes.data,
             parts.data_ptr(),
             out.data_ptr(),
+            0 if options.sinks is None else options.sinks.data_ptr(),
             num_heads,
             value_dim,
             KINDS[query.dtype],
-            0 if options.sinks is None else options.sinks.data_ptr(),
         )
     return out
 

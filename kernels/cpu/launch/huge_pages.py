@@ -1,8 +1,8 @@
-"""Pages of megabytes for weights, which are read from end to end.
+"""Huge pages for weights, which are read from end to end.
 
-A core remembers where some thousand pages are. Of 4 KiB each that is little more than its caches have, and
-to look up another may take as long as to read what is there. Not for the KV cache: of that a short request
-touches some KiB in each layer, and would wait for megabytes to be cleared.
+A core's TLB has some thousand entries. With pages of 4 KiB they cover little more than its caches, and a miss
+may take as long as reading the page. The KV cache gets no huge pages: a short request touches a few KiB of it
+in each layer, and would wait for megabytes to be cleared.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ _ADVICE = 14  # MADV_HUGEPAGE
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """x, whose memory nobody has touched yet, with the system asked for huge pages where they fit in.
+    """Ask the system for huge pages in the memory of x, which must not have been touched yet. Return x.
 
-    As it is where there are none: off Linux, not on a CPU, or with less memory than one has.
+    Does nothing off Linux, for other devices, or if x holds no whole huge page.
     """
     advise = _advise()
     if advise is None or not x.is_cpu:
@@ -27,7 +27,7 @@ def in_huge_pages(x: Tensor) -> Tensor:
     first = -(-x.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     size = (x.data_ptr() + x.nbytes - first) // _HUGE_PAGE * _HUGE_PAGE
     if size > 0:
-        advise(first, size, _ADVICE)  # a hint: a system that has none says no
+        advise(first, size, _ADVICE)  # a hint: a system without huge pages refuses
     return x
 
 

@@ -1,7 +1,7 @@
-"""Kernels as machine code, compiled once by numba and kept on disk.
+"""Machine code of kernels: numba compiles it once, and it is cached on disk.
 
-numba keeps code too, but loads it with all that it compiles with, which takes time and memory at every
-start. Here LLVM alone makes it run.
+numba has a cache too, but imports its whole compiler to load from it, which costs every start time and
+memory. Here LLVM alone loads the code.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ from numba.core.runtime import _nrt_python
 
 _C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _DIGEST_BYTES = 32
-_ROOT = Path(__file__).parents[1]  # kernels/cpu: what a kernel is made of
+_ROOT = Path(__file__).parents[1]  # kernels/cpu: the sources of every kernel
 
 
 class MachineCode(NamedTuple):
-    """A C function of an address.
+    """A kernel as a C function of an address.
 
-    engine: what its memory belongs to. Each kernel has one of its own: numba counts functions of one name, so
-    that in code of two processes a name may stand for either.
+    engine: the owner of its memory. Each kernel has its own, as numba numbers functions of the same name:
+    code compiled by two processes may use one symbol for two functions.
     """
 
     address: int
@@ -37,9 +37,9 @@ class MachineCode(NamedTuple):
 
 
 def machine_code(function: Callable[[int], None]) -> MachineCode:
-    """Load a kernel, a function of its record's address, or compile it where nobody has yet.
+    """Load the code of a kernel, a function of its record's address; compile it if it is not in the cache.
 
-    Raises ImportError where what is compiled cannot be kept.
+    Raises ImportError if the cache cannot be written.
     """
     name = f"{function.__module__.partition('.cpu.')[2]}.{function.__name__.strip('_')}"
     code = _find(name)
@@ -50,7 +50,7 @@ def machine_code(function: Callable[[int], None]) -> MachineCode:
 
 
 def _setting() -> str:
-    """What code is compiled for and by, and whose it is."""
+    """Describe what the code is compiled for and by, and where its sources are."""
     cpu = config.CPU_NAME or llvm.get_host_cpu_name()
     features = config.CPU_FEATURES
     if features is None:
@@ -62,7 +62,7 @@ def _setting() -> str:
 
 
 def _source() -> bytes:
-    """What it is compiled from: a kernel is made of functions of several files."""
+    """Return the sources of all kernels, as a kernel is made of functions of several files."""
     files = sorted(_ROOT.rglob("*.py"))
     assert len(files) > 20, f"the sources of the kernels are not below {_ROOT}"
     return b"".join(file.read_bytes() for file in files)
@@ -72,18 +72,18 @@ _SETTING, _SOURCE = (sha256(data).hexdigest()[:16] for data in (_setting().encod
 
 
 def _directories() -> Iterator[Path]:
-    """Where code may be: where numba would keep it."""
+    """Yield the directories of the cache, which are numba's."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     if chosen:
         yield Path(chosen)
         return
     yield _ROOT / "__pycache__"
-    with suppress(RuntimeError):  # nobody's home
+    with suppress(RuntimeError):  # no home directory
         yield Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paged"
 
 
 def _find(name: str) -> tuple[str, bytes] | None:
-    """The symbol of a kernel and its object code."""
+    """Return the symbol of a kernel and its object code, if they are in the cache."""
     for directory in _directories():
         try:
             data = (directory / f"{name}-{_SETTING}-{_SOURCE}.o").read_bytes()
@@ -97,10 +97,10 @@ def _find(name: str) -> tuple[str, bytes] | None:
 
 
 def _keep(name: str, code: tuple[str, bytes]) -> None:
-    """For the next process; what came of other sources is done with."""
+    """Write a kernel to the cache, and delete what was compiled from other sources."""
     data = code[0].encode() + b"\0" + code[1]
     for directory in _directories():
-        new = directory / f"{name}-{os.getpid()}.new"  # others see all of it or nothing
+        new = directory / f"{name}-{os.getpid()}.new"  # renamed at the end: readers see a whole file or none
         try:
             directory.mkdir(parents=True, exist_ok=True)
             new.write_bytes(sha256(data).digest() + data)
@@ -125,7 +125,7 @@ def _compile(function: Callable[[int], None]) -> tuple[str, bytes]:
 def _load(symbol: str, code: bytes) -> MachineCode:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    # What numba's code calls where a function raises.
+    # Functions that numba's code calls when it raises.
     for prefix, library in (("numba_", _helperlib), ("NRT_", _nrt_python)):
         for name, address in library.c_helpers.items():
             llvm.add_symbol(prefix + name, address)

@@ -1,8 +1,7 @@
-"""Units that are neighbours in memory, shared out in runs: what one thread reads lies one behind the other.
+"""Runs: ranges of units that are neighbours in memory, so that a thread reads its weights sequentially.
 
-Each thread takes a run of half its share, then of half of what it would have of the rest, and so on to single
-units: guided self-scheduling (Polychronopoulos and Kuck, 1987). So nobody waits long for a thread that is
-slower than the others, or was away.
+Runs shrink from half a thread's share to single units: guided self-scheduling (Polychronopoulos and Kuck,
+1987). So no thread waits long for one that is slower, or was interrupted.
 """
 
 from functools import lru_cache
@@ -14,7 +13,7 @@ from .tasks import NEXT_UNIT
 
 @lru_cache(maxsize=4096)
 def num_runs(num_units: int, num_threads: int) -> int:
-    """Of so many units."""
+    """Return how many runs so many units are divided into."""
     number = 0
     while first_unit.py_func(number, num_units, num_threads) < num_units:
         number += 1
@@ -23,7 +22,7 @@ def num_runs(num_units: int, num_threads: int) -> int:
 
 @function
 def first_unit(run, num_units, num_threads):
-    """The first unit of a run, or where it is behind the last one num_units or more."""
+    """Return the first unit of a run; num_units or more if there is no such run."""
     first = 0
     while True:
         size = max(1, (num_units - first) // (2 * num_threads))
@@ -35,6 +34,6 @@ def first_unit(run, num_units, num_threads):
 
 @function
 def take_run(counters, num_units, num_threads):
-    """The first unit of a run that no other thread has, and its end; num_units or more where none is left."""
+    """Claim a run. Return its first unit and its end; num_units or more if none is left."""
     run = claim(counters + NEXT_UNIT)
     return first_unit(run, num_units, num_threads), first_unit(run + 1, num_units, num_threads)

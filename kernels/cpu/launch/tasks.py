@@ -1,9 +1,9 @@
-"""Work for the threads of a CPU: torch's own, called from numba.
+"""Tasks: numba kernels that run on torch's threads.
 
-A kernel is a function that takes the address of a record. All threads run it at once; each claims a number
-for itself and then units of work until none is left, so that no thread waits for a slow one. The threads are
-those of the OpenMP that torch computes with: a second pool's, numba's own for example, would spin against
-them between any two operations.
+A kernel is a function of the address of a record, its arguments. All threads run it at once; each claims
+units of work until none is left, so that none waits for a slow one. The threads are those of the OpenMP
+library that torch computes with: those of a second pool, numba's own for example, would compete with them
+for the cores between any two operations.
 """
 
 import ctypes
@@ -22,15 +22,16 @@ from ..simd.memory import address_of, claim
 from ..simd.vectors import function
 from .machine_code import MachineCode, machine_code
 
-# The first fields of every record: two counters, and what is for all threads.
+# The first fields of every record: two counters, and what all threads share.
 COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
-NEXT_UNIT, NEXT_THREAD = 0, 8  # where the counters are in it
+NEXT_UNIT, NEXT_THREAD = 0, 8  # byte offsets of the counters
 
 
 class Task:
-    """A kernel and the fields of its record: int64, and then float64."""
+    """A kernel and the fields of its record: int64, of which the first are pointers, and then float64."""
 
-    def __init__(self, ints: Sequence[str], floats: Sequence[str] = ()) -> None:
+    def __init__(self, pointers: Sequence[str], ints: Sequence[str] = (), floats: Sequence[str] = ()) -> None:
+        ints, self.pointers = (*pointers, *ints), tuple(pointers)
         own = [*((name, "i8") for name in ints), *((name, "f8") for name in floats)]
         self.record = np.dtype(COMMON + own)
         self.fields: tuple[str, ...] = self.record.names or ()
@@ -40,7 +41,7 @@ class Task:
         self.address = 0
 
     def kernel(self, function: Callable[[int], None]) -> MachineCode:
-        """Decorates what does the work, a function of the record's address."""
+        """Decorate what every thread runs, a function of the record's address."""
         self._code = machine_code(function)
         self._call, self.address = self._code.call, self._code.address
         return self._code
@@ -68,9 +69,10 @@ class Task:
         return self.kernel(each_unit)
 
     def run(self, num_units: int, *values: float, scratch_size: int = 0) -> None:
-        """Do units 0 to num_units - 1, each once, with these values for the record's own fields.
+        """Launch the kernel for units 0 to num_units - 1 with these values for the record's own fields.
 
-        Every thread has scratch_size bytes for itself, from the start of a cache line.
+        Only addresses reach the kernel: the caller keeps the tensors alive. Every thread gets scratch_size
+        bytes of its own, from the start of a cache line.
         """
         num_threads = min(torch.get_num_threads(), num_units)
         scratch = _scratch(num_threads * scratch_size) if scratch_size else 0
@@ -94,19 +96,19 @@ def thread_scratch(args, counters):
 
 
 class Launch(NamedTuple):
-    """What a kernel would have run with."""
+    """A kernel's launch: the bytes of its record."""
 
     task: Task
     record: bytes
 
 
 def note_launches(launches: list[Launch] | None) -> None:
-    """From now on add the launches of the calling thread to this list instead; None ends that."""
+    """Append the calling thread's launches to this list instead of running them; None ends that."""
     _local.launches = launches
 
 
 def is_plain(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
-    """Whether so many numbers of this dtype lie one behind the other, where a CPU reads them."""
+    """Return whether x is on a CPU, contiguous, of this dtype and size."""
     return x.dtype == dtype and x.numel() == size and x.is_contiguous() and x.is_cpu
 
 
@@ -114,7 +116,7 @@ _local = threading.local()
 
 
 def _scratch(size: int) -> int:
-    """The address of so many bytes, kept by the calling thread from one call to the next."""
+    """Return the address of so many bytes, which the calling thread keeps from one call to the next."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.numel() < size + 64:
         buffer = _local.buffer = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
@@ -134,7 +136,7 @@ def _on_all_threads(call: Any, kernel: int, record: Any, num_threads: int) -> No
 
 @lru_cache(maxsize=1)
 def _openmp() -> Any:
-    """GOMP_parallel of the OpenMP that torch has loaded: f(address) on that many threads. None without it."""
+    """Return GOMP_parallel, which runs f(address) on many threads, of torch's OpenMP; None if it has none."""
     for name in _loaded_libraries():
         try:
             parallel = ctypes.CDLL(name).GOMP_parallel
@@ -147,7 +149,7 @@ def _openmp() -> Any:
 
 
 def _loaded_libraries() -> list[str]:
-    """Paths of the OpenMP libraries in this process, on Linux; torch's own come first."""
+    """Return the paths of this process's OpenMP libraries, on Linux; torch's own come first."""
     try:
         with open("/proc/self/maps") as maps:
             paths = {

@@ -45,11 +45,12 @@ _WIDTH = 4 * PANEL
 _LEAST_WEIGHTS, _LEAST_INPUTS = 2**19, 512
 
 TILES = Task(
+    ("x", "panels", "scales", "bias", "out"),
     (
-        "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features", "num_panels",
-        "weight_kind", "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
+        "x_stride", "num_rows", "depth", "out_features", "num_panels", "weight_kind",
+        "out_kind", "gated", "unit_rows", "unit_panels", "apart", "thirds", "thirds_stride",
         "all_units", "num_threads",
-    )
+    ),
 )  # fmt: skip
 _RECORD = TILES.record
 

@@ -62,10 +62,11 @@ _PAIR_KINDS = {
 _WIDTH = 4 * PANEL
 
 LINEAR = Task(
+    ("x", "panels", "scales", "bias", "out"),
     (
-        "x", "panels", "scales", "bias", "out", "x_stride", "num_rows", "depth", "out_features",
-        "num_panels", "weight_kind", "out_kind", "gated", "all_units", "num_threads",
-    )
+        "x_stride", "num_rows", "depth", "out_features", "num_panels", "weight_kind",
+        "out_kind", "gated", "all_units", "num_threads",
+    ),
 )  # fmt: skip
 _RECORD = LINEAR.record
 

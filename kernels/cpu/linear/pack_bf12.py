@@ -24,7 +24,7 @@ _GROUPS_AT_A_TIME = 4096  # in the search for exceptions, to limit its memory
 _LEAST_WEIGHTS = 2**19
 
 _ENCODED = {BFLOAT16: BF12, BFLOAT16_PAIRS: BF12_PAIRS}
-PACK_BF12 = Task(("panels", "encoded", "num_groups"))
+PACK_BF12 = Task(("panels", "encoded"), ("num_groups",))
 
 
 def pack_bf12(panels: Panels) -> Panels:

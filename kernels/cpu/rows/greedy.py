@@ -9,7 +9,7 @@ from ..launch.tasks import Task
 from ..simd.memory import get_float, load, set_float, set_long, store
 from ..simd.vectors import LANES, VECTOR_BYTES, greater, splat, total, where_greater, where_nan
 
-GREEDY = Task(("logits", "tokens", "highest", "size", "stride"))
+GREEDY = Task(("logits", "tokens", "highest"), ("size", "stride"))
 
 
 @GREEDY.each_unit

@@ -18,10 +18,8 @@ from .row_kernel import by_kind, rows_of_unit, units_of_rows
 PAGE_BYTES, FEW_ROWS = 4096, 64
 
 RMS_NORM = Task(
-    (
-        "x", "weight", "residual", "out", "kind", "unit_offset", "num_rows", "size", "x_stride",
-        "out_stride", "rows_per_unit",
-    ),
+    ("x", "weight", "residual", "out"),
+    ("kind", "unit_offset", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit"),
     ("eps",),
 )  # fmt: skip
 

@@ -19,6 +19,8 @@ ROTARY_STORE_KV = Task(
     (
         "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm", "key_norm",
         "key_scales", "value_scales",
+    ),
+    (
         "kind", "cache_kind", "unit_offset",
         "num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size",
         "qkv_token_stride", "qkv_head_stride",

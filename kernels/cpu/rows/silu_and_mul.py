@@ -12,7 +12,7 @@ from ..simd.numbers import ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, function, multiply, silu
 from .row_kernel import by_kind, rows_of_unit, units_of_rows
 
-SILU_AND_MUL = Task(("x", "out", "kind", "num_rows", "size", "x_stride", "rows_per_unit"))
+SILU_AND_MUL = Task(("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"))
 
 
 @by_kind

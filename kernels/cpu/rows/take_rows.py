@@ -29,8 +29,8 @@ from ..simd.memory import (
 from ..simd.numbers import BFLOAT16, FLOAT32, KINDS
 from ..simd.vectors import LANES, VECTOR_BYTES, function
 
-TAKE_ROWS = Task(("table", "indices", "out", "row_bytes", "kind"))  # FLOAT32: whatever is not widened
-TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out", "in_features", "weight_kind", "out_kind"))
+TAKE_ROWS = Task(("table", "indices", "out"), ("row_bytes", "kind"))  # FLOAT32: whatever is not widened
+TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out"), ("in_features", "weight_kind", "out_kind"))
 
 
 @function

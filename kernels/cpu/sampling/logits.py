@@ -47,13 +47,11 @@ from .selection import (
 )
 
 PENALTIES = Task(
-    (
-        "logits", "rows", "slots", "counts", "seen", "repetition", "frequency", "presence",
-        "num_rows", "size", "stride",
-    )
+    ("logits", "rows", "slots", "counts", "seen", "repetition", "frequency", "presence"),
+    ("num_rows", "size", "stride"),
 )  # fmt: skip
 LOGPROBS = Task(
-    ("logits", "tokens", "values", "ids", "ranks", "num_rows", "size", "stride", "width", "num_top")
+    ("logits", "tokens", "values", "ids", "ranks"), ("num_rows", "size", "stride", "width", "num_top")
 )
 _LOG2E = np.float32(1.4426950408889634)
 

@@ -57,8 +57,8 @@ SAMPLE = Task(
     (
         "logits", "tokens", "seeds", "positions",
         "temperature", "min_p", "top_n_sigma", "typical_p", "top_k", "top_p",
-        "num_rows", "size", "stride", "height", "width",
-    )
+    ),
+    ("num_rows", "size", "stride", "height", "width"),
 )  # fmt: skip
 
 _EVERYWHERE = np.float32(np.inf)  # a distance that nothing is as far as

@@ -27,8 +27,8 @@ LANES = _lanes()
 
 
 def has_feature(feature: str, lanes: int = 16) -> bool:
-    """Whether what numba compiles for has vectors of so many lanes, and that."""
-    if config.CPU_FEATURES is not None:  # told to compile for another CPU
+    """Return whether the CPU compiled for has vectors of so many lanes, and this feature."""
+    if config.CPU_FEATURES is not None:  # numba is set to compile for another CPU
         return lanes == LANES and f"+{feature}" in config.CPU_FEATURES.split(",")
     return lanes == LANES and bool(llvm.get_host_cpu_features().get(feature))
 
@@ -39,7 +39,7 @@ VECTOR, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)  # float32, 
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """bfloat16, which llvmlite has no name for."""
+    """bfloat16, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -60,6 +60,7 @@ def fields_type(record: type) -> types.Type:
 
 
 def int64(number: int) -> ir.Constant:
+    """Return an int64 constant."""
     return ir.Constant(I64, number)
 
 
@@ -69,35 +70,38 @@ def constant(value: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
 
 
 def pointer(builder: Any, kind: ir.Type, address: Any, *offsets: Any) -> Any:
+    """Make a pointer to this type of an address and offsets."""
     for offset in offsets:
         address = builder.add(address, offset)
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def byte_pointer(builder: Any, address: Any) -> Any:
+    """Make a pointer to bytes."""
     return pointer(builder, I8, address)
 
 
 def call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
-    """One of LLVM's own functions."""
+    """Call one of LLVM's intrinsics."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def splat(builder: Any, x: Any) -> Any:
+    """Return x in every lane."""
     first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), x, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
 
 
 def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """An intrinsic from what emits it: emit(builder, *values)."""
+    """Decorate an emitter, emit(builder, *values): make it a function that numba code can call."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
             value = emit(builder, *args)
             return context.get_dummy_value() if result is types.void else value
 
-        # numba counts the parameters of what it is given.
+        # numba inspects the parameters of the function, so it needs one of its own for each number of them.
         names = ", ".join(f"a{i}" for i in range(len(arguments)))
         scope: dict[str, Any] = {"signature": result(*arguments), "codegen": codegen}
         exec(f"def {emit.__name__}(context, {names}): return signature, codegen", scope)
@@ -111,9 +115,9 @@ def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def dot(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """z and in each lane the products of two bfloat16 of x and y, whose bits these vectors are.
+    """Return z plus, in each lane, the dot product of two bfloat16 of x and of y (VDPBF16PS).
 
-    What is below float32's normal numbers counts as 0, whatever the thread is set to.
+    Subnormal numbers count as 0, whatever the thread's floating-point settings.
     """
     pairs = ir.VectorType(_BFLOAT, 2 * LANES)
     factors = builder.bitcast(x, pairs), builder.bitcast(y, pairs)
@@ -121,7 +125,7 @@ def dot(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def narrow(builder: Any, x: Any, y: Any) -> Any:
-    """All lanes of x and then of y in bfloat16, as the bits of a vector."""
+    """Round the lanes of x and then of y to bfloat16, in one vector."""
     pairs = ir.VectorType(_BFLOAT, 2 * LANES)
     return builder.bitcast(call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", pairs, y, x), VECTOR)
 
@@ -139,10 +143,10 @@ def silu(builder: Any, x: Any) -> Any:
 
 
 def power_of_two(builder: Any, number: Any, x: Any) -> Any:
-    """2 to the power of x, which is the number, of -127 to 128, or NaN.
+    """Return 2^x. number: x, from -127 to 128; where x is NaN, any of these.
 
-    Numbers as large as _NEAREST are integers, so that its sum with another is the nearest one's, the lowest
-    bits of which are the exponent's.
+    Numbers as large as _NEAREST are integers, so adding it rounds to the nearest integer, and leaves the
+    exponent of the result in the lowest bits.
     """
     shifted = builder.fadd(number, constant(_NEAREST))
     rest = builder.fsub(x, builder.fsub(shifted, constant(_NEAREST)))
@@ -161,7 +165,7 @@ _POWERS = (1.0, 0.6931471805599453, 0.240226476, 0.0555035959, 0.00961851756, 0.
 
 
 def _first_lanes(builder: Any, count: Any) -> Any:
-    """A mask of the first `count` lanes, of all where there are more."""
+    """Return a mask of the first `count` lanes; of all if there are fewer."""
     most = int64(LANES)
     fewer = builder.select(builder.icmp_signed("<", count, most), count, most)
     one = builder.insert_element(
@@ -172,7 +176,7 @@ def _first_lanes(builder: Any, count: Any) -> Any:
 
 
 def read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = None) -> Any:
-    """LANES integers of so many bits; count: only the first so many, and the rest from `other`, or 0."""
+    """Load LANES integers of so many bits. count: only the first; the others are from `other` or 0."""
     integers = ir.VectorType(ir.IntType(bits), LANES)
     place = pointer(builder, integers, address)
     if count is None:
@@ -183,7 +187,7 @@ def read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = 
 
 
 def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = None) -> None:
-    """The lowest so many bits of each of LANES integers; count: only of the first so many."""
+    """Store the lowest `bits` bits of LANES integers. count: of the first so many only."""
     kind = ir.VectorType(ir.IntType(bits), LANES)
     stored = integers if integers.type == kind else builder.trunc(integers, kind)
     place = pointer(builder, kind, address)
@@ -196,12 +200,12 @@ def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = No
 
 
 def load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
-    """LANES numbers stored as `kind`; count: the first so many, and zeros."""
+    """Load LANES numbers stored as `kind`. count: the first so many, and zeros."""
     return to_float32(builder, kind, read(builder, 8 * ITEM_SIZES[kind], address, count))
 
 
 def to_float32(builder: Any, kind: int, stored: Any) -> Any:
-    """The numbers that are stored in LANES integers."""
+    """Widen LANES stored numbers to float32."""
     if kind == FLOAT32:
         return builder.bitcast(stored, VECTOR)
     if kind == INT8:
@@ -211,7 +215,7 @@ def to_float32(builder: Any, kind: int, stored: Any) -> Any:
     wide = builder.zext(stored, INTS)
     if kind == BFLOAT16:
         return builder.bitcast(builder.shl(wide, constant(16, INTS)), VECTOR)
-    # e4m3fn: exponent and mantissa go to their places, 120 too low in the exponent, subnormals too.
+    # e4m3fn: shifted into place, the exponent is 120 too low, also for subnormals.
     magnitude = builder.shl(builder.and_(wide, constant(0x7F, INTS)), constant(20, INTS))
     number = builder.fmul(builder.bitcast(magnitude, VECTOR), constant(2.0**120))
     sign = builder.shl(builder.and_(wide, constant(0x80, INTS)), constant(24, INTS))
@@ -219,7 +223,7 @@ def to_float32(builder: Any, kind: int, stored: Any) -> Any:
 
 
 def load_pairs(builder: Any, kind: int, first: Any, second: Any) -> Any:
-    """LANES numbers from two places in bfloat16, which holds them all: the first of both and so on."""
+    """Load LANES numbers from each of two addresses as pairs of bfloat16, which must hold them exactly."""
     if kind != BFLOAT16:
         return pairs(builder, *(load(builder, kind, place) for place in (first, second)))
     rows = [read(builder, 16, place, None) for place in (first, second)]
@@ -229,13 +233,13 @@ def load_pairs(builder: Any, kind: int, first: Any, second: Any) -> Any:
 
 
 def pairs(builder: Any, x: Any, y: Any) -> Any:
-    """Numbers that bfloat16 holds as such, in pairs of one of x and one of y."""
+    """Make pairs of bfloat16, one of x and one of y each; bfloat16 must hold them exactly."""
     low, high = builder.bitcast(x, INTS), builder.bitcast(y, INTS)
     return builder.bitcast(builder.or_(builder.lshr(low, constant(16, INTS)), high), VECTOR)
 
 
 def store(builder: Any, kind: int, address: Any, x: Any, count: Any = None) -> None:
-    """Round to the nearest number of `kind`, ties to even, to INT8 halves up; count: the first so many."""
+    """Store numbers rounded to `kind`; ties go to even, for INT8 up. count: the first so many."""
     bits = _TO_BITS[kind](builder, x)
     _write(builder, 8 * ITEM_SIZES[kind], address, bits, count)
 
@@ -257,7 +261,7 @@ def _bfloat16_bits(builder: Any, x: Any) -> Any:
 
 
 def _int8_bits(builder: Any, x: Any) -> Any:
-    """The integers nearest to x that an int8 holds; the lowest for NaN, which has none."""
+    """Return the nearest integers of an int8; the lowest for NaN."""
     whole = call(builder, f"llvm.floor.v{LANES}f32", VECTOR, builder.fadd(x, constant(0.5)))
     low, high = constant(-128.0), constant(127.0)
     whole = builder.select(builder.fcmp_ordered(">", whole, low), whole, low)
@@ -265,7 +269,7 @@ def _int8_bits(builder: Any, x: Any) -> Any:
 
 
 def _float8_bits(builder: Any, x: Any) -> Any:
-    """e4m3fn in the lowest 8 bits; NaN from 480 on."""
+    """Round to e4m3fn, in the lowest 8 bits; NaN from 480 on."""
     bits = builder.bitcast(x, INTS)
     magnitude = builder.and_(bits, constant(0x7FFFFFFF, INTS))
     odd = builder.and_(builder.lshr(magnitude, constant(20, INTS)), constant(1, INTS))
@@ -273,7 +277,7 @@ def _float8_bits(builder: Any, x: Any) -> Any:
         builder.add(magnitude, builder.add(odd, constant(0x7FFFF, INTS))), constant(20, INTS)
     )
     number = builder.sub(rounded, constant(120 << 3, INTS))
-    # Below 2^-6 they are multiples of 2^-9, to which a sum with 2^14 is rounded.
+    # Numbers below 2^-6 are multiples of 2^-9; adding 2^14 rounds to these.
     shifted = builder.fadd(builder.bitcast(magnitude, VECTOR), constant(2.0**14))
     subnormal = builder.sub(builder.bitcast(shifted, INTS), constant((127 + 14) << 23, INTS))
     is_small = builder.icmp_unsigned("<", magnitude, constant((127 - 6) << 23, INTS))
@@ -287,7 +291,7 @@ _TO_BITS = (_float32_bits, _float16_bits, _bfloat16_bits, _int8_bits, _float8_bi
 
 
 def transpose(builder: Any, rows: list[Any]) -> list[Any]:
-    """LANES vectors with rows and columns exchanged: blocks of 1, 2, 4, … at a time."""
+    """Transpose LANES vectors, exchanging blocks of 1, 2, 4, … lanes."""
     step = 1
     while step < LANES:
         low = [i if not i & step else i - step + LANES for i in range(LANES)]
@@ -302,10 +306,10 @@ def transpose(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def prefetch(builder: Any, address: Any, *, write: bool = False, near: bool = False) -> None:
-    """Have a cache line on its way, to be read or written; nothing happens where there is no memory.
+    """Prefetch a cache line, for reading or writing; an address without memory does no harm.
 
-    What is read comes into the second cache. Into the first it would take the few places that a core has for
-    lines on their way there, which the loads of now need. near: do so.
+    Lines for reading go to the L2 cache. On the way to the L1 they would take the core's few fill buffers,
+    which current loads need. near: prefetch to the L1 all the same.
     """
     how = [ir.Constant(I32, n) for n in (int(write), 3 if write or near else 2, 1)]
     call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer(builder, I8, address), *how)

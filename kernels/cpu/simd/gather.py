@@ -1,7 +1,4 @@
-"""Rows of numbers of any kind, moved as float32: what attention brings into scratch memory, and out of it.
-
-And what the lanes of LANES rows at a time come to.
-"""
+"""Gather rows of K and V into scratch memory, and reduce LANES rows at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,15 +21,15 @@ from .memory import (
     store,
     store_as,
 )
-from .numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
-from .vectors import LANES, function, multiply, splat, vector
+from .numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
+from .vectors import LANES, dispatch, function, multiply, splat, vector
 
 
 def _copier(load_vector, size):
-    """A function that copies rows of K or V of one kind, token by token with all heads of the unit together.
+    """Make a function that copies rows of K or V of one kind, token by token with all heads of the unit.
 
-    That is the order memory is fastest in. float32 is copied too: rows that are a power of two apart share
-    few sets of the first cache, where every register tile would read them again.
+    That is the order of memory. float32 is copied too: rows that are a power of two apart share few sets of
+    the L1 cache, so every register tile would read them from further away.
     """
 
     @function
@@ -43,7 +40,7 @@ def _copier(load_vector, size):
             for _ in range(num_heads):
                 for d in range(0, whole, LANES):
                     store(at + 4 * d, load_vector(source + d * size))
-                if whole < columns:  # the last come twice
+                if whole < columns:  # the last columns are copied twice
                     store(at + 4 * (columns - LANES), load_vector(source + (columns - LANES) * size))
                 source += head_stride
                 at += 4 * width
@@ -51,35 +48,30 @@ def _copier(load_vector, size):
     return copy
 
 
-_copy_float, _copy_half, _copy_bfloat = _copier(load, 4), _copier(load_half, 2), _copier(load_bfloat, 2)
-_copy_int8, _copy_float8 = _copier(load_int8, 1), _copier(load_float8, 1)
-
-
-@function
-def copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
-    """Rows of K or V from `skip` to `count` as float32, every head in `width` numbers."""
-    if kind == FLOAT32:
-        _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    elif kind == BFLOAT16:
-        _copy_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    elif kind == FLOAT16:
-        _copy_half(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    elif kind == INT8:
-        _copy_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    else:
-        _copy_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+_copy_float = _copier(load, 4)
+# copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width) copies
+# rows of K or V from `skip` to `count` as float32, every head in `width` numbers.
+copy_rows = dispatch(
+    {
+        FLOAT32: _copy_float,
+        BFLOAT16: _copier(load_bfloat, 2),
+        FLOAT16: _copier(load_half, 2),
+        INT8: _copier(load_int8, 1),
+        FLOAT8: _copier(load_float8, 1),
+    }
+)
 
 
 @function
 def copy_words(to, source, words):
-    """So many words of 4 bytes, at least LANES; where they are no whole vectors, the last come twice."""
+    """Copy words of 4 bytes, at least LANES; unless they fill whole vectors, the last are copied twice."""
     for column in range(0, words, LANES):
         d = 4 * min(column, words - LANES)
         store(to + d, load(source + d))
 
 
 def _narrower(kind):
-    """A function that copies rows of K in 8 bits, as `_copier`, to bfloat16: it holds all their numbers."""
+    """Make a function that copies rows of K in 8 bits, as `_copier`, to bfloat16: without loss."""
 
     @operation(vector, types.int64)
     def load_narrow(builder: Any, address: Any) -> Any:
@@ -101,27 +93,20 @@ def _narrower(kind):
     return narrow
 
 
-_narrow_int8, _narrow_float8 = _narrower(INT8), _narrower(FLOAT8)
-
-
 @function
-def copy_pairs(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns):
-    """Rows of K from `skip` to `count` as bfloat16, which they are or which holds them: those of 8 bits.
+def _copy_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns):
+    words = columns // 2
+    _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, words, words)
 
-    Those of 8 bits have whole pairs of vectors.
-    """
-    if kind == BFLOAT16:
-        words = columns // 2
-        _copy_float(to, stride, addresses, offset, skip, count, num_heads, head_stride, words, words)
-    elif kind == INT8:
-        _narrow_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns)
-    else:
-        _narrow_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns)
+
+# copy_pairs(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns) copies rows of
+# K from `skip` to `count` as bfloat16; rows of 8 bits have whole pairs of vectors.
+copy_pairs = dispatch({BFLOAT16: _copy_bfloat, INT8: _narrower(INT8), FLOAT8: _narrower(FLOAT8)})
 
 
 def _pairer(kind):
-    """A function that copies rows of V, as `_copier`, in pairs of two rows."""
-    size = item_size.py_func(kind)
+    """Make a function that copies rows of V, as `_copier`, in pairs of two rows."""
+    size = ITEM_SIZES[kind]
 
     @operation(vector, types.int64, types.int64)
     def load_side_by_side(builder: Any, first: Any, second: Any) -> Any:
@@ -143,27 +128,16 @@ def _pairer(kind):
     return pair
 
 
-_pair_bfloat, _pair_int8, _pair_float8 = _pairer(BFLOAT16), _pairer(INT8), _pairer(FLOAT8)
-
-
-@function
-def pair_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
-    """Rows of V from `skip` to `count` in bfloat16, two and two: the first number of both, the second, and
-    so on. No other kind than it and those of 8 bits.
-
-    The rows that are even and odd neighbours of these have addresses too.
-    """
-    if kind == BFLOAT16:
-        _pair_bfloat(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    elif kind == INT8:
-        _pair_int8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
-    else:
-        _pair_float8(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width)
+# pair_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width) copies
+# rows of V from `skip` to `count` as bfloat16, two at a time: the first number of both, then the second,
+# and so on. The addresses must have whole pairs: an even row in front of `skip`, an odd one behind the
+# last.
+pair_rows = dispatch({kind: _pairer(kind) for kind in (BFLOAT16, INT8, FLOAT8)})
 
 
 @function
 def copy_row(to_kind, to, from_kind, source, columns, factor):
-    """factor times a row of at least LANES numbers; where they are no whole vectors, the last come twice."""
+    """Copy factor times a row of at least LANES numbers; the last twice unless they fill whole vectors."""
     times = splat(factor)
     for column in range(0, columns, LANES):
         d = min(column, columns - LANES)
@@ -172,12 +146,13 @@ def copy_row(to_kind, to, from_kind, source, columns, factor):
 
 
 def _of_rows(builder: Any, rows: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    """What the lanes of each of LANES vectors come to, by halves as in `total`: one in every lane."""
+    """Reduce each of LANES vectors by halves, as `total` does. Lane i of the result is vector i's."""
     width = LANES
     while width > 1:
         width //= 2
         half = len(rows) // 2
-        # A block of 2 width lanes of one is followed by that of the other: its first half, its second half.
+        # Blocks of 2 * width lanes alternate between both vectors: `low` has first halves, `high` second
+        # ones.
         places = [
             lane // width % 2 * LANES + lane // (2 * width) * 2 * width + lane % width
             for lane in range(LANES)
@@ -197,7 +172,7 @@ def _rows_at(builder: Any, address: Any) -> list[Any]:
 
 @operation(vector, types.int64)
 def highest_of_rows(builder: Any, address: Any) -> Any:
-    """The greatest number of each of LANES vectors; it may be NaN where one of them is."""
+    """Return the greatest lane of each of LANES vectors; it may be NaN if one of its lanes is."""
 
     def greater(x: Any, y: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", x, y), x, y)
@@ -207,7 +182,7 @@ def highest_of_rows(builder: Any, address: Any) -> Any:
 
 @operation(vector, types.int64)
 def totals_of_rows(builder: Any, address: Any) -> Any:
-    """The sum of each of LANES vectors."""
+    """Return the sum of the lanes of each of LANES vectors."""
     return _of_rows(builder, _rows_at(builder, address), builder.fadd)
 
 
@@ -218,7 +193,7 @@ def _fetch_line(builder: Any, address: Any) -> None:
 
 @function
 def fetch_rows(addresses, offset, size, first, end):
-    """Have so many bytes of each of some rows on their way, in the order of memory."""
+    """Prefetch `size` bytes of each row, in the order of memory."""
     for place in range(first, end):
         row = get_long(addresses + 8 * place) + offset
         for line in range(row, row + size, LINE):

@@ -1,6 +1,6 @@
-"""Memory for numba's vectors: numbers of any kind in and out, scalars, counters that threads share.
+"""Memory access for numba: vectors of any kind of number, scalars, counters that threads share.
 
-Addresses are plain int64.
+Addresses are int64.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from .emit import F32, I8, I32, I64, INTS, VECTOR, int64, operation
 from .numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from .vectors import HAS_DOT, LANES, function, vector
 
-LINE = 64  # bytes that the threads' caches take at a time
+LINE = 64  # bytes of a cache line
 
 
 @operation(vector, types.int64, types.int64, types.float32)
@@ -65,8 +65,9 @@ _LOADERS, _STORERS = [_loaders(kind) for kind in range(5)], [_storers(kind) for 
 
 
 def some_of(kind: int) -> tuple[Any, Any]:
-    """load(address, count) and store(address, x, count) of LANES numbers of a kind, or of the first `count`
-    where there are fewer.
+    """Return load(address, count) and store(address, x, count) for a kind of number.
+
+    They access LANES numbers, or the first `count` if that is fewer.
     """
     (load_all, load_first), (store_all, store_first) = _LOADERS[kind], _STORERS[kind]
 
@@ -86,7 +87,7 @@ def some_of(kind: int) -> tuple[Any, Any]:
 
 @operation(types.void, types.int64, types.int64, types.int64, types.int64)
 def transpose(builder: Any, to: Any, to_stride: Any, source: Any, stride: Any) -> None:
-    """LANES rows of LANES numbers each become columns."""
+    """Transpose LANES rows of LANES numbers."""
 
     def row(address: Any, stride: Any, lane: int) -> Any:
         return builder.add(address, builder.mul(stride, int64(lane)))
@@ -98,7 +99,7 @@ def transpose(builder: Any, to: Any, to_stride: Any, source: Any, stride: Any) -
 
 @operation(types.void, types.int64, vector, vector)
 def store_narrow(builder: Any, address: Any, x: Any, y: Any) -> None:
-    """The numbers of x and then of y in bfloat16, where HAS_DOT."""
+    """Store x and then y in bfloat16, if HAS_DOT."""
     if HAS_DOT:
         emit.store(builder, FLOAT32, address, emit.narrow(builder, x, y))
 
@@ -124,7 +125,7 @@ get_long, set_long = _scalar(types.int64, I64)
 
 @operation(types.int64, types.int64)
 def any_set(builder: Any, flags: Any) -> Any:
-    """Not 0 where of VECTOR_BYTES bytes one is not 0."""
+    """Return other than 0 if any of VECTOR_BYTES bytes is not 0."""
     found = builder.load(emit.pointer(builder, INTS, flags), align=1)
     lanes = builder.icmp_unsigned("!=", found, emit.constant(0, INTS))
     return builder.zext(builder.bitcast(lanes, ir.IntType(LANES)), I64)
@@ -132,54 +133,54 @@ def any_set(builder: Any, flags: Any) -> Any:
 
 @operation(types.int64, types.voidptr)
 def address_of(builder: Any, pointer: Any) -> Any:
-    """A pointer as an int64."""
+    """Return a pointer as an int64."""
     return builder.ptrtoint(pointer, I64)
 
 
 @operation(types.int64, types.int64)
 def claim(builder: Any, address: Any) -> Any:
-    """The int64 there, which is then one more: every thread gets another.
+    """Increment the int64 there. Return its old value, which no other thread gets.
 
-    Whoever sees the new number, by this or by `seen`, sees all that was written before it.
+    A thread that reads the new value, by this or by `seen`, also sees all that was written before it.
     """
     return builder.atomic_rmw("add", emit.pointer(builder, I64, address), int64(1), "acq_rel")
 
 
 @operation(types.int64, types.int64)
 def seen(builder: Any, address: Any) -> Any:
-    """The int64 there, which another thread may have counted just now."""
+    """Read the int64 there, which other threads may be incrementing."""
     return builder.load_atomic(emit.pointer(builder, I64, address), "acquire", 8)
 
 
 @operation(types.void, types.int64, types.int64)
 def call(builder: Any, function_address: Any, argument: Any) -> Any:
-    """A C function of an address, by its own."""
+    """Call the C function at function_address with one int64."""
     kind = ir.FunctionType(ir.VoidType(), [I64])
     builder.call(builder.inttoptr(function_address, kind.as_pointer()), [argument])
 
 
 @operation(types.void)
 def pause(builder: Any) -> Any:
-    """Wait a moment for another thread, which may share this core."""
+    """Wait a moment, leaving the core to a thread that shares it."""
     if llvm.get_default_triple().startswith("x86_64"):
         emit.call(builder, "llvm.x86.sse2.pause", ir.VoidType())
 
 
 @function
 def load_up_to(address, count, other):
-    """LANES numbers, or where no more than `count` are there these, and then the other."""
+    """Load LANES float32; if there are only `count`, these and then `other`."""
     return load(address) if count >= LANES else _load_first(address, count, other)
 
 
 @function
 def item_size(kind):
-    """Bytes of a number of that kind."""
+    """Return the bytes of a number of that kind."""
     return 4 if kind == FLOAT32 else 2 if kind == FLOAT16 or kind == BFLOAT16 else 1  # noqa: SIM109
 
 
 @function
 def load_as(kind, address):
-    """LANES numbers of the kind stored there."""
+    """Load LANES numbers of that kind."""
     if kind == FLOAT32:
         return load(address)
     if kind == BFLOAT16:
@@ -191,7 +192,7 @@ def load_as(kind, address):
 
 @function
 def store_as(kind, address, x):
-    """LANES numbers, rounded to the kind."""
+    """Store LANES numbers, rounded to that kind."""
     if kind == FLOAT32:
         store(address, x)
     elif kind == BFLOAT16:
@@ -206,7 +207,7 @@ def store_as(kind, address, x):
 
 @function
 def load_some_as(kind, address, count):
-    """The first `count` numbers of the kind stored there, and zeros; all LANES where there are more."""
+    """Load LANES numbers of that kind; if there are only `count`, these and zeros."""
     if count >= LANES:
         return load_as(kind, address)
     if kind == FLOAT32:
@@ -220,7 +221,7 @@ def load_some_as(kind, address, count):
 
 @function
 def store_some_as(kind, address, x, count):
-    """The first `count` numbers, rounded to the kind; all LANES where there are more."""
+    """Store LANES numbers, rounded to that kind, or the first `count` if that is fewer."""
     if count >= LANES:
         store_as(kind, address, x)
     elif kind == FLOAT32:

@@ -1,8 +1,7 @@
-"""SIMD for numba: vectors of float32, and arithmetic with them.
+"""Vectors of float32 for numba, and arithmetic with them.
 
-numba leaves it to LLVM to find vectors in scalar loops. What a kernel gains from that changes with its
-shape, and with it the order of a sum, so these kernels say what is a vector. Addresses are plain int64.
-Each function becomes a few instructions of LLVM where it is called.
+numba leaves vectorisation to LLVM, whose choices depend on the shape of a loop, and with them the order of a
+sum. So these kernels use vectors explicitly. Each function becomes a few instructions where it is called.
 """
 
 from typing import Any
@@ -18,14 +17,14 @@ from .emit import LANES as LANES
 
 VECTOR_BYTES = 4 * LANES
 
-HAS_DOT = has_feature("avx512bf16")  # vectors of bfloat16 are multiplied, in pairs that are added up
-HAS_LOOKUP = has_feature("avx512bw") or has_feature("avx2", 8)  # of all bytes of a vector, in tables of 16
-HAS_HALVES = HAS_DOT and has_feature("avx512fp16")  # vectors of float16 are made of integers
+HAS_DOT = has_feature("avx512bf16")  # dot products of pairs of bfloat16
+HAS_LOOKUP = has_feature("avx512bw") or has_feature("avx2", 8)  # a table of 16 bytes for a whole vector
+HAS_HALVES = HAS_DOT and has_feature("avx512fp16")  # conversion of integers to float16
 
 
-# Called by kernels alone: without Python's checks of divisors, and what Python would call them by.
+# For functions that only kernels call: without checks of divisors and wrappers for Python.
 function = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-# The same where loops call it: what it needs of constants is then loaded once.
+# For those that loops call: inlined, they load their constants once.
 inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
@@ -60,7 +59,7 @@ def dispatch(functions: dict[int, Any]) -> Any:
 
 
 class Vector(types.Type):  # type: ignore[misc]
-    """LANES numbers of float32 in a register."""
+    """numba's type of LANES float32 in a register."""
 
 
 vector = Vector("vector")
@@ -74,86 +73,86 @@ class _VectorModel(PrimitiveModel):  # type: ignore[misc]
 
 @operation(vector, types.float32)
 def splat(builder: Any, x: Any) -> Any:
-    """x in every lane."""
+    """Return x in every lane."""
     return emit.splat(builder, x)
 
 
 @operation(vector)
 def lane_numbers(builder: Any) -> Any:  # noqa: ARG001
-    """0 to LANES - 1."""
+    """Return 0 to LANES - 1."""
     return ir.Constant(VECTOR, [float(lane) for lane in range(LANES)])
 
 
 @operation(vector, vector, vector)
 def add(builder: Any, x: Any, y: Any) -> Any:
-    """x + y."""
+    """Return x + y."""
     return builder.fadd(x, y)
 
 
 @operation(vector, vector, vector)
 def subtract(builder: Any, x: Any, y: Any) -> Any:
-    """x - y."""
+    """Return x - y."""
     return builder.fsub(x, y)
 
 
 @operation(vector, vector, vector)
 def multiply(builder: Any, x: Any, y: Any) -> Any:
-    """x y."""
+    """Return x y."""
     return builder.fmul(x, y)
 
 
 @operation(vector, vector, vector, vector)
 def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x y + z, rounded once."""
+    """Return x y + z, rounded once."""
     return emit.fma(builder, x, y, z)
 
 
 @operation(vector, vector, vector)
 def greater(builder: Any, x: Any, y: Any) -> Any:
-    """The greater of both, y where x is NaN."""
+    """Return the greater of both; y where x is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 @operation(vector, vector, vector, vector, vector)
 def where_greater(builder: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
-    """`yes` where x > y, else `no`."""
+    """Return `yes` where x > y, else `no`."""
     return builder.select(builder.fcmp_ordered(">", x, y), yes, no)
 
 
 @operation(vector, vector, vector, vector, vector)
 def where_from(builder: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
-    """`yes` where x >= y, else `no`."""
+    """Return `yes` where x >= y, else `no`."""
     return builder.select(builder.fcmp_ordered(">=", x, y), yes, no)
 
 
 @operation(vector, vector, vector)
 def where_nan(builder: Any, x: Any, y: Any) -> Any:
-    """NaN where x is, else y."""
+    """Return NaN where x is NaN, else y."""
     return builder.select(builder.fcmp_unordered("uno", x, x), x, y)
 
 
 @operation(types.int64, vector, vector)
 def lanes_from(builder: Any, x: Any, y: Any) -> Any:
-    """A bit for each lane, the first one lowest: whether x >= y."""
+    """Return a bit for each lane, the first one's lowest: whether x >= y."""
     lanes = builder.bitcast(builder.fcmp_ordered(">=", x, y), ir.IntType(LANES))
     return builder.zext(lanes, I64)
 
 
 @operation(types.float32, vector)
 def highest(builder: Any, x: Any) -> Any:
-    """The greatest lane; NaN is passed over."""
+    """Return the greatest lane, ignoring NaN."""
     return emit.call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", F32, x)
 
 
 @operation(types.float32, vector)
 def first_lane(builder: Any, x: Any) -> Any:
-    """What is in the first lane."""
+    """Return the first lane."""
     return builder.extract_element(x, ir.Constant(I32, 0))
 
 
 @operation(types.float32, vector)
 def total(builder: Any, x: Any) -> Any:
-    """All lanes added up, by halves: always in the same order."""
+    """Add up all lanes, by halves: always in the same order."""
     width = LANES
     while width > 1:
         width //= 2
@@ -164,7 +163,7 @@ def total(builder: Any, x: Any) -> Any:
 
 @operation(vector, vector)
 def exp2(builder: Any, x: Any) -> Any:
-    """2^x to a unit in the last place, 0 where x is below -126.5, infinite from 127.5 on; NaN stays NaN.
+    """Return 2^x to a unit in the last place: 0 below -126.5, infinity from 127.5 on, NaN for NaN.
 
     2^x = 2^n 2^f with n the nearest integer, and 2^f by a polynomial.
     """
@@ -173,23 +172,23 @@ def exp2(builder: Any, x: Any) -> Any:
 
 @operation(vector, vector)
 def silu(builder: Any, x: Any) -> Any:
-    """x / (1 + e^-x)."""
+    """Return x / (1 + e^-x)."""
     return emit.silu(builder, x)
 
 
 @operation(vector, vector)
 def exp2_of_negative(builder: Any, x: Any) -> Any:
-    """The same of -127 to 0, in fewer instructions."""
+    """Return 2^x of -127 to 0, in fewer instructions than `exp2`."""
     return emit.power_of_two(builder, x, x)
 
 
 @operation(types.float32, types.int32)
 def float_of(builder: Any, bits: Any) -> Any:
-    """The float32 of these bits."""
+    """Return the float32 with these bits."""
     return builder.bitcast(bits, F32)
 
 
 @operation(types.int32, types.float32)
 def bits_of(builder: Any, x: Any) -> Any:
-    """The bits of a float32."""
+    """Return the bits of a float32."""
     return builder.bitcast(x, I32)

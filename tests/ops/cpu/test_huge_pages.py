@@ -1,4 +1,4 @@
-"""The system is asked for pages of megabytes where a core reads much memory."""
+"""Weights get huge pages, the KV cache none."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def is_asked_for(x: Tensor) -> bool:
-    """Whether the mapping that has the middle of x is one of them."""
+    """Return whether the mapping with the middle of x is marked for huge pages."""
     middle, inside = x.data_ptr() + x.nbytes // 2, False
     with open("/proc/self/smaps") as maps:
         for line in maps:
@@ -33,8 +33,8 @@ def is_asked_for(x: Tensor) -> bool:
     raise AssertionError("a tensor is in no mapping")
 
 
-def test_of_memory_that_has_room_for_them():
-    # So much is a mapping of its own each time.
+def test_memory_with_room_for_huge_pages_asks_for_them():
+    # Each is large enough for a mapping of its own.
     plain, asked = (torch.empty(2**26, dtype=torch.uint8) for _ in range(2))
     assert in_huge_pages(asked) is asked
     assert is_asked_for(asked)
@@ -43,8 +43,8 @@ def test_of_memory_that_has_room_for_them():
         assert in_huge_pages(small) is small
 
 
-def test_weights_are_in_them_and_the_cache_is_not():
-    """Of a cache a short request touches little, and would wait for whole pages to be cleared."""
+def test_weights_get_huge_pages_and_the_cache_does_not():
+    """A short request touches little of the cache, and would wait for whole pages to be cleared."""
     weight = torch.randn(2048, 2048)
     assert is_asked_for(pack(weight).weight)
     codes, factors = torch.zeros(4096, 2048, dtype=torch.uint8), torch.ones(4096, 64, dtype=torch.bfloat16)

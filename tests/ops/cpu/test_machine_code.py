@@ -1,4 +1,4 @@
-"""Kernels compiled once and loaded by LLVM alone."""
+"""The cache of machine code: kernels are compiled once, and loaded by LLVM alone."""
 
 import os
 import subprocess
@@ -45,12 +45,12 @@ def run(tmp_path):
     return run
 
 
-def test_code_is_compiled_once_and_loaded_without_what_compiles_it(run, tmp_path):
-    """It does the same then, and an error in it is still one that Python reports."""
+def test_code_is_compiled_once_and_loaded_without_numbas_compiler(run, tmp_path):
+    """Check that loaded code computes the same, and that Python still reports its errors."""
     assert run() == "3 3 compiled with\n"
     (file,) = tmp_path.iterdir()
     assert run() == "3 3 loaded without\n"
-    # Damaged, it is compiled again; what came of other sources goes.
+    # A damaged file is compiled again; code of other sources is deleted.
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Linears by the CPU's own kernel: their products, and the same bits for a row in any company."""
+"""Linears by the CPU kernels: their products, and that they are batch-invariant."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.checkpoints import (
     random_model,
 )
 
-# Outputs and inputs: fewer than a panel, no multiple of one, several depths of 320.
+# Outputs and inputs: fewer than a panel, no multiple of a panel, several parts of the depth.
 SHAPES = [(5, 32), (33, 96), (100, 288), (67, 2048)]
 needs_dot = pytest.mark.skipif(
     not HAS_DOT, reason="this CPU does not multiply pairs of bfloat16 (AVX512-BF16)"
@@ -48,7 +48,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 
 @pytest.fixture(params=["vectors", "vectors of bf12", "tiles", "tiles of bf12"])
 def unit(request, monkeypatch):
-    """What multiplies, where a CPU has both, and how it has weights of 16 bits."""
+    """Choose vectors or AMX tiles, if the CPU has both, and whether bfloat16 weights are in bf12."""
     if request.param.endswith("bf12"):
         monkeypatch.setattr(numba_bf12, "_LEAST_WEIGHTS", 0)
     if request.param.startswith("vectors"):
@@ -59,7 +59,7 @@ def unit(request, monkeypatch):
 
 
 def dequantized(form: type[PanelWeight], weight: torch.Tensor) -> torch.Tensor:
-    """What the form stands for, in float64."""
+    """Return the weight that the form stores, in float64."""
     if form is PanelInt8Weight:
         plain = Int8Weight(weight)
         return plain.codes.double() * plain.scale.double()[:, None]
@@ -91,7 +91,7 @@ def test_products_and_bits(form, dtype, shape, unit):
     )
     size, eps = x.double().abs() @ weight.abs().T + 1, torch.finfo(dtype).eps
     expected = x.double() @ weight.T + bias
-    # Only int4's weights are rounded: to bfloat16, where they are multiplied in that.
+    # Only int4 weights are rounded: to bfloat16, if they are multiplied in that.
     is_rounded = form is PanelInt4Weight and dtype == torch.bfloat16
     allowed = eps * expected.abs() + (eps / 2 if is_rounded else 1e-6) * size
     assert ((out.double() - expected).abs() <= allowed).all()
@@ -104,10 +104,8 @@ def test_products_and_bits(form, dtype, shape, unit):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.usefixtures("unit")
-def test_12_bits_lose_none(dtype, gated, monkeypatch):
-    """Of any numbers, of those that are none, and where each of a row's is an exception; a weight of bits by
-    chance stays as it is, as a small one does.
-    """
+def test_bf12_is_lossless(dtype, gated, monkeypatch):
+    """Encode all kinds of numbers and a row of exceptions; leave random bits and small weights alone."""
     chance = torch.randint(-(2**15), 2**15, (2, 150, 640), dtype=torch.int16).view(torch.bfloat16)
     weight = torch.randn(150, 640).bfloat16()
     weight[5], weight[40:, 0], weight[:, -1] = chance[0, 5], float("-inf"), -0.0
@@ -139,8 +137,9 @@ def test_12_bits_lose_none(dtype, gated, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.usefixtures("unit")
 def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkeypatch):
-    """Side by side or apart, of an odd number of panels, in several parts of the depth, and for a last unit
-    of few rows; by one thread, which goes from two at a time to one and back.
+    """Multiply two panels at a time, adjacent or apart, of an odd number, with a last unit of few rows.
+
+    One thread does all units, so it switches from two panels to one and back.
     """
     before = torch.get_num_threads()
     panels = form(torch.randn(2 * 70, 608).bfloat16().to(dtype), gated=gated)
@@ -168,13 +167,13 @@ def test_units_of_several_panels_have_the_bits_of_one(form, dtype, gated, monkey
     ],
 )
 def test_few_rows_read_a_large_weight_at_two_places(shape, apart):
-    """Rows, panels, inputs, and parts that a row has."""
+    """shape: rows, panels, inputs, and the parts that a row is split into."""
     assert is_read_apart(*shape) == apart
 
 
 @pytest.mark.parametrize(("num_panels", "number"), [(320, 8), (32, 4), (16, 2), (8, 1)])
 def test_a_thread_that_takes_two_units_at_once_leaves_some_for_others(num_panels, number):
-    """As many units as threads would be done by half of these."""
+    """Take fewer panels where threads would otherwise have no unit."""
     assert panels_of_unit(256, num_panels, 2048, 256, 1, BFLOAT16_PAIRS, 4) == number
 
 
@@ -215,7 +214,7 @@ def test_rows_that_are_not_side_by_side(dtype):
 @dtypes
 @pytest.mark.parametrize("size", [5, 16, 100])
 def test_gates_are_applied(form, dtype, size, unit):
-    """The bits of float32 are those of the product and what gates it, one after the other."""
+    """Compare with the product and the activation one after the other: float32 is bitwise equal."""
     linear = Linear(64, 2 * size, bias=size != 16, gated=True).to(dtype)
     for parameter in linear.parameters():
         parameter.data.normal_()
@@ -235,7 +234,7 @@ def test_gates_are_applied(form, dtype, size, unit):
 @dtypes
 @pytest.mark.usefixtures("unit")
 def test_a_head_gives_float32(dtype):
-    """Which is not rounded on the way."""
+    """Check that logits in float32 are not rounded on the way."""
     weight, x = torch.randn(40, 64).bfloat16().to(dtype), torch.randn(7, 64).to(dtype)
     out = PanelWeight(weight, out_dtype=torch.float32)(x, None)
     assert out.dtype == torch.float32
@@ -260,7 +259,7 @@ def test_no_rows(form):
 
 
 def test_float32_in_tiles_is_float32(unit):
-    """Of numbers of any size, and of those that are none; a sum of thirds loses no bit of a number."""
+    """Multiply numbers of any magnitude, infinity and NaN; the thirds of a number lose no bit."""
     x = torch.randn(40, 96) * 2.0 ** torch.randint(-60, 60, (40, 1))
     weight = torch.randn(70, 96).bfloat16().float()
     form, expected = PanelWeight(weight), x.double() @ weight.double().T
@@ -282,7 +281,7 @@ def test_float32_in_tiles_is_float32(unit):
 @pytest.mark.skipif(sys.platform != "linux", reason="takes mprotect")
 @pytest.mark.parametrize("num_rows", [1, 15, 17, 33, 65])
 def test_nothing_behind_x_is_read(num_rows, unit):
-    """There is a page that nobody may read; a block of a few rows follows one of many, and again."""
+    """Put x in front of an unreadable page, with blocks of few rows and of many in turn."""
     memory, weight = mmap.mmap(-1, 2**18), torch.randn(70, 96).bfloat16().float()
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -305,7 +304,7 @@ def test_nothing_behind_x_is_read(num_rows, unit):
     ids=["vectors", "tiles"],
 )
 def test_a_thread_that_finds_no_unit_leaves_scratch_memory_alone(task):
-    """By then it may be the next kernel's: in a recording no thread waits for one that comes late."""
+    """A late thread finds no unit, and the next kernel may be using the scratch memory already."""
     scratch = torch.full((2**18,), 7, dtype=torch.uint8)
     record = np.zeros(1, task.record)
     record["scratch"], record["next_unit"] = scratch.data_ptr(), 5
@@ -330,8 +329,8 @@ def test_what_the_kernel_would_misread_is_refused():
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(70, 96), (34, 5)], ids=str)
 def test_numbers_that_16_bits_hold_are_kept_in_16(shape, kept, monkeypatch):
-    """With the bits of float32 in all that is done with them; a single number that is finer keeps all."""
-    monkeypatch.setattr(numba_linear, "HAS_TILES", False)  # which add up in another order
+    """Compare with float32, bitwise; a weight with a single finer number stays float32."""
+    monkeypatch.setattr(numba_linear, "HAS_TILES", False)  # they add up in another order
     weight, limits = torch.randn(shape).to(kept), torch.finfo(kept)
     weight[1, :4] = torch.tensor([limits.max**0.5, limits.smallest_normal / 2, -0.0, limits.smallest_normal])
     weight, indices = weight.float(), torch.tensor([33, 1, 0, 16, 1])
@@ -368,7 +367,7 @@ def test_what_is_kept_in_16_bits_is_widened_only():
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "llama-tied-bias"])
 def test_an_engine_in_float32_reads_16_bits(name, kept, tmp_path, monkeypatch):
-    """With the bits of float32 weights, its steps recorded too."""
+    """Compare with float32 weights, bitwise, with recorded steps too."""
     monkeypatch.setattr(numba_linear, "HAS_TILES", False)
     random_model(CONFIGS[name]()).to(kept).save_pretrained(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
@@ -415,10 +414,10 @@ def test_rows_are_those_of_the_weight(form, dtype, num_inputs):
 def test_the_same_bits_alone_batched_and_in_chunks(
     name, dtype, quantization, deterministic, unit, monkeypatch
 ):
-    """Tokens, and the log-probabilities to the last bit; with `deterministic`, and where it is so without."""
+    """Compare tokens and log-probabilities bitwise, with `deterministic` and where it is not needed."""
     if unit == "tiles" and name != "demo":
         pytest.skip("weights of 48 inputs fill no tiles")
-    monkeypatch.setattr(devices, "cpu_flags", lambda: {"avx512_bf16"})  # and nothing that libraries do better
+    monkeypatch.setattr(devices, "cpu_flags", lambda: {"avx512_bf16"})  # and none that libraries use better
     options = {"dtype": dtype, "quantization": quantization, "deterministic": deterministic}
     model = name if name == "demo" else checkpoint(name)
     engine = new_engine(model, **options)
