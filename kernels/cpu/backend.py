@@ -10,8 +10,9 @@ from .rows.rms_norm import rms_norm
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.silu_and_mul import silu_and_mul
 from .rows.take_rows import take_rows
-from .sampling.logits import apply_penalties, token_logprobs
+from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
+from .sampling.token_logprobs import token_logprobs
 
 name: Final = "numba"
 head_dims: Final = range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)

@@ -1,4 +1,9 @@
-"""Races, in which who wins is drawn, and the draw from few candidates: see `torch_sampling`."""
+"""Draws by exponential races, and the draw from few candidates; see `plain.sampling`.
+
+In a race each token arrives after an exponential random time divided by its weight; the first one is drawn.
+This is equivalent to the Gumbel-max trick. Each seed and position has a SplitMix64 stream, the same as in
+`plain.sampling`; the GPU kernels draw from Philox, so that a seed draws other tokens there.
+"""
 
 import math
 
@@ -6,11 +11,11 @@ import numpy as np
 
 from ..simd.memory import get_double, get_float, get_long, set_double
 from ..simd.vectors import function
-from .selection import collect, place_of, sort
+from .selection import collect_keys, index_of, sort
 
-SMALLEST = 1e-30  # stands for a share that a float32 rounds to 0
+SMALLEST = 1e-30  # stands for a probability that float32 rounds to 0
 
-# SplitMix64 (Steele et al., 2014), as in `splitmix`.
+# SplitMix64 (Steele et al., 2014), as in `plain.splitmix`.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _BY_27, _BY_30, _BY_31, _BY_12 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(12)
@@ -18,7 +23,7 @@ _BY_27, _BY_30, _BY_31, _BY_12 = np.uint64(27), np.uint64(30), np.uint64(31), np
 
 @function
 def splitmix64(x):
-    """The next 64 random bits after these: uint64."""
+    """Return the next 64 random bits of a stream: uint64."""
     x += _GOLDEN
     x = (x ^ (x >> _BY_30)) * _FIRST
     x = (x ^ (x >> _BY_27)) * _SECOND
@@ -27,9 +32,9 @@ def splitmix64(x):
 
 @function
 def _arrival(bits, n, weight, best):
-    """When a runner of this weight arrives, by the n-th number of its stream, or `best` if not before that.
+    """Return when a token of this weight arrives, by the n-th number of a stream, or `best` if not before.
 
-    That is an exponential random number over the weight. As -log1p(-x) >= x, most need no logarithm.
+    The time is -log1p(-x) / weight of a uniform x. As -log1p(-x) >= x, most need no logarithm.
     """
     number = (np.float64(splitmix64(bits + np.uint64(n) * _GOLDEN) >> _BY_12) + 0.5) * 2.0**-52
     if number < best * weight:
@@ -39,7 +44,7 @@ def _arrival(bits, n, weight, best):
 
 @function
 def race(weights, count, bits, first):
-    """A place of f32[count] with a probability like its weight; the first where all weigh 0."""
+    """Draw an index of f32[count] with a probability in proportion to its weight; 0 if all are 0."""
     best, winner = np.inf, 0
     for i in range(count):
         time = _arrival(bits, first + i, np.float64(get_float(weights + 4 * i)), best)
@@ -50,13 +55,10 @@ def race(weights, count, bits, first):
 
 @function
 def draw_from_few(x, size, top, bound, asked, bits, scratch):
-    """Draw from the logits that are at least the bound, in float64.
-
-    scratch: 16 bytes for each of all logits.
-    """
+    """Draw from the logits at or above the bound, in float64. scratch: 16 bytes for each logit of the row."""
     temperature, typical_p, top_k, top_p = asked
     keys, weights = scratch, scratch + 8 * size
-    count = collect(x, size, bound, keys)
+    count = collect_keys(x, size, bound, keys)
     if typical_p < 1.0 or top_k < size or top_p < 1.0:
         sort(keys, count)
     for i in range(count):
@@ -69,7 +71,7 @@ def draw_from_few(x, size, top, bound, asked, bits, scratch):
         _keep_first(x, keys, weights, count, max(top_p, SMALLEST) * _sum(weights, count), True)
     best, winner = np.inf, 0
     for i in range(count):
-        token = place_of(get_long(keys + 8 * i))
+        token = index_of(get_long(keys + 8 * i))
         time = _arrival(bits, token, get_double(weights + 8 * i), best)
         if time < best:
             best, winner = time, token
@@ -78,13 +80,14 @@ def draw_from_few(x, size, top, bound, asked, bits, scratch):
 
 @function
 def _scaled(x, top, temperature, keys, i):
-    """The natural logarithm of what the i-th candidate weighs."""
-    logit = get_float(x + 4 * place_of(get_long(keys + 8 * i)))
+    """Return the natural logarithm of the i-th candidate's weight."""
+    logit = get_float(x + 4 * index_of(get_long(keys + 8 * i)))
     return np.float64(logit - top) / temperature
 
 
 @function
 def _sum(weights, count):
+    """Return the sum of f64[count]."""
     mass = 0.0
     for i in range(count):
         mass += get_double(weights + 8 * i)
@@ -93,10 +96,10 @@ def _sum(weights, count):
 
 @function
 def _keep_first(x, keys, weights, count, limit, by_weight):
-    """Keep those before which, without their equals, is less than the limit: of weight, or how many."""
+    """Drop candidates if those with higher logits reach the limit: a sum of weights, or a number."""
     mass, before, last = 0.0, 0.0, np.float32(np.nan)
     for i in range(count):
-        logit, weight = get_float(x + 4 * place_of(get_long(keys + 8 * i))), get_double(weights + 8 * i)
+        logit, weight = get_float(x + 4 * index_of(get_long(keys + 8 * i))), get_double(weights + 8 * i)
         if logit != last:
             before, last = mass, logit
         if before >= limit:
@@ -107,17 +110,17 @@ def _keep_first(x, keys, weights, count, limit, by_weight):
 
 @function
 def _keep_typical(x, top, temperature, keys, weights, count, typical_p):
-    """Keep those nearest to the mean logarithm, and the most likely, whatever it is."""
+    """Keep the candidates nearest to the entropy that together reach typical_p, and the likeliest."""
     mass = _sum(weights, count)
     mean, limit, likeliest = 0.0, typical_p * mass, 0
     for i in range(count):
         # A token of probability 0 adds nothing to the entropy.
         mean += get_double(weights + 8 * i) * max(_scaled(x, top, temperature, keys, i), -1e30) / mass
         likeliest += _scaled(x, top, temperature, keys, i) == 0.0
-    end = 0  # of those above the mean
+    end = 0  # of the candidates above the mean
     while end < count and _scaled(x, top, temperature, keys, end) >= mean:
         end += 1
-    # From there outwards: kept are those of [first, end) when they weigh enough.
+    # Grow [first, end) from the mean outwards until its weight is enough; equal distances come together.
     first, mass = end, 0.0
     while mass < limit and (first > 0 or end < count):
         distance = np.inf

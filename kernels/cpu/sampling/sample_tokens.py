@@ -1,9 +1,9 @@
-"""Tokens drawn on a CPU, a row at a time: from memory once, and then from the cache as often as it takes.
+"""Sampling, one row at a time: it is read from memory once and then stays in the core's cache.
 
-The draws are those of `torch_sampling`, which says why, with its random numbers: where min_p, top_n_sigma or
-a small top_k leave few candidates, a race of these in float64; else one of columns and one within the column,
-run again where top_p or typical_p excludes who won. That works on `logs`: base-2 logarithms of what tokens
-weigh beside the most likely one, which has 0.
+The algorithm and the random numbers are those of `plain.sampling`: where min_p, top_n_sigma or a small top_k
+leave few candidates, a race of these in float64; else a race of columns and one within the column, run again
+while top_p or typical_p exclude the token (rejection sampling). The latter works on `logs`: base-2 logarithms
+of the tokens' weights relative to the likeliest token, whose logarithm is 0.
 """
 
 import math
@@ -44,13 +44,13 @@ from .selection import (
     DEAD,
     MINUS_INFINITY,
     NUM_BINS,
-    away_from,
     column_maxima,
     count_above,
-    mass_bound,
-    number_bound,
-    reached_by,
-    whole,
+    count_radius,
+    distances,
+    mass_radius,
+    padded,
+    threshold_for,
 )
 
 SAMPLE = Task(
@@ -58,10 +58,10 @@ SAMPLE = Task(
         "logits", "tokens", "seeds", "positions",
         "temperature", "min_p", "top_n_sigma", "typical_p", "top_k", "top_p",
     ),
-    ("num_rows", "size", "stride", "height", "width"),
+    ("size", "stride", "height", "width"),
 )  # fmt: skip
 
-_EVERYWHERE = np.float32(np.inf)  # a distance that nothing is as far as
+_EVERYWHERE = np.float32(np.inf)  # a distance above that of any token
 _LEAST, _TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _LN_2 = math.log(2)
@@ -69,13 +69,13 @@ _LN_2 = math.log(2)
 
 @function
 def _option(column, row, unused):
-    """What a row asks for, in a column that is 0 where nobody does."""
+    """Return a row's parameter, or `unused` if no row of the batch has it: then the address is 0."""
     return np.float64(get_float(column + 4 * row)) if column else unused
 
 
 @function
 def _moments(x, size, centre):
-    """The sum of what is above -inf, less `centre`, of the squares of that, and how many these are."""
+    """Return the sums of x - centre and of its square over all x above -inf, and how many there are."""
     zero, lowest, least = splat(_ZERO), splat(MINUS_INFINITY), splat(_LEAST)
     sums, squares, count = 0.0, 0.0, 0.0
     for start in range(0, size, 64 * LANES):
@@ -93,8 +93,8 @@ def _moments(x, size, centre):
 
 @function
 def _deviation(x, size, top):
-    """The standard deviation of all logits that are not -inf."""
-    # From near the mean, so that little is lost where the square of the rest is taken off.
+    """Return the standard deviation of the logits above -inf."""
+    # Around an estimate of the mean, so that little precision is lost where the squared mean is subtracted.
     sums, squares, count = _moments(x, min(size, 1024), top)
     centre = np.float32(top + sums / count) if count > 0.0 else top
     sums, squares, count = _moments(x, size, centre)
@@ -105,7 +105,7 @@ def _deviation(x, size, top):
 
 @function
 def _lowest(args, row, x, top, temperature):
-    """The lowest logit that min_p and top_n_sigma keep."""
+    """Return the lowest logit that min_p and top_n_sigma keep."""
     lowest = MINUS_INFINITY
     if args.min_p and get_float(args.min_p + 4 * row) > _ZERO:
         lowest = np.float32(top + math.log(_option(args.min_p, row, 0.0)) * temperature)
@@ -117,11 +117,11 @@ def _lowest(args, row, x, top, temperature):
 
 @function
 def _sample(args, row, scratch):
-    """The token of a row. In scratch are sums or maxima of columns, then what the draw needs."""
+    """Draw a row's token. scratch: sums or maxima of columns, then what the draw needs."""
     x, size, width = args.logits + row * args.stride, args.size, args.width
     top, columns = column_maxima(x, size, width, scratch)
-    rest = scratch + 8 * whole(width)
-    # Below float32's smallest a temperature is 0, and 0 / 0 is NaN.
+    rest = scratch + 8 * padded(width)
+    # A smaller temperature would be 0 in float32, and 0 / 0 is NaN.
     temperature = max(_option(args.temperature, row, 1.0), np.float64(_TINY))
     lowest = _lowest(args, row, x, top, temperature)
     typical_p, top_p = _option(args.typical_p, row, 1.0), _option(args.top_p, row, 1.0)
@@ -132,33 +132,33 @@ def _sample(args, row, scratch):
     limited = top_k <= size // args.height and typical_p >= 1.0
     if limited or count_above(columns, width, lowest, True) <= width // 4:
         if limited:
-            lowest = max(lowest, reached_by(columns, width, top_k))
+            lowest = max(lowest, threshold_for(columns, width, top_k))
         return draw_from_few(x, size, top, max(lowest, _LEAST), asked, bits, rest)
     return _draw_from_all(x, size, width, top, lowest, asked, bits, columns, rest)
 
 
 @function
 def _draw_from_all(x, size, width, top, lowest, asked, bits, columns, scratch):
-    """Draw from all tokens that are not below the lowest, and again what typical_p or top_p excludes."""
+    """Draw from the tokens with logits from `lowest` on, until typical_p and top_p keep the token."""
     temperature, typical_p, top_k, top_p = asked
     typical_p, top_p = max(typical_p, SMALLEST), max(top_p, SMALLEST)
     logs, height = scratch, -(-size // width)
-    rest = logs + 4 * height * whole(width)
-    matrix = (logs, height, width, columns)  # of logarithms, and sums of its columns
+    rest = logs + 4 * height * padded(width)
+    matrix = (logs, height, width, columns)  # logarithms, and sums of their columns
     mass, mean = _to_logs(x, size, matrix, top, lowest, temperature)
-    if not mass > 0.0:  # nothing is finite
+    if not mass > 0.0:  # no logit is finite
         return 0
     typical_first = typical_p < 1.0 and (top_k < size or top_p < 1.0)
-    if typical_first:  # the others go by all that it keeps
-        bound = mass_bound(logs, height * whole(width), mean, typical_p * mass, rest)
+    if typical_first:  # the others apply to what it keeps
+        bound = mass_radius(logs, height * padded(width), mean, typical_p * mass, rest)
         mass = _drop_beyond(matrix, mean, bound)
     if top_k < size:
-        bound = number_bound(logs, height * whole(width), _ZERO, np.float64(top_k), rest)
+        bound = count_radius(logs, height * padded(width), _ZERO, np.float64(top_k), rest)
         mass = _drop_beyond(matrix, _ZERO, bound)
     token = _draw(matrix, size, bits, rest, _ZERO, _EVERYWHERE)
     if typical_p < 1.0 and not typical_first:
         token = _redraw(matrix, size, bits, rest, token, mean, typical_p * mass)
-    # A sum of float32 may be the whole without the lightest tokens: they are possible all the same.
+    # The lightest tokens may not change a sum of float32; they can be drawn all the same.
     if top_p < 1.0:
         token = _redraw(matrix, size, bits, rest, token, _ZERO, top_p * mass)
     return token
@@ -166,9 +166,9 @@ def _draw_from_all(x, size, width, top, lowest, asked, bits, columns, scratch):
 
 @function
 def _to_logs(x, size, matrix, top, lowest, temperature):
-    """Make logarithms and sums of columns. Returns what all weigh, and the mean logarithm.
+    """Write logarithms and sums of columns. Return the sum of all weights, and the mean logarithm.
 
-    A token's logarithm is as far from the mean as its surprise from the entropy.
+    A token's logarithm is as far from the mean as its surprisal is from the entropy.
     """
     logs, _, width, columns = matrix
     scale, tops, lowests = splat(np.float32(1.0 / (temperature * _LN_2))), splat(top), splat(lowest)
@@ -193,12 +193,14 @@ def _to_logs(x, size, matrix, top, lowest, temperature):
 
 @function
 def _clear(columns, width):
+    """Clear the sums of columns."""
     for at in range(0, width, LANES):
         store(columns + 4 * at, splat(_ZERO))
 
 
 @function
 def _mass(columns, width):
+    """Return the sum over all columns."""
     mass = 0.0
     for at in range(width):
         mass += np.float64(get_float(columns + 4 * at))
@@ -207,14 +209,14 @@ def _mass(columns, width):
 
 @function
 def _drop_beyond(matrix, centre, bound):
-    """Make dead what is further from the centre than the bound, but the most likely. Returns what is left."""
+    """Exclude all further from the centre than the bound but the likeliest. Return the weight left."""
     logs, height, width, columns = matrix
     zero, bounds, far = splat(_ZERO), splat(bound), splat(np.float32(2.0) * DEAD)
     _clear(columns, width)
     for _ in range(height):
         for at in range(0, width, LANES):
             log = load(logs)
-            cost = where_greater(away_from(log, centre), bounds, far, zero)
+            cost = where_greater(distances(log, centre), bounds, far, zero)
             log = greater(add(log, where_greater(zero, log, cost, zero)), splat(DEAD))
             store(logs, log)
             store(columns + 4 * at, add(load(columns + 4 * at), exp2_of_negative(log)))
@@ -224,14 +226,14 @@ def _drop_beyond(matrix, centre, bound):
 
 @function
 def _nearer(log, centre, distance, likeliest):
-    """The weights of logarithms nearer to the centre than the distance, or of the most likely too; else 0."""
-    weight = where_greater(splat(distance), away_from(log, centre), exp2_of_negative(log), splat(_ZERO))
+    """Return the weights of tokens nearer to the centre, else 0. likeliest: keep that one in any case."""
+    weight = where_greater(splat(distance), distances(log, centre), exp2_of_negative(log), splat(_ZERO))
     return where_greater(splat(_ZERO), log, weight, splat(_ONE)) if likeliest else weight
 
 
 @function
 def _sum_nearer(matrix, centre, distance, likeliest):
-    """Make sums of columns of what is nearer; returns the sum of these."""
+    """Write sums of columns over the tokens that are nearer. Return the sum of all."""
     logs, height, width, columns = matrix
     _clear(columns, width)
     for _ in range(height):
@@ -244,26 +246,26 @@ def _sum_nearer(matrix, centre, distance, likeliest):
 
 @function
 def _draw(matrix, size, bits, scratch, centre, distance):
-    """A token of those nearer, or likeliest, as the columns add up: first a column, then a place in it."""
+    """Draw a token of those nearer, or the likeliest: first a column by its sum, then a token in it."""
     logs, height, width, columns = matrix
     column = race(columns, width, bits, 0)
-    for i in range(whole(height)):
-        set_float(scratch + 4 * i, get_float(logs + 4 * (i * whole(width) + column)) if i < height else DEAD)
+    for i in range(padded(height)):
+        set_float(scratch + 4 * i, get_float(logs + 4 * (i * padded(width) + column)) if i < height else DEAD)
     for i in range(0, height, LANES):
         store(scratch + 4 * i, _nearer(load(scratch + 4 * i), centre, distance, True))
-    # Others than the columns had.
+    # With other random numbers than the columns had.
     return min(column + width * race(scratch, height, bits, width), size - 1)
 
 
 @function
 def _redraw(matrix, size, bits, scratch, token, centre, limit):
-    """Draw again as long as tokens nearer to the centre than the one drawn hold the limit already.
+    """Draw again while the tokens nearer to the centre than the one drawn reach the limit without it.
 
-    It is excluded then, and so are all that are not nearer but the most likely: one of the others is next.
+    Then it is excluded, with all that are not nearer; the next draw is among the others and the likeliest.
     """
     logs, _, width, _ = matrix
     while True:
-        log = get_float(logs + 4 * (token // width * whole(width) + token % width))
+        log = get_float(logs + 4 * (token // width * padded(width) + token % width))
         distance = abs(log - centre)
         if log >= _ZERO or _sum_nearer(matrix, centre, distance, False) < limit:
             return token
@@ -283,13 +285,13 @@ def sample_tokens(
     positions: Tensor,  # i64[n]
     *,
     temperature: Tensor,  # f32[n], above 0
-    min_p: Tensor | None,  # f32[n], 0 keeps all; None: nobody uses it
+    min_p: Tensor | None,  # f32[n], 0 keeps all; None: no row uses it
     top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
     typical_p: Tensor | None,  # f32[n], 1 keeps all
     top_k: Tensor | None,  # i32[n], vocab_size keeps all
     top_p: Tensor | None,  # f32[n], 1 keeps all
 ) -> Tensor:  # i64[n]
-    """One token of each row; see `torch_sampling.sample_tokens`."""
+    """Draw one token of each row; see `plain.sampling.sample_tokens`."""
     num_rows, size = logits.shape
     floats = (temperature, min_p, top_n_sigma, typical_p, top_p)
     regular = (
@@ -321,12 +323,11 @@ def sample_tokens(
         num_rows,
         *(x.data_ptr() for x in (logits, tokens, seeds, positions)),
         *(0 if x is None else x.data_ptr() for x in columns),
-        num_rows,
         size,
         logits.stride(0) * 4,
         height,
         width,
-        # Columns; then candidates and their weights, or logarithms, and bins or keys.
+        # Columns; then candidates with weights, or logarithms with bins or keys.
         scratch_size=8 * pitch + max(16 * size, 12 * height * pitch + 8 * NUM_BINS + 2 * VECTOR_BYTES),
     )
     return tokens

@@ -1,8 +1,8 @@
-"""Choosing among the numbers of a row: what sampling and log-probabilities on a CPU are made of.
+"""Selection in a row of logits: maxima, thresholds, radix search by bins, and sorting of few candidates.
 
-A row stays in a core's cache after it was read once, so these look at all of it as often as they like.
-As in `torch_selection`, a row is looked at as a matrix, the columns of which are added up apart; here each of
-its rows has a `pitch` of whole vectors. Addresses are in bytes, sizes in numbers.
+After a row was read once it stays in a core's cache, so that several passes over all of it are cheap. As in
+`plain.selection`, a row is seen as a matrix with sums or maxima for each column; here rows of the matrix are
+padded to whole vectors. Addresses are in bytes, sizes in numbers.
 """
 
 import numpy as np
@@ -36,36 +36,36 @@ from ..simd.vectors import (
     where_greater,
 )
 
-DEAD = np.float32(-127.0)  # the base-2 logarithm of what is not drawn: it weighs 0 in float32
+DEAD = np.float32(-127.0)  # the base-2 logarithm of a token that is excluded: its weight is 0 in float32
 MINUS_INFINITY, NAN = np.float32(-np.inf), np.float32(np.nan)
-_MINUS_INFINITY, _NAN = -0x7F800001, 0x7F800001  # see float_in_order
-# The bits of positive float32 are in order too. These make 256 bins of an octave, from 2^-8 to 2^8; what is
-# beyond shares the first and the last.
+_MINUS_INFINITY, _NAN = -0x7F800001, 0x7F800001  # see float_at_rank
+# Positive float32 are ordered as their bits are. The upper bits make 256 bins in each octave from 2^-8 to
+# 2^8; the first and the last bin also hold what is beyond.
 _BIN_SHIFT, _FIRST_BIN, NUM_BINS = 15, (127 - 8) * 256, 16 * 256
 _EVERY_LANE = (1 << LANES) - 1
-_TOKEN = 0xFFFFFFFF  # the part of a key that is where the number is
+_INDEX = 0xFFFFFFFF  # the bits of a key that are an index
 
 
 @function
-def whole(size):
-    """As many numbers in whole vectors."""
+def padded(size):
+    """Round up to whole vectors."""
     return -(-size // LANES) * LANES
 
 
 @function
 def column_maxima(x, size, width, columns):
-    """The maxima of the columns of a row, and -inf where these are padded; NaN is passed over.
+    """Write the maxima of a row's columns, padded by -inf; NaN is ignored.
 
-    Returns the greatest, and where they are: in columns, or behind these.
+    Return the highest, and the address of the maxima: `columns`, or right behind, where as many fit.
     """
-    to = columns + 4 * whole(width)
+    to = columns + 4 * padded(width)
     for at in range(0, width, LANES):
         store(columns + 4 * at, splat(MINUS_INFINITY))
     for start in range(0, size, width):
         left = min(size - start, width)
         for at in range(0, width, LANES):
             number = load_up_to(x + 4 * (start + at), left - at, MINUS_INFINITY)
-            # To another place: back where it was, LLVM would store it masked, which some CPUs are slow at.
+            # In place, LLVM would use masked stores, which some CPUs are slow at.
             store(to + 4 * at, greater(number, load(columns + 4 * at)))
         columns, to = to, columns
     top = splat(MINUS_INFINITY)
@@ -76,7 +76,7 @@ def column_maxima(x, size, width, columns):
 
 @function
 def count_above(numbers, size, bound, equals):
-    """How many of a row are greater than the bound, or as great if `equals`; exact up to 2^24."""
+    """Count the numbers of a row above the bound, or at it if `equals`; exact up to 2^24."""
     count, one, zero = splat(np.float32(0.0)), splat(np.float32(1.0)), splat(np.float32(0.0))
     bounds = splat(bound)
     for i in range(0, size, LANES):
@@ -87,28 +87,28 @@ def count_above(numbers, size, bound, equals):
 
 
 @function
-def reached_by(numbers, size, k):
-    """A bound that is no higher than the k-th largest, k from 1 to size, and that few more than k reach."""
+def threshold_for(numbers, size, k):
+    """Return a number that is at most the k-th largest, 1 <= k <= size, and that few more than k reach."""
     low, high, count = _MINUS_INFINITY, _NAN, size
     while high - low > 1 and count > k + k // 4:
         middle = (low + high) >> 1
-        reached = count_above(numbers, size, float_in_order(middle), True)
+        reached = count_above(numbers, size, float_at_rank(middle), True)
         if reached >= k:
             low, count = middle, reached
         else:
             high = middle
-    return float_in_order(low)
+    return float_at_rank(low)
 
 
 @function
-def float_in_order(number):
-    """The float32 by its place in the order of all: -0x7F800001 is -inf, 0 is 0, and 0x7F800000 inf."""
+def float_at_rank(number):
+    """Return a float32 by its rank among all: -0x7F800001 is -inf, 0 is 0, and 0x7F800000 is inf."""
     return float_of(np.int32(number if number >= 0 else number ^ 0x7FFFFFFF))
 
 
 @function
-def collect(x, size, bound, keys):
-    """A key of each number that is at least the bound; returns how many. Keys ascend as numbers descend."""
+def collect_keys(x, size, bound, keys):
+    """Write a key for each number at or above the bound. Return how many."""
     count = 0
     for i in range(0, size, LANES):
         found = lanes_from(load_up_to(x + 4 * i, size - i, NAN), splat(bound))
@@ -124,9 +124,9 @@ def collect(x, size, bound, keys):
 
 @function
 def _key(x, place):
-    """What sorts by the number there, the largest first, and among equals by place."""
+    """Return an int64 that sorts by the number at an index, the largest first, and equal ones by index."""
     in_order = np.int64(get_int(x + 4 * place))
-    if get_float(x + 4 * place) == np.float32(0.0):  # both zeros are equals
+    if get_float(x + 4 * place) == np.float32(0.0):  # -0 is equal to 0
         in_order = np.int64(0)
     elif in_order < 0:
         in_order ^= 0x7FFFFFFF
@@ -134,14 +134,14 @@ def _key(x, place):
 
 
 @function
-def place_of(key):
-    """Where the number of a key is."""
-    return key & _TOKEN
+def index_of(key):
+    """Return the index of a key's number."""
+    return key & _INDEX
 
 
 @function
 def sort(keys, count):
-    """Ascending, in place (Shell, 1959, with Knuth's gaps)."""
+    """Sort int64 in ascending order, in place (Shellsort with Knuth's gaps)."""
     gap = 1
     while 3 * gap < count:
         gap = 3 * gap + 1
@@ -156,17 +156,17 @@ def sort(keys, count):
 
 
 @function
-def away_from(x, centre):
-    """How far numbers are from the centre, which is in every lane."""
+def distances(x, centre):
+    """Return how far the numbers of a vector are from the centre."""
     return greater(subtract(x, splat(centre)), subtract(splat(centre), x))
 
 
-def _bound_search(weigh, weigh_one):
-    """A search by what a number weighs: in a vector, and alone."""
+def _radius_search(weigh, weigh_one):
+    """Make a search with a weight of each number: weigh(vector) and weigh_one(number)."""
 
     @function
     def add_up(numbers, size, centre, sums, buffer):
-        """Add up the weights by bins of distances."""
+        """Sum up the weights in bins of distances."""
         for i in range(NUM_BINS):
             set_double(sums + 8 * i, 0.0)
         nothing, nearest, furthest = splat(np.float32(0.0)), splat(_start_of(0)), splat(_end_of(NUM_BINS - 1))
@@ -174,7 +174,7 @@ def _bound_search(weigh, weigh_one):
             weights = weigh(load(numbers + 4 * i))
             if lanes_from(nothing, weights) == _EVERY_LANE:
                 continue
-            away = greater(away_from(load(numbers + 4 * i), centre), nearest)
+            away = greater(distances(load(numbers + 4 * i), centre), nearest)
             store(buffer, where_greater(away, furthest, furthest, away))
             store(buffer + VECTOR_BYTES, weights)
             for lane in range(LANES):
@@ -184,10 +184,10 @@ def _bound_search(weigh, weigh_one):
 
     @function
     def search(numbers, size, centre, target, scratch):
-        """The least distance from the centre within which numbers weigh the target; inf where all weigh less.
+        """Return the least distance from the centre within which weights sum up to the target, else inf.
 
-        The weights are added up by bins, and only the bin is sorted in which the sum reaches the target.
-        size: whole vectors. scratch: room for the bins and a key of every number.
+        Weights are summed up in bins; only the bin in which the sum reaches the target is sorted.
+        size: of whole vectors. scratch: memory for the bins and a key of each number.
         """
         add_up(numbers, size, centre, scratch, scratch + 8 * NUM_BINS)
         reached, mass = 0, get_double(scratch)
@@ -203,8 +203,8 @@ def _bound_search(weigh, weigh_one):
         for i in range(count):
             key = get_long(keys + 8 * i)
             distance = float_of(np.int32(key >> 32))
-            mass += weigh_one(get_float(numbers + 4 * place_of(key)))
-            # Added up in another order, all of a bin may be short of it by a rounding: then it is the last.
+            mass += weigh_one(get_float(numbers + 4 * index_of(key)))
+            # Rounding may differ in this order: if the target is not reached, the bin's last distance counts.
             if mass >= target:
                 break
         return distance
@@ -214,24 +214,24 @@ def _bound_search(weigh, weigh_one):
 
 @function
 def _start_of(number):
-    """The least number of a bin."""
+    """Return the smallest number of a bin."""
     return float_of(np.int32((number + _FIRST_BIN) << _BIN_SHIFT))
 
 
 @function
 def _end_of(number):
-    """The greatest number of a bin."""
+    """Return the largest number of a bin."""
     return float_of(np.int32(((number + 1 + _FIRST_BIN) << _BIN_SHIFT) - 1))
 
 
 @function
 def _collect_bin(numbers, size, centre, number, keys):
-    """A key of each number whose distance is of that bin; returns how many. Keys ascend as distances do."""
+    """Write a key, distance then index, for each number whose distance is in a bin. Return how many."""
     low = _start_of(number) if number > 0 else np.float32(0.0)
     high = _end_of(number) if number < NUM_BINS - 1 else np.float32(np.inf)
     count = 0
     for i in range(0, size, LANES):
-        away = away_from(load(numbers + 4 * i), centre)
+        away = distances(load(numbers + 4 * i), centre)
         found, place = lanes_from(away, splat(low)) & lanes_from(splat(high), away), i
         while found != 0:
             if found & 1:
@@ -245,7 +245,7 @@ def _collect_bin(numbers, size, centre, number, keys):
 
 @function
 def _one(x):
-    """Of those that may be drawn at all."""
+    """Return 1 for each number that is not excluded."""
     return where_greater(x, splat(DEAD), splat(np.float32(1.0)), splat(np.float32(0.0)))
 
 
@@ -259,5 +259,6 @@ def _exp2_alone(x):
     return 2.0 ** np.float64(x)
 
 
-# How far numbers are away that weigh so much, by 2 to the power of each; and that are so many.
-mass_bound, number_bound = _bound_search(exp2_of_negative, _exp2_alone), _bound_search(_one, _one_alone)
+# With weights 2^x; with weights 1, which makes the target a number of tokens.
+mass_radius = _radius_search(exp2_of_negative, _exp2_alone)
+count_radius = _radius_search(_one, _one_alone)
