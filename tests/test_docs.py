@@ -1,0 +1,111 @@
+"""The documentation: links lead somewhere, what is named exists, numbers about the code are true."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "kernels/**/*.md", "paged/demo/*.md", "benchmarks/*.md")
+    for page in sorted(ROOT.glob(pattern))
+]
+# A link may have a picture as its text, but no page does that.
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+PATH = re.compile(r"(?<![\w/.-])(?:paged|kernels|tests|benchmarks|docs)/[\w/.-]+\.(?:py|md|json|svg)\b")
+COMMAND = re.compile(r"python -m ((?:paged|tests|benchmarks)[\w.]*)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+
+
+def text_of(page: Path) -> str:
+    """Read a page without its code blocks, in which brackets are not links."""
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def defines(source: str, name: str) -> bool:
+    """Return whether a Python source defines a function, class or constant of this name."""
+    return re.search(rf"^\s*(?:async def|def|class) {name}\b|^{name}\b.*=", source, re.MULTILINE) is not None
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for text, target in LINK.findall(text_of(page)):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} links to {target}"
+        if file.suffix == ".py" and re.fullmatch(r"`[\w.]+`", text) and not text.endswith(".py`"):
+            for name in text.strip("`").split("."):
+                assert defines(file.read_text(encoding="utf-8"), name), f"{path} has no {text}"
+
+
+@each_page
+def test_files_that_are_named_exist(page):
+    if page.name == "CHANGELOG.md":
+        pytest.skip("a changelog names what was there")
+    for name in PATH.findall(page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+@each_page
+def test_modules_in_commands_exist(page):
+    for module in COMMAND.findall(page.read_text(encoding="utf-8")):
+        path = ROOT / module.rstrip(".").replace(".", "/")
+        runnable = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+        assert runnable, f"{page.name} runs {module}"
+
+
+@each_page
+def test_python_compiles(page):
+    if page.parent.name == "demo":
+        pytest.skip("samples of the demo model")
+    for block in re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    ):
+        if not block.startswith(" "):  # an entry out of its table
+            compile(block, str(page), "exec")
+
+
+def test_every_page_of_docs_is_listed():
+    listed = {target.partition("#")[0] for _, target in LINK.findall(text_of(ROOT / "docs" / "README.md"))}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+
+
+def test_readme_is_short():
+    assert README.read_text(encoding="utf-8").count("\n") <= 200
+
+
+def test_reading_order_is_as_long_as_it_says():
+    section = README.read_text(encoding="utf-8").split("## Reading order")[1].split("Where to look for:")[0]
+    num_files, num_lines = re.search(r"(\d+) files of about ([\d,]+) lines", section).groups()
+    files = [ROOT / name for name in PATH.findall(section) if name.endswith(".py")]
+    assert len(files) == len(set(files)) == int(num_files)
+    lines = sum(file.read_text(encoding="utf-8").count("\n") for file in files)
+    assert lines == pytest.approx(int(num_lines.replace(",", "")), rel=0.1)
+
+
+def test_ratios_are_those_measured():
+    measured = {
+        (workload["name"], workload["cpu"], row["system"], row["requests"]): f"{row['ratio']:.2f}"
+        for workload in json.loads((ROOT / "benchmarks/peers/measured.json").read_text(encoding="utf-8"))
+        for row in workload["rows"]
+        if "ratio" in row
+    }
+    table = README.read_text(encoding="utf-8").split("| model | CPU | compared with |")[1].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        model, cpu, system, *ratios = (cell.strip() for cell in line.strip("|").split("|"))
+        assert ratios == [measured[model, cpu, system, requests] for requests in (1, 4, 16, 64)]
