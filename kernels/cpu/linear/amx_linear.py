@@ -1,9 +1,8 @@
-"""x Wᵀ by AMX's tiles of bfloat16 (`cpu.products.amx`).
+"""x Wᵀ by AMX (`products.amx`), for weights in pairs of bfloat16.
 
-Where bfloat16 holds the weight, x in float32 is made of it too: three of these add up to it exactly, so that
-each product is exact and what comes out is as good as a sum in float32. Thirds too small to be normal count
-as 0, so that x below 2^-102 and products below that lose bits; an infinite weight times a finite x may be
-NaN.
+x in float32 is split into three bfloat16, its thirds, which add up to it exactly: each product is exact and
+the result as accurate as a sum in float32. Subnormal thirds count as 0, so x below 2^-102 and products
+below that lose bits; an infinite weight times a finite x may be NaN.
 """
 
 from typing import Any
@@ -33,15 +32,15 @@ from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES, add, function, multiply, silu
 
 THIRDS = 3
-DEPTH = 128  # steps that panels are gone through at a time, at most: 16 KiB of each
-_FEW_ROWS = 64  # that go with half of it: they leave little to do while panels come from memory
-_FEW_UNPACKED = 112  # the same of panels that are unpacked into the first cache
-_TOGETHER = 2  # panels that rows are multiplied by while they are in the first cache
-ROWS_BYTES = 2**20  # half of a core's second cache: rows of a unit in thirds, or not many more
-_LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, where there are as many
-_MOST_PANELS = 8  # of a unit, whose sums are in the second cache beside a part of the rows
+DEPTH = 128  # most steps of a panel at a time: 16 KiB
+_FEW_ROWS = 64  # up to these take half as many: they leave little to do while panels come from memory
+_FEW_UNPACKED = 112  # the same if panels are unpacked into the L1 cache
+_TOGETHER = 2  # panels that rows are multiplied by while they are in the L1 cache
+ROWS_BYTES = 2**20  # half of a core's L2 cache: about the most for a unit's rows in thirds
+_LEAST_ROWS, _MOST_ROWS = 32, 256  # of a unit, if x has as many
+_MOST_PANELS = 8  # of a unit: their accumulators and a part of the rows fit the L2 cache
 _WIDTH = 4 * PANEL
-# Weights and inputs of one that comes from memory: models of smaller ones have them in the caches.
+# The least weights and inputs of a weight that is read from memory: smaller ones stay in the caches.
 _LEAST_WEIGHTS, _LEAST_INPUTS = 2**19, 512
 
 TILES = Task(
@@ -56,22 +55,23 @@ _RECORD = TILES.record
 
 
 def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int) -> int:
-    """What a thread needs for units of so many rows of x and panels: sums, what is unpacked, and thirds."""
+    """Return the scratch memory for units of this size: accumulators, unpacked panels and thirds."""
     rows = unit_rows * thirds
     return LINE + _TOGETHER * DEPTH * _WIDTH + rows * (unit_panels * _WIDTH + thirds_stride)
 
 
 def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
-    """How many rows a row of x becomes, and their bytes from one to the next where they are kept.
+    """Return how many rows a row of x is split into, and the stride of these if they are stored.
 
-    The stride is no power of two: rows of a tile would share few sets of the first cache.
+    The stride is no power of two, with which a tile's rows would share few sets of the L1 cache.
     """
     return (THIRDS, 2 * in_features + LINE) if x_is_wide else (1, 0)
 
 
 def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, num_threads: int) -> int:
-    """As many rows, or parts of these, as a core keeps at hand while panels go by, and fewer where threads
-    would have no unit. Thirds of rows are made once for all panels, and kept whole.
+    """Return the rows of x in a unit: as many as fit the L2 cache, and fewer if threads would lack units.
+
+    Thirds are made once for all panels of a unit, and stored whole.
     """
     most = _MOST_ROWS
     if thirds > 1:
@@ -85,9 +85,11 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 def panels_of_unit(
     num_rows: int, num_panels: int, in_features: int, unit_rows: int, thirds: int, kind: int, num_threads: int
 ) -> int:
-    """Two that are read apart, one where few rows leave all of the time to unpacking. Else two, between which
-    a part of the rows stays in the first cache; for many wide rows up to _MOST_PANELS, between which it stays
-    in the second. Fewer where threads would be done later than with single panels.
+    """Return the panels in a unit: two if they are read apart, one if few rows leave all time to unpacking.
+
+    Else two, so that a part of the rows stays in the L1 cache between them; for many wide rows up to
+    _MOST_PANELS, between which it stays in the L2. Fewer if the threads would finish later than with single
+    panels.
     """
     if is_read_apart(num_rows, num_panels, in_features, thirds):
         return _TOGETHER
@@ -97,7 +99,7 @@ def panels_of_unit(
 
     def passes(number: int) -> int:
         units = -(-num_panels // number) * blocks
-        # A thread takes its next unit before it begins one: the first may have two where others have none.
+        # A thread claims its next unit before it begins one: the first may have two while others have none.
         return max(-(-units // num_threads), min(2, units)) * number
 
     are_many = num_rows > _FEW_ROWS and 2 * in_features * unit_rows >= ROWS_BYTES // 2
@@ -108,18 +110,20 @@ def panels_of_unit(
 
 
 def is_read_apart(num_rows: int, num_panels: int, in_features: int, thirds: int) -> bool:
-    """Whether the panels of a unit lie half a weight apart. A product of few rows takes as long as reading a
-    weight from memory: two far places are read faster at once than one.
+    """Return whether the two panels of a unit lie half a weight apart.
+
+    With few rows a product takes as long as reading its weight, and memory is read faster at two places at
+    once.
     """
     is_large = num_panels * PANEL * in_features >= _LEAST_WEIGHTS and in_features >= _LEAST_INPUTS
     return is_large and num_rows * thirds <= BLOCK // _TOGETHER
 
 
 @operation(types.void, *[types.int64] * 4)
-def _split(builder: Any, source: Any, first: Any, second: Any, third: Any) -> None:
-    """INPUTS numbers of float32 as the upper, the middle and the lower 8 bits of what they are made of.
+def _split_float32(builder: Any, source: Any, first: Any, second: Any, third: Any) -> None:
+    """Split INPUTS float32 into the upper, middle and lower 8 bits of their significands, as bfloat16.
 
-    What is not finite stays that in all three.
+    Infinity and NaN are the same in all three.
     """
     halves = [emit.load(builder, FLOAT32, builder.add(source, int64(VECTOR_BYTES * v))) for v in range(2)]
     for to in (first, second, third):
@@ -135,12 +139,12 @@ def _split(builder: Any, source: Any, first: Any, second: Any, third: Any) -> No
 
 @function
 def _bring_thirds(args, first, rows, to, stride):
-    """Rows of x, each as three of bfloat16."""
+    """Split rows of x into thirds, each stored as three rows of bfloat16."""
     for row in range(rows):
         x, at = args.x + (first + row) * args.x_stride, to + THIRDS * row * stride
         for k in range(args.depth // STEPS):
             place = at + LINE * k
-            _split(x + 2 * LINE * k, place, place + stride, place + 2 * stride)
+            _split_float32(x + 2 * LINE * k, place, place + stride, place + 2 * stride)
 
 
 @function
@@ -150,13 +154,13 @@ def _units_across(args):
 
 @function
 def _first_panel(args, unit):
-    """Of a unit, whose others lie `apart` behind it."""
+    """Return the first panel of a unit; the others are `apart` panels from one to the next."""
     return unit % _units_across(args) * (args.unit_panels if args.apart == 1 else 1)
 
 
 @function
 def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
-    """The product of a unit's panels with its rows in bfloat16. Returns what tiles are configured for now."""
+    """Multiply a unit's rows, in bfloat16, by its panels. Return what the tiles are configured for."""
     panel, first = _first_panel(args, unit), unit // _units_across(args) * args.unit_rows
     rows = min(args.unit_rows, args.num_rows - first)
     panels = min(args.unit_panels, -(-(args.num_panels - panel) // args.apart))
@@ -169,7 +173,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     block = BLOCK // together
     num_blocks = -(-rows * args.thirds // block)
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
-    # In equal parts, of whole groups; what a single block needs is unpacked on the way.
+    # Equal parts of whole groups. A single block unpacks on the way instead.
     is_unpacked = kind != BFLOAT16_PAIRS and num_blocks > 1
     few = _FEW_UNPACKED if is_unpacked else _FEW_ROWS
     most = DEPTH // 2 if together > 1 and rows <= few else DEPTH
@@ -182,13 +186,14 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
         for near in range(0, panels, together):
             some = min(together, panels - near)
             b = args.panels + panel * size + near * far + start * stride
-            # What is multiplied next: the next panels, the next part of the first ones, or the next unit.
+            # Prefetch what is multiplied next: the next panels, the next part of the first ones, or the
+            # next unit.
             ahead = b + together * far
             if near + some == panels:
                 ahead = args.panels + panel * size + (start + depth) * stride
                 if start + depth == args.depth:
                     ahead = args.panels + _first_panel(args, next_unit) * size
-            if is_whole and kind == BFLOAT16_PAIRS:  # what is unpacked on the way knows how far ahead
+            if is_whole and kind == BFLOAT16_PAIRS:  # unpacking on the way adds the distance itself
                 ahead = b + AHEAD_BYTES // some
             factors = args.scales + group_bytes(kind, panel * args.depth + start) + near * factors_far
             b_kind, b_stride, b_far = kind, stride, far
@@ -210,13 +215,13 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
                 c, x = c + block * _WIDTH, x + block * a_stride
                 ahead += pace * (depth // STEPS)
     for p in range(panels):
-        _finish(args, first, rows, panel + p * args.apart, sums + p * panel_sums)
+        _store_results(args, first, rows, panel + p * args.apart, sums + p * panel_sums)
     return configured
 
 
 @function
-def _finish(args, first, rows, panel, c):
-    """What becomes of a panel's sums: scale, bias, gates, and their place in the result."""
+def _store_results(args, first, rows, panel, c):
+    """Apply the epilogue to a panel's accumulators: add up thirds, scale, bias, gates; store the result."""
     width, size = LANES if args.gated else PANEL, item_size(args.out_kind)
     thirds = args.thirds
     columns = min(width, args.out_features - panel * width)
@@ -259,7 +264,7 @@ if HAS_TILES:
             a, a_stride = args.x + first * args.x_stride, args.x_stride
             if args.thirds > 1:
                 a, a_stride = thirds, args.thirds_stride
-                if block != brought:  # once for all panels that this thread comes to
+                if block != brought:  # once for all panels that this thread multiplies them by
                     _bring_thirds(args, first, min(args.unit_rows, args.num_rows - first), a, a_stride)
                     brought = block
             configured = _multiply(args, unit, next_unit, scratch, a, a_stride, configured)

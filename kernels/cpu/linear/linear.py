@@ -1,9 +1,9 @@
-"""x Wᵀ + b for a CPU, with the bits of a row the same whatever is beside it.
+"""x Wᵀ + b on a CPU, batch-invariant: a row's result is bitwise equal in any batch.
 
-A library's product picks its way of summing up by the number of rows. Here each number is one chain of fused
-multiply-adds in the order of the inputs, of x in bfloat16 a chain of pairs of them where the CPU has those;
-a CPU with AMX multiplies by tiles (`cpu.products.amx`). The weight lies in panels of PANEL outputs, each read
-from end to end by one thread; it may be narrower than the sums, which are float32.
+A BLAS chooses the order of a sum by the number of rows. Here each number is one chain of fused
+multiply-adds in the order of the inputs; for x in bfloat16 a chain of dot products of pairs, if the CPU has
+those; with AMX a chain of tile products (`amx_linear`). A weight is packed into panels of PANEL outputs,
+each read from end to end by one thread. It may be narrower than the accumulators, which are float32.
 """
 
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 from .amx_linear import TILES, is_read_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
 
-DEPTH = 320  # steps that a panel is gone through at a time, at most: 20 to 40 KiB of it
-UNPACKED_DEPTH = 128  # the same where it is unpacked into the first cache before, to 4 bytes a number
-ROWS = 64  # of a unit
+DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
+UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
+ROWS = 64  # of a unit of work
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 _KINDS = {
     torch.float32: FLOAT32,
@@ -72,41 +72,40 @@ _RECORD = LINEAR.record
 
 
 class Panels(NamedTuple):
-    """A weight [out_features, in_features] as this product reads it, and what multiplies and shifts it.
+    """A weight [out_features, in_features], packed for `linear`, and its scales.
 
-    In pairs, for x in bfloat16 or, by tiles, in float32, weights of inputs 2 i and 2 i + 1 lie side by side.
-    Those of bfloat16 may also be short: see `cpu.linear.short`.
+    In pairs, which are for x in bfloat16 or with AMX in float32, inputs 2 i and 2 i + 1 lie side by side.
     """
 
-    # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]; of int4 it is uint8
-    # and has LANES in the place of PANEL, in pairs in the order of Int4Pairs; of bfloat16 not in pairs the
-    # halves of a panel alternate; what is short is i16[num_panels, num_groups, BF12_GROUP_BYTES / 2], in
-    # pairs with a last dimension of 1
+    # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]. int4: uint8 with
+    # LANES instead of PANEL, in pairs in the order of Int4Pairs. bfloat16 not in pairs: outputs i and i +
+    # LANES alternate. bf12: i16[num_panels, num_groups, bf12.GROUP_BYTES / 2], in pairs with a last
+    # dimension of 1.
     weight: Tensor
-    # f32[num_panels * PANEL], of int8 in pairs divided by INT8_UNIT; for int4 bf16[num_panels, num_groups, 2,
-    # PANEL]: and zeros; of what is short the exceptions, i32[n]
+    # f32[num_panels * PANEL], for int8 in pairs divided by INT8_UNIT. int4: scales and zeros,
+    # bf16[num_panels, num_groups, 2, PANEL]. bf12: the exceptions, i32[n].
     scales: Tensor
     out_features: int
-    gated: bool = False  # silu of one half of the outputs times the other comes of it
+    gated: bool = False  # the product is silu(first half of the outputs) * second half
 
     @property
     def in_features(self) -> int:
-        """Numbers of a row of x."""
+        """The width of x."""
         return self.depth * (1 + self.in_pairs)
 
     @property
     def depth(self) -> int:
-        """Steps that products go through."""
+        """The number of steps."""
         return self.weight.shape[1] * (PART_STEPS[self.kind] if self.weight.dtype == torch.int16 else 1)
 
     @property
     def in_pairs(self) -> bool:
-        """Whether two inputs lie side by side."""
+        """Whether a step is two inputs."""
         return self.weight.dim() == 4
 
     @property
     def kind(self) -> int:
-        """How the kernels read the weight."""
+        """The format, a key of FORMATS. Raises ValueError if this CPU lacks its instructions."""
         kind = (_PAIR_KINDS if self.in_pairs else _KINDS)[self.weight.dtype]
         row = FORMATS[kind]
         if not row.is_supported:
@@ -115,7 +114,7 @@ class Panels(NamedTuple):
 
 
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:
-    """Whether this CPU multiplies rows of that dtype and width by weights in pairs."""
+    """Return whether this CPU multiplies x of that dtype and width by weights in pairs."""
     if dtype == torch.float32:
         return _fills_tiles(in_features)
     return HAS_DOT and dtype == torch.bfloat16 and in_features % 2 == 0
@@ -126,11 +125,11 @@ def _fills_tiles(in_features: int) -> bool:
 
 
 def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, gated: bool = False) -> Panels:
-    """The panels of a weight [out_features, in_features], whose rows scales f32[out_features] multiply.
+    """Pack a weight [out_features, in_features], times scales f32[out_features], into panels.
 
     pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises
     ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, has
-    inputs, and has scales just where it is int8.
+    inputs, and has scales exactly if it is int8.
     """
     _check_pairs(pairs)
     check_dtype("weight", weight, tuple(_PAIR_KINDS)[:2] if pairs else tuple(_KINDS)[:4])
@@ -159,7 +158,7 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
 def pack_int4(
     codes: Tensor, scales: Tensor, zeros: Tensor, *, pairs: bool = False, gated: bool = False
 ) -> Panels:
-    """The panels of scale * (code - 8) + zero; see `pack`.
+    """Pack a weight of scale * (code - 8) + zero into panels; see `pack`.
 
     codes: uint8[out_features, in_features], 0 to 15. scales, zeros: bf16[out_features, in_features // GROUP].
     """
@@ -179,7 +178,7 @@ def pack_int4(
 
 
 def pad(numbers: Tensor, *, gated: bool = False) -> Tensor:
-    """A number for each output as panels have them: [out_features] -> f32[num_panels * PANEL]."""
+    """Order a number for each output as the panels do: [out_features] -> f32[num_panels * PANEL]."""
     padded = torch.zeros(_num_panels(len(numbers), gated), PANEL, dtype=torch.float32)
     for i, part in enumerate(_rows_of_panels(numbers, gated)):
         padded[i, : len(part)] = part
@@ -196,7 +195,7 @@ def _num_panels(out_features: int, gated: bool) -> int:
 
 
 def _rows_of_panels(x: Tensor, gated: bool) -> Iterator[Tensor]:
-    """A panel's rows each: of gates and what they gate LANES of both, behind them zeros."""
+    """Yield each panel's rows: up to PANEL, or of a gated weight LANES gates and as many others, padded."""
     if not gated:
         yield from torch.split(x, PANEL)
         return
@@ -208,32 +207,31 @@ def _rows_of_panels(x: Tensor, gated: bool) -> Iterator[Tensor]:
 
 
 def _alternate_halves(rows: Tensor) -> Tensor:
-    """[n, in_features] -> [PANEL, in_features]: an output of either half of the panel in turn."""
+    """Alternate outputs i and i + LANES: [n, in_features] -> [PANEL, in_features]."""
     halves = rows.new_zeros(2, LANES, rows.shape[1])
     halves.flatten(0, 1)[: len(rows)] = rows
     return halves.transpose(0, 1).flatten(0, 1)
 
 
 def _by_depth(rows: Tensor, pairs: bool) -> Tensor:
-    """[n, in_features] -> [in_features, n, 1], or [in_features // 2, n, 2]."""
+    """Order by steps: [n, in_features] -> [in_features, n, 1], or in pairs [in_features // 2, n, 2]."""
     return rows.reshape(len(rows), -1, 1 + pairs).transpose(0, 1)
 
 
 def _by_quarters(codes: Tensor) -> Tensor:
-    """[PANEL, in_features] -> as many bytes as [in_features // 2, LANES, 2], in the order of Int4Pairs."""
-    # Of a quarter, an output and 8 steps: a byte of two steps, which of them, an input of that.
+    """Order codes [PANEL, in_features] as Int4Pairs reads them: [in_features // 2, LANES, 2] bytes."""
+    # [quarter, output, PAIR_STEPS steps, byte of two steps, which of them, input of a step]
     quarters = codes.view(4, PANEL // 4, -1, PAIR_STEPS // 2, 2, 2)
     low, high = quarters.permute(2, 0, 1, 5, 3, 4).unbind(-1)
     return (low | high << 4).reshape(-1, LANES, 2)
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """[num_rows, in_features] -> [num_rows, out_features], in the dtype of x; the sums are float32.
+    """Multiply x [num_rows, in_features] by the weight: [num_rows, out_features], gated half as wide.
 
-    Of a weight that is gated half as many come out, silu(gate) * up.
-
-    bias: f32[num_panels * PANEL], or None. dtype: of the result, in the place of that of x. Raises ValueError
-    where x has another width or dtype.
+    bias: f32[num_panels * PANEL], as `pad` makes it. dtype: of the result, by default that of x;
+    accumulators are float32. Raises ValueError if x has another width or dtype than the weight is packed
+    for.
     """
     check_shape("x", x, (None, weight.in_features))
     in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
@@ -288,16 +286,16 @@ def _linear(args, unit, next_unit, scratch):
     out, out_stride = args.out + (first * args.out_features + panel * width) * size, args.out_features * size
     zeros, tile = scratch + ROWS * _WIDTH, scratch + (ROWS + 1) * _WIDTH
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
-    # What several tiles would unpack each for itself is unpacked before, once.
+    # Unpacked once if several register tiles would each do so.
     is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
     most = UNPACKED_DEPTH if is_unpacked and kind != BF12 else DEPTH
-    # In equal parts, of whole groups.
+    # Equal parts of whole groups.
     whole = PART_STEPS[kind]
     step = -(-args.depth // (-(-args.depth // most) * whole)) * whole
     for start in range(0, args.depth, step):
         depth = min(step, args.depth - start)
         b, b_stride, b_kind = weight + start * stride, stride, kind
-        # While this part is in the first cache, the one that is read next comes from memory.
+        # While this part is in the L1 cache, the one that is read next is prefetched.
         c, c_stride, ahead = zeros, 0, b + depth * stride
         if start:
             c, c_stride = scratch, _WIDTH
@@ -319,7 +317,7 @@ def _linear(args, unit, next_unit, scratch):
                 bias = args.bias + panel * _WIDTH
         same = PanelArgs(c_stride, to_stride, to_kind, scale, bias, args.x_stride, b, b_stride, depth, pace)
         multiply_panel(b_kind, rows, c, to, x + 4 * start, ahead, same)
-    if columns < width:  # the rows end within the panel
+    if columns < width:  # the last panel is padded
         for row in range(rows):
             for byte in range(columns * size):
                 set_byte(out + row * out_stride + byte, get_byte(scratch + row * _WIDTH + byte))
@@ -330,7 +328,7 @@ def _linear_kernel(record):
     args, counters = carray(record, 1, _RECORD)[0], address_of(record)
     scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
     unit, end = take_run(counters, args.all_units, args.num_threads)
-    if unit < args.all_units:  # else its scratch memory may be another kernel's by now
+    if unit < args.all_units:  # else the next kernel may use the scratch memory already
         for v in range(0, _WIDTH, VECTOR_BYTES):
             store(scratch + ROWS * _WIDTH + v, splat(np.float32(0.0)))
     while unit < args.all_units:

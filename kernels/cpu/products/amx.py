@@ -1,8 +1,8 @@
-"""AMX, Intel's matrix unit: tiles of 16 rows of 64 bytes, whose products are sums in float32.
+"""Matrix products by AMX, Intel's matrix unit: tiles of 16 rows of 64 bytes, in AMX's own registers.
 
-They hold bfloat16, and are multiplied several times as fast as vectors of float32 are. Every number is a
-chain of products of tiles in the order of the depth, each in the order that the unit has: the bits of a row
-do not depend on how many rows are beside it. Products too small to be normal count as 0.
+Tiles of bfloat16 are multiplied and accumulated in float32, several times as fast as vectors of float32.
+Every number is a chain of tile products in the order of the depth, and the unit's order within one is
+fixed, so a row's bits do not depend on the rows beside it. Subnormal products count as 0.
 """
 
 import ctypes
@@ -25,42 +25,42 @@ from .reader import PANEL, Reader
 
 logger = logging.getLogger(__name__)
 
-TILE_ROWS = 16  # of 64 bytes
-STEPS = 16  # of the depth, in a product of tiles: two inputs each
+TILE_ROWS = 16  # of LINE bytes
+STEPS = 16  # of the depth in a tile product, of two inputs each
 INPUTS = 2 * STEPS
 _WIDTH = 4 * PANEL
 BLOCK = 2 * TILE_ROWS
-# How far ahead a weight is fetched, half as far in each of two panels: the CPU's own fetching, which takes
-# few places of those for lines on their way, follows what is near.
+# The prefetch distance within a weight, half of it in each of two panels. It is short, so that the hardware
+# prefetcher, which takes few of the fill buffers, follows.
 AHEAD_BYTES = 6 * 1024 + 512
 
-# Which tile is what: sums of two groups of rows and either half of a panel, or of one group and two panels,
-# the rows, the halves of panels.
+# Numbers of the tiles: accumulators of two groups of rows and both halves of a panel, or of one group and two
+# panels; the rows; the halves of a panel.
 _SUMS, _ROWS, _HALVES = (0, 1, 2, 3), (4, 5), (6, 7)
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), as a system call.
 _ASK_FOR_TILES = 158, 0x1023, 18
 
 
 def _may_use_tiles() -> bool:
-    """Whether Linux lets this process use them.
+    """Ask Linux to let this process use tiles. Return whether it does.
 
-    From then on it lets no thread handle signals on a stack too small for tiles (sigaltstack).
+    From then on a signal stack (sigaltstack) must have room for the tiles.
     """
     if platform.system() != "Linux":
         return False
     if ctypes.CDLL(None).syscall(*_ASK_FOR_TILES) == 0:
         return True
-    logger.warning("this CPU has AMX, which Linux does not let this process use: it goes without")
+    logger.warning("this CPU has AMX, but Linux does not let this process use it; going on without")
     return False
 
 
-# What is compiled, and kept for other processes, depends on the CPU alone.
+# The compiled code, which other processes load too, depends on the CPU alone.
 _CPU_HAS_TILES = HAS_DOT and has_feature("amx-bf16") and has_feature("amx-tile")
 HAS_TILES = _CPU_HAS_TILES and _may_use_tiles()
 
 
 def emit_tile(builder: Any, name: str, *args: Any) -> None:
-    """One of LLVM's functions for tiles, where there are any; an int is the number of a tile."""
+    """Call one of LLVM's AMX intrinsics, if the CPU has them. An int among args is the number of a tile."""
     if not _CPU_HAS_TILES:
         return
     values = [ir.Constant(ir.IntType(8), arg) if isinstance(arg, int) else arg for arg in args]
@@ -69,12 +69,13 @@ def emit_tile(builder: Any, name: str, *args: Any) -> None:
 
 @operation(types.void, types.int64)
 def configure(builder: Any, address: Any) -> None:
+    """Configure the tiles as `write_settings` says (LDTILECFG)."""
     emit_tile(builder, "ldtilecfg", emit.byte_pointer(builder, address))
 
 
 @operation(types.void)
 def release(builder: Any) -> None:
-    """No tile is in use any more: saving and restoring them would slow the system down."""
+    """Release the tiles (TILERELEASE), so that the OS need not save them on context switches."""
     emit_tile(builder, "tilerelease")
 
 
@@ -177,12 +178,11 @@ def _unpack_ahead(
     builder: Any, weight: Reader, b: Any, b_stride: Any, tiles: Any, unpacked: Any, factors: Any, next_b: Any,
     distance: int,
 ) -> Callable[[Any], Any]:  # fmt: skip
-    """Unpack the first step of tiles. Returns bring(step), which unpacks the next one, to the other of two
-    places, and returns where this one is: a tile that is loaded right behind what is stored there would wait
-    for that.
+    """Unpack the first tile of the depth. Return bring(step), which emits the unpacking of the next one.
 
-    Memory `distance` bytes ahead, in whole steps, is on its way meanwhile, behind the last of them that from
-    next_b on.
+    bring returns the address of the tile it was called for. The two alternate between two buffers, as
+    loading a tile right after its bytes were stored would stall. Memory `distance` bytes ahead, in whole
+    tiles, is prefetched meanwhile; after the end of this panel, memory from next_b on.
     """
     steps, size = int64(STEPS), int64(STEPS * _WIDTH)
     one, bytes_ = int64(1), builder.mul(b_stride, steps)
@@ -236,7 +236,7 @@ multiply_pairs = _BY_KIND[BFLOAT16_PAIRS]
 
 @function
 def write_settings(settings, first, second):
-    """Tiles for so many rows in either of two groups, to configure."""
+    """Write the configuration of tiles for so many rows in the first and the second group."""
     for at in range(LINE):
         set_byte(settings + at, 0)
     set_byte(settings, 1)
@@ -251,6 +251,6 @@ def write_settings(settings, first, second):
 
 @function
 def configure_rows(settings, rows, panels=1):
-    """Tiles for so many rows: of two groups, or of one for two panels."""
+    """Configure the tiles for so many rows: in two groups, or in one group for two panels."""
     write_settings(settings, min(rows, TILE_ROWS), rows if panels > 1 else max(rows - TILE_ROWS, 1))
     configure(settings)

@@ -1,7 +1,7 @@
-"""Products of matrices for numba: tiles of the result that stay in registers.
+"""Matrix products by register tiles: blocks of C whose accumulators stay in registers.
 
-Every number of a result is one chain of fused multiply-adds in the order of the depth, whatever the tile: the
-bits of a row do not depend on how many rows are beside it. Addresses are int64, strides of rows in bytes.
+Every number of C is one chain of fused multiply-adds in the order of the depth, whatever the tile, so a row's
+bits do not depend on the rows beside it. Addresses are int64, strides of rows are in bytes.
 """
 
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, missing
 from .kinds import FORMATS, for_kinds
 from .reader import Reader
 
-GATED = 16  # added to the kind of a result
+GATED = 16  # added to the kind of a result: silu(gate) * up
 
 
 class _Tile:
-    """Rows of a product and vectors of them, sums of A B in float32, which LLVM keeps in registers."""
+    """Accumulators of A B for rows and vectors of C, float32, which LLVM keeps in registers."""
 
     def __init__(self, rows: int, vectors: int, *, pairs: bool = False) -> None:
         self.rows, self.vectors = rows, vectors
@@ -29,17 +29,17 @@ class _Tile:
         self.multiply_add = emit.dot if pairs else emit.fma
 
     def zeros(self, builder: Any) -> dict[tuple[int, int], Any]:
-        """The sums of nothing."""
+        """Make accumulators of 0."""
         return {place: cgutils.alloca_once_value(builder, emit.constant(0.0)) for place in self.places}
 
     def load(self, builder: Any, sums: Any, c: Any, stride: Any) -> None:
-        """The sums so far."""
+        """Load the values of C into the accumulators, so that the product is added to them."""
         for r, v in self.places:
             place = _place(builder, c, stride, r, v * VECTOR_BYTES)
             builder.store(emit.load(builder, FLOAT32, place), sums[r, v])
 
     def add(self, builder: Any, sums: Any, a: Any, a_stride: Any, index: Any, row: list[Any]) -> None:
-        """What one step of the depth adds, of which this is the row of B."""
+        """Add the products of one step of the depth: a column of A and this row of B."""
         column, multiply_add = builder.add(a, builder.mul(index, int64(4))), self.multiply_add
         for r in range(self.rows):
             place = emit.pointer(builder, F32, _place(builder, column, a_stride, r))
@@ -56,7 +56,7 @@ def _place(builder: Any, address: Any, stride: Any, row: Any, offset: int = 0) -
 
 
 def _register_tile(rows: int, vectors: int, *, pairs: bool) -> Any:
-    """C += A B for so many rows of C and vectors of them; C = A B at first."""
+    """Make C += A B for so many rows and vectors of C; C = A B where `at_first` is not 0."""
     tile = _Tile(rows, vectors, pairs=pairs)
 
     @operation(types.void, *[types.int64] * 8)
@@ -83,29 +83,26 @@ class PanelArgs(NamedTuple):
 
     c_stride: int
     to_stride: int
-    to_kind: int
-    scale: int
-    bias: int
+    to_kind: int  # kind of the result, plus GATED
+    scale: int  # address of a factor for each output, or of a quantised panel's scales and zeros; 0: none
+    bias: int  # address of a summand for each output; 0: none
     a_stride: int
     b: int
     b_stride: int
-    depth: int
-    pace: int
+    depth: int  # steps
+    pace: int  # bytes to prefetch with each step
 
 
 def _panel_tile(rows: int, weight: Reader) -> Any:
-    """scale (C + A B) + bias for so many rows of C and two vectors of them, as numbers of `to_kind`.
+    """Make to = scale (C + A B) + bias for so many rows and two vectors of C, which is float32.
 
-    With GATED in to_kind it is silu of the first vector times the second.
+    The epilogue of a gated product stores silu of the first vector times the second.
 
-    C is float32. Where the address of scale or bias is 0 there is none; where groups of B's rows have factors
-    these are at `scale`.
-
-    It has memory on its way to the caches: what it will write, and from `ahead` on `pace` bytes with each
-    step of the depth. Many lines at once would keep those waiting that A is read from.
+    Prefetches what it will write, and `pace` bytes from `ahead` on with each step: many lines at once would
+    delay the loads of A.
     """
     tile = _Tile(rows, 2, pairs=weight.in_pairs)
-    # A row or two take so little time that the CPU's own fetching of neighbours is as good, and then better.
+    # For a row or two the hardware's adjacent-line prefetch does the rest, and is faster.
     fetched = range(0, 2 * VECTOR_BYTES if rows > 2 else LINE, LINE)
 
     def panel_tile(builder: Any, c: Any, to: Any, a: Any, ahead: Any, shared: Any) -> None:
@@ -116,7 +113,7 @@ def _panel_tile(rows: int, weight: Reader) -> Any:
             emit.prefetch(builder, _place(builder, to, to_stride, r), write=True)
         with builder.if_then(builder.not_(_differ(builder, to_kind, FLOAT32))):
             for r in range(rows):
-                # Of narrower numbers what is behind is another panel's.
+                # Rows of narrower numbers end in the first line; the next is another panel's.
                 for at in range(LINE, 2 * VECTOR_BYTES, LINE):
                     emit.prefetch(builder, _place(builder, to, to_stride, r, at), write=True)
         sums = tile.zeros(builder)
@@ -161,9 +158,9 @@ def _differ(builder: Any, x: Any, y: int) -> Any:
 
 
 def _product(*, pairs: bool) -> Any:
-    """C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES].
+    """Make C += A B in float32: C [rows, vectors * LANES], A [rows, depth], B [depth, vectors * LANES].
 
-    At first it is C = A B. pairs: a number of A and B is two of bfloat16, neighbours in the depth.
+    C = A B where `at_first` is not 0. pairs: A and B hold pairs of bfloat16, neighbours in the depth.
     """
     tile_12x1, tile_6x4, tile_6x3, tile_6x2, tile_6x1, tile_4x2, tile_4x1, tile_2x4, tile_2x1 = (
         _register_tile(*shape, pairs=pairs)
@@ -179,7 +176,7 @@ def _product(*, pairs: bool) -> Any:
         while row < rows:
             at_c, at_a, at_b, left = c + row * c_stride, a + row * a_stride, b, vectors
             some = min(most, rows - row)
-            # As many chains at a time as hide how long one multiply-add takes, and as there are registers.
+            # As many chains as hide the latency of a multiply-add, and as there are registers for.
             if LANES == 16 and some == 12 and vectors == 1:
                 tile_12x1(at_first, at_c, c_stride, at_a, a_stride, at_b, b_stride, depth)
                 row += 12
