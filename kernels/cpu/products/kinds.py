@@ -42,12 +42,14 @@ _BF12_STEPS, _BF12_PAIR_STEPS = _BF12.group_steps, _BF12_PAIRS.group_steps
 # fmt: off
 FORMATS = {
     FLOAT32: Format("float32", Reader(FLOAT32), 4 * PANEL, GROUP, FLOAT32, (), "float32"),
-    FLOAT16: Format("float16", Reader(FLOAT16), 2 * PANEL, GROUP, FLOAT16, (), "float16, or float32 in it"),
-    BFLOAT16: Format("bfloat16", Bfloat16(), 2 * PANEL, GROUP, BFLOAT16, (), "bfloat16, or float32 in it"),
+    FLOAT16: Format("float16", Reader(FLOAT16), 2 * PANEL, GROUP, FLOAT16, (),
+                    "float16, and float32 that it holds exactly"),
+    BFLOAT16: Format("bfloat16", Bfloat16(), 2 * PANEL, GROUP, BFLOAT16, (),
+                     "bfloat16, and float32 that it holds exactly"),
     INT8: Format("int8", Reader(INT8), PANEL, GROUP, INT8, (), "int8"),
     INT4: Format("int4", Int4(), LANES, GROUP, FLOAT32, (), "int4"),
     BF12: Format("bf12", _BF12, GROUP_BYTES // _BF12_STEPS, _BF12_STEPS, BFLOAT16, (_LOOKUP,),
-                 "large bfloat16"),
+                 "large weights in bfloat16"),
     BFLOAT16_PAIRS: Format("bfloat16 pairs", Bfloat16Pairs(), 4 * PANEL, GROUP, BFLOAT16_PAIRS, (_DOT,),
                            "bfloat16 for x in bfloat16, with AMX also in float32"),
     INT8_PAIRS: Format("int8 pairs", Int8Pairs(), 2 * PANEL, GROUP, BFLOAT16_PAIRS, (_DOT,),
@@ -55,7 +57,7 @@ FORMATS = {
     INT4_PAIRS: Format("int4 pairs", Int4Pairs(), 2 * LANES, GROUP, BFLOAT16_PAIRS, (_DOT,),
                        "int4 for x in bfloat16"),
     BF12_PAIRS: Format("bf12 pairs", _BF12_PAIRS, GROUP_BYTES // _BF12_PAIR_STEPS, _BF12_PAIR_STEPS,
-                       BFLOAT16_PAIRS, (_DOT, _LOOKUP), "large bfloat16 pairs"),
+                       BFLOAT16_PAIRS, (_DOT, _LOOKUP), "large weights in bfloat16 pairs"),
 }
 # fmt: on
 
