@@ -24,7 +24,7 @@ class Forms(NamedTuple):
     gated: Callable[[Tensor], WeightForm]  # of the fused gate and up projections
     head: Callable[[Tensor], WeightForm]
     embedding: Callable[[Tensor], TableForm]
-    group_size: int | None = None  # how many inputs of `layers` share a scale; None where all do
+    group_size: int | None = None  # inputs of `layers` that share a scale, if in groups
 
 
 def choose_forms(

@@ -13,7 +13,7 @@ from ..sampling_params import SamplingParams, num_arguments
 from .dry import DryHistory
 from .token_history import TokenHistory
 
-IndexedRequests = list[tuple[int, Request]]  # (row of the logits, request)
+IndexedRequests = list[tuple[int, Request, SamplingParams]]  # row of the logits, request, its parameters
 
 
 class LogitsEdits:
@@ -33,31 +33,24 @@ class LogitsEdits:
     ) -> None:
         self.kernels, self.history, self.dry, self.vocab_size = kernels, history, dry, vocab_size
         self.device = history.slots.device
-        rows = [*enumerate(requests)]
-        self._allowed = self._allowed_tokens([(r, q) for r, q in rows if q.inputs.params.allowed_token_ids])
-        words = [(r, q) for r, q in rows if q.inputs.rules.bad_words]
+        rows = [(row, request, request.inputs.params) for row, request in enumerate(requests)]
+        self._allowed = self._allowed_tokens([(r, q, p) for r, q, p in rows if p.allowed_token_ids])
+        words = [(r, q, bad) for r, q, _ in rows if (bad := q.inputs.rules.bad_words)]
         # A bad word of one token is always banned; a longer one, if all its tokens but the last were just
         # generated.
-        self._banned = [
-            self._flat_index(r, w[0]) for r, q in words for w in q.inputs.rules.bad_words if len(w) == 1
-        ]
-        self._words = [(r, q, w) for r, q in words if (w := _by_last_but_one(q.inputs.rules.bad_words))]
-        self._early: IndexedRequests = [
-            (r, q) for r, q in rows if q.inputs.params.min_tokens and q.inputs.stop_ids
-        ]
-        self._biases = self._logit_biases([(r, q) for r, q in rows if q.inputs.params.logit_bias])
-        penalized = [(r, q) for r, q in rows if q.inputs.params.penalizes]
-        history.keep([request for _, request in penalized])
+        self._banned = [self._flat_index(r, w[0]) for r, _, bad in words for w in bad if len(w) == 1]
+        self._words = [(r, q, long) for r, q, bad in words if (long := _by_last_but_one(bad))]
+        self._early = [(r, q, p) for r, q, p in rows if p.min_tokens and q.inputs.stop_ids]
+        self._biases = self._logit_biases([(r, q, p) for r, q, p in rows if p.logit_bias])
+        penalized = [(r, q, p) for r, q, p in rows if p.penalizes]
+        history.keep([request for _, request, _ in penalized])
         self._penalties = self._penalty_columns(penalized)
-        repeating = [
-            (r, q) for r, q in rows if q.inputs.params.dry_multiplier and q.inputs.params.dry_penalty_last_n
-        ]
+        repeating = [(r, q) for r, q, p in rows if p.dry_multiplier and p.dry_penalty_last_n]
         dry.keep([request for _, request in repeating])
         self._dry_rows = self._longs(self._flat_index(row, 0) for row, _ in repeating) if repeating else None
-        self._processed: IndexedRequests = [(r, q) for r, q in rows if q.inputs.params.logits_processors]
-        self._num_arguments = {
-            row: [*map(num_arguments, q.inputs.params.logits_processors)] for row, q in self._processed
-        }
+        self._processed = [
+            (r, q, [*map(num_arguments, ps)]) for r, q, p in rows if (ps := p.logits_processors)
+        ]
 
     @property
     def may_ban_all(self) -> bool:
@@ -87,24 +80,19 @@ class LogitsEdits:
         if self._dry_rows is not None:
             self.dry.update()
             self.dry.apply(flat, self._dry_rows)
-        numbers = self._num_arguments
-        return {r: message for r, q in self._processed if (message := _process(logits, r, q, numbers[r]))}
+        return {r: message for r, q, num in self._processed if (message := _process(logits, r, q, num))}
 
     def _allowed_tokens(self, rows: IndexedRequests) -> tuple[Tensor, Tensor] | None:
         if not rows:
             return None
-        allowed = [
-            self._flat_index(row, token)
-            for row, q in rows
-            for token in q.inputs.params.allowed_token_ids or ()
-        ]
-        return self._longs(row for row, _ in rows), self._longs(allowed)
+        allowed = [self._flat_index(row, token) for row, _, p in rows for token in p.allowed_token_ids or ()]
+        return self._longs(row for row, _, _ in rows), self._longs(allowed)
 
     def _logit_biases(self, rows: IndexedRequests) -> tuple[Tensor, Tensor] | None:
         biases = {
             self._flat_index(row, token): bias
-            for row, q in rows
-            for token, bias in (q.inputs.params.logit_bias or {}).items()
+            for row, _, params in rows
+            for token, bias in (params.logit_bias or {}).items()
         }
         if not biases:
             return None
@@ -113,9 +101,9 @@ class LogitsEdits:
     def _penalty_columns(self, rows: IndexedRequests) -> tuple[Tensor, ...] | None:
         if not rows:
             return None
-        values = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in _params(rows)]
+        values = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in rows]
         columns = torch.tensor(values, dtype=torch.float32, device=self.device).T.contiguous()
-        return self._longs(row for row, _ in rows), *columns
+        return self._longs(row for row, _, _ in rows), *columns
 
     def _last_tokens_of_words(self) -> list[int]:
         """Return the last tokens of bad words whose other tokens were just generated."""
@@ -134,18 +122,14 @@ class LogitsEdits:
         """Return the stop tokens of requests that have not reached min_tokens."""
         if not self._early:
             return []
-        self._early = [(row, q) for row, q in self._early if q.num_output_tokens < q.inputs.params.min_tokens]
-        return [self._flat_index(row, token) for row, q in self._early for token in q.inputs.stop_ids]
+        self._early = [(row, q, p) for row, q, p in self._early if q.num_output_tokens < p.min_tokens]
+        return [self._flat_index(row, token) for row, q, _ in self._early for token in q.inputs.stop_ids]
 
     def _flat_index(self, row: int, token: int) -> int:
         return row * self.vocab_size + token
 
     def _longs(self, numbers: Iterable[int]) -> Tensor:
         return torch.tensor([*numbers], dtype=torch.int64, device=self.device)
-
-
-def _params(rows: IndexedRequests) -> list[SamplingParams]:
-    return [request.inputs.params for _, request in rows]
 
 
 def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:
