@@ -116,7 +116,7 @@ def test_a_weight_times_a_scale_is_not_rounded_to_float16(monkeypatch, kind):
     monkeypatch.setattr(triton_attention, "current_target", lambda: "sm_90")
     launched = []
     for name in ("prefill_kernel", "decode_kernel"):
-        recorder = defaultdict(lambda: lambda **kwargs: launched.append(kwargs["WEIGHT_DTYPE"]))
+        recorder = defaultdict(lambda: lambda **kwargs: launched.append(kwargs["layer"].WEIGHT_DTYPE))
         monkeypatch.setattr(triton_attention, name, recorder)
     case = ragged_case([30, 40], [1, 9], dtype=torch.float16)
     attend(triton_attention.paged_attention, **case)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .split_kv import first_key_tile, split_tokens
-from .tiles import attend_rows
+from .tiles import Cache, KeyRange, Rows, Scales, attend_rows
 
 
 @triton.jit
@@ -60,86 +60,57 @@ def prefill_kernel(
     score_scale,
     exp_scale,
     softcap,
-    stride_query_token: tl.constexpr,
-    stride_query_head: tl.constexpr,
-    stride_key_block: tl.constexpr,
-    stride_key_slot: tl.constexpr,
-    stride_key_head: tl.constexpr,
-    stride_value_block: tl.constexpr,
-    stride_value_slot: tl.constexpr,
-    stride_value_head: tl.constexpr,
-    stride_scale_block: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    TILE: tl.constexpr,
-    DECODE_Q: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
-    TREE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    VALUE_IN_KEY: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,  # of queries times keys
-    WEIGHT_DTYPE: tl.constexpr,  # of weights times values
+    DECODE_Q: tl.constexpr,  # most query tokens of a decode
+    layer: tl.constexpr,  # Layer
+    tiles: tl.constexpr,  # AttentionConfig
 ):
     """One program: BLOCK_G heads of one KV head for one Q-block of a sequence that is not a decode."""
     # Later blocks see more keys: they go first, so that the short ones fill the end of the launch.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
-    seq = _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q)
+    seq = _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, tiles.BLOCK_Q)
     query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, False)
-    first_token = (q_block - query_start // BLOCK_Q - seq) * BLOCK_Q
+    first_token = (q_block - query_start // tiles.BLOCK_Q - seq) * tiles.BLOCK_Q
     if query_len <= DECODE_Q or first_token >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
 
     # Rows are query tokens times heads of the group.
-    row = tl.arange(0, BLOCK_M)
-    kv_head = tl.program_id(1) // tl.cdiv(GROUP, BLOCK_G)
-    member = tl.program_id(1) % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
-    head = kv_head * GROUP + member
-    offs_q = first_token + row // BLOCK_G
-    mask_row = (row < BLOCK_Q * BLOCK_G) & (offs_q < query_len) & (member < GROUP)
+    row = tl.arange(0, tiles.BLOCK_M)
+    kv_head = tl.program_id(1) // tl.cdiv(layer.GROUP, tiles.BLOCK_G)
+    member = tl.program_id(1) % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
+    head = kv_head * layer.GROUP + member
+    offs_q = first_token + row // tiles.BLOCK_G
+    mask_row = (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (offs_q < query_len) & (member < layer.GROUP)
     token = (query_start + offs_q).to(tl.int64)
     context_len = seq_len - query_len
     first_pos = context_len + first_token
-    last_pos = tl.minimum(first_pos + BLOCK_Q, seq_len) - 1
+    last_pos = tl.minimum(first_pos + tiles.BLOCK_Q, seq_len) - 1
     # Keys [key_low, key_high) are read; the tiles from `start` cover them.
-    key_high = last_pos + 1 if CAUSAL and not TREE else seq_len
-    key_low = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
+    key_high = last_pos + 1 if layer.CAUSAL and not layer.TREE else seq_len
+    key_low = tl.maximum(first_pos - layer.WINDOW + 1, 0) if layer.WINDOW > 0 else 0
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
+    start = first_key_tile(first_pos, layer.WINDOW, tiles.TILE)
     acc, _, row_sum = attend_rows(
-        query_ptr, None, None, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, sinks_ptr,
-        alibi_ptr, tree_ptr, block_tables_ptr + seq.to(tl.int64) * stride_table, kv_head, head, token,
-        mask_row, context_len + offs_q, first_pos, last_pos, context_len,
-        first_key_tile(first_pos, WINDOW, TILE), key_high, key_low, key_high, True,
-        score_scale, exp_scale, softcap, stride_query_token, stride_query_head,
-        stride_key_block, stride_key_slot, stride_key_head,
-        stride_value_block, stride_value_slot, stride_value_head, stride_scale_block,
-        BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
-        WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE, WEIGHT_DTYPE,
+        query_ptr, sinks_ptr, alibi_ptr, tree_ptr,
+        Cache(None, None, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr, kv_head),
+        Rows(head, token, mask_row, context_len + offs_q),
+        KeyRange(start, key_high, key_low, key_high, first_pos, last_pos, context_len),
+        Scales(score_scale, exp_scale, softcap), True, layer, tiles,
     )  # fmt: skip
-    if tl.float32 != DOT_DTYPE and BLOCK_V != 256:
+    if tl.float32 != layer.DOT_DTYPE and layer.BLOCK_V != 256:
         query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, True)
-        if BLOCK_V > 256:
+        if layer.BLOCK_V > 256:
             row ^= query_start ^ _query_range(cu_seqlens_q_ptr, seq, True)[0]
-            member = tl.program_id(1) % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
-            head = kv_head * GROUP + member
-        offs_q = (q_block - query_start // BLOCK_Q - seq) * BLOCK_Q + row // BLOCK_G
-        mask_row = (row < BLOCK_Q * BLOCK_G) & (offs_q < query_len) & (member < GROUP)
+            member = (
+                tl.program_id(1) % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
+            )
+            head = kv_head * layer.GROUP + member
+        offs_q = (q_block - query_start // tiles.BLOCK_Q - seq) * tiles.BLOCK_Q + row // tiles.BLOCK_G
+        mask_row = (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (offs_q < query_len) & (member < layer.GROUP)
         token = (query_start + offs_q).to(tl.int64)
-    offs_v = tl.arange(0, BLOCK_V)
-    mask_out = mask_row[:, None] & (offs_v < VALUE_DIM)[None, :]
-    offs_out = ((token * NUM_HEADS + head) * VALUE_DIM)[:, None] + offs_v[None, :]
+    offs_v = tl.arange(0, layer.BLOCK_V)
+    mask_out = mask_row[:, None] & (offs_v < layer.VALUE_DIM)[None, :]
+    offs_out = ((token * layer.NUM_HEADS + head) * layer.VALUE_DIM)[:, None] + offs_v[None, :]
     # What is no row may have seen nothing.
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
@@ -184,63 +155,34 @@ def decode_kernel(
     score_scale,
     exp_scale,
     softcap,
-    stride_query_token: tl.constexpr,
-    stride_query_head: tl.constexpr,
-    stride_key_block: tl.constexpr,
-    stride_key_slot: tl.constexpr,
-    stride_key_head: tl.constexpr,
-    stride_value_block: tl.constexpr,
-    stride_value_slot: tl.constexpr,
-    stride_value_head: tl.constexpr,
-    stride_scale_block: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SHARED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
-    TREE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    VALUE_IN_KEY: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,  # of queries times keys
-    WEIGHT_DTYPE: tl.constexpr,  # of weights times values
+    layer: tl.constexpr,  # Layer
+    tiles: tl.constexpr,  # AttentionConfig
 ):
     """Work through splits of decodes; a fixed number of programs takes what the list holds.
 
     A piece of work is BLOCK_G heads of one KV head on one split: of one sequence, or (SHARED) of the prefix
     that BLOCK_Q sequences of one new token each have in common.
     """
-    NUM_HEAD_BLOCKS: tl.constexpr = NUM_HEADS // GROUP * tl.cdiv(GROUP, BLOCK_G)
-    row = tl.arange(0, BLOCK_M)
-    offs_v = tl.arange(0, BLOCK_V)
+    NUM_HEAD_BLOCKS: tl.constexpr = layer.NUM_HEADS // layer.GROUP * tl.cdiv(layer.GROUP, tiles.BLOCK_G)
+    row = tl.arange(0, tiles.BLOCK_M)
+    offs_v = tl.arange(0, layer.BLOCK_V)
     if SHARED:
-        num_work = tl.cdiv(num_seqs, BLOCK_Q) * shared_splits
+        num_work = tl.cdiv(num_seqs, tiles.BLOCK_Q) * shared_splits
     else:
         num_work = tl.load(first_item_ptr + num_seqs + 1)
     for work in range(tl.program_id(0), num_work * NUM_HEAD_BLOCKS, tl.num_programs(0)):
         head_block = work % NUM_HEAD_BLOCKS
-        kv_head = head_block // tl.cdiv(GROUP, BLOCK_G)
-        member = head_block % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
-        head = kv_head * GROUP + member
-        mask_row = (row < BLOCK_Q * BLOCK_G) & (member < GROUP)
+        kv_head = head_block // tl.cdiv(layer.GROUP, tiles.BLOCK_G)
+        member = head_block % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
+        head = kv_head * layer.GROUP + member
+        mask_row = (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (member < layer.GROUP)
         if SHARED:
             split = work // NUM_HEAD_BLOCKS % shared_splits
-            first_seq = work // NUM_HEAD_BLOCKS // shared_splits * BLOCK_Q
-            seq = first_seq + row // BLOCK_G
+            first_seq = work // NUM_HEAD_BLOCKS // shared_splits * tiles.BLOCK_Q
+            seq = first_seq + row // tiles.BLOCK_G
             offs_q = row * 0
             mask_row = mask_row & (seq < num_seqs)
             token = seq.to(tl.int64)
@@ -256,7 +198,7 @@ def decode_kernel(
         else:
             first_seq = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS))
             split = tl.load(work_ptr + 2 * (work // NUM_HEAD_BLOCKS) + 1)
-            offs_q = row // BLOCK_G
+            offs_q = row // tiles.BLOCK_G
             query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, False)
             last_pos = tl.load(seq_lens_ptr + first_seq) - 1
             mask_row = mask_row & (offs_q < query_len)
@@ -264,48 +206,54 @@ def decode_kernel(
             context_len = last_pos + 1 - query_len
             first_pos = context_len
             query_pos = context_len + offs_q
-            key_low = tl.maximum(first_pos - WINDOW + 1, 0) if WINDOW > 0 else 0
-            start = first_key_tile(first_pos, WINDOW, TILE)
+            key_low = tl.maximum(first_pos - layer.WINDOW + 1, 0) if layer.WINDOW > 0 else 0
+            start = first_key_tile(first_pos, layer.WINDOW, tiles.TILE)
             num_keys = last_pos + 1 - start
             step = tl.maximum(split_tokens(num_keys, SPLIT, MAX_SPLITS), min_split)
             own_splits = tl.cdiv(num_keys, step)
             start += split * step
             end = tl.minimum(start + step, last_pos + 1)
+        table_ptr = block_tables_ptr + first_seq.to(tl.int64) * stride_table
         acc, row_max, row_sum = attend_rows(
-            query_ptr, key_desc, value_desc, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
-            sinks_ptr, alibi_ptr, tree_ptr, block_tables_ptr + first_seq.to(tl.int64) * stride_table,
-            kv_head, head, token, mask_row, query_pos, first_pos, last_pos, context_len,
-            start, end, key_low, end, split == 0,
-            score_scale, exp_scale, softcap, stride_query_token, stride_query_head,
-            stride_key_block, stride_key_slot, stride_key_head,
-            stride_value_block, stride_value_slot, stride_value_head, stride_scale_block,
-            BLOCK_SIZE, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_M, TILE,
-            WINDOW, CAUSAL, SOFTCAP, ALIBI, SINKS, TREE, QUANTIZED, VALUE_IN_KEY, DOT_DTYPE, WEIGHT_DTYPE,
+            query_ptr, sinks_ptr, alibi_ptr, tree_ptr,
+            Cache(
+                key_desc, value_desc, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
+                table_ptr, kv_head,
+            ),
+            Rows(head, token, mask_row, query_pos),
+            KeyRange(start, end, key_low, end, first_pos, last_pos, context_len),
+            Scales(score_scale, exp_scale, softcap), split == 0, layer, tiles,
         )  # fmt: skip
         if SHARED:
             item = tl.load(first_item_ptr + seq, mask=mask_row, other=0) + split
         else:
             item = tl.load(first_item_ptr + first_seq) + split
-            if tl.float32 == DOT_DTYPE or (HEAD_DIM > VALUE_DIM and BLOCK_V <= 128):
+            if tl.float32 == layer.DOT_DTYPE or (layer.HEAD_DIM > layer.VALUE_DIM and layer.BLOCK_V <= 128):
                 query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, True)
-                if tl.float32 != DOT_DTYPE or (BLOCK_V > 256 and key_cache_ptr.dtype.element_ty != DOT_DTYPE):
+                if tl.float32 != layer.DOT_DTYPE or (
+                    layer.BLOCK_V > 256 and key_cache_ptr.dtype.element_ty != layer.DOT_DTYPE
+                ):
                     row ^= query_start ^ _query_range(cu_seqlens_q_ptr, first_seq, True)[0]
-                    member = head_block % tl.cdiv(GROUP, BLOCK_G) * BLOCK_G + row % BLOCK_G
-                    head = kv_head * GROUP + member
-                    offs_q = row // BLOCK_G
-                mask_row = (row < BLOCK_Q * BLOCK_G) & (member < GROUP) & (offs_q < query_len)
+                    member = (
+                        head_block % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
+                    )
+                    head = kv_head * layer.GROUP + member
+                    offs_q = row // tiles.BLOCK_G
+                mask_row = (
+                    (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (member < layer.GROUP) & (offs_q < query_len)
+                )
                 token = (query_start + offs_q).to(tl.int64)
         # No row, or all of them, leave as a partial result.
-        mask_partial = mask_row & (row < tl.where(own_splits > 1, BLOCK_M, 0))
-        place = (item.to(tl.int64) * partial_q + offs_q) * NUM_HEADS + head
-        mask_v = (offs_v < VALUE_DIM)[None, :]
-        offs_partial = place[:, None] * VALUE_DIM + offs_v[None, :]
+        mask_partial = mask_row & (row < tl.where(own_splits > 1, tiles.BLOCK_M, 0))
+        place = (item.to(tl.int64) * partial_q + offs_q) * layer.NUM_HEADS + head
+        mask_v = (offs_v < layer.VALUE_DIM)[None, :]
+        offs_partial = place[:, None] * layer.VALUE_DIM + offs_v[None, :]
         tl.store(partial_ptr + offs_partial, acc, mask=mask_partial[:, None] & mask_v)
         tl.store(partial_max_ptr + place, row_max * exp_scale, mask=mask_partial)
         tl.store(partial_sum_ptr + place, row_sum, mask=mask_partial)
         if not SHARED:
             mask_row = mask_row & ~mask_partial
             mask_out = mask_row[:, None] & mask_v
-            offs_out = ((token * NUM_HEADS + head) * VALUE_DIM)[:, None] + offs_v[None, :]
+            offs_out = ((token * layer.NUM_HEADS + head) * layer.VALUE_DIM)[:, None] + offs_v[None, :]
             out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
             tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)

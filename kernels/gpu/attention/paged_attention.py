@@ -8,7 +8,7 @@ so its result is the same bits in any batch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from .config import AttentionConfig, Use, choose_config, split_size
 from .descriptors import describe_caches
 from .kernel import decode_kernel, prefill_kernel
 from .split_kv import MAX_SPLITS, DecodePlan, merge_splits, plan_decodes
+from .tiles import Layer
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # Decode programs on an SM. Where fewer fit at once (kernels/README.md), the others follow as these end.
@@ -198,6 +199,34 @@ def _arguments(
     rest = head_dim - block_d
     biased = options.softcap is not None or options.alibi_slopes is not None
     quantized = options.key_scales is not None
+    layer = Layer(
+        stride_query_token=query.stride(0),
+        stride_query_head=query.stride(1),
+        stride_key_block=key_cache.stride(0),
+        stride_key_slot=key_cache.stride(1),
+        stride_key_head=key_cache.stride(2),
+        stride_value_block=value_cache.stride(0),
+        stride_value_slot=value_cache.stride(1),
+        stride_value_head=value_cache.stride(2),
+        stride_scale_block=num_kv_heads * block_size,
+        NUM_HEADS=num_heads,
+        GROUP=num_heads // num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=block_d,
+        BLOCK_R=max(16, triton.next_power_of_2(rest)) if rest else 0,
+        BLOCK_V=triton.next_power_of_2(value_dim),
+        WINDOW=options.sliding_window or 0,
+        CAUSAL=options.causal,
+        SOFTCAP=options.softcap is not None,
+        ALIBI=options.alibi_slopes is not None,
+        SINKS=options.sinks is not None,
+        TREE=options.tree_mask is not None,
+        QUANTIZED=quantized,
+        VALUE_IN_KEY=value_dim == block_d and _is_view_of(value_cache, key_cache),
+        **_dot_dtypes(query.dtype, quantized=quantized),
+    )
     return {
         "query_ptr": query,
         "key_cache_ptr": key_cache,
@@ -217,32 +246,7 @@ def _arguments(
         # From scores to powers of two, in one multiplication where nothing stands between.
         "exp_scale": math.log2(math.e) * (1.0 if biased else options.scale),
         "softcap": float(options.softcap or 0.0),
-        "stride_query_token": query.stride(0),
-        "stride_query_head": query.stride(1),
-        "stride_key_block": key_cache.stride(0),
-        "stride_key_slot": key_cache.stride(1),
-        "stride_key_head": key_cache.stride(2),
-        "stride_value_block": value_cache.stride(0),
-        "stride_value_slot": value_cache.stride(1),
-        "stride_value_head": value_cache.stride(2),
-        "stride_scale_block": num_kv_heads * block_size,
-        "NUM_HEADS": num_heads,
-        "GROUP": num_heads // num_kv_heads,
-        "BLOCK_SIZE": block_size,
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_D": block_d,
-        "BLOCK_R": max(16, triton.next_power_of_2(rest)) if rest else 0,
-        "BLOCK_V": triton.next_power_of_2(value_dim),
-        "WINDOW": options.sliding_window or 0,
-        "CAUSAL": options.causal,
-        "SOFTCAP": options.softcap is not None,
-        "ALIBI": options.alibi_slopes is not None,
-        "SINKS": options.sinks is not None,
-        "TREE": options.tree_mask is not None,
-        "QUANTIZED": quantized,
-        "VALUE_IN_KEY": value_dim == block_d and _is_view_of(value_cache, key_cache),
-        **_dot_dtypes(query.dtype, quantized=quantized),
+        "layer": layer,
     }
 
 
@@ -266,7 +270,7 @@ def _launch_prefill(arguments: dict[str, Any], configs: _Configs) -> None:
     # sum_i ceil(query_len_i / BLOCK_Q) is at most this, whatever the lengths: no need to know them here.
     num_q_blocks = arguments["query_ptr"].shape[0] // config.BLOCK_Q + arguments["num_seqs"]
     grid = (num_q_blocks, _num_head_blocks(arguments, config))
-    prefill_kernel[grid](**arguments, DECODE_Q=configs.max_decode_q, **asdict(config))
+    prefill_kernel[grid](**arguments, DECODE_Q=configs.max_decode_q, **_tiles(config))
 
 
 def _launch_decode(arguments: dict[str, Any], configs: _Configs, plan: DecodePlan) -> None:
@@ -298,7 +302,7 @@ def _launch_decode(arguments: dict[str, Any], configs: _Configs, plan: DecodePla
             SPLIT=split_size(configs.target),
             MAX_SPLITS=MAX_SPLITS,
             SHARED=shared,
-            **asdict(config),
+            **_tiles(config),
         )
 
     if plan.shared_splits:
@@ -310,10 +314,13 @@ def _launch_decode(arguments: dict[str, Any], configs: _Configs, plan: DecodePla
         merge_splits(out, partial, partial_max, partial_sum, arguments["cu_seqlens_q_ptr"], plan)
 
 
+def _tiles(config: AttentionConfig) -> dict[str, Any]:
+    return {"tiles": config, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
 def _num_head_blocks(arguments: dict[str, Any], config: AttentionConfig) -> int:
-    num_heads: int = arguments["NUM_HEADS"]
-    group: int = arguments["GROUP"]
-    return num_heads // group * -(-group // config.BLOCK_G)
+    layer: Layer = arguments["layer"]
+    return layer.NUM_HEADS // layer.GROUP * -(-layer.GROUP // config.BLOCK_G)
 
 
 def paged_attention_cost(
