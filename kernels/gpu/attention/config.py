@@ -11,6 +11,10 @@ from ...attention_options import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM
 # Prefill: many query tokens. Decode: one to BLOCK_Q of them. Shared: one of each of many sequences, over
 # the prefix that these have in common.
 Use = Literal["prefill", "decode", "shared"]
+# Where a program finds its rows' heads, tokens and mask after the loop over keys: in registers ("kept"), or
+# computed again from the sequence's range ("reloaded"), or from the row numbers too ("recomputed"), where that
+# spares a spill or lets more programs run at once.
+RowPlaces = Literal["kept", "reloaded", "recomputed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,7 @@ class AttentionConfig:
     BLOCK_G: int  # heads of one GQA group
     BLOCK_Q: int
     TILE: int  # key tokens of one loop step
+    ROW_PLACES: RowPlaces
     num_warps: int
     num_stages: int
 
@@ -86,6 +91,7 @@ def choose_config(
         BLOCK_G=heads,
         BLOCK_Q=rows // heads,
         TILE=tile,
+        ROW_PLACES=_row_places(use, dtype, converted, head_dim, value_dim or head_dim),
         num_warps=warps,
         num_stages=stages,
     )
@@ -129,6 +135,17 @@ _CONVERTED = {
 }
 # Values of more than 512 dimensions: their 64 rows would be all of an SM's registers.
 _PADDED_TO_1024 = {"gfx": (16, 16, 4, 1), "nvidia": (16, 16, 8, 2)}
+
+
+def _row_places(use: Use, dtype: torch.dtype, converted: bool, head_dim: int, value_dim: int) -> RowPlaces:
+    is_float32 = dtype == torch.float32
+    if use == "prefill":
+        if is_float32 or 128 < value_dim <= 256:
+            return "kept"
+        return "recomputed" if value_dim > 256 else "reloaded"
+    if is_float32:
+        return "recomputed" if converted and value_dim > 256 else "reloaded"
+    return "recomputed" if value_dim < head_dim and value_dim <= 128 else "kept"
 
 
 def _family(target: str) -> str:

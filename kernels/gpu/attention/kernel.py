@@ -25,17 +25,24 @@ def _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _query_range(cu_seqlens_q_ptr, seq, AGAIN: tl.constexpr):
-    """The first of a sequence's new tokens among those of all sequences, and how many they are.
+def _query_range(cu_seqlens_q_ptr, seq, VOLATILE: tl.constexpr):
+    """Return the first of a sequence's new tokens among those of all sequences, and how many there are."""
+    query_start = tl.load(cu_seqlens_q_ptr + seq, volatile=VOLATILE)
+    return query_start, tl.load(cu_seqlens_q_ptr + seq + 1, volatile=VOLATILE) - query_start
 
-    AGAIN: behind the loops over keys, to find the rows' places a second time. As volatile it is not taken for
-    the same as before, whose rows would have to stay in registers all the while; the difference of two such
-    loads is nothing, but keeps the rows themselves from being the same. Done where that spares a spill or
-    lets more programs run at once: prefill of half precision but for a width of 256, decode of float32 or
-    of values that have fewer dimensions than keys.
+
+@triton.jit
+def _reload_rows(row, cu_seqlens_q_ptr, seq, PLACES: tl.constexpr):
+    """Return the row numbers and the sequence's range again, so that nothing else of the rows is kept.
+
+    Called after the loop over keys, which has few registers left. Volatile loads are not merged with those
+    before the loop: what follows from them is computed again. If the rows are to be "recomputed", so is what
+    follows from the row numbers: two such loads differ by 0, which the compiler does not know.
     """
-    query_start = tl.load(cu_seqlens_q_ptr + seq, volatile=AGAIN)
-    return query_start, tl.load(cu_seqlens_q_ptr + seq + 1, volatile=AGAIN) - query_start
+    query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, True)
+    if PLACES == "recomputed":
+        row ^= query_start ^ _query_range(cu_seqlens_q_ptr, seq, True)[0]
+    return row, query_start, query_len
 
 
 @triton.jit(
@@ -97,14 +104,10 @@ def prefill_kernel(
         KeyRange(start, key_high, key_low, key_high, first_pos, last_pos, context_len),
         Scales(score_scale, exp_scale, softcap), True, layer, tiles,
     )  # fmt: skip
-    if tl.float32 != layer.DOT_DTYPE and layer.BLOCK_V != 256:
-        query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, True)
-        if layer.BLOCK_V > 256:
-            row ^= query_start ^ _query_range(cu_seqlens_q_ptr, seq, True)[0]
-            member = (
-                tl.program_id(1) % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
-            )
-            head = kv_head * layer.GROUP + member
+    if tiles.ROW_PLACES != "kept":
+        row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, seq, tiles.ROW_PLACES)
+        member = tl.program_id(1) % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
+        head = kv_head * layer.GROUP + member
         offs_q = (q_block - query_start // tiles.BLOCK_Q - seq) * tiles.BLOCK_Q + row // tiles.BLOCK_G
         mask_row = (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (offs_q < query_len) & (member < layer.GROUP)
         token = (query_start + offs_q).to(tl.int64)
@@ -228,17 +231,13 @@ def decode_kernel(
             item = tl.load(first_item_ptr + seq, mask=mask_row, other=0) + split
         else:
             item = tl.load(first_item_ptr + first_seq) + split
-            if tl.float32 == layer.DOT_DTYPE or (layer.HEAD_DIM > layer.VALUE_DIM and layer.BLOCK_V <= 128):
-                query_start, query_len = _query_range(cu_seqlens_q_ptr, first_seq, True)
-                if tl.float32 != layer.DOT_DTYPE or (
-                    layer.BLOCK_V > 256 and key_cache_ptr.dtype.element_ty != layer.DOT_DTYPE
-                ):
-                    row ^= query_start ^ _query_range(cu_seqlens_q_ptr, first_seq, True)[0]
-                    member = (
-                        head_block % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
-                    )
-                    head = kv_head * layer.GROUP + member
-                    offs_q = row // tiles.BLOCK_G
+            if tiles.ROW_PLACES != "kept":
+                row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, first_seq, tiles.ROW_PLACES)
+                member = (
+                    head_block % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
+                )
+                head = kv_head * layer.GROUP + member
+                offs_q = row // tiles.BLOCK_G
                 mask_row = (
                     (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (member < layer.GROUP) & (offs_q < query_len)
                 )
