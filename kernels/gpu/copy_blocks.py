@@ -1,4 +1,4 @@
-"""Copy whole blocks of the cache to other blocks, in all layers at once."""
+"""Copies of whole blocks of the cache, in all layers at once."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from ..checks import (
 from .target import check_launchable
 
 _CHUNK = 2048
-# Copied as integers, whose bits nothing rounds and nothing takes for a NaN.
+# Copied as integers: no value is rounded, and NaN payloads stay.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -32,7 +32,7 @@ def _copy_blocks_kernel(
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: CHUNK elements of one block in one plane."""
+    """Copy CHUNK elements of one block in one plane."""
     pair, plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     source, target = tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
     offs = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
@@ -47,12 +47,11 @@ def copy_blocks(
     cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
 ) -> None:
-    """cache[:, to] = cache[:, from] for all pairs at once.
+    """Set cache[:, to] = cache[:, from] for all pairs at once, bit for bit.
 
-    What copy-on-write in PagedAttention (Kwon et al. 2023) comes down to. Copies bits, NaN payloads included.
-    No block may be both a source and a target, nor a target twice. Raises ValueError for a shape, dtype or
-    stride that does not fit; pairs are read on the host, and a block outside the cache or that must not be
-    a target is seen, only in debug mode, see `checks`.
+    This is the copy in copy-on-write (PagedAttention, Kwon et al. 2023). No block may be both a source and a
+    target, nor a target twice. Raises ValueError for a shape, dtype or stride that does not fit, and in debug
+    mode (see `checks`) for pairs that break these rules or lie outside the cache.
     """
     check_shape("cache", cache, (None, None, None, None, None))
     check_dtype("cache", cache, (*KERNEL_DTYPES, *QUANTIZED_DTYPES))
@@ -88,6 +87,6 @@ def copy_blocks(
 def copy_blocks_cost(
     num_pairs: int, num_planes: int, block_size: int, num_kv_heads: int, head_dim: int, element_size: int
 ) -> tuple[int, int]:
-    """(bytes, flops): a block read and written in every plane, two numbers read for each pair."""
+    """Return (bytes, flops): a block read and written in every plane, two numbers read a pair."""
     block = block_size * num_kv_heads * head_dim * element_size
     return num_pairs * (2 * num_planes * block + 16), 0

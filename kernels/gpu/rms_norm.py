@@ -1,4 +1,4 @@
-"""Root-mean-square norm, with the residual addition before it."""
+"""RMS norm, with the residual addition before it."""
 
 import torch
 import triton
@@ -17,12 +17,12 @@ from ..checks import (
 )
 from .target import check_launchable
 
-_TILE = 2048  # values one program normalises, where the row is not longer
+_TILE = 2048  # values that one program normalises, or one row if that is longer
 
 
 @triton.jit
 def weighted(x, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    """Normalised x times its weight, not yet rounded: `dtype` is what x is rounded to before."""
+    """Return normalised x, rounded to `dtype` first unless UNIT_OFFSET, times its weight; float32."""
     weight = weight.to(tl.float32)
     if UNIT_OFFSET:
         return x * (1.0 + weight)
@@ -49,7 +49,7 @@ def _rms_norm_kernel(
     mask = (row < num_rows) & (offs < SIZE)[None, :]
     # [BLOCK_ROWS, BLOCK_SIZE]
     x = tl.load(x_ptr + row * stride_x + offs[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Behind the store or the sum it would be waited for a second time.
+    # Loaded here: after the store or the sum it would be a second wait for memory.
     weight = tl.load(weight_ptr + offs, mask=offs < SIZE, other=0.0)
     if residual_ptr is not None:
         residual_ptr += row * stride_residual + offs[None, :]
@@ -74,9 +74,9 @@ def rms_norm(
     """Return weight * x / sqrt(mean(x²) + eps), after residual += x where one is given.
 
     Zhang & Sennrich 2019, in float32. The sum is rounded to the residual's dtype before it is normalised, and
-    the normalised value to x's dtype before the weight multiplies it, as HF's LlamaRMSNorm does. unit_offset:
-    1 + weight multiplies it, and only the product is rounded, as HF's Gemma3RMSNorm does. Raises ValueError
-    for a shape, dtype, stride or value that does not fit.
+    the normalised value to x's dtype before the weight multiplies it, as in HF's LlamaRMSNorm. unit_offset:
+    multiply by 1 + weight and round only the product, as in HF's Gemma3RMSNorm. Raises ValueError for a
+    shape, dtype, stride or value that does not fit.
     """
     check_shape("x", x, (None, None))
     check_dtype("x", x)
@@ -103,7 +103,7 @@ def rms_norm(
         weight_ptr=weight,
         out_ptr=out,
         num_rows=num_rows,
-        eps=float(eps),  # an int would be compiled for
+        eps=float(eps),  # an int would be another specialisation
         stride_x=x.stride(0),
         stride_residual=None if residual is None else residual.stride(0),
         UNIT_OFFSET=unit_offset,
@@ -116,6 +116,6 @@ def rms_norm(
 
 
 def rms_norm_cost(num_rows: int, size: int, element_size: int, *, residual: bool) -> tuple[int, int]:
-    """(bytes, flops): x read and the norm written, the residual read and written too where there is one."""
+    """Return (bytes, flops): x read and the norm written, and a residual read and written."""
     passes = 4 if residual else 2
     return (passes * num_rows + 1) * size * element_size, (5 if residual else 4) * num_rows * size

@@ -1,4 +1,4 @@
-"""From the QKV projection to attention in one pass: QK norm, rotary, K and V into the cache."""
+"""What is between the QKV projection and attention, in one pass: QK norm, rotary, K and V into the cache."""
 
 import torch
 import triton
@@ -25,8 +25,8 @@ from ..checks import (
 from .rms_norm import weighted
 from .target import check_launchable, check_target, current_target
 
-# Pairs (x1, x2) of one program, whatever the model: two warps move them 16 bytes a thread, on AMD too. A tile
-# smaller than that would give pairs two owners, and the query of one could be read after the other wrote it.
+# Pairs (x1, x2) of one program, whatever the model: two warps move them 16 bytes a thread, on AMD too. In a
+# smaller tile two threads would own a pair, and one could read a query that the other had already written.
 _TILE = 1024
 
 
@@ -45,7 +45,7 @@ def _normalise(
     HALF: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """RMS norm of every head, rounded to `dtype` as `rms_norm` does."""
+    """Apply an RMS norm to every head, rounded to `dtype` as in `rms_norm`."""
     # [BLOCK_HEADS, BLOCK_HALF]
     mask_query, mask_key = is_query[:, None] & mask_d, is_key[:, None] & mask_d
     query_weight1 = tl.load(query_weight_ptr + offs_d, mask=mask_query, other=0.0)
@@ -71,11 +71,11 @@ def _store_kv(
     HALF: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Write heads into the cache, K and V alike: the one place that knows in what form it holds them."""
+    """Write heads of K or V into the cache, quantised if it has scales."""
     if scale_ptr is not None:
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(x1), axis=1), tl.max(tl.abs(x2), axis=1))
-        # A maximum does not see NaN; the sum of nothing but NaN and infinity is NaN, and shows later.
+        # A maximum ignores NaN. This sum is NaN if a value is NaN or infinite, else 0: the scale shows it.
         scale = largest / LARGEST + tl.sum(x1 * 0.0 + x2 * 0.0, axis=1)
         inverse = (LARGEST / tl.where(largest > 0.0, largest, 1.0))[:, None]
         x1, x2 = x1 * inverse, x2 * inverse
@@ -116,7 +116,7 @@ def _rotary_store_kv_kernel(
     LARGEST: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
-    """One program: BLOCK_HEADS of one token's heads, be they query, key or value."""
+    """Process BLOCK_HEADS of one token's heads: query, key and value heads alike."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     offs_d = tl.arange(0, BLOCK_HALF)[None, :]
@@ -128,8 +128,8 @@ def _rotary_store_kv_kernel(
     qkv_ptr += token * stride_qkv_token
     offs = head[:, None] * stride_qkv_head + offs_d
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & mask_d
-    # [BLOCK_HEADS, BLOCK_HALF], cos and sin too: a copy for every head comes from L1 in 16 bytes a thread,
-    # where one for the program would come in 4 and cross shared memory.
+    # [BLOCK_HEADS, BLOCK_HALF], cos and sin too: loading them for every head takes 16 bytes a thread from L1,
+    # loading them once would take 4 bytes a thread and a way through shared memory.
     x1 = tl.load(qkv_ptr + offs, mask=mask, other=0.0)
     x2 = tl.load(qkv_ptr + offs + HALF, mask=mask, other=0.0)
     mask = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & mask_d
@@ -146,7 +146,7 @@ def _rotary_store_kv_kernel(
         )  # fmt: skip
     x1, x2 = (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
 
-    # All stores stand last: a store waits for what it stores, and everything behind it waits too.
+    # All stores come last: a store waits for its value, and so would every instruction after it.
     mask = is_query[:, None] & mask_d
     tl.store(qkv_ptr + offs, x1, mask=mask)
     tl.store(qkv_ptr + offs + HALF, x2, mask=mask)
@@ -176,21 +176,20 @@ def rotary_store_kv(
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], written in place
     value_scales: Tensor | None = None,  # like key_scales, of an fp8 or int8 cache
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """Return the query, normalised and rotated, and put key, likewise, and value into their slots.
+    """Return the query, normalised and rotated; store the key, likewise, and the value in their slots.
 
-    RMS norm of every head with its weight where given (Henry et al. 2020, as Qwen3 has it), then rotary
-    embedding in neox order (Su et al. 2021), then cache[slot // block_size, slot % block_size] = new token
+    RMS norm of every head with its weight where given (Henry et al. 2020, as in Qwen3), then rotary embedding
+    in neox order (Su et al. 2021), then cache[slot // block_size, slot % block_size] = new token
     (Kwon et al. 2023). float32 between load and store, rounded to qkv's dtype where HF rounds: before and
     after the norm's weight, and after the rotation. unit_offset: the norm is Gemma 3's, see `rms_norm`.
 
-    The query is rotated in place and returned as a view of qkv, which has just been read and is still in
-    the L2 cache; the key heads of qkv are scratch, undefined afterwards. Two tokens must not share a slot.
-    A quantised cache holds every head divided by its own scale, which is its largest absolute value over the
-    largest of the dtype (int8: rounded to the nearest, halves up). Any other has qkv's dtype, or float16 or
-    bfloat16 where that is float32.
+    The query is rotated in place and returned as a view of qkv, which is still in the L2 cache; the key heads
+    of qkv are undefined afterwards. Two tokens must not share a slot. A quantised cache holds every head
+    divided by a scale of its own: its largest absolute value over the largest of the dtype (int8: rounded to
+    nearest, halves up). A plain cache has qkv's dtype, or float16 or bfloat16 where that is float32.
 
-    Raises ValueError for a shape, dtype, stride or device that does not fit; slots are read on the host, and
-    one outside the cache or named twice is seen, only in debug mode, see `checks`.
+    Raises ValueError for a shape, dtype, stride or device that does not fit, and in debug mode (see `checks`)
+    for a slot outside the cache or named twice.
     """
     check_shape("qkv", qkv, (None, None, None))
     check_dtype("qkv", qkv)
@@ -252,7 +251,7 @@ def rotary_store_kv(
         slot_mapping_ptr=slot_mapping,
         query_weight_ptr=query_norm_weight,
         key_weight_ptr=key_norm_weight,
-        eps=float(eps),  # an int would be compiled for
+        eps=float(eps),  # an int would be another specialisation
         stride_qkv_token=qkv.stride(0),
         stride_qkv_head=qkv.stride(1),
         stride_cos=cos.stride(0),
@@ -276,9 +275,9 @@ def rotary_store_kv(
 def rotary_store_kv_cost(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, *, norm: bool
 ) -> tuple[int, int]:
-    """(bytes, flops): qkv read; query, K and V written; cos, sin and a slot read for each token.
+    """Return (bytes, flops): qkv read; query, K and V written; cos, sin and a slot read a token.
 
-    3 operations to rotate a value of query or key, 4 more to normalise it.
+    3 operations rotate a value of query or key, 4 more normalise it.
     """
     moved = 2 * (num_heads + 2 * num_kv_heads) * head_dim * element_size + 4 * head_dim + 8
     rotated = num_tokens * (num_heads + num_kv_heads) * head_dim

@@ -1,4 +1,4 @@
-"""silu(gate) * up."""
+"""SwiGLU's product, silu(gate) * up."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..checks import check_dtype, check_last_dim_contiguous, check_multiple, check_shape
 from .target import check_launchable
 
-_BLOCK = 2048  # 16 bytes a thread in bfloat16 even of 256 threads, which 4 warps are on AMD
+_BLOCK = 2048  # in bfloat16 16 bytes a thread even for 256 threads: 4 warps on AMD
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def _silu_and_mul_kernel(
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """Return silu(gate) * up, where x is gate and up side by side (Shazeer 2020, "GLU variants").
 
-    float32 arithmetic, one rounding to x's dtype. Raises ValueError for a shape, dtype or stride that does
-    not fit.
+    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
+    does not fit.
     """
     check_shape("x", x, (None, None))
     check_dtype("x", x)
@@ -51,5 +51,5 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
 
 
 def silu_and_mul_cost(num_tokens: int, size: int, element_size: int) -> tuple[int, int]:
-    """(bytes, flops): two values read and one written for each output, five operations on them."""
+    """Return (bytes, flops): two values read, one written and five operations for each output."""
     return 3 * num_tokens * size * element_size, 5 * num_tokens * size

@@ -1,4 +1,4 @@
-"""K and V by descriptors: a tile in one instruction of the tensor memory accelerator (TMA)."""
+"""Descriptors of K and V, by which the tensor memory accelerator (TMA) loads a tile in one instruction."""
 
 from typing import Any
 
@@ -8,16 +8,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import AttentionConfig
 
-# Of a thread: 3 blocks of 4 warps fit an SM, 2 if quantised. Left alone ptxas would go for more, and spill.
+# Registers of a thread, so that 3 blocks of 4 warps fit an SM, 2 if quantised. Without a limit ptxas takes
+# more, and spills.
 _REGISTERS, _REGISTERS_QUANTIZED = 168, 208
 
 
 def describe_caches(
     key_cache: Tensor, value_cache: Tensor, config: AttentionConfig, dtype: torch.dtype, target: str
 ) -> dict[str, Any]:
-    """Descriptors of both caches for one decode, boxes of a tile of one KV head; None: by pointers.
+    """Return the arguments by which a decode loads the caches: descriptors, or None to load by pointers.
 
-    Nothing is kept: a launch has what it is told by value, and so has a CUDA graph.
+    A box is a tile of one KV head. Descriptors are passed by value, also to a CUDA graph: nothing is kept.
     """
     if not loads_by_descriptors(key_cache, value_cache, config, dtype, target):
         return {"key_desc": None, "value_desc": None}
@@ -36,19 +37,18 @@ def loads_by_descriptors(
     dtype: torch.dtype,  # of the query
     target: str,
 ) -> bool:
-    """Whether a decode loads K and V by descriptors: where TMA can, and compiled code gains by it.
+    """Return whether a decode loads K and V by descriptors: where TMA can, and the compiled code is shorter.
 
     A box lies in one block, and addresses and strides are multiples of 16 bytes. Values that are a view of
-    keys are the tile that was loaded as keys, where nothing was zeroed.
+    the keys are excluded: they reuse the keys' tile, in which nothing is set to zero.
 
-    A head_dim of 128 or 256 takes a quarter fewer instructions for a tile of half precision, a tenth fewer
-    for a quantised one. A head_dim of 64 takes more registers; 64 rows and more, as in prefill, have too few
-    loads among their instructions. Counted, not timed: on hardware benchmarks.gpu has both, as blocks of 16
-    and of 64.
+    With a head_dim of 128 or 256 a tile takes a quarter fewer instructions in half precision, a tenth fewer
+    quantised. With 64 it takes more registers; with 64 rows and more, as in prefill, loads are few among the
+    instructions. These are counts, not timings: benchmarks.gpu times both, as blocks of 16 and of 64.
 
-    Warp specialisation stays out, with Triton 3.6 and 3.9: on sm_90 it is left away with 8 warps and spills
-    with 4; on sm_100 prefill does not compile (TritonGPUHoistTMEMAlloc), and a decode's block leaves no room
-    for a second one.
+    Warp specialisation is not used (Triton 3.6 and 3.9): on sm_90 it is ignored with 8 warps and spills with
+    4; on sm_100 prefill does not compile (TritonGPUHoistTMEMAlloc), and a decode's block leaves no room for
+    a second one.
     """
     return (
         target in ("sm_90", "sm_100", "sm_103")

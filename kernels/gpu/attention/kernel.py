@@ -1,6 +1,6 @@
-"""The attention kernels, for prefill chunks and for decodes: which rows a program has, and where they go.
+"""The two attention kernels, for prefill chunks and for decodes: a program's rows, and where results go.
 
-One source for both and for every model: attention_tiles.py does the rest by constexprs.
+`tiles.attend_rows` does the rest for both.
 """
 
 import triton
@@ -12,7 +12,7 @@ from .tiles import Cache, KeyRange, Rows, Scales, attend_rows
 
 @triton.jit
 def _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, BLOCK_Q: tl.constexpr):
-    """The last sequence whose first Q-block, cu_seqlens_q[i] // BLOCK_Q + i, is not after q_block."""
+    """Return the last sequence whose first Q-block, cu_seqlens_q[i] // BLOCK_Q + i, is not after q_block."""
     low = 0
     high = num_seqs - 1
     while low < high:
@@ -72,7 +72,7 @@ def prefill_kernel(
     tiles: tl.constexpr,  # AttentionConfig
 ):
     """One program: BLOCK_G heads of one KV head for one Q-block of a sequence that is not a decode."""
-    # Later blocks see more keys: they go first, so that the short ones fill the end of the launch.
+    # Later blocks see more keys, so they run first: short ones fill the end of the launch.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = _find_sequence(cu_seqlens_q_ptr, q_block, num_seqs, tiles.BLOCK_Q)
     query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, False)
@@ -114,7 +114,7 @@ def prefill_kernel(
     offs_v = tl.arange(0, layer.BLOCK_V)
     mask_out = mask_row[:, None] & (offs_v < layer.VALUE_DIM)[None, :]
     offs_out = ((token * layer.NUM_HEADS + head) * layer.VALUE_DIM)[:, None] + offs_v[None, :]
-    # What is no row may have seen nothing.
+    # Rows past the last query token have seen no key.
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(out_ptr + offs_out, out.to(out_ptr.dtype.element_ty), mask=mask_out)
 
@@ -132,7 +132,7 @@ def prefill_kernel(
 )
 def decode_kernel(
     query_ptr,
-    key_desc,  # of the caches, None where they are loaded by pointers: see attention_descriptors.py
+    key_desc,  # of the caches, None where they are loaded by pointers: see descriptors.py
     value_desc,
     key_cache_ptr,
     value_cache_ptr,
@@ -164,9 +164,9 @@ def decode_kernel(
     layer: tl.constexpr,  # Layer
     tiles: tl.constexpr,  # AttentionConfig
 ):
-    """Work through splits of decodes; a fixed number of programs takes what the list holds.
+    """Work through the list of splits of decodes, with a fixed number of programs.
 
-    A piece of work is BLOCK_G heads of one KV head on one split: of one sequence, or (SHARED) of the prefix
+    One item is BLOCK_G heads of one KV head on one split: of one sequence, or (SHARED) of the prefix
     that BLOCK_Q sequences of one new token each have in common.
     """
     NUM_HEAD_BLOCKS: tl.constexpr = layer.NUM_HEADS // layer.GROUP * tl.cdiv(layer.GROUP, tiles.BLOCK_G)
@@ -192,7 +192,7 @@ def decode_kernel(
             query_pos = tl.load(seq_lens_ptr + seq, mask=mask_row, other=1) - 1
             start = split * min_split
             end = start + min_split
-            # All of them see all of it.
+            # Every query token sees the whole prefix.
             first_pos = end
             last_pos = end
             context_len = end
@@ -242,7 +242,7 @@ def decode_kernel(
                     (row < tiles.BLOCK_Q * tiles.BLOCK_G) & (member < layer.GROUP) & (offs_q < query_len)
                 )
                 token = (query_start + offs_q).to(tl.int64)
-        # No row, or all of them, leave as a partial result.
+        # Either every row is a partial result, or none is.
         mask_partial = mask_row & (row < tl.where(own_splits > 1, tiles.BLOCK_M, 0))
         place = (item.to(tl.int64) * partial_q + offs_q) * layer.NUM_HEADS + head
         mask_v = (offs_v < layer.VALUE_DIM)[None, :]

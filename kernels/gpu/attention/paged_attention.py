@@ -1,9 +1,9 @@
 """Attention of a ragged batch over paged K and V: prefill chunks and decodes in one call.
 
-A sequence with one new token, or a few if the caller says so, is a decode: `decode_kernel` runs on splits of
-its context, which split_kv.py lists and merges. Any other goes through `prefill_kernel` in blocks of query
-tokens. Which of the two, how long a split is and in what order they are merged depend on the sequence alone,
-so its result is the same bits in any batch.
+A sequence with one new token, or up to max_decode_q, is a decode: `decode_kernel` runs on splits of its
+context, which split_kv.py lists and merges. For any other, `prefill_kernel` runs on blocks of query tokens.
+The kernel, the length of a split and the order of the merge depend on the sequence alone: the result is
+batch-invariant.
 """
 
 import math
@@ -33,13 +33,13 @@ from .split_kv import MAX_SPLITS, DecodePlan, merge_splits, plan_decodes
 from .tiles import Layer
 
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Decode programs on an SM. Where fewer fit at once (kernels/README.md), the others follow as these end.
+# Decode programs for each SM. Where fewer fit at once (COMPILED.md), the others run as these end.
 _PROGRAMS_PER_SM = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Configs:
-    """What the tile shapes of one model on one target follow from."""
+    """The model and target that determine tile shapes."""
 
     head_dim: int
     value_dim: int
@@ -191,7 +191,7 @@ def _arguments(
     cu_seqlens_q: Tensor,
     options: AttentionOptions,
 ) -> dict[str, Any]:
-    """What all launches have in common."""
+    """Return the arguments that all launches have in common."""
     head_dim, value_dim = query.shape[2], out.shape[2]
     num_heads, (_, block_size, num_kv_heads, _) = query.shape[1], key_cache.shape
     # The largest power of two, and what is left over: 80 = 64 + 16, 576 = 512 + 64.
@@ -243,7 +243,7 @@ def _arguments(
         "num_seqs": seq_lens.shape[0],
         "stride_table": block_tables.stride(0),
         "score_scale": float(options.scale),  # an int would be compiled for
-        # From scores to powers of two, in one multiplication where nothing stands between.
+        # From scores to powers of two, in one multiplication where neither softcap nor bias comes between.
         "exp_scale": math.log2(math.e) * (1.0 if biased else options.scale),
         "softcap": float(options.softcap or 0.0),
         "layer": layer,
@@ -251,11 +251,11 @@ def _arguments(
 
 
 def _dot_dtypes(dtype: torch.dtype, *, quantized: bool) -> dict[str, tl.dtype]:
-    """What queries and keys, and weights and values, are multiplied in; sums are float32."""
+    """Return the dtypes in which queries and keys, and weights and values, are multiplied."""
     if in_interpreter():
         return {"DOT_DTYPE": tl.float32, "WEIGHT_DTYPE": tl.float32}
     own = _TL_DTYPES[dtype]
-    # A weight times a scale may be less than float16 holds. Values of 8 bits are exact in bfloat16 too.
+    # A weight times a scale may underflow in float16. Values of 8 bits are exact in bfloat16 too.
     weights = tl.bfloat16 if quantized and dtype == torch.float16 else own
     return {"DOT_DTYPE": own, "WEIGHT_DTYPE": weights}
 
@@ -336,7 +336,8 @@ def paged_attention_cost(
     kv_bytes: float | None = None,
     shared_prefix_len: int = 0,
 ) -> tuple[int, int]:
-    """(bytes, flops): queries in, outputs out, each visible K and V once; two products a visible pair.
+    """Return (bytes, flops): queries in, outputs out, each visible K and V once; two products a
+    visible pair.
 
     kv_bytes: of one element of the cache with its share of the scales, element_size where None.
     shared_prefix_len: keys that all sequences have in common, read once.

@@ -1,8 +1,8 @@
 """Split decodes (flash decoding, Dao et al. 2023): the list of splits to work through, and their merge.
 
-How long a sequence's splits are depends on its own length alone, and they are merged in a fixed order, so
-neighbours in the batch do not change a bit. The list is made on the device: a CUDA graph holds the same
-launches for any lengths, and one long sequence among short ones need not leave SMs idle.
+The length of a sequence's splits depends on its own length alone, and they are merged in a fixed order: the
+result is batch-invariant. The list is made on the device: a CUDA graph then holds the same launches for all
+lengths, and one long sequence among short ones does not leave SMs idle.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A result's bits depend on it. Contexts of more splits get longer ones.
+# Results depend on it in their last bits. A longer context gets longer splits.
 MAX_SPLITS = 64
 _CHUNK = 16  # splits joined at once: fixed, since the order of a sum decides its last bit
 
 
 @triton.jit
 def first_key_tile(first_pos, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """The tile of the first key a query token at `first_pos` sees."""
+    """Return the tile of the first key that a query token at `first_pos` sees."""
     tile = 0
     if WINDOW > 0:
         tile = tl.maximum(first_pos - WINDOW + 1, 0) // TILE * TILE
@@ -28,7 +28,7 @@ def first_key_tile(first_pos, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def split_tokens(num_keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Key tokens of one split: SPLIT, or the multiple of it that makes MAX_SPLITS of them enough."""
+    """Return the key tokens of one split: the least multiple of SPLIT of which MAX_SPLITS are enough."""
     return tl.maximum(tl.cdiv(num_keys, SPLIT * MAX_SPLITS), 1) * SPLIT
 
 
@@ -45,7 +45,7 @@ def _num_splits(
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """The splits of each sequence of `seq`; none if it is not a decode."""
+    """Return the number of splits of each sequence of `seq`: 0 if it is not a decode."""
     query_len = tl.load(cu_seqlens_q_ptr + seq + 1, mask=mask, other=0)
     query_len -= tl.load(cu_seqlens_q_ptr + seq, mask=mask, other=0)
     seq_len = tl.load(seq_lens_ptr + seq, mask=mask, other=0)
@@ -73,7 +73,7 @@ def _plan_kernel(
     MAX_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: one sequence's splits, behind those of all sequences before it; the last one counts."""
+    """One program: list one sequence's splits after those of the sequences before it; the last one counts."""
     own = tl.program_id(0)
     before = 0
     for chunk in range(0, own, CHUNK):
@@ -92,7 +92,7 @@ def _plan_kernel(
         )
         before += tl.sum(splits, axis=0)
     tl.store(first_item_ptr + own, before)
-    # What the sequences have in common is no work of theirs.
+    # The splits of the shared prefix are not among the work of the sequences.
     first_work = before - own * shared_splits
     if own == num_seqs:
         tl.store(first_item_ptr + own + 1, first_work)
@@ -110,10 +110,10 @@ def _plan_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What the decodes of a batch have to do, in device memory; good for every layer of the same shape."""
+    """The splits of a batch's decodes, in device memory; valid for every layer of the same shape."""
 
-    work: Tensor  # i32[most_splits * num_seqs, 2], (sequence, split): so much of it as there is work
-    first_item: Tensor  # i32[num_seqs + 2], exclusive prefix sum of the splits, then how much work there is
+    work: Tensor  # i32[most_splits * num_seqs, 2], (sequence, split): filled as far as there is work
+    first_item: Tensor  # i32[num_seqs + 2], exclusive prefix sum of the splits, then the number of work items
     most_splits: int  # of one sequence
     min_split: int  # key tokens, at least
     shared_splits: int  # at the beginning, which all sequences have in common
@@ -132,8 +132,8 @@ def plan_decodes(
 ) -> DecodePlan:
     """List the splits of all decodes.
 
-    A shared prefix is rounded down to whole splits, whose length follows from max_keys: what is shorter than
-    one is not shared.
+    A shared prefix is rounded down to whole splits, whose length follows from max_keys; one shorter than a
+    split is not shared.
     """
     if window:
         max_keys = min(max_keys, window + decode_q + tile)
@@ -171,7 +171,7 @@ def plan_decodes(
 def most_partial_bytes(
     num_seqs: int, max_keys: int, num_heads: int, value_dim: int, split: int, decode_q: int = 1
 ) -> int:
-    """What the splits of so many decodes take at most, before they are merged."""
+    """Return the most bytes that partial results of so many decodes take."""
     most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
     values = num_heads * (value_dim + 2) * decode_q
     return 4 * num_seqs * most_splits * values if most_splits > 1 else 0

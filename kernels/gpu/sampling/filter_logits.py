@@ -1,23 +1,23 @@
 """Which tokens of a row may be drawn: min_p, top_n_sigma, typical_p, top_k and top_p without a sort.
 
-What a filter keeps lies above a threshold: of the logit, or (typical_p) of how near the surprise is to the
-entropy. So a row's filter comes down to a few numbers, its limits, found in four launches:
+A filter keeps the tokens above a threshold: of the logit, or (typical_p) of the distance between surprise and
+entropy. A row's filters come down to a few numbers, its limits, found in four launches:
 
     maxima   of each block of 1024 tokens, over all programs: the first read of the row
     coarse   how many tokens, and what mass, lie above each of 8 pivots: a second read, from the L2 mostly
     gather   a list of the tokens above the lowest pivot that can matter; blocks below it are not read
-    search   one program a row narrows the threshold down over that list, 8 pivots at a time
+    search   one program a row narrows the threshold over that list, 8 pivots at a time
 
-The search is over the ordered integer image of a float: each pass at least halves an interval of integers,
-whatever the logits, and snaps it to the logits that are there, so that about five passes do and 32 always.
-One program is enough because its list is short: the kept tokens and what a pivot lies below the threshold. Of
+The search is over floats mapped to integers of the same order. Each pass at least halves an interval of
+integers, whatever the logits, and narrows it to the logits inside: about five passes do, 32 always. One
+program is enough because its list is short: the kept tokens and those down to a pivot below the threshold. Of
 128k normal logits of deviation 3, 30 of them raised by 4 to 12, these are 74 for a top_k of 20 or 50, 1900
 for 1000 as for a top_p of 0.9, 22 thousand for 0.95. Only typical_p, which orders tokens anew, searches all
 that min_p and top_n_sigma leave.
 
-Mass is counted in 2**-42 of the most likely token's. Sums of integers do not depend on their order: nor does
-a row on the order in which its programs come, or on its neighbours. Kept sets are exact but for that and
-the rounding of exp: a token whose share is within some 1e-6 of top_p may fall on either side.
+Mass is counted in units of 2**-42 of the most likely token's. Sums of integers do not depend on their order,
+so a row depends neither on the order of its programs nor on its neighbours. Kept sets are exact but for this
+unit and the rounding of exp: a token whose share is within some 1e-6 of top_p may fall on either side.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,7 @@ MAX_VOCAB_SIZE = 1 << 20  # so many masses of at most 2**42 add up to an int64
 def _maxima_kernel(
     logits_ptr,
     maxima_ptr,  # f32[n, NUM_BLOCKS]
-    moments_ptr,  # f64[n, NUM_BLOCKS, 3], or None: count, mean and squares around it of what is not -inf
+    moments_ptr,  # f64[n, NUM_BLOCKS, 3], or None: count, mean and squared deviations of all above -inf
     stride_row: tl.constexpr,
     SIZE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -88,7 +88,7 @@ def _coarse_kernel(
     top_k_ptr,
     top_p_ptr,
     sums_ptr,  # i64[n, 2 * PIVOTS + 2], zero: tokens above each pivot, their mass, all mass, list length
-    flags,  # which filters there are
+    flags,  # bit i: whether the i-th of Filters is used
     stride_row: tl.constexpr,
     SIZE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -176,7 +176,7 @@ def _mask_kernel(
 
 
 class Filters(NamedTuple):
-    """What the rows ask for; None: nobody does."""
+    """The filters of the rows; None: no row uses it."""
 
     min_p: Tensor | None  # f32[n], 0 keeps all
     top_n_sigma: Tensor | None  # f32[n], 0 keeps all
@@ -206,7 +206,7 @@ def check_logits(logits: Tensor, temperature: Tensor) -> None:
 
 
 def block_maxima(logits: Tensor, *, moments: bool) -> tuple[Tensor, Tensor | None]:
-    """f32[n, num_blocks], and where asked for f64[n, num_blocks, 3]: see the kernel."""
+    """Return f32[n, num_blocks], and with `moments` f64[n, num_blocks, 3]: see the kernel."""
     n, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     maxima = torch.empty(n, num_blocks, device=logits.device)
@@ -227,17 +227,17 @@ def block_maxima(logits: Tensor, *, moments: bool) -> tuple[Tensor, Tensor | Non
 def row_limits(
     logits: Tensor, temperature: Tensor, filters: Filters, maxima: Tensor, moments: Tensor | None
 ) -> Tensor:
-    """f32[n, NUM_LIMITS]: what kept_and_scaled needs to know of a row.
+    """Return the limits of each row, f32[n, NUM_LIMITS], for `kept_and_scaled`.
 
-    Its highest logit, temperature, 1 / temperature; the lowest logit and the lowest z that are kept; the
-    middle and the reach of the z that typical_p keeps.
+    The highest logit, temperature, 1 / temperature; the lowest logit and the lowest z that are kept; the
+    center and the reach of the z that typical_p keeps.
     """
     n, vocab_size = logits.shape
     num_blocks = maxima.shape[1]
     sums = torch.zeros(n, 2 * _PIVOTS + 2, dtype=torch.int64, device=logits.device)
     candidates = torch.empty(n, vocab_size, device=logits.device)
     limits = torch.empty(n, NUM_LIMITS, device=logits.device)
-    # What is not there is never read, but has a type: one binary serves every combination of filters.
+    # A filter that is not used is never read, but has a type: one binary serves every combination.
     standing_in = [temperature] * 3 + [temperature.view(torch.int32), temperature]
     pointers = [
         stand_in if value is None else value for value, stand_in in zip(filters, standing_in, strict=True)
@@ -272,13 +272,13 @@ def filter_logits(
     logits: Tensor,  # f32[n, vocab_size], changed in place
     *,
     temperature: Tensor,  # f32[n], above 0
-    min_p: Tensor | None,  # f32[n]; None: nobody uses it
+    min_p: Tensor | None,  # f32[n]; None: no row uses it
     top_n_sigma: Tensor | None,  # f32[n]
     typical_p: Tensor | None,  # f32[n]
     top_k: Tensor | None,  # i32[n], vocab_size keeps all
     top_p: Tensor | None,  # f32[n]
 ) -> None:
-    """Set to -inf what the filters do not keep; `reference.kept_tokens` says exactly what that is.
+    """Set to -inf the logits that the filters do not keep; `reference.kept_tokens` defines which.
 
     A NaN counts as -inf and +inf as the largest float: see sample_tokens. Raises ValueError for a shape,
     dtype or stride that does not fit.
@@ -303,7 +303,7 @@ def filter_logits(
 
 
 def filter_cost(n: int, vocab_size: int) -> tuple[int, int]:
-    """(bytes, flops) of finding the limits, at most but for the passes over the list.
+    """Return the most (bytes, flops) of finding the limits, without the passes over the list.
 
     The row is read for the maxima and once more, mostly from the L2; the blocks in which something may be
     kept a third time: 12 bytes a token. The mass of a token is 8 flops, its comparison with 8 pivots 16. At

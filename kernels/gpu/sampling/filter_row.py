@@ -1,11 +1,11 @@
-"""What the programs of a filter know of their row: scale, order and mass of logits, and its parameters."""
+"""Device functions of the filters: scale, order and mass of a row's logits, and the row's parameters."""
 
 import triton
 import triton.language as tl
 
 # Limits of a row, f32 each: see filter_logits.row_limits.
 NUM_LIMITS = 7
-# Numbers of the rows, views at any offset.
+# Parameters of the rows, views at any offset.
 PARAMETERS = ("temperature_ptr", "min_p_ptr", "sigmas_ptr", "typical_ptr", "top_k_ptr", "top_p_ptr")
 
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
@@ -16,32 +16,33 @@ MASS_ONE = tl.constexpr(4398046511104.0)  # 2**42
 
 @triton.jit
 def finite(x):
-    """NaN as -inf, +inf as the largest float, -0 as 0: an order without holes."""
+    """Map NaN to -inf, +inf to the largest float and -0 to 0, so that all values are ordered."""
     x = tl.where(x == x, x, float("-inf"))
     return tl.where(x == 0.0, 0.0, tl.minimum(x, FLOAT_MAX))
 
 
 @triton.jit
 def load_finite(logits_ptr, offs, SIZE: tl.constexpr):
-    """Logits as an order without holes; those past the end are -inf."""
+    """Load logits, `finite`; those past the end are -inf."""
     return finite(tl.load(logits_ptr + offs, mask=offs < SIZE, other=float("-inf")))
 
 
 @triton.jit
 def ordered(x):
-    """The integer image of a float: i32, in the order of the floats."""
+    """Map floats to i32 in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def unordered(key):
+    """Map i32 of `ordered` back to floats."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def row_scale(maxima_ptr, temperature_ptr, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
-    """The row's highest logit, its temperature within what floats can divide by, and one over it."""
+    """Return the row's highest logit, its temperature, clamped so that 1 / it is finite, and 1 / it."""
     offs = tl.arange(0, BLOCKS)
     maxima = tl.load(maxima_ptr + row * NUM_BLOCKS + offs, mask=offs < NUM_BLOCKS, other=float("-inf"))
     top = tl.maximum(tl.max(maxima, axis=0), -FLOAT_MAX)
@@ -52,19 +53,20 @@ def row_scale(maxima_ptr, temperature_ptr, row, NUM_BLOCKS: tl.constexpr, BLOCKS
 
 @triton.jit
 def scaled(x, top, temperature, inverse):
-    """(x - top) / temperature, from -300 to 0: nothing overflows, and -inf is told apart by x itself."""
+    """Return z = (x - top) / temperature, from -300 to 0: nothing overflows; for -inf look at x itself."""
     x = tl.maximum(x, tl.maximum(top, 0.0) - FLOAT_MAX)
     return tl.maximum(x - top, -_FURTHEST * temperature) * inverse
 
 
 @triton.jit
 def mass_of(z):
+    """Return exp(z) in units of 2**-42."""
     return (tl.exp(z) * MASS_ONE).to(tl.int64)
 
 
 @triton.jit
 def share_of(part, total):
-    """The least integer that is not below part * total."""
+    """Return part * total, rounded up."""
     share = part.to(tl.float64) * total.to(tl.float64)
     floor = share.to(tl.int64)
     return floor + tl.where(floor.to(tl.float64) < share, 1, 0)
@@ -74,7 +76,7 @@ def share_of(part, total):
 def lowest_kept(
     top, moments_ptr, sigmas_ptr, min_p_ptr, row, flags, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """What top_n_sigma and min_p ask for: kept are keys above `low` and z of lowest_z or more."""
+    """Return the limits of min_p and top_n_sigma: kept are z of lowest_z or more, and keys above `low`."""
     min_p = tl.load(min_p_ptr + row, mask=(flags & 1) != 0, other=0.0)
     lowest_z = tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1.1754943508222875e-38)), -1000.0)
     sigmas = tl.load(sigmas_ptr + row, mask=(flags & 2) != 0, other=0.0)
@@ -97,7 +99,7 @@ def lowest_kept(
 
 @triton.jit
 def wanted_of(typical_ptr, top_k_ptr, top_p_ptr, row, flags, SIZE: tl.constexpr):
-    """The row's typical_p, top_k and top_p: what keeps all where nobody asks."""
+    """Return the row's typical_p, top_k and top_p; for a filter that is not used, a value that keeps all."""
     typical = tl.load(typical_ptr + row, mask=(flags & 4) != 0, other=1.0)
     top_k = tl.load(top_k_ptr + row, mask=(flags & 8) != 0, other=SIZE)
     top_p = tl.load(top_p_ptr + row, mask=(flags & 16) != 0, other=1.0)
@@ -106,7 +108,7 @@ def wanted_of(typical_ptr, top_k_ptr, top_p_ptr, row, flags, SIZE: tl.constexpr)
 
 @triton.jit
 def coarse_pivots(maxima_ptr, top, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, PIVOTS: tl.constexpr):
-    """Keys below the highest logit, closer together near it, down to twice as far as the lowest maximum."""
+    """Choose keys below the highest logit, denser near it, down to twice as far as the lowest maximum."""
     offs = tl.arange(0, BLOCKS)
     maxima = tl.load(maxima_ptr + row * NUM_BLOCKS + offs, mask=offs < NUM_BLOCKS, other=float("inf"))
     lowest = tl.min(tl.where(maxima > float("-inf"), maxima, float("inf")), axis=0)
@@ -118,7 +120,7 @@ def coarse_pivots(maxima_ptr, top, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.con
 
 @triton.jit
 def coarse_low(sums_ptr, pivots, low, typical, top_k, top_p, PIVOTS: tl.constexpr, SIZE: tl.constexpr):
-    """A key at or below which top_k or top_p surely keeps nothing: the highest pivot with enough above it."""
+    """Return the highest pivot with enough above it: at or below it top_k and top_p keep nothing."""
     offs = tl.arange(0, PIVOTS)
     if typical >= 1.0:
         if top_k < SIZE:
@@ -133,7 +135,7 @@ def coarse_low(sums_ptr, pivots, low, typical, top_k, top_p, PIVOTS: tl.constexp
 
 @triton.jit
 def kept_and_scaled(x, limits_ptr):
-    """Which of these logits a row's limits keep, and (x - top) / temperature of all."""
+    """Return which of these logits a row's limits keep, and (x - top) / temperature of all."""
     top = tl.load(limits_ptr)
     z = scaled(x, top, tl.load(limits_ptr + 1), tl.load(limits_ptr + 2))
     kept = (x >= tl.load(limits_ptr + 3)) & (z >= tl.load(limits_ptr + 4))

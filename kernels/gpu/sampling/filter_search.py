@@ -1,4 +1,4 @@
-"""The search for the thresholds of a row's filters, over a list of the logits that matter."""
+"""The search for the thresholds of a row's filters, over the list of logits that `filter_logits` gathers."""
 
 import triton
 import triton.language as tl
@@ -37,7 +37,7 @@ def _weights_above(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Mass or number of tokens above each pivot, and the least and the greatest key in (low, high]."""
+    """Return the mass or number of tokens above each pivot, and the least and greatest key in (low, high]."""
     above = tl.zeros([PIVOTS], tl.int64)
     least = high
     most = low
@@ -75,12 +75,12 @@ def _search(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The key above which tokens are kept: those with less than `target` strictly above them."""
+    """Find the key above which tokens are kept: those with less than `target` strictly above them."""
     step = tl.arange(0, PIVOTS)
     part = tl.maximum(step - 2, 0).to(tl.float32) / (PIVOTS - 2)
     while high > low + 1:
-        # Three quarter the integers, so that every pass at least halves them; the others divide the floats,
-        # among which logits are spread more evenly.
+        # Three pivots quarter the integers, so that every pass at least halves them; the others divide the
+        # floats, over which logits are spread more evenly.
         quarters = low + ((high.to(tl.int64) - low) * (step + 1) // 4).to(tl.int32)
         first = tl.maximum(unordered(low), -FLOAT_MAX)
         evenly = ordered(first * (1.0 - part) + unordered(high) * part)
@@ -92,7 +92,7 @@ def _search(
         )  # fmt: skip
         too_low = tl.max(tl.where(above >= target, pivots, low), axis=0)
         high_enough = tl.min(tl.where(above >= target, high, pivots), axis=0)
-        # What changes between two neighbours among the keys that are there changes nothing.
+        # A threshold may lie anywhere between two neighbouring keys of the list.
         low = tl.maximum(too_low, least - 1)
         high = tl.maximum(tl.minimum(high_enough, most), low + 1)
     return low
@@ -119,7 +119,7 @@ def search_kernel(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """One program: one row's limits, by typical_p, top_k and top_p, each over what the last one kept."""
+    """Find one row's limits by typical_p, top_k and top_p, each over what the one before it kept."""
     row = tl.program_id(0).to(tl.int64)
     typical, top_k, top_p = wanted_of(typical_ptr, top_k_ptr, top_p_ptr, row, flags, SIZE)
     top, temperature, inverse = row_scale(maxima_ptr, temperature_ptr, row, NUM_BLOCKS, BLOCKS)
@@ -138,9 +138,9 @@ def search_kernel(
             x = tl.load(list_ptr + offs, mask=offs < length, other=float("-inf"))
             z = scaled(x, top, temperature, inverse)
             total += tl.sum(tl.where(offs < length, mass_of(z), 0), axis=0)
-            # At most 1 / e, whatever z: it adds up as mass does.
+            # exp(z) * -z is at most 1 / e, so that it adds up as mass does.
             drop += tl.sum(tl.where(offs < length, (tl.exp(z) * -z * MASS_ONE).to(tl.int64), 0), axis=0)
-        # Surprise is log(sum) - z, so its distance to the entropy, its mean, is that of z to its own mean.
+        # Surprise is log(sum) - z: its distance to the entropy, its mean, is the distance of z to the mean z.
         center = -(drop.to(tl.float64) / tl.maximum(total, 1).to(tl.float64)).to(tl.float32)
         near = _search(
             list_ptr, length, tl.maximum(share_of(typical, total), 1), ordered(-reach),

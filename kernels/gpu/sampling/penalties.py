@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalty, in one pass over the rows that have one."""
+"""Repetition, frequency and presence penalties, in one pass over the rows that have one."""
 
 import torch
 import triton
@@ -41,7 +41,7 @@ def _penalties_kernel(
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: CHUNK tokens of one row. What no history touches is neither read nor written."""
+    """Penalise CHUNK tokens of one row. A chunk without a seen token is neither read nor written."""
     item = tl.program_id(0)
     slot = tl.load(slots_ptr + item).to(tl.int64)
     offs = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -56,7 +56,7 @@ def _penalties_kernel(
     presence = tl.load(presence_ptr + item)
     logits_ptr += tl.load(rows_ptr + item).to(tl.int64) * stride_row
     logits = tl.load(logits_ptr + offs, mask=mask, other=0.0)
-    # A whole tile is stored, so that threads write 16 bytes; what was not seen keeps its bits.
+    # The whole tile is stored, so that threads write 16 bytes; tokens not seen keep their bits.
     repeated = tl.where(logits > 0, tl.math.div_rn(logits, repetition), logits * repetition)
     penalised = tl.where(seen, repeated, logits)
     taken = count.to(tl.float32) * frequency
@@ -74,14 +74,12 @@ def apply_penalties(
     frequency_penalty: Tensor,  # f32[n]
     presence_penalty: Tensor,  # f32[n]
 ) -> None:
-    """Penalise in these rows the tokens that were seen before.
+    """Penalise the tokens of these rows that were seen before; see `reference.apply_penalties`.
 
-    Positive logits of tokens in the prompt or the output are divided by repetition_penalty, others multiplied
-    (Keskar et al. 2019); then a generated token loses frequency_penalty for each time, and presence_penalty
-    once. Other rows, and tokens never seen, keep their bits. Rounded after every operation, as the reference
-    does it: the bits are the same on every device. No row may be named twice. Raises ValueError for a shape,
-    dtype or stride that does not fit; rows and slots are read on the host, and one that is not there or is
-    named twice is seen, only in debug mode, see `checks`.
+    Other rows, and tokens never seen, keep their bits. Every operation is rounded, as in the reference: the
+    result is bitwise equal on every device. No row may be named twice. Raises ValueError for a shape, dtype
+    or stride that does not fit, and in debug mode (see `checks`) for rows and slots that do not exist or are
+    named twice.
     """
     check_shape("logits", logits, (None, None), torch.float32)
     check_shape("rows", rows, (None,), torch.int64)
@@ -128,9 +126,9 @@ def apply_penalties(
 
 
 def apply_penalties_cost(num_rows: int, vocab_size: int) -> tuple[int, int]:
-    """(bytes, flops) at most: history read, logits read and written, 28 bytes of a row's own.
+    """Return the most (bytes, flops): history read, logits read and written, 28 bytes a row.
 
-    A chunk without history costs a byte a token alone. At 4.3 TB/s, 64 rows of a 128k vocabulary take
-    at most 26 microseconds: where the logits are still in the L2, less.
+    A chunk without history costs one byte a token. At 4.3 TB/s, 64 rows of a 128k vocabulary take at most
+    26 microseconds, less if the logits are still in the L2.
     """
     return num_rows * (13 * vocab_size + 28), 5 * num_rows * vocab_size

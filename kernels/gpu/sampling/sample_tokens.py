@@ -1,9 +1,9 @@
-"""Draw a token for each row: the argmax of (logit - highest) / temperature + Gumbel noise over the kept ones.
+"""Draws of a token for each row: the argmax of (logit - highest) / temperature + Gumbel noise.
 
-Argmax with Gumbel noise draws from the softmax (Gumbel 1954; Maddison et al. 2014), and needs neither the
-softmax nor a sum. The noise of a token follows from (seed, position, token) by a counter, whatever else is
-in the batch: Philox 4x32-10 (Salmon et al. 2011) gives 64 bits for each token, of which `gumbel` makes a
-float32 with operations that IEEE 754 rounds one way only. None are contracted: gumbel.py has the same bits.
+The argmax with Gumbel noise is a draw from the softmax (Gumbel 1954; Maddison et al. 2014), without a softmax
+or a sum. A token's noise depends on (seed, position, token) only, whatever else is in the batch: Philox
+4x32-10 (Salmon et al. 2011) gives 64 bits, of which `gumbel` makes a float32 by operations that IEEE 754
+rounds in one way. None are contracted: the noise is bitwise equal to that of the reference, `kernels.gumbel`.
 """
 
 import torch
@@ -25,7 +25,7 @@ _SMALL_POLYNOMIAL = tl.constexpr(SMALL_POLYNOMIAL)
 
 @triton.jit
 def _polynomial(x, COEFFICIENTS: tl.constexpr, DEGREE: tl.constexpr):
-    """Horner's rule, each product and each sum rounded."""
+    """Evaluate a polynomial by Horner's rule, rounding each product and each sum."""
     value = x * 0.0 + COEFFICIENTS[DEGREE]
     for i in tl.static_range(DEGREE):
         value = value * x + COEFFICIENTS[DEGREE - 1 - i]
@@ -34,7 +34,7 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr, DEGREE: tl.constexpr):
 
 @triton.jit
 def _log(x):
-    """log of a normal float32 above 0; see gumbel.py."""
+    """Return the logarithm of a normal float32 above 0; see gumbel.py."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - _SQRT_HALF_BITS) >> 23
     rest = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -43,7 +43,7 @@ def _log(x):
 
 @triton.jit
 def gumbel(high, low):
-    """Gumbel noise of 64 random bits, u32 high and low."""
+    """Make Gumbel noise of 64 random bits, u32 high and low."""
     bits = (high.to(tl.int64) << 32) | low.to(tl.int64)
     near = ((bits ^ (bits >> 63)) | 1).to(tl.float32) * 5.421010862427522e-20
     log_near = _log(near)
@@ -68,7 +68,7 @@ def _best_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: the best score of one row's block, and the first token that has it."""
+    """Find the best score in one block of a row, and the first token that has it."""
     HALF: tl.constexpr = BLOCK // 2
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * NUM_BLOCKS + block
@@ -84,7 +84,7 @@ def _best_kernel(
         tl.store(scores_ptr + place, float("-inf"))
         tl.store(tokens_ptr + place, block * BLOCK)
         return
-    # Tokens half a block apart share four words of Philox, two each.
+    # Two tokens half a block apart share four words of Philox.
     first = block * BLOCK + tl.arange(0, HALF)
     position = tl.load(positions_ptr + row)
     counter = block * HALF + tl.arange(0, HALF)
@@ -109,7 +109,7 @@ def _best_kernel(
         score = tl.where(kept, z + noise, float("-inf"))
         best_here = tl.max(score, axis=0)
         token_here = tl.min(tl.where(score == best_here, offs, SIZE), axis=0)
-        # The smaller token wins a tie: it is in the first half.
+        # In a tie the smaller token wins, which is in the first half.
         token = tl.where(best_here > best, token_here, token)
         best = tl.maximum(best, best_here)
     tl.store(scores_ptr + place, best)
@@ -118,7 +118,7 @@ def _best_kernel(
 
 @triton.jit
 def _pick_kernel(scores_ptr, tokens_ptr, out_ptr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
-    """One program: the best of one row's blocks, of equal ones the first."""
+    """Pick the best of one row's blocks; the first of equal ones."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCKS)
     mask = offs < NUM_BLOCKS
@@ -134,7 +134,7 @@ def sample_tokens(
     positions: Tensor,  # i64[n]
     *,
     temperature: Tensor,  # f32[n], above 0
-    min_p: Tensor | None,  # f32[n], 0 keeps all; None: nobody uses it
+    min_p: Tensor | None,  # f32[n], 0 keeps all; None: no row uses it
     top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
     typical_p: Tensor | None,  # f32[n], 1 keeps all
     top_k: Tensor | None,  # i32[n], vocab_size keeps all
@@ -142,11 +142,11 @@ def sample_tokens(
 ) -> Tensor:  # i64[n]
     """Draw from softmax(logits / temperature) of each row, over the tokens that its filters keep.
 
-    Random numbers follow from (seed, position) alone; of equal scores the smallest token wins. What a row
-    gets depends on its own logits and parameters only, bit for bit. A row with a NaN or +inf in it, or with
-    nothing but -inf, gets some token of the vocabulary in the time of any other: who calls looks at the row's
-    maximum, which is not finite then, and throws the token away. (With NaN as -inf and +inf as the largest
-    float no search can hang.) Raises ValueError for a shape, dtype or stride that does not fit.
+    Random numbers depend on (seed, position) alone; of equal scores the smallest token wins. A row's token
+    depends on its own logits and parameters only. A row with a NaN or +inf, or with nothing but -inf, gets
+    some token of the vocabulary, in the same time: the caller looks at the row's maximum, which is not finite
+    then, and discards the token. (NaN counts as -inf and +inf as the largest float, so no search can hang.)
+    Raises ValueError for a shape, dtype or stride that does not fit.
     """
     check_logits(logits, temperature)
     check_launchable("logits", logits)
@@ -200,9 +200,9 @@ def sample_tokens(
 
 
 def sample_tokens_cost(n: int, vocab_size: int) -> tuple[int, int]:
-    """(bytes, flops) without filters: two reads of the row, the second mostly from the L2, and the noise.
+    """Return (bytes, flops) without filters: two reads of the row, the second mostly from the L2, and noise.
 
-    The noise of a token takes some 66 flops, none fused, and with Philox 150 instructions (SASS of sm_90): on
+    The noise of a token takes some 66 flops, none fused, with Philox 150 instructions (SASS of sm_90): on
     the 132 SMs of an H200 at 1.75 GHz, 64 rows of 128k tokens take 42 microseconds of issue slots, three
     times as long as their two reads at 4.3 TB/s; one row, on 126 programs, less than a launch. Blocks
     more than 50 below the highest logit take none, nor do those below the lowest kept one: with filters,
