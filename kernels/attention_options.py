@@ -1,4 +1,4 @@
-"""What `paged_attention` accepts."""
+"""The options, plans and checks of `paged_attention`, shared by its implementations."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,12 +21,12 @@ from .checks import (
 )
 
 MAX_GROUP, MIN_HEAD_DIM, MAX_HEAD_DIM = 128, 16, 576
-MAX_TREE = 64  # candidates: bits of an int64
+MAX_TREE = 64  # candidates: the bits of an int64
 _MAX_INT32 = 2**31 - 1
 
 
 class AttentionOptions(NamedTuple):
-    """What `paged_attention` is told beside its tensors; `gpu.attention.paged_attention` explains each."""
+    """The options of `paged_attention`; `gpu.attention.paged_attention` explains each."""
 
     scale: float
     max_seqlen_q: int
@@ -36,7 +36,7 @@ class AttentionOptions(NamedTuple):
     sliding_window: int | None = None
     softcap: float | None = None
     causal: bool = True
-    # Tensors come last, and each layer has its own: see `layout_of`.
+    # Tensors come last: each layer has its own, see `layout_of`.
     sinks: Tensor | None = None  # f32[num_heads]
     alibi_slopes: Tensor | None = None  # f32[num_heads]
     tree_mask: Tensor | None = None  # i64[num_tokens]
@@ -46,9 +46,9 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What a batch's lengths determine: computed once, used by every layer of the same `layout`.
+    """What follows from a batch's lengths: computed once, for all layers of the same `layout`.
 
-    A backend's own plan adds to it what its kernels read.
+    Each backend adds what its kernels read.
     """
 
     layout: tuple[object, ...]
@@ -91,7 +91,7 @@ def check_attention(
     cu_seqlens_q: Tensor,
     options: AttentionOptions,
 ) -> None:
-    """Raise ValueError unless these fit together; in debug mode also for what the int32 tensors hold."""
+    """Raise ValueError unless the inputs fit together; in debug mode check what int32 tensors hold too."""
     check_shape("query", query, (None, None, None))
     check_dtype("query", query)
     num_tokens, num_heads, head_dim = query.shape
@@ -108,7 +108,7 @@ def check_attention(
     num_seqs = seq_lens.shape[0]
     check_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32)
     check_shape("block_tables", block_tables, (num_seqs, None), torch.int32)
-    if num_tokens and num_seqs:  # the first entry is read, whatever the lengths
+    if num_tokens and num_seqs:  # kernels read the first entry, whatever the lengths
         check_positive("block_tables.shape[1]", block_tables.shape[1])
     per_head = {"sinks": options.sinks, "alibi_slopes": options.alibi_slopes}
     for name, values in per_head.items():
@@ -143,7 +143,7 @@ def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, ma
     check_between("max_seqlen_q", options.max_seqlen_q, 1, _MAX_INT32)
     check_between("min_seqlen_q", options.min_seqlen_q, 0, options.max_seqlen_q)
     check_between("max_decode_q", options.max_decode_q, 1, _MAX_INT32)
-    # The tables are read so far without a look at a length, and behind it is one token at least.
+    # Kernels read so many keys without looking at lengths, and each sequence has at least one key more.
     check_between("shared_prefix_len", options.shared_prefix_len, 0, max(0, max_keys - 1))
     if options.sliding_window is not None:
         check_between("sliding_window", options.sliding_window, 1, _MAX_INT32)
@@ -154,7 +154,7 @@ def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, ma
     if options.tree_mask is not None:
         check_between("max_seqlen_q with a tree_mask", options.max_seqlen_q, 1, MAX_TREE)
         if not options.causal:
-            raise ValueError("tree_mask needs causal=True: it says which of the new tokens see each other")
+            raise ValueError("tree_mask needs causal=True: it says which new tokens see each other")
     if options.shared_prefix_len:
         if options.max_seqlen_q != 1 or num_tokens != num_seqs:
             raise ValueError(
@@ -164,7 +164,7 @@ def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, ma
         if options.sliding_window is not None:
             raise ValueError(
                 f"shared_prefix_len and sliding_window {options.sliding_window} exclude each other: "
-                "a window does not see a long prefix"
+                "a window does not cover a long prefix"
             )
 
 
@@ -176,7 +176,7 @@ def check_contents(
     num_tokens: int,
     options: AttentionOptions,
 ) -> None:
-    """Raise ValueError unless every read stays inside the tensors. Reads them on the host."""
+    """Raise ValueError unless every read stays inside the tensors. Reads int32 tensors on the host."""
     num_blocks, block_size = key_cache.shape[:2]
     starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
     if starts[0] != 0 or starts[-1] > num_tokens or sorted(starts) != starts:

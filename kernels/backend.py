@@ -20,15 +20,15 @@ BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
 
 
 class Kernels(Protocol):
-    """One implementation of every operation, and what callers must know of it.
+    """A backend: one implementation of every operation, and its capabilities.
 
-    Implemented by the modules `gpu.backend`, `cpu.backend` and `plain.backend`. `reference` documents the
-    operations.
+    The modules `gpu.backend`, `cpu.backend` and `plain.backend` implement it. `reference` defines the
+    operations, and has the shapes of their parameters.
     """
 
     @property
     def name(self) -> BackendName:
-        """The backend's name in messages. To choose behaviour, ask one of the properties below."""
+        """The name for messages. What callers decide by is one of the capabilities below."""
 
     @property
     def head_dims(self) -> range:
@@ -36,19 +36,19 @@ class Kernels(Protocol):
 
     @property
     def has_linear(self) -> bool:
-        """Whether the backend has products of its own, by panels of a weight: batch-invariant ones."""
+        """Whether there are batch-invariant kernels for linear layers, with weights in panels."""
 
     @property
     def records_steps(self) -> bool:
-        """Whether a step's launches can be recorded, and repeated without Python between them."""
+        """Whether the launches of a step can be recorded, and replayed without Python between them."""
 
     @property
     def compiles_at_launch(self) -> bool:
-        """Whether the first launch of a kernel compiles it, so that an engine should warm up."""
+        """Whether a kernel is compiled when it is first launched, so that an engine should warm up."""
 
     @property
     def needs_partials(self) -> bool:
-        """Whether attention of split decodes allocates partial results that grow with the batch."""
+        """Whether attention allocates partial results of split decodes, which grow with the batch."""
 
     def check_cache_dtype(self, dtype: torch.dtype) -> None:
         """Raise ValueError if the current device cannot read a cache of this dtype."""
@@ -96,7 +96,7 @@ class Kernels(Protocol):
         cu_seqlens_q: Tensor,
         options: AttentionOptions,
     ) -> AttentionPlan:
-        """Compute once what all layers of a step can share; checks the tensors and options of the first."""
+        """Check the inputs of one layer, and compute what all layers of its layout share in this step."""
 
     def paged_attention(
         self,
@@ -109,7 +109,7 @@ class Kernels(Protocol):
         options: AttentionOptions,
         plan: AttentionPlan | None = None,
     ) -> Tensor:
-        """Without a plan, make one for this call."""
+        """Attend by a plan; without one, make one for this call."""
 
     def apply_penalties(
         self,

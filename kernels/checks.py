@@ -1,4 +1,4 @@
-"""What every launcher checks: a wrong shape is a ValueError here, not a fault on the GPU."""
+"""Checks for launchers: a wrong shape is a ValueError here, not a fault on the GPU."""
 
 import os
 from collections.abc import Sequence
@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# What a quantised cache holds, each token and head with a scale of its own, and the largest value of each.
+# Dtypes of a quantised cache, in which each token and head has a scale, and the largest value of each dtype.
 QUANTIZED_DTYPES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def check_scales(
     key_cache: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Raise ValueError unless a plain cache has no scales, or a quantised one has both.
+    """Raise ValueError unless a plain cache has no scales, and a quantised one has both.
 
-    dtype: of queries and of what is stored. A plain cache has the same, or for float32 a narrower one.
-
-    Scales are f32[num_blocks, num_kv_heads, block_size], contiguous.
+    dtype: of queries, keys and values. A plain cache has the same, or for float32 a narrower one. Scales are
+    f32[num_blocks, num_kv_heads, block_size], contiguous.
     """
     scales = {"key_scales": key_scales, "value_scales": value_scales}
     plain = KERNEL_DTYPES if dtype == torch.float32 else (dtype,)
@@ -60,7 +59,7 @@ def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype] = KERN
 
 
 def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless neighbours in the last dimension are neighbours in memory."""
+    """Raise ValueError unless the last dimension has stride 1."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
 
@@ -72,9 +71,9 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_span(name: str, tensor: Tensor) -> None:
-    """Raise ValueError where a place behind the first dimension is more than 32 bits away from its start.
+    """Raise ValueError if an offset within one `tensor[i]` needs more than 32 bits.
 
-    Kernels count tokens and blocks in 64 bits, and what is within one in 32.
+    Kernels compute offsets of tokens and blocks in 64 bits, and offsets within one in 32.
     """
     shape, strides = tensor.shape, tensor.stride()
     if sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True)) >= 2**31:
@@ -85,13 +84,13 @@ def check_span(name: str, tensor: Tensor) -> None:
 
 
 def check_apart(name: str, tensor: Tensor) -> None:
-    """Raise ValueError where elements of `tensor`, which is written, share a place, as in `expand`."""
+    """Raise ValueError if elements of `tensor`, which is written, share memory, as after `expand`."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(f"{name} is written, and must not be expanded, got strides {tensor.stride()}")
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raise ValueError unless `value` is a number greater than zero, in float32 too."""
+    """Raise ValueError unless `value` is a positive number that float32 holds, and its inverse too."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not value > 0:
@@ -101,7 +100,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """Raise ValueError unless `eps` can be added to a mean of squares under a root."""
+    """Raise ValueError unless `eps` is a number between 0 and 1."""
     if not isinstance(eps, (int, float)) or not 0 <= eps <= 1:
         raise ValueError(f"eps must be a number between 0 and 1, got {eps!r}")
 
@@ -115,7 +114,7 @@ def check_between(name: str, value: int, low: int, high: int) -> None:
 
 
 def check_flag(name: str, value: bool) -> None:
-    """Raise ValueError unless `value` is True or False: anything else would be compiled for."""
+    """Raise ValueError unless `value` is True or False: any other value would be another specialisation."""
     if type(value) is not bool:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
@@ -127,14 +126,14 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
 
 
 def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
-    """Raise ValueError unless all of `tensor`, which is read on the host, are places among `size`."""
+    """Raise ValueError unless all of `tensor` are indices below `size`. Reads it on the host."""
     if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
         low, high = int(tensor.min()), int(tensor.max())
         raise ValueError(f"{name} must be between 0 and {size - 1}, {of_name}, got {low} to {high}")
 
 
 def check_once(name: str, tensor: Tensor) -> None:
-    """Raise ValueError where two of `tensor`, which is read on the host, are the same."""
+    """Raise ValueError if two of `tensor` are equal. Reads it on the host."""
     values, counts = tensor.unique(return_counts=True)
     twice = values[counts > 1].tolist()
     if twice:
@@ -142,5 +141,5 @@ def check_once(name: str, tensor: Tensor) -> None:
 
 
 def in_debug_mode() -> bool:
-    """Whether PAGED_DEBUG=1 is set: launchers then read lengths, tables, slots on the host and check them."""
+    """Return whether PAGED_DEBUG=1 is set: launchers then check lengths, tables and slots on the host."""
     return os.environ.get("PAGED_DEBUG", "0") == "1"

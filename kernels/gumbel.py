@@ -1,20 +1,22 @@
-"""Noise that a counter gives: 64 bits of Philox for each token of a row, and Gumbel noise made of them.
+"""Counter-based Gumbel noise: 64 bits of Philox for each token of a row, and noise made of them.
 
-E = -log(u) is exponential for u uniform in (0, 1), and -log(E) is Gumbel noise. A token whose share is 2**-40
-wins where its E is below 2**-40 or so: E must be right, relatively, near 0, where 24 bits have long ended. So
-`near` is the distance of u, in units of 2**-64, to the end it is nearer to, 1 or 0, which float32 holds with
-all its digits. Near 1, where E is small, -log(-log1p(-near)) is taken as -(log(near) + s(near)) with s a
-polynomial; near 0, where E is large, as -log(-log(near)). The noise is right within 1e-6 from its lowest
-value, -3.8, to its highest, 44.4; a share is then off by one part in a million.
+If u is uniform in (0, 1), E = -log(u) is exponential and -log(E) is Gumbel noise. A token of probability
+2**-40 wins if its E is about 2**-40 or less, so E needs a small relative error near 0, for which 24 bits of u
+are too few. `near` is therefore the distance of u to the nearer end, 1 or 0, in units of 2**-64: float32
+holds it to full precision. Near 1, where E is small, -log(-log1p(-near)) is computed as -(log(near) +
+s(near)) with s a polynomial; near 0, where E is large, as -log(-log(near)). The noise is right within 1e-6
+from its lowest value, -3.8, to its highest, 44.4, and a probability to one part in a million.
 
-The logarithm is a polynomial too. Products and sums of float32 round one way on every machine as long as
-none are contracted, which no library's log does: so a token drawn on one device is drawn on all.
+The logarithm is a polynomial too. Products and sums of float32 that are not contracted round in one way on
+every machine, unlike a library's log: this module and the Triton kernels draw the same token from the same
+logits. The CPU backends, numba and plain torch, draw from another generator, SplitMix64: see
+`plain.splitmix`.
 """
 
 import torch
 from torch import Tensor
 
-NOISE_BLOCK = 1024  # tokens half a block apart share a counter: part of what the noise is
+NOISE_BLOCK = 1024  # tokens half a block apart share a counter: another size gives other noise
 LN_2 = 0.6931471824645996
 SQRT_HALF_BITS = 0x3F3504F3
 # log(1 + x) / x between sqrt(1 / 2) - 1 and sqrt(2) - 1, within 3e-8: Chebyshev nodes, degree 8.
@@ -44,7 +46,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox 4x32-10 (Salmon et al. 2011): four words from four and a key of two, all of them u32 in i64."""
+    """Compute Philox 4x32-10 (Salmon et al. 2011): four words of a counter and a key, u32 in i64, to four."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -60,7 +62,7 @@ def random_bits(
     positions: Tensor,  # i64[...], like seeds or to broadcast with them
     tokens: Tensor,  # i64[...], likewise
 ) -> Tensor:  # i64[...]
-    """64 bits that follow from the three: two words of Philox, keyed by the seed."""
+    """Return 64 random bits for each (seed, position, token): two words of Philox, keyed by the seed."""
     half = NOISE_BLOCK // 2
     counter = tokens // NOISE_BLOCK * half + tokens % half
     zero = torch.zeros_like(counter)
@@ -73,7 +75,7 @@ def random_bits(
 
 
 def gumbel(bits: Tensor) -> Tensor:  # i64[...] -> f32[...]
-    """Gumbel noise of 64 random bits; below zero they are nearer to u = 0, where E is large."""
+    """Make Gumbel noise of 64 random bits; negative ones are nearer to u = 0, where E is large."""
     near = ((bits ^ (bits >> 63)) | 1).float() * 2.0**-64
     log_near = _log(near)
     small = -(log_near + near * _polynomial(near, SMALL_POLYNOMIAL))
@@ -83,13 +85,13 @@ def gumbel(bits: Tensor) -> Tensor:  # i64[...] -> f32[...]
 def gumbel_noise(
     seeds: Tensor, positions: Tensor, vocab_size: int
 ) -> Tensor:  # i64[n], i64[n] -> f32[n, vocab]
-    """The noise of every token of n rows."""
+    """Return the noise of every token of n rows."""
     tokens = torch.arange(vocab_size, device=seeds.device)[None, :]
     return gumbel(random_bits(seeds[:, None], positions[:, None], tokens))
 
 
 def _log(x: Tensor) -> Tensor:
-    """log(x) = exponent * log(2) + log(1 + rest), 1 + rest between the roots of 1 / 2 and of 2."""
+    """Return exponent * log(2) + log(1 + rest), with 1 + rest between sqrt(1 / 2) and sqrt(2)."""
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS) >> 23
     rest = (bits - (exponent << 23)).view(torch.float32) - 1.0

@@ -1,6 +1,6 @@
-"""What every kernel must compute, in plain torch: the oracle the other implementations are tested against.
+"""The definition of every operation in plain torch: the oracle that all backends are tested against.
 
-Loops over sequences, float32 arithmetic (float64 for float64 inputs), results cast to the input's dtype.
+It loops over sequences, computes in float32 (float64 for float64 inputs) and casts to the input's dtype.
 """
 
 import torch
@@ -16,11 +16,11 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def check_cache_dtype(dtype: torch.dtype) -> None:
-    """Accept every dtype of a cache: a CPU reads them all."""
+    """Accept every dtype: torch and the CPU kernels read them all."""
 
 
 def take_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Rows of [n, size] by i64[m]: [m, size]."""
+    """Return rows of a table [n, size] by i64[m]: [m, size]."""
     return table.index_select(0, indices)
 
 
@@ -32,10 +32,10 @@ def rms_norm(
     *,
     unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
-    """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given (Zhang & Sennrich 2019).
+    """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given (Zhang & Sennrich 2019).
 
-    The normalised value is rounded to x's dtype before the weight multiplies it, as HF's LlamaRMSNorm does;
-    with unit_offset 1 + weight does, and only the product is rounded, as HF's Gemma3RMSNorm does it.
+    The normalised value is rounded to x's dtype before the weight multiplies it, as in HF's LlamaRMSNorm.
+    unit_offset: multiply by 1 + weight, and round only the product, as in HF's Gemma3RMSNorm.
     """
     if residual is not None:
         residual.copy_(_upcast(residual) + _upcast(x))
@@ -53,7 +53,7 @@ def rotary(
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
     sin: Tensor,  # f32[num_tokens, head_dim // 2]
 ) -> None:
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) on the halves of every head (Su et al. 2021)."""
+    """Rotate the halves of every head: (x1 cos - x2 sin, x2 cos + x1 sin) (Su et al. 2021)."""
     for x in (query, key):
         x1, x2 = _upcast(x).chunk(2, dim=-1)
         c, s = cos[:, None].to(x1.dtype), sin[:, None].to(x1.dtype)
@@ -61,7 +61,7 @@ def rotary(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
-    """silu(gate) * up, where x is gate and up side by side (Shazeer 2020)."""
+    """Return silu(gate) * up, where x is gate and up side by side (Shazeer 2020)."""
     gate, up = _upcast(x).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 
@@ -75,7 +75,7 @@ def store_kv(
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
 ) -> None:
-    """cache[slot // block_size, slot % block_size] = K and V of the new token, quantised if it has scales."""
+    """Store K and V of each new token in its slot, quantised if the cache has scales."""
     block_size = key_cache.shape[1]
     for x, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
         for token, slot in enumerate(slot_mapping.tolist()):
@@ -87,14 +87,15 @@ def store_kv(
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [..., size] -> like x, f32[...]
-    """x / scale in `dtype`, and scale: the largest absolute value of the last dimension over the dtype's.
+    """Return x / scale in `dtype`, and the scale.
 
-    The scale is NaN where one of the values is not finite.
+    The scale is the largest absolute value of the last dimension over the largest of the dtype, or NaN if
+    a value is not finite.
     """
     x32 = x.float()
     largest = x32.abs().amax(-1)
     scale = torch.where(largest.isfinite(), largest / QUANTIZED_DTYPES[dtype], torch.nan)
-    # A quotient of tensors: a number over a tensor is its reciprocal times the number, rounded twice.
+    # A quotient of tensors: torch computes number / tensor as reciprocal times number, rounded twice.
     inverse = torch.full_like(largest, QUANTIZED_DTYPES[dtype]) / largest.where(largest > 0, 1.0)
     divided = x32 * inverse[..., None]
     if dtype == torch.int8:
@@ -117,7 +118,7 @@ def rotary_store_kv(
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """Norm of query and key heads where there are weights, rotary, K and V into their slots.
+    """Normalise query and key heads if there are weights, rotate them, and store K and V in their slots.
 
     The query is changed in place and returned as a view of qkv, whose key heads are undefined afterwards.
     """
@@ -137,7 +138,7 @@ def copy_blocks(
     cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
 ) -> None:
-    """cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
+    """Set cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
     # A slice for each pair: 2 to 5 times faster on a CPU than index_copy_ of all, and pairs are few.
     for source, target in pairs.tolist():
         cache[:, target] = cache[:, source]
@@ -208,7 +209,7 @@ def paged_attention(
 def _gather(
     cache: Tensor, scales: Tensor | None, block_table: Tensor, low: int, high: int, like: Tensor
 ) -> Tensor:
-    """The tokens [low, high) of one sequence, one copy per query head: [high - low, num_heads, dim]."""
+    """Return tokens [low, high) of one sequence, a copy for each query head: [high - low, num_heads, dim]."""
     block_size, num_kv_heads = cache.shape[1], cache.shape[2]
     pos = torch.arange(low, high, device=cache.device)
     blocks, slots = block_table[pos // block_size].long(), pos % block_size
@@ -228,8 +229,10 @@ def apply_penalties(
     frequency_penalty: Tensor,  # f32[n]
     presence_penalty: Tensor,  # f32[n]
 ) -> None:
-    """Tokens seen before: a logit above 0 is divided by repetition_penalty, another multiplied (Keskar et al.
-    2019); then generated ones lose frequency_penalty for each time and presence_penalty once.
+    """Penalise tokens seen before.
+
+    Divide a logit above 0 by repetition_penalty, multiply any other (Keskar et al. 2019). Then subtract
+    frequency_penalty for each time that the token was generated, and presence_penalty once.
     """
     for i, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
         x, count = logits[row], output_counts[slot]
@@ -249,13 +252,13 @@ def kept_tokens(
     top_k: Tensor | None = None,  # i32[n], vocab_size keeps all
     top_p: Tensor | None = None,  # f32[n], 1 keeps all
 ) -> Tensor:  # bool[n, vocab_size]
-    """Which tokens may be drawn, in float64: each filter works on what the ones before it left.
+    """Return which tokens may be drawn, in float64. Each filter works on what the ones before it keep.
 
-    min_p keeps tokens whose share is at least min_p of the most likely one's; top_n_sigma logits within so
-    many standard deviations (of all logits above -inf, as a population) of the highest; typical_p those where
-    tokens with a surprise strictly nearer to the entropy hold less than typical_p; top_k those with less than
-    k strictly more likely ones; top_p those where the strictly more likely ones hold less than top_p. So ties
-    stay together, and the most likely token stays. NaN counts as -inf, +inf as the largest float.
+    min_p keeps tokens at least min_p times as likely as the most likely one; top_n_sigma keeps logits within
+    so many standard deviations (of all logits above -inf, as a population) of the highest; typical_p keeps a
+    token if those with a surprise strictly nearer to the entropy hold less than typical_p; top_k if fewer
+    than k are strictly more likely; top_p if the strictly more likely ones hold less than top_p. Ties stay
+    together, and the most likely token stays. NaN counts as -inf, +inf as the largest float.
     """
     x = _finite(logits.double())
     kept = x > -torch.inf
@@ -286,7 +289,7 @@ def kept_tokens(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
-    """The first of the highest logits of each row, and that logit; NaN if one is."""
+    """Return the first of the highest logits of each row, and that logit; NaN if the row has one."""
     highest = logits.amax(-1)
     same = (logits == highest[:, None]) | logits.isnan()
     return same.to(torch.int8).argmax(-1), highest
@@ -297,9 +300,10 @@ def token_logprobs(
     tokens: Tensor,  # i64[n]
     num_top: int,  # 0 to vocab_size
 ) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
-    """log_softmax of each row's token and then of its likeliest, which ones these are, and the token's rank.
+    """Return log_softmax of each row's token and of its likeliest, their ids, and the token's rank.
 
-    That is one more than how many are likelier. A row with a NaN or inf, or with nothing but -inf, is NaN.
+    The rank is one more than the number of likelier tokens. A row with a NaN or inf, or with nothing but
+    -inf, is NaN.
     """
     logprobs = logits.double().log_softmax(-1)
     top = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :num_top]
@@ -314,13 +318,13 @@ def sample_tokens(
     positions: Tensor,  # i64[n]
     *,
     temperature: Tensor,  # f32[n], above 0
-    min_p: Tensor | None,  # f32[n], 0 keeps all; None: nobody uses it
+    min_p: Tensor | None,  # f32[n], 0 keeps all; None: no row uses it
     top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
     typical_p: Tensor | None,  # f32[n], 1 keeps all
     top_k: Tensor | None,  # i32[n], vocab_size keeps all
     top_p: Tensor | None,  # f32[n], 1 keeps all
 ) -> Tensor:  # i64[n]
-    """The first token with the highest (logit - highest) / temperature + Gumbel noise of those kept."""
+    """Return the first kept token with the highest (logit - highest) / temperature + Gumbel noise."""
     kept = kept_tokens(
         logits,
         temperature=temperature,
@@ -335,7 +339,7 @@ def sample_tokens(
 
 
 def gumbel_scores(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-    """(logit - highest) / temperature + noise in float32, all as the kernel rounds it; like logits."""
+    """Return (logit - highest) / temperature + noise in float32, rounded as in the kernel."""
     x = _finite(logits)
     top, divisor = _highest(x), _divisor(temperature)
     x = torch.maximum(x, top.clamp(min=0) - torch.finfo(torch.float32).max)
@@ -355,7 +359,7 @@ def _divisor(temperature: Tensor) -> Tensor:  # [n] -> [n, 1]
 
 
 def _weight_above(order: Tensor, weight: Tensor) -> Tensor:
-    """For each value of `order` the weight of all strictly above it; [n, size] each."""
+    """Return the weight of all values strictly above each value of `order`; all [n, size]."""
     values, places = order.sort(dim=-1, descending=True)
     sums = weight.gather(-1, places).cumsum(-1)
     before = torch.cat([torch.zeros_like(sums[:, :1]), sums], dim=-1)

@@ -44,13 +44,13 @@ Figures = Mapping[str, float]
 
 
 def known_figures() -> dict[str, Figures]:
-    """The figures of the kernels by key, as --write has found them."""
+    """Return the figures of the kernels by key, as --write found them."""
     found: dict[str, Figures] = json.loads(KNOWN.read_text())
     return found
 
 
 def report(target: str, known: Mapping[str, Figures]) -> list[dict[str, Any]]:
-    """A row of figures for each kernel that the cases need on `target`: `known`, or compiled now."""
+    """Return a row of figures for each kernel that the cases need on `target`: known, or compiled now."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for case, launch in [*_attention(target, known), *_others(target, known)]:
         name = launch.kernel.strip("_").removesuffix("_kernel")
@@ -105,14 +105,14 @@ def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch
 
 
 def _targets(cache: str | None) -> tuple[str, ...]:
-    """Those that have such a cache."""
+    """Return the targets that have such a cache."""
     return FP8_TARGETS if cache == "float8_e4m3fn" else tuple(TARGETS)
 
 
 def _skip(
     number: int, target: str, known: Mapping[str, Figures], targets: tuple[str, ...] = tuple(TARGETS)
 ) -> Callable[[str], bool]:
-    """Every case is compiled on one target in every run; on the others only if it is not known."""
+    """Compile every case on one target in every run; on the others only if it is not known."""
     return never if target == targets[number % len(targets)] else known.__contains__
 
 
@@ -132,7 +132,7 @@ COLUMNS = {
 
 
 def table(target: str, rows: list[dict[str, Any]]) -> str:
-    """The figures of one target as Markdown."""
+    """Format the figures of one target as Markdown."""
     lines = [
         f"## {target}\n",
         "| kernel | case | " + " | ".join(COLUMNS.values()) + " |",
@@ -168,7 +168,7 @@ def readme(reports: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def reports(known: Mapping[str, Figures]) -> dict[str, list[dict[str, Any]]]:
-    """The reports for all targets: each in a process of its own, with a cache of its own."""
+    """Return the reports for all targets, each from a process with an empty cache of its own."""
 
     def of(target: str) -> Any:
         return json.loads(run_compiler("tests.aot", target, "--json", given=json.dumps(known)))
@@ -178,7 +178,7 @@ def reports(known: Mapping[str, Figures]) -> dict[str, list[dict[str, Any]]]:
 
 
 def run_compiler(*arguments: str, given: str = "") -> str:
-    """What a module prints in a process with a compiler, an empty cache and this standard input."""
+    """Run a module with a compiler, an empty cache and this standard input; return what it prints."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TRITON_CACHE_DIR": cache}
         environment.pop("TRITON_INTERPRET", None)
@@ -189,7 +189,7 @@ def run_compiler(*arguments: str, given: str = "") -> str:
 
 
 def write(rows: dict[str, list[dict[str, Any]]]) -> None:
-    """Keep what was compiled: the table, and the figures."""
+    """Write the table and the figures of what was compiled."""
     TABLE.write_text(readme(rows))
     known = {row["key"]: figures_of(row) for row in chain.from_iterable(rows.values())}
     lines = [f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known)]
@@ -197,7 +197,7 @@ def write(rows: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def figures_of(row: dict[str, Any]) -> Figures:
-    """A row without what names it."""
+    """Return a row without its names."""
     return {name: row[name] for name in row if name not in ("kernel", "case", "key", "compiled")}
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in plain torch; on a CPU the likeliest tokens without sorting the vocabulary."""
+"""Log-probabilities in plain torch; on a CPU the vocabulary is not sorted to find the likeliest tokens."""
 
 import numpy as np
 import torch
@@ -12,10 +12,7 @@ def token_logprobs(
     tokens: Tensor,  # i64[n]
     num_top: int,  # 0 to vocab_size
 ) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
-    """log_softmax of each row's token and then of its likeliest, which ones these are, and the token's rank.
-
-    See `reference.token_logprobs`.
-    """
+    """Return log_softmax of tokens and of the likeliest; see `reference.token_logprobs`."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(-1, tokens[:, None])
     top_values, top_tokens = _top(logprobs, num_top)
@@ -24,11 +21,11 @@ def token_logprobs(
 
 
 def _top(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """The largest of each row and where they are: [n, num_top]."""
+    """Return the largest of each row and their indices: [n, num_top]."""
     num_rows, vocab_size = logprobs.shape
     if logprobs.device.type == "cpu" and 0 < num_top <= vocab_size // torch_selection.HEIGHT:
         top = torch_selection.top_candidates(logprobs, torch.full((num_rows,), num_top))
-        # Fewer where the others are -inf.
+        # Candidates leave out -inf, so that there may be fewer.
         if top[0].shape[1] >= num_top and bool((top[0][:, num_top - 1] > -torch.inf).all()):
             return top[0][:, :num_top], top[1][:, :num_top]
     values, tokens = logprobs.topk(num_top)
@@ -36,7 +33,7 @@ def _top(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
 
 
 def _ranks(logprobs: Tensor, own: Tensor, top_values: Tensor) -> Tensor:  # i64[n]
-    """How many are more likely, and one: counted among the top where the token is one of them."""
+    """Return one more than the number of likelier tokens, counted among the top ones where possible."""
     ranks = 1 + (top_values > own).sum(-1)
     beyond = (ranks > top_values.shape[1]).nonzero()[:, 0]
     if logprobs.device.type != "cpu":

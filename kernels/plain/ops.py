@@ -17,7 +17,7 @@ def rms_norm(
     *,
     unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
-    """weight * x / sqrt(mean(x²) + eps), after residual += x where one is given; see `reference.rms_norm`."""
+    """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given; see `reference.rms_norm`."""
     check_eps(eps)
     if residual is not None:
         x = residual.add_(x)
@@ -31,7 +31,7 @@ def _weighted(x32: Tensor, weight: Tensor, dtype: torch.dtype, unit_offset: bool
 
 
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
-    """silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
+    """Return silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -51,14 +51,14 @@ def rotary_store_kv(
     key_scales: Tensor | None = None,  # f32[num_blocks, num_kv_heads, block_size], of a quantised cache
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """QK norm, rotary, K and V into their slots; see `reference.rotary_store_kv`."""
+    """Apply QK norm and rotary, and store K and V in their slots; see `reference.rotary_store_kv`."""
     check_scales(key_cache, key_scales, value_scales, qkv.dtype)
     check_eps(eps)
     if (query_norm_weight is None) != (key_norm_weight is None):
         raise ValueError("query_norm_weight and key_norm_weight must both be given or both be None")
     num_kv_heads = key_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
-    # Query and key heads go through everything together: half the calls, which is what a decode waits for.
+    # Query and key heads go together: half the calls, which take most of the time of a decode.
     heads, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     query: Tensor = heads[:, :num_heads]
     half1, half2 = heads.chunk(2, dim=-1)
@@ -81,14 +81,14 @@ def rotary_store_kv(
 
 
 def _store(x: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None) -> None:
-    """Put K or V, [num_tokens, num_kv_heads, head_dim], into their slots, in the cache's form."""
+    """Store K or V, [num_tokens, num_kv_heads, head_dim], in their slots, quantised if there are scales."""
     if scales is None:
         x = x.to(cache.dtype)
     else:
         x, scale = reference.quantize(x, cache.dtype)
         block_size = cache.shape[1]
         scales[slots // block_size, :, slots % block_size] = scale
-        x, cache = x.view(torch.int8), cache.view(torch.int8)  # torch copies no fp8 to places on a CPU
+        x, cache = x.view(torch.int8), cache.view(torch.int8)  # index_copy_ takes no fp8 on a CPU
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, x)
 
 
@@ -162,7 +162,7 @@ def paged_attention(
 
 
 def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """All tokens of these blocks: [num_tokens, num_kv_heads, dim]."""
+    """Return all tokens of these blocks: [num_tokens, num_kv_heads, dim]."""
     # index_select copies whole blocks: 3 times faster here than cache[blocks].
     tokens = cache.index_select(0, blocks).flatten(0, 1)
     if scales is None:
@@ -172,7 +172,7 @@ def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.d
 
 
 def _mask(query_len: int, seq_len: int, low: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """Which keys [low, seq_len) each of the last tokens sees: bool[query_len, seq_len - low]."""
+    """Return which keys [low, seq_len) each of the last tokens sees: bool[query_len, seq_len - low]."""
     query_pos = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
     key_pos = torch.arange(low, seq_len, device=device)[None, :]
     seen = key_pos <= query_pos
@@ -180,7 +180,7 @@ def _mask(query_len: int, seq_len: int, low: int, sliding_window: int | None, de
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
-    """The first of the highest of each row, on a GPU one of them, and its logit; see `reference.greedy`."""
+    """Return the first of the highest logits, on a GPU any, and that logit; see `reference.greedy`."""
     if logits.device.type != "cpu":
         highest, tokens = logits.max(-1)
         return tokens, highest

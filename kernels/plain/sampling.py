@@ -1,11 +1,10 @@
-"""Sampling in plain torch, written for speed on a CPU: what attention_backend="torch" draws tokens with.
+"""Sampling in plain torch, written for speed on a CPU: the draws of attention_backend="torch".
 
-Nothing as long as the vocabulary is sorted. Rows where top_k, min_p or top_n_sigma leave few candidates are
-reduced to these; the others are drawn from as they are, and where top_p or typical_p excludes the token,
-again (Ye et al., FlashInfer, 2025).
-Who is drawn is who wins a race (see `_race`): logits that differ in their last bits, as those of another
-batch do, then draw the same token, which a number looked up in a cumulative sum does not.
-What a row gets depends on it alone, bit for bit.
+No vocabulary is sorted. Rows in which top_k, min_p or top_n_sigma leave few candidates are reduced to these.
+From the others a token is drawn at once, and drawn again if top_p or typical_p excludes it (rejection
+sampling, Ye et al., FlashInfer, 2025). A draw is a race (see `_race`): logits that differ in their last bits,
+as those of another batch do, then draw the same token, unlike a number looked up in a cumulative sum.
+Batch-invariant.
 """
 
 import math
@@ -43,16 +42,13 @@ def apply_penalties(
     frequency_penalty: Tensor,  # f32[n]
     presence_penalty: Tensor,  # f32[n]
 ) -> None:
-    """Take the penalties off the logits of tokens in the prompt or the output; see SamplingParams.
-
-    Repetition first: positive logits are divided, negative ones multiplied (Keskar et al., 2019).
-    """
+    """Penalise tokens of the prompt or the output; see `reference.apply_penalties`."""
     num, vocab_size = rows.shape[0], logits.shape[1]
-    if torch.equal(slots, torch.arange(num, device=slots.device)):  # no copy of what is large
+    if torch.equal(slots, torch.arange(num, device=slots.device)):  # without a copy of large tensors
         counts, seen = output_counts[:num], seen[:num]
     else:
         counts, seen = output_counts[slots], seen[slots]
-    # They are a few tokens of many.
+    # Few tokens of the vocabulary were seen.
     found_at = places_where(seen)
     row = found_at // vocab_size
     places = rows[row] * vocab_size + found_at % vocab_size
@@ -70,15 +66,15 @@ def sample_tokens(
     positions: Tensor,  # i64[n]
     *,
     temperature: Tensor,  # f32[n], above 0
-    min_p: Tensor | None,  # f32[n]; None where nobody uses it, as below
+    min_p: Tensor | None,  # f32[n]; None where no row uses it, as below
     top_n_sigma: Tensor | None,  # f32[n]
     typical_p: Tensor | None,  # f32[n]
     top_k: Tensor | None,  # i32[n]
     top_p: Tensor | None,  # f32[n]
 ) -> Tensor:  # i64[n]
-    """One token of each row; see `reference.kept_tokens` for which may be drawn.
+    """Draw a token of each row; see `reference.kept_tokens` for which may be drawn.
 
-    The random numbers follow from (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or
+    Random numbers depend on (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or
     with nothing but -inf, get some token.
     """
     # A temperature below float32's smallest is 0, and 0 / 0 is NaN.
@@ -119,7 +115,7 @@ def sample_tokens(
 
 
 class _Rows(NamedTuple):
-    """Logits and what is asked of each row of them."""
+    """Logits and the parameters of each row."""
 
     logits: Tensor  # f32[n, vocab_size]
     maxima: Tensor  # f32[n, width], of its columns
@@ -132,18 +128,18 @@ class _Rows(NamedTuple):
     bits: Tensor  # i64[n], random
 
     def of(self, chosen: Tensor) -> "_Rows":  # i64[m]
-        """Some rows."""
+        """Return the chosen rows."""
         return _Rows(*(column.index_select(0, chosen) for column in self))
 
 
 def _maxima_and_deviations(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, width] and f32[n, 1]
-    """The columns' maxima, and the standard deviation of all logits that are not -inf."""
+    """Return column maxima, and the standard deviation of all logits that are not -inf."""
     num, vocab_size = logits.shape
     maxima = logits.new_empty(num, -(-vocab_size // torch_selection.HEIGHT))
     sums, squares = torch.empty_like(maxima), torch.empty_like(maxima)
     for part, highest, total, square in chunks(logits, maxima, sums, squares):
         highest.copy_(column_maxima(part))
-        # From near the mean, so that little is lost where the square of the rest is taken off.
+        # Deviations from near the mean, so that subtracting the square of the rest loses little precision.
         some = part[:, :: torch_selection.HEIGHT]
         away = part - (left_to_right(some) / some.shape[1]).float()
         total.copy_(column_sums(away))
@@ -163,19 +159,19 @@ def _maxima_and_deviations(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, w
 
 
 def _have_few(rows: _Rows) -> Tensor:  # bool[n]
-    """Which rows are reduced to candidates: those of which a small part of the columns has any."""
+    """Return which rows are reduced to candidates: those with candidates in few columns."""
     width = rows.maxima.shape[1]
     reaching = (rows.maxima >= rows.lowest).sum(1)
     return (reaching <= width // 4) | ((rows.top_k <= _most_few(rows)) & (rows.typical_p >= 1.0))
 
 
 def _most_few(rows: _Rows) -> int:
-    """The largest top_k by which a row is reduced to candidates."""
+    """Return the largest top_k by which a row is reduced to candidates."""
     return rows.logits.shape[1] // torch_selection.HEIGHT
 
 
 def _draw_from_few(rows: _Rows) -> Tensor:  # i64[n]
-    """Draw from candidates, sorted: what min_p and top_n_sigma leave, or of these what a small top_k does."""
+    """Draw from sorted candidates: those that min_p, top_n_sigma and a small top_k keep."""
     top_k, typical_p = rows.top_k[:, None], rows.typical_p[:, None]
     bound = rows.lowest
     limited = (top_k <= _most_few(rows)) & (typical_p >= 1.0)
@@ -191,7 +187,7 @@ def _draw_from_few(rows: _Rows) -> Tensor:  # i64[n]
         distance, order = (scaled - mean).abs().sort(dim=1)
         nearer = _before(distance, weights.gather(1, order)) < typical_p * left_to_right(weights)
         kept = torch.zeros_like(nearer).scatter_(1, order, nearer)
-        # The most likely ones always.
+        # The most likely ones are always kept.
         weights = weights.where(kept | (scaled == 0.0) | (typical_p >= 1.0), 0.0)
     if (top_k < rows.logits.shape[1]).any():
         weights = weights.where(_before(values, (weights > 0.0).double()) < top_k, 0.0)
@@ -206,7 +202,7 @@ def _before(
     order: Tensor,  # [n, size], sorted
     weights: Tensor,  # f64[n, size]
 ) -> Tensor:  # f64[n, size]
-    """What weighs that which lies before each, without its equals."""
+    """Return the weight before each place, without values equal to its own."""
     sums = weights.cumsum(1)
     before = torch.zeros_like(sums)
     before[:, 1:] = sums[:, :-1].where(order[:, 1:] != order[:, :-1], 0.0).cummax(1).values
@@ -214,10 +210,10 @@ def _before(
 
 
 def _draw_from_all(rows: _Rows) -> Tensor:  # i64[n]
-    """Draw from all tokens; what typical_p or top_p excludes is drawn again. The logits are destroyed."""
+    """Draw from all tokens, again if typical_p or top_p excludes the token. Destroys the logits."""
     weights, sums, means = _to_weights(rows)
     typical, limited = rows.typical_p < 1.0, rows.top_k < weights.shape[1]
-    # Later filters go by all that typical_p keeps.
+    # Later filters need all tokens that typical_p keeps.
     first = typical & (limited | (rows.top_p < 1.0))
     for mask, drop in ((first, _drop_untypical), (limited, _drop_unlikely)):
         chosen = mask.nonzero()[:, 0]
@@ -241,10 +237,10 @@ def _draw_from_all(rows: _Rows) -> Tensor:  # i64[n]
 
 
 def _to_weights(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """What each token weighs: the most likely 1, those below the lowest 0.
+    """Turn logits into weights: 1 for the most likely token, 0 for those below the lowest.
 
-    Returns f32[n, vocab_size] in the logits' memory, f32[n, width] sums of columns, and f32[n, 1] the mean of
-    the weights' base-2 logarithm for typical_p: a token's is as far from it as its surprise from the entropy.
+    Returns f32[n, vocab_size] in the logits' memory, f32[n, width] column sums, and f32[n, 1] the mean of the
+    weights' base-2 logarithms for typical_p: a token is as far from it as its surprise from the entropy.
     """
     weights, sums, moments = rows.logits, torch.empty_like(rows.maxima), torch.zeros_like(rows.maxima)
     filtered = bool((rows.lowest > -torch.inf).any())
@@ -255,7 +251,7 @@ def _to_weights(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
         part.sub_(top).div_(t)
         # A token of probability 0 adds nothing to the entropy.
         logarithm = part.clamp(min=torch.finfo(torch.float32).min) if typical else None
-        # As quick for logits far below, where exp takes twenty times as long.
+        # Unlike exp, as fast for very low logits: exp takes twenty times as long there.
         part.exp2_()
         if kept is not None:
             part.mul_(kept)
@@ -266,9 +262,9 @@ def _to_weights(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _drop_untypical(weights: Tensor, means: Tensor, rows: _Rows) -> Tensor:
-    """Make 0 of what typical_p excludes (Meister et al., 2022), but the most likely.
+    """Set to 0 the weights that typical_p excludes (Meister et al., 2022), but the most likely.
 
-    Returns f32[n, width], sums of columns.
+    Returns the column sums, f32[n, width].
     """
     sums = torch.empty_like(rows.maxima)
     for part, mean, typical_p, total in chunks(weights, means, rows.typical_p, sums):
@@ -281,7 +277,7 @@ def _drop_untypical(weights: Tensor, means: Tensor, rows: _Rows) -> Tensor:
 
 
 def _drop_unlikely(weights: Tensor, _means: Tensor, rows: _Rows) -> Tensor:
-    """Make 0 of what top_k excludes. Returns f32[n, width], sums of columns."""
+    """Set to 0 the weights that top_k excludes. Returns the column sums, f32[n, width]."""
     sums = torch.empty_like(rows.maxima)
     for part, least, total in chunks(weights, kth_largest(weights, rows.top_k), sums):
         total.copy_(column_sums(part.mul_(torch.ge(part, least, out=torch.empty_like(part)))))
@@ -289,10 +285,10 @@ def _drop_unlikely(weights: Tensor, _means: Tensor, rows: _Rows) -> Tensor:
 
 
 def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tensor, rows: _Rows) -> None:
-    """Where typical_p excludes what was drawn, draw again. Changes the tokens.
+    """Draw again where typical_p excludes the token. Changes the tokens.
 
-    Excluded is a token where those whose logarithm is nearer to the mean hold typical_p already. Then all are
-    that are not nearer, but the most likely: the next one is drawn from the others.
+    A token is excluded if those whose logarithm is nearer to the mean hold typical_p already. So are then all
+    that are not nearer, but the most likely: the next token is drawn from the others.
     """
     limit = left_to_right(sums) * rows.typical_p[:, None].clamp(min=SMALLEST)
     of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
@@ -315,19 +311,19 @@ def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tens
 
 
 def _redraw_improbable(tokens: Tensor, weights: Tensor, sums: Tensor, rows: _Rows) -> None:
-    """Where top_p excludes what was drawn, draw again. Changes the tokens and the weights.
+    """Draw again where top_p excludes the token. Changes the tokens and the weights.
 
-    Where a token is excluded, all that are not more likely are too: the next one is drawn from the others.
+    With a token all that are not more likely are excluded: the next one is drawn from the others.
     """
     limit = left_to_right(sums)[:, 0] * rows.top_p.double().clamp_(min=SMALLEST)
-    # Without the lightest tokens, a sum of float32 may still be the whole: they are possible all the same.
+    # In float32 the sum without the lightest tokens may equal the whole; top_p = 1 keeps these all the same.
     limit.masked_fill_(rows.top_p >= 1.0, torch.inf)
     of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
     while True:
         own = weights.gather(1, latest[:, None])
         for part, least in chunks(weights, own):
             part.mul_(torch.gt(part, least, out=torch.empty_like(part)))
-        # No row that is NaN is outside.
+        # False for rows with NaN, which end the loop.
         outside = (row_sums(weights) >= limit).nonzero()[:, 0]
         if not len(outside):
             return
@@ -342,7 +338,7 @@ def _draw(
     sums: Tensor,  # f32[n, width], of its columns
     bits: Tensor,  # i64[n], random
 ) -> Tensor:  # i64[n]
-    """A token of each row with a probability like its weight.
+    """Draw a token of each row with probability proportional to its weight.
 
     First a column, then a place in it: far fewer random numbers than one for each token.
     """
@@ -351,7 +347,7 @@ def _draw(
     column = _race(sums.double(), nth(bits[:, None], in_order[:width]))
     places = column + width * in_order[:height]
     inside = weights.gather(1, places.clamp(max=vocab_size - 1)).double().where(places < vocab_size, 0.0)
-    # Others than the columns had.
+    # Other random numbers than the columns had.
     row = _race(inside, nth(bits[:, None], width + in_order[:height]))
     return places.gather(1, row)[:, 0].clamp_(max=vocab_size - 1)
 
@@ -360,8 +356,8 @@ def _race(
     weights: Tensor,  # f64[n, size], none negative
     bits: Tensor,  # i64[n, size], random
 ) -> Tensor:  # i64[n, 1]
-    """A place of each row with a probability like its weight: the smallest exponential(weight) wins.
+    """Draw a place of each row with probability proportional to its weight: the smallest E / weight wins.
 
-    The same as Gumbel-max over the logarithms, which costs one more of them. Zeros never win.
+    E is exponential. This is Gumbel-max over logarithms, with one logarithm less. Zeros never win.
     """
     return torch.log1p(-uniforms(bits)).neg_().div_(weights).argmin(1, keepdim=True)

@@ -1,6 +1,6 @@
-"""Choosing among the numbers of each row in plain torch, without sorting the row.
+"""Selection among the numbers of each row in plain torch, without sorting the row.
 
-What a row gets depends on it alone, bit for bit: sums go along a row, in an order that no neighbour changes.
+Batch-invariant: sums go along a row, in an order that does not depend on other rows.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ def smallest_bound(
     weights: Tensor,  # f32[n, vocab_size], none negative
     target: Tensor,  # [n]
 ) -> Tensor:  # f32[n, 1]
-    """The smallest bound such that numbers up to it weigh `target` together; inf where all weigh less.
+    """Return the smallest bound such that numbers up to it weigh `target`; inf where all weigh less.
 
-    The weights are added up by bins, and only the bin is sorted in which the sum reaches the target.
+    Weights are summed by bins, and only the bin in which the sum reaches the target is sorted.
     """
     num, vocab_size = numbers.shape
     target = target.double()[:, None]
@@ -56,10 +56,9 @@ def candidates(
     bound: Tensor,  # f32[n, 1]
     maxima: Tensor,  # f32[n, width], of the columns of x
 ) -> tuple[Tensor, Tensor]:  # f32 and i64 [n, most]
-    """What is at least its row's bound, but no -inf.
+    """Return the values of each row that reach its bound, without -inf, and their indices.
 
-    Returns values, from the largest on, with -inf behind a row's own, and where in the row they are: equals
-    in their order there.
+    Values come from the largest on, equal ones in the order of their indices, and -inf after a row's last.
     """
     num, vocab_size = x.shape
     places = _places_from(x, bound.clamp(min=torch.finfo(x.dtype).min), maxima)
@@ -76,17 +75,17 @@ def top_candidates(
     x: Tensor,  # f32[n, vocab_size]
     top_k: Tensor,  # int[n], from 1 to vocab_size // HEIGHT
 ) -> tuple[Tensor, Tensor]:  # f32 and i64 [n, most]
-    """The top_k largest of each row, what equals the last of them, and perhaps more: see `candidates`."""
+    """Return the top_k largest of each row, those equal to the last, and perhaps more; see `candidates`."""
     maxima = column_maxima(x)
     return candidates(x, kth_largest(maxima, top_k), maxima)
 
 
 def kth_largest(x: Tensor, k: Tensor) -> Tensor:  # f32[n, size], int[n] -> f32[n, 1]
-    """The k-th largest of each row; of the columns' maxima it is not above the k-th largest of all."""
+    """Return the k-th largest of each row; of column maxima, it is not above the k-th largest of all."""
     if x.device.type != "cpu":
         return x.topk(int(k.max())).values.gather(1, k.long()[:, None] - 1)
-    # numpy has vectorised quickselect, where torch takes four times as long; it takes one k for all rows, and
-    # ten times as long where the least of the numbers, not the greatest, are many equals.
+    # numpy's quickselect is vectorised and four times as fast as torch; it takes one k for all rows, and is
+    # ten times slower if the least numbers, not the greatest, are many equal ones.
     array, places = x.numpy(), k.numpy() - 1
     found = np.empty((len(array), 1), array.dtype)
     for at in np.unique(places):
@@ -102,7 +101,7 @@ def _places_from(
     bound: Tensor,  # f32[n, 1]
     maxima: Tensor,  # f32[n, width], of the columns of x
 ) -> Tensor:  # i64[num_places], ascending
-    """Where a row is at least its bound, in the flattened x."""
+    """Return the indices in the flattened x at which a row reaches its bound."""
     size, width = x.shape[1], maxima.shape[1]
     columns = places_where(maxima >= bound)[:, None]
     if len(columns) * HEIGHT * GATHER_COST < x.numel():
@@ -119,15 +118,15 @@ def _places_from(
 
 
 def places_where(mask: Tensor) -> Tensor:  # bool[n, size] -> i64[num_places]
-    """Where the flattened mask is true."""
+    """Return the indices at which the flattened mask is true."""
     if mask.device.type != "cpu":
         return mask.view(-1).nonzero().view(-1)
-    # numpy finds several times as fast as torch.
+    # numpy is several times as fast as torch.
     return torch.from_numpy(mask.numpy().reshape(-1).nonzero()[0])
 
 
 def _rectangle(row: Tensor, num: int) -> tuple[Tensor, int]:  # i64[m], ascending -> i64[m]
-    """The column of each in a rectangle of `num` rows, and how wide that is."""
+    """Return the column of each in a rectangle of `num` rows, and its width."""
     counts = torch.bincount(row, minlength=num)
     return torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row], max(
         1, int(counts.max())
@@ -135,17 +134,17 @@ def _rectangle(row: Tensor, num: int) -> tuple[Tensor, int]:  # i64[m], ascendin
 
 
 def row_sums(x: Tensor) -> Tensor:  # f32[n, vocab_size] -> f64[n]
-    """The sum of each row: of up to HEIGHT numbers in float32, of these in float64."""
+    """Return the sum of each row: up to HEIGHT numbers at a time in float32, their sums in float64."""
     return left_to_right(column_sums(x))[:, 0]
 
 
 def left_to_right(x: Tensor) -> Tensor:  # [n, size] -> f64[n, 1]
-    """The sum of each row; zeros behind it do not change how it is rounded."""
+    """Return the sum of each row, whose rounding does not depend on trailing zeros."""
     return x.double().cumsum(1)[:, -1:]
 
 
 def column_sums(x: Tensor) -> Tensor:  # [n, vocab_size] -> [n, width]
-    """The sums of the columns of each row laid out HEIGHT numbers high; the last row may be shorter."""
+    """Lay each row out HEIGHT numbers high, the last line perhaps shorter, and sum the columns."""
     full, rest = _matrix(x)
     reduced = full.sum(1)
     reduced[:, : rest.shape[1]] += rest
@@ -157,10 +156,10 @@ def column_sums_between(
     low: Tensor,  # f32[n, 1]
     high: Tensor,  # f32[n, 1]
 ) -> Tensor:  # f32[n, width]
-    """The sums of what is strictly between, of each column."""
+    """Sum in each column the numbers strictly between low and high."""
     if x.device.type != "cpu":
         return column_sums(x * ((x > low) & (x < high)))
-    # numpy compares, and multiplies while it adds, in half of torch's time.
+    # numpy compares, and multiplies and adds in one pass, in half of torch's time.
     inside = x.numpy() > low.numpy()
     inside &= x.numpy() < high.numpy()
     (full, rest), (kept, kept_rest) = _matrix(x), _matrix(torch.from_numpy(inside))
@@ -170,7 +169,7 @@ def column_sums_between(
 
 
 def column_maxima(x: Tensor) -> Tensor:  # [n, vocab_size] -> [n, width]
-    """The maxima of the same columns."""
+    """Return the maxima of the columns of `column_sums`."""
     full, rest = _matrix(x)
     reduced = full.amax(1)
     head = reduced[:, : rest.shape[1]]
@@ -186,7 +185,7 @@ def _matrix(x: Tensor) -> tuple[Tensor, Tensor]:  # [n, vocab_size] -> [n, heigh
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows of each at a time, of the first as many as stay in a cache."""
+    """Split tensors into groups of rows; those of the first tensor fit in a CPU's cache."""
     first = tensors[0]
     num_rows = max(1, CHUNK // first.shape[1]) if first.device.type == "cpu" else max(1, first.shape[0])
     return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)

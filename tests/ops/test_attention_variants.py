@@ -50,7 +50,7 @@ def short_splits():
 
 
 def with_options(chosen, seq_lens, query_lens, generator, **shape):
-    """A case with these options on."""
+    """Make a case with these options on."""
     num_heads = shape.get("num_heads", 4)
     if "shared" in chosen:
         seq_lens, query_lens = [65 + seq_len for seq_len in seq_lens], [1] * len(seq_lens)

@@ -11,7 +11,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of every kind of number: NaN of any payload, infinities, subnormals, -0."""
+    """Make a tensor of every kind of number: NaN of any payload, infinities, subnormals, -0."""
     bits = BITS[dtype.itemsize]
     limits = torch.iinfo(bits)
     return torch.randint(limits.min, limits.max, shape, dtype=bits, device=DEVICE).view(dtype)

@@ -20,7 +20,7 @@ each_dtype = pytest.mark.parametrize("dtype", OFF_BY, ids=str)
 
 
 def check(assertion, exact, dtype):
-    """The exact numbers, rounded, pass; a little larger they do not."""
+    """Check that exact numbers, rounded, pass, and that slightly larger ones do not."""
     assertion(exact.to(dtype))
     with pytest.raises(AssertionError, match="times what is allowed"):
         assertion((exact * (1 + OFF_BY[dtype])).to(dtype))

@@ -18,7 +18,7 @@ def apply(request):
 
 
 def history(num_slots, vocab_size, share):
-    """Counts and what was seen: as many tokens of the prompt again."""
+    """Make counts and seen tokens: as many tokens of the prompt as of the output."""
     counts = torch.randint(1, 5, (num_slots, vocab_size), dtype=torch.int32)
     counts[torch.rand(num_slots, vocab_size) >= share] = 0
     seen = (counts > 0) | (torch.rand(num_slots, vocab_size) < share)

@@ -84,7 +84,7 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 
 
 def hf_probabilities(row: Tensor, **filters: Any) -> NDArray[np.float64]:
-    """What Hugging Face's warpers make of a row, in the order of SamplingParams."""
+    """Filter a row by Hugging Face's warpers, in the order of SamplingParams."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(filters.get("temperature", 1.0)))])
     scores = warpers(None, row[None].double())
     if n := filters.get("top_n_sigma"):  # they have none: Tang et al., 2024
@@ -167,7 +167,7 @@ def test_tail_of_two_to_the_minus_30_has_its_share_of_the_random_numbers(other, 
     assert torch.equal(drawn, other * (wins & ("top_p" not in filters)))
 
 
-def test_top_p_of_1_keeps_the_lightest_tokens_whoever_else_uses_it(draw, monkeypatch):
+def test_top_p_of_1_keeps_the_lightest_tokens_whatever_other_rows_use(draw, monkeypatch):
     # So light that the sum of float32 is the same without them.
     row = torch.full((1, 64), -22.0).index_fill_(1, torch.tensor([0, 1]), 0.0).expand(4096, -1)
     monkeypatch.setattr(torch_selection, "HEIGHT", 32)
@@ -257,7 +257,7 @@ def test_tiny_and_huge_values_neither_overflow_nor_leave_the_vocabulary(draw):
 
 
 @pytest.mark.parametrize("filters", CONFIGURATIONS, ids=str)
-def test_rows_that_are_not_finite_get_some_token_and_harm_nobody(filters, draw):
+def test_rows_that_are_not_finite_get_some_token_and_change_no_other(filters, draw):
     logits = row_of(31).expand(6, -1).clone()
     logits[0], logits[1, 5], logits[2], logits[3, 30], logits[4] = (
         math.nan,
@@ -286,7 +286,7 @@ def test_rows_do_not_depend_on_their_neighbours(vocab_size, draw):
         if i not in (5, 7):
             own = {name: [values[i]] for name, values in filters.items()}
             assert draw(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], **own)[0] == together[i], i
-            # A filter that nobody uses may be left out.
+            # A filter that no row uses may be left out.
             alone = draw(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], **chosen[i])
             assert alone[0] == together[i], i
     reverse = {name: values[::-1] for name, values in filters.items()}

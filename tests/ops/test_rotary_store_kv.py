@@ -60,7 +60,7 @@ def run(operation, case, convert=dict):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("norm", [None, "unit_offset"], ids=str)  # the next test has the other norm's bits
 def test_matches_float64(name, dtype, shape, norm):
-    """Slots nobody named, values in qkv, and what surrounds its view keep every bit."""
+    """Slots that are not named, values in qkv, and the memory around its view keep every bit."""
     case = make_case(shape, dtype, norm=norm)
     query, wide, caches = run(load_kernels(name).rotary_store_kv, case)
     exact_query, exact_wide, exact_caches = run(reference.rotary_store_kv, case, in_float64)

@@ -39,7 +39,7 @@ def counters(n):
 
 
 def kept(logits, **params):
-    """What filter_logits keeps; the logits it keeps are the ones it was given."""
+    """Return which tokens filter_logits keeps, and check that it does not change their logits."""
     filtered = logits.clone()
     filter_logits(filtered, **params)
     places = filtered != -INF

@@ -80,7 +80,7 @@ def always(_: str) -> bool:
 
 @contextmanager
 def compiling(target: str, skip: Callable[[str], bool] = never) -> Iterator[list[Launch]]:
-    """Inside, launching a kernel compiles it for `target` instead, unless `skip` is true of its key.
+    """Compile for `target` each kernel that is launched inside the block, unless `skip` is true of its key.
 
     Yields the launches as they come. As in Triton's own caches a key is made of all that a binary follows
     from: the source of the kernel and of what it calls, arguments as far as they are specialised, options,

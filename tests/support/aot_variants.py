@@ -30,7 +30,7 @@ from tests.support.kernel_launches import (
 
 
 def count_compiled(target: str) -> tuple[int, int]:
-    """How many kernels were compiled, and for how many whoever listens was told so."""
+    """Count the kernels that were compiled, and the calls of a listener."""
     told: list[None] = []
     with compiling(target) as launches, listening(lambda: told.append(None)):
         launch_others(load_kernels("triton"), torch.bfloat16)
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[int, int, int, list[dict[str, Any]]]] = {
 
 
 def count_variants(target: str, model: str) -> dict[str, int]:
-    """How many binaries each kernel needs for batches of every awkward size of one model."""
+    """Count the binaries that each kernel needs for batches of every awkward size of one model."""
     kernels = load_kernels("triton")
     num_heads, num_kv_heads, head_dim, layers = MODELS[model]
     keys = collections.defaultdict(set)
@@ -79,7 +79,7 @@ WAYS_TO_SAMPLE = (
 
 
 def count_warm_up(target: str) -> dict[str, Any]:
-    """How many kernels an engine's warm-up makes ready, and which a day's batches need beyond them."""
+    """Count the kernels that an engine's warm-up compiles, and list those that batches need beyond them."""
     config = EngineConfig(model="demo", device="cpu", dtype="bfloat16", num_blocks=200)
     directory = resolve("demo")
     load.resolve_backend = lambda *_: "triton"

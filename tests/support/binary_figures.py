@@ -32,7 +32,7 @@ def figures(target: str, binary: Any) -> dict[str, float]:
 
 
 def _machine_code(cubin: bytes) -> int:
-    """How many bytes of code a cubin holds: its section .text.<kernel>, found in the table of an ELF file."""
+    """Return the bytes of code of a cubin: its section .text.<kernel>, found in the table of an ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     entry_size, num_sections, names = struct.unpack_from("<HHH", cubin, 0x3A)
     # name, type, flags, address, offset and size of each
@@ -42,7 +42,7 @@ def _machine_code(cubin: bytes) -> int:
 
 
 def cuobjdump(cubin: bytes, option: str) -> str:
-    """What NVIDIA's tool prints: "--dump-resource-usage" takes 3 ms, "--dump-sass" half a second."""
+    """Run NVIDIA's cuobjdump: "--dump-resource-usage" takes 3 ms, "--dump-sass" half a second."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -51,7 +51,7 @@ def cuobjdump(cubin: bytes, option: str) -> str:
 
 
 def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
-    """Whatever does not fit into the registers of a thread is in its stack."""
+    """Read the figures of a cubin; registers that spill are in the stack."""
     cubin, ptx = binary.asm["cubin"], binary.asm["ptx"]
     usage = dict(re.findall(r"([A-Z]+):(\d+)", cuobjdump(cubin, "--dump-resource-usage")))
     registers = int(usage["REG"])
@@ -110,7 +110,7 @@ def _amd_figures(binary: Any) -> dict[str, float]:
 
 
 def _widths(instructions: list[tuple[str, str]], width: Callable[[str], int]) -> dict[str, int]:
-    """How many loads from and stores to global memory move 16 bytes a thread, and how many fewer."""
+    """Count loads from and stores to global memory that move 16 bytes a thread, and those that move fewer."""
     counts = dict.fromkeys(["loads_16B", "loads_narrow", "stores_16B", "stores_narrow"], 0)
     for kind, suffix in instructions:
         counts[
@@ -120,12 +120,12 @@ def _widths(instructions: list[tuple[str, str]], width: Callable[[str], int]) ->
 
 
 def _ptx_bytes(suffix: str) -> int:
-    """ld.global.L1::evict_last.v4.b32: 4 times 32 bits."""
+    """Return the bytes a thread; of ld.global.L1::evict_last.v4.b32 they are 4 times 4."""
     vector, bits = re.search(r"\.v(\d)", suffix), re.search(r"\.[bfsu](\d+)$", suffix)
     assert bits is not None, suffix
     return int(bits[1]) // 8 * (int(vector[1]) if vector else 1)
 
 
 def _amd_bytes(suffix: str) -> int:
-    """dwordx4: 4 times 32 bits; ushort, short_d16_hi and the like are not counted closely."""
+    """Return the bytes a thread; of dwordx4 they are 4 times 4. Anything narrower counts as 4."""
     return 4 * int(suffix.removeprefix("dwordx") or 1) if re.fullmatch(r"dwordx[234]", suffix) else 4

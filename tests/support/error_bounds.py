@@ -34,7 +34,7 @@ def assert_within(got: Tensor, exact: Tensor, allowed: Tensor) -> None:
 
 
 def in_float64(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers, and integers as they are."""
+    """Convert floating-point tensors to float64."""
     return {
         name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
         for name, value in arguments.items()
@@ -99,7 +99,7 @@ def _multiplies_pairs(case: dict[str, Any]) -> bool:
 
 
 def _largest(x: Tensor | None) -> float:
-    """The largest absolute value; NaN, which nobody may read, is none."""
+    """Return the largest absolute value; NaN, which must not be read, is ignored."""
     return float(x.double().nan_to_num().abs().max()) if x is not None and x.numel() else 0.0
 
 
@@ -117,7 +117,7 @@ def normed_roundings(unit_offset: bool) -> int:
 
 
 def assert_norm(got: Tensor, exact: Tensor, *, unit_offset: bool = False) -> None:
-    """A norm's output in x's dtype, against float64: two or three roundings in float32 beside."""
+    """Compare a norm's output in x's dtype with float64: two or three roundings in float32 beside."""
     allowed = normed_roundings(unit_offset) * unit_roundoff(got.dtype) + norm_error(got.shape[-1])
     assert_within(got, exact, (allowed + 2 * U32 * unit_offset) * exact.abs())
 

@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 @functools.cache
 def _names_of_builtins(package: Any) -> list[str]:
-    """Asked for the first time before any of them is replaced."""
+    """List the builtins of a package; first called before any of them is replaced."""
     return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
 
 
@@ -24,6 +24,6 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 def remember_builtins() -> None:
-    """Put this in the place of Triton's own."""
+    """Replace Triton's own lookup by one that remembers."""
     assert [*inspect.signature(interpreter._patch_builtin).parameters] == ["pkg", "builder", "scope"]
     interpreter._patch_builtin = _patch_builtin

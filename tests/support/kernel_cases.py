@@ -1,4 +1,4 @@
-"""Inputs for the kernel tests, made to show what goes wrong: NaN wherever nobody wrote, shuffled blocks."""
+"""Inputs for the kernel tests, made to expose errors: NaN in slots that no token owns, shuffled blocks."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def ragged_case(
     sliding_window: int | None = None,
     extra_blocks: int = 3,
 ) -> dict[str, Any]:
-    """Arguments of paged_attention: query is a view into a wider qkv, slots nobody may read are NaN.
+    """Make arguments of paged_attention: query is a view into a wider qkv, slots not to be read are NaN.
 
     Heads lie before slots in the key cache and behind them in the value cache: strides are a launcher's own.
     With a window these are also the slots before every query's window, as if their blocks had been freed.
@@ -91,7 +91,7 @@ def inputs_of(case: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def quantized(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The same case over a quantised cache; what nobody may read stays NaN, in its scales."""
+    """Quantise the cache of a case; slots not to be read stay NaN, by their scales."""
     changed = {}
     is_view = case["key_cache"].data_ptr() == case["value_cache"].data_ptr()
     for name in ("key", "value"):
@@ -111,7 +111,7 @@ def quantized(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def tree_of(case: dict[str, Any], generator: random.Random) -> Tensor:
-    """A random tree mask: every new token sees itself and some of those before it."""
+    """Make a random tree mask: every new token sees itself and some of those before it."""
     bounds = case["cu_seqlens_q"].tolist()
     masks = [
         (1 << j) | generator.getrandbits(64) & ((1 << j) - 1)
@@ -128,7 +128,7 @@ def cu_seqlens(query_lens: Sequence[int]) -> Tensor:
 
 
 def take_sequences(case: dict[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """The same case with the sequences `chosen` only, in that order."""
+    """Return the case with the sequences `chosen` only, in that order."""
     bounds = case["cu_seqlens_q"].tolist()
     per_token = {
         name: torch.cat([case[name][bounds[i] : bounds[i + 1]] for i in chosen])

@@ -125,8 +125,8 @@ _MANY_ROWS = {
 for _table in (_DECODE, _PREFILL, _MANY_ROWS):
     _table["blackwell"] = dict(_table["hopper"])
 _PREFILL["blackwell"][256] = (128, 32, 8, 2)  # tcgen05 takes 128 rows, whose sums are not in registers
-# For a cache narrower than the queries, on NVIDIA: its values are widened in registers, so these tiles replace
-# those of the tables.
+# For a cache narrower than the queries, on NVIDIA: its values are widened in registers, and these
+# tiles replace those of the tables.
 _CONVERTED = {
     (64, 16, 8, 2): (32, 32, 8, 2),  # Hopper's prefill beyond 256, without wgmma
     (32, 32, 4, 3): (64, 32, 8, 2),  # its many rows beyond 128

@@ -38,7 +38,7 @@ def test_every_kernel_is_compiled(compiled, target):
 
 
 def row_of_the_table(use, head_dim, value_dim, dtype, cache_dtype, group, target):
-    """What choose_config decides, and from what; SHARED is a constexpr, how rows are shared out is not."""
+    """Return a choice of choose_config and what it depends on, but how rows are shared out."""
     config = choose_config(head_dim, group, dtype, use, target, value_dim, cache_dtype)
     widths = (64, 128, 256, 576) if value_dim <= 512 else (1024,)
     width = next(width for width in widths if max(head_dim, value_dim) <= width)
@@ -202,7 +202,7 @@ STALE = "run `python -m tests.aot --write` and look at what changed"
 
 @pytest.fixture(scope="module")
 def kept():
-    """The table; with a Triton older than it was made with there is none, with a newer one it is stale."""
+    """Return the table; skip with a Triton older than it was made with, fail with a newer one."""
     text, installed = TABLE.read_text(), version("triton")
     (made_with,) = re.findall(r"with Triton (\S+) ", text)
     if Version(installed) < Version(made_with):

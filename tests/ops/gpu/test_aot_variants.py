@@ -45,5 +45,5 @@ def test_warm_up_compiles_all_that_batches_need(found, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_whoever_listens_is_told_of_every_kernel_that_is_compiled(found, target):
+def test_a_listener_is_called_for_every_kernel_that_is_compiled(found, target):
     assert found[target]["compiled"] == [5, 5]

@@ -20,7 +20,7 @@ BY_POINTERS = {"key_desc": None, "value_desc": None}
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """The tiles of such a GPU, in the interpreter if there is none."""
+    """Use the tiles of a Hopper GPU, in the interpreter if there is none."""
     if in_interpreter():
         monkeypatch.setattr(triton_attention, "current_target", lambda: "sm_90")
     elif triton_attention.current_target() not in ("sm_90", "sm_100", "sm_103"):
