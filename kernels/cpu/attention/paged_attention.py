@@ -1,4 +1,4 @@
-"""Launching `cpu.attention.attention`: checks, and which unit of work does what."""
+"""Launch paged attention on a CPU: check the inputs, and divide a step into units of work."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -24,9 +24,9 @@ from .kernel import ATTEND, MERGE
 from .softmax import padded
 from .units import SPLIT_KEYS, scratch_size
 
-UNITS_PER_THREAD = 2  # at least, so that no thread waits long for the last
+UNITS_PER_THREAD = 2  # at least, so that threads end at about the same time
 MAX_ROWS, LEAST_ROWS = 512, 64  # of a unit of a prompt, for each KV head
-MAX_DECODE = 4  # new tokens of a sequence whose heads go together
+MAX_DECODE = 4  # new tokens of a sequence that counts as a decode: its KV heads are not split up if possible
 
 
 class Plan(NamedTuple):
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     units: NDArray[np.int64]  # [num_units, 8], see kernel.ATTEND
     merges: NDArray[np.int64]  # [num_merges, 8]
     num_parts: int
-    max_rows: int  # of a unit, all its heads together
+    max_rows: int  # of any unit, all its heads together
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ def paged_attention(
 def _tile_of_prompts(
     seq_lens: NDArray[np.int32], query_lens: NDArray[np.int32], group: int, share: int
 ) -> int:
-    """Query tokens of a unit: as many as pay for bringing K and V, and fewer where one is more than a share.
+    """Choose the query tokens of a unit: enough to pay for copying K and V, unless that exceeds its share.
 
-    share: of the work, in keys x query tokens of a KV head.
+    share: of the work, in keys x query tokens of one KV head.
     """
     prompts, rows = query_lens > MAX_DECODE, MAX_ROWS
     keys, tokens = seq_lens[prompts].astype(np.int64), query_lens[prompts]
@@ -169,11 +169,11 @@ def plan_units(
     num_kv_heads: int,
     num_threads: int,
 ) -> Plan:
-    """Share a step out in units of like size, the longest first: its bits are the same however that is done.
+    """Divide a step into units of similar size, the longest first. The division does not change any bit.
 
-    A decode is one unit with all its heads, so that memory is read as it lies. Where that would be too much
-    of the step for one thread, its KV heads are shared out, and then every SPLIT_KEYS tokens of each.
-    Prompts go by tiles of query tokens, one KV head a unit.
+    A decode is one unit with all its heads, so that memory is read in order. If that is too much work for one
+    thread, its KV heads become units, and then its splits of SPLIT_KEYS keys. A prompt has a unit for each KV
+    head and tile of query tokens.
     """
     query_lens = np.diff(cu_seqlens_q)
     work = seq_lens.astype(np.int64) * query_lens
@@ -187,19 +187,21 @@ def plan_units(
     group = num_heads // num_kv_heads
     tile = _tile_of_prompts(seq_lens, query_lens, group, limit * num_kv_heads // 2)
     rows, merges, num_parts = [], [], 0
-    max_rows = tile * group if query_lens.max(initial=0) > 1 else 1  # a recorded step fits others
+    max_rows = (
+        tile * group if query_lens.max(initial=0) > 1 else 1
+    )  # the same for all prompts, so that a recorded step fits them
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
         num_splits = -(-seq_len // SPLIT_KEYS)
-        cut = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads
+        is_split = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads
         per_unit = 1
-        if query_len <= MAX_DECODE:  # as many heads as are no more than a thread's share
+        if query_len <= MAX_DECODE:  # as many heads as fit into a thread's share
             per_unit = max(1, min(num_kv_heads, num_kv_heads * limit // max(1, seq_len * query_len)))
         for first, head in product(range(0, query_len, tile), range(0, num_kv_heads, per_unit)):
             end, end_head = min(first + tile, query_len), min(head + per_unit, num_kv_heads)
             unit_rows = (end - first) * group  # for each KV head
             place, num_rows = (seq, first, end, head, end_head), unit_rows * (end_head - head)
             max_rows = max(max_rows, num_rows)
-            if not cut:
+            if not is_split:
                 rows.append(((seq_len - query_len + end) * num_rows, *place, 0, num_splits, -1))
                 continue
             merges.append(

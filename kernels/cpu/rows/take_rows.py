@@ -1,4 +1,4 @@
-"""Rows of a table by number, for a CPU: of a plain one, and of a weight that lies in panels."""
+"""Lookups of rows by index: in a plain table, and in a weight that is packed in panels."""
 
 import numpy as np
 import torch
@@ -29,13 +29,13 @@ from ..simd.memory import (
 from ..simd.numbers import BFLOAT16, FLOAT32, KINDS
 from ..simd.vectors import LANES, VECTOR_BYTES, function
 
-TAKE_ROWS = Task(("table", "indices", "out"), ("row_bytes", "kind"))  # FLOAT32: whatever is not widened
+TAKE_ROWS = Task(("table", "indices", "out"), ("row_bytes", "kind"))  # FLOAT32: rows are copied as they are
 TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out"), ("in_features", "weight_kind", "out_kind"))
 
 
 @function
 def _widen_row(kind, source, to, columns):
-    """Numbers of 16 bits as float32."""
+    """Convert a row of 16-bit numbers to float32."""
     for column in range(0, columns, LANES):
         left = columns - column
         store_some_as(FLOAT32, to + 4 * column, load_some_as(kind, source + 2 * column, left), left)
@@ -43,6 +43,7 @@ def _widen_row(kind, source, to, columns):
 
 @TAKE_ROWS.each_unit
 def _take_row(args, i):
+    """Copy or widen the row of the i-th index."""
     source, to = args.table + get_long(args.indices + 8 * i) * args.row_bytes, args.out + i * args.row_bytes
     if args.kind != FLOAT32:
         _widen_row(args.kind, source, args.out + 2 * i * args.row_bytes, args.row_bytes // 2)
@@ -56,14 +57,14 @@ def _take_row(args, i):
 
 @TAKE_PANEL_ROWS.each_unit
 def _take_panel_row(args, i, scratch):
-    """An output's weights, which are PANEL numbers apart, one behind the other; in pairs two at a time."""
+    """Collect the weights of one output, which are PANEL numbers apart in a panel, in pairs two at a time."""
     index = get_long(args.indices + 8 * i)
     panel, place, out_size = index // PANEL, index % PANEL, item_size(args.out_kind)
     to = args.out + i * args.in_features * out_size
     numbers = scratch + VECTOR_BYTES
     kind, first = args.weight_kind, args.panels + panel * args.in_features * 2 * PANEL
-    is_short = kind in (BF12_PAIRS, BF12)
-    if is_short:
+    is_bf12 = kind in (BF12_PAIRS, BF12)
+    if is_bf12:
         depth = args.in_features // 2 if kind == BF12_PAIRS else args.in_features
         stride, first = STEP_BYTES[kind], numbers + 4 * args.in_features
         unpack(kind, first, args.panels + panel * depth * stride, stride, args.scales, depth)
@@ -94,19 +95,19 @@ def _take_panel_row(args, i, scratch):
         for k in range(args.in_features):
             store(scratch, load_as(kind, weight + k * PANEL * size))
             set_float(numbers + 4 * k, get_float(scratch + 4 * lane))
-    scale = np.float32(1.0) if is_short else get_float(args.scales + 4 * index)
+    scale = np.float32(1.0) if is_bf12 else get_float(args.scales + 4 * index)
     copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
 
 
 def take_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Rows of [n, size] by i64[m]: [m, size]; see `reference.take_rows`."""
+    """Return the rows of [n, size] with indices i64[m]: [m, size]; see `reference.take_rows`."""
     if not (table.is_contiguous() and indices.is_contiguous()):
         return table.index_select(0, indices)
     return _take_rows(table, indices, table.dtype, FLOAT32)
 
 
 def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a contiguous [n, size] in 16 bits by i64[m], in float32: f32[m, size]."""
+    """Return rows of a contiguous 16-bit [n, size] with indices i64[m] as f32[m, size]."""
     check_dtype("table", table, (torch.float16, torch.bfloat16))
     if not table.is_contiguous():
         raise ValueError(f"table must be contiguous, got strides {table.stride()}")
@@ -123,7 +124,10 @@ def _take_rows(table: Tensor, indices: Tensor, dtype: torch.dtype, kind: int) ->
 
 
 def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a weight by i64[m]: [m, in_features], in a dtype that has room for its numbers. Not of int4."""
+    """Return rows of a packed weight with indices i64[m]: [m, in_features]. Not of int4.
+
+    dtype: holds the weight's numbers.
+    """
     weight, size = panels.weight, panels.in_features
     if size < LANES:
         places = indices % PANEL
@@ -134,9 +138,9 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         return (rows * (unit * panels.scales[indices, None])).to(dtype)
     check_dtype("indices", indices, (torch.int64,))
     _check_range(indices, panels.out_features)
-    indices = indices.contiguous()  # by a name: what only its address is taken of would be gone
+    indices = indices.contiguous()  # bound to a name: its memory must outlive the launch
     out = torch.empty(len(indices), size, dtype=dtype)
-    is_short = panels.kind in (BF12_PAIRS, BF12)
+    is_bf12 = panels.kind in (BF12_PAIRS, BF12)
     if panels.kind in (BFLOAT16_PAIRS, BF12_PAIRS):
         check_dtype("rows", out, (torch.bfloat16, torch.float32))
     TAKE_PANEL_ROWS.run(
@@ -148,12 +152,12 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         size,
         panels.kind,
         KINDS[dtype],
-        scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * is_short) * size,
+        scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * is_bf12) * size,
     )
     return out
 
 
 def _check_range(indices: Tensor, num_rows: int) -> None:
-    """In debug mode, that every row exists: who calls knows it."""
+    """In debug mode, check that every row exists; otherwise callers ensure it."""
     if in_debug_mode() and len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
         raise ValueError(f"indices must be from 0 to {num_rows - 1}, got {indices.tolist()}")

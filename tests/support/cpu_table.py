@@ -1,0 +1,50 @@
+"""The table of weight formats in kernels/cpu/README.md.
+
+python -m tests.support.cpu_table --write    # rewrite it
+"""
+
+import argparse
+from pathlib import Path
+
+from paged.kernels.cpu.products.kinds import FORMATS, UNPACKED
+from paged.kernels.cpu.products.reader import PANEL
+
+README = Path(__file__).parents[2] / "kernels" / "cpu" / "README.md"
+_START, _END = "<!-- formats: python -m tests.support.cpu_table --write -->\n", "<!-- end of formats -->"
+
+
+def table() -> str:
+    """Return the table, which is the same on every CPU."""
+    lines = [
+        "| format | bits a weight | needs | in registers | for many rows first unpacked to | use |",
+        "|---|---:|---|---|---|---|",
+    ]
+    for kind, row in FORMATS.items():
+        reader, inputs = row.reader, 1 + row.reader.in_pairs
+        num_bytes = row.step_bytes + reader.group_bytes / max(1, reader.group_steps)
+        bits = int(8 * num_bytes / (PANEL * inputs))  # bf12 has a part of a bit more, for its groups' tables
+        registers = "pairs of bfloat16" if reader.in_pairs else "float32"
+        unpacked = FORMATS[UNPACKED[kind]].name if UNPACKED[kind] != kind else ""
+        needs = ", ".join(row.needs)
+        lines.append(f"| {row.name} | {bits} | {needs} | {registers} | {unpacked} | {row.use} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def written() -> str:
+    """Return the table that the README has."""
+    return README.read_text().split(_START)[1].split(_END)[0]
+
+
+def write() -> None:
+    """Put the table into the README."""
+    text = README.read_text()
+    README.write_text(text.replace(_START + written() + _END, _START + table() + _END))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        write()
+    else:
+        print(table(), end="")
