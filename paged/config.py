@@ -12,7 +12,7 @@ from .validation import check_bool, check_int, check_number, shown
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("int8", "int4")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3")
-BACKENDS = ("auto", "triton", "numba", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "numba", "torch")
 POLICIES = ("fcfs", "priority", "longest-prefix-match", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
@@ -125,7 +125,7 @@ class EngineConfig:
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        _check_choice("attention_backend", self.attention_backend, BACKENDS)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_policy(self.scheduling_policy, self.tenant_weights)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()

@@ -61,8 +61,12 @@ MUTANTS = {
             "self._parents[block] = serial, parent",
             "self._parents[block] = serial, 0",
         ),
-        ("match takes a block too many", "chain.keys[:num_blocks]", "chain.keys[: num_blocks + 1]"),
-        ("layer groups share keys", "return key - key % self._num_groups + group", "return key"),
+        ("match takes a block too many", "chain.digests[:num_blocks]", "chain.digests[: num_blocks + 1]"),
+        (
+            "layer groups share digests",
+            "return digest - digest % self._num_groups + group",
+            "return digest",
+        ),
         ("the same is cached twice", "                return known\n", "                pass\n"),
         ("reuse before the step ends", "if step > self._steps_ended:", "if False:"),
         (
@@ -90,9 +94,9 @@ MUTANTS = {
         ("reset frees what is held", "idle = self._refcounts[block] == 0 and", "idle ="),
     ],
     "blocks/prefix_chain": [
-        ("keys skip what came before", "digest = hash_block(digest,", 'digest = hash_block(b"",'),
-        ("keys skip the salt", 'hash_block(b"", namespace) if namespace else b""', 'b""'),
-        ("a forked chain is the same", "self.keys.copy(), self.data.copy()", "self.keys, self.data"),
+        ("digests skip what came before", "digest = hash_block(digest,", 'digest = hash_block(b"",'),
+        ("digests skip the salt", 'hash_block(b"", namespace) if namespace else b""', 'b""'),
+        ("a forked chain is the same", "self.digests.copy(), self.data.copy()", "self.digests, self.data"),
     ],
     "blocks/manager": [
         ("match serves the last token", "most = (len(token_ids) - 1) //", "most = len(token_ids) //"),
@@ -149,8 +153,12 @@ MUTANTS = {
         ),
         ("release forgets host blocks", "self.host_pool.free(blocks)", "pass"),
         ("unpin lets go of nothing", "self.pool.free(reversed(blocks))", "pass"),
-        ("a block leaves with its first pin", "if not self._pinned[block]:", "if True:"),
-        ("the unpinned stay pinned", "del self._pinned[block]", "pass"),
+        (
+            "a block leaves with its first pin",
+            "self._pinned -= Counter(blocks)",
+            "[self._pinned.pop(block, None) for block in blocks]",
+        ),
+        ("the unpinned stay pinned", "self._pinned -= Counter(blocks)", "pass"),
         ("pins take no room", "self.pool.num_blocks - self.num_pinned", "self.pool.num_blocks"),
     ],
     "scheduler/scheduler": [

@@ -1,1 +1,1 @@
-"""Whose KV lies where: pure Python, no tensors."""
+"""Which KV blocks belong to which sequence: pure Python, no tensors."""

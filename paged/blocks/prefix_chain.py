@@ -1,4 +1,4 @@
-"""PrefixChain: what a sequence's full blocks are called in the prefix cache."""
+"""PrefixChain: digests of the full blocks of a sequence, by which the prefix cache finds them."""
 
 from __future__ import annotations
 
@@ -6,61 +6,61 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 
-# Digest of a block from the digest of the blocks before it and its own token ids, as bytes of i32.
+# (digest of the blocks before it, its token ids as i32) -> digest of a block
 HashBlock = Callable[[bytes, bytes], bytes]
 
 
 def sha256_block(parent: bytes, tokens: bytes) -> bytes:
-    """sha256 of all that the KV of a block follows from."""
+    """Return the sha256 of everything that determines the KV of a block."""
     return hashlib.sha256(parent + tokens).digest()
 
 
 def first_digest(namespace: bytes, hash_block: HashBlock = sha256_block) -> bytes:
-    """What stands for the digest of the block before the first one."""
+    """Return the digest that stands for the blocks before the first one."""
     return hash_block(b"", namespace) if namespace else b""
 
 
-def key_of(digest: bytes) -> int:
-    """The key of a block by its digest: 56 bits, which take 32 bytes as an int of CPython."""
+def short_digest(digest: bytes) -> int:
+    """Return the first 56 bits of a digest, which take 32 bytes as an int of CPython."""
     return int.from_bytes(digest[:7], "little")
 
 
 class PrefixChain:
-    """Keys of a sequence's full blocks, each from the block's tokens and the key of the one before.
+    """Digests of the full blocks of a sequence; each covers the tokens up to the end of its block.
 
-    namespace: whatever else changes the KV: the cache salt, a rope length. Sequences of different
-        namespaces share nothing.
+    namespace: what else determines the KV: the cache salt, a rope length. Sequences share blocks only
+        within a namespace.
 
-    A key is the first 56 bits of a sha256. It only finds a block: `BlockPool.match` then compares all
-    tokens, so that a collision costs a hit and never gives one.
+    A digest is kept as its first 56 bits. It only finds a block: `BlockPool.match` then compares all tokens,
+    so a collision can lose a hit but never produces a wrong one.
     """
 
-    __slots__ = ("_digest", "_hash", "data", "keys", "namespace")
+    __slots__ = ("_hash", "_last", "data", "digests", "namespace")
 
     def __init__(self, namespace: bytes = b"", hash_block: HashBlock = sha256_block) -> None:
         self.namespace = namespace
-        self.keys: list[int] = []
-        self.data = bytearray()  # the tokens of the blocks that have keys, as i32
+        self.digests: list[int] = []
+        self.data = bytearray()  # token ids of the blocks that have digests, as i32
         self._hash = hash_block
-        self._digest = first_digest(namespace, hash_block)
+        self._last = first_digest(namespace, hash_block)
 
     def extend(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
-        """Make sure that the first num_blocks blocks have keys."""
-        done = len(self.keys)
+        """Add the missing digests of the first num_blocks blocks."""
+        done = len(self.digests)
         if num_blocks <= done:
             return
         added = array("i", token_ids[done * block_size : num_blocks * block_size]).tobytes()
         self.data += added
-        digest, digests, hash_block, size = self._digest, [], self._hash, 4 * block_size
+        digest, digests, hash_block, size = self._last, [], self._hash, 4 * block_size
         for start in range(0, len(added), size):
             digest = hash_block(digest, added[start : start + size])
             digests.append(digest)
-        self._digest = digest
-        self.keys += map(key_of, digests)
+        self._last = digest
+        self.digests += map(short_digest, digests)
 
     def fork(self) -> PrefixChain:
-        """A copy that goes on by itself."""
+        """Return an independent copy."""
         copy = PrefixChain.__new__(PrefixChain)
-        copy.namespace, copy._hash, copy._digest = self.namespace, self._hash, self._digest
-        copy.keys, copy.data = self.keys.copy(), self.data.copy()
+        copy.namespace, copy._hash, copy._last = self.namespace, self._hash, self._last
+        copy.digests, copy.data = self.digests.copy(), self.data.copy()
         return copy

@@ -11,10 +11,10 @@ NEVER = 2**62
 
 
 class SequenceBlocks:
-    """The blocks of one sequence: a table for each layer group. Made by `BlockManager.open`.
+    """The block tables of one sequence, one for each layer group. Made by `BlockManager.open`.
 
-    capacity: tokens it may have before `grow` has anything to do, so that most steps need not call it.
-    register_at: number of tokens at which it is worth calling `register` while it decodes.
+    capacity: number of tokens up to which `grow` need not be called.
+    register_at: number of tokens from which on `register` should be called while it decodes.
     """
 
     __slots__ = (
@@ -30,24 +30,24 @@ class SequenceBlocks:
 
     def __init__(self, num_groups: int, chain: PrefixChain | None) -> None:
         self.chain = chain
-        # While it is swapped out, for each group: how many blocks were dropped, host blocks of the rest.
+        # While it is swapped out, for each group: the number of dropped blocks, the host blocks of the rest.
         self.host: list[tuple[int, array[int]]] | None = None
         self.clear(num_groups)
 
     def clear(self, num_groups: int) -> None:
-        """Hold nothing."""
+        """Set the state of a sequence without blocks."""
         self.tables = [array("i") for _ in range(num_groups)]
-        self.num_dropped = [0] * num_groups  # blocks at the beginning that fell out of the window
-        self.num_registered = 0  # blocks that the prefix cache was told of
+        self.num_dropped = [0] * num_groups  # leading blocks that left the window
+        self.num_registered = 0  # leading blocks that are in the prefix cache
         self.last: list[tuple[BlockId, int]] = [(-1, 0)] * num_groups  # the last of them, and its serial
         self.capacity = 0
         self.register_at = NEVER
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it holds."""
+        """Number of blocks it holds."""
         return sum(map(len, self.tables)) - sum(self.num_dropped)
 
     def live(self, group: int) -> array[int]:
-        """The blocks it holds for one group, in order."""
+        """Return the blocks it holds for one group, in order."""
         return self.tables[group][self.num_dropped[group] :]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId, BlockPool
-from ..blocks.prefix_chain import first_digest, key_of, sha256_block
+from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..errors import CheckpointError, RequestError
 from ..model.config import ModelConfig
 from ..model.kv_cache import KVCache
@@ -122,7 +122,7 @@ def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cac
             for name, tensor in kv_cache.tensors.items():
                 tensor[:, :, allocated[0]] = saved[name][:, :, i]
             parent = 0 if behind is None else pool.serial(behind)
-            known.append(pool.adopt(allocated[0], key_of(digests[i]), tokens, parent, namespace, group))
+            known.append(pool.adopt(allocated[0], short_digest(digests[i]), tokens, parent, namespace, group))
             if known[-1] != allocated[0]:
                 pool.free([loaded.pop()])  # it is cached already
     finally:

@@ -128,7 +128,7 @@ def test_salts_keep_caches_apart(namespace):
     assert num_hits(manager, tokens, namespace) == 0
 
 
-def test_colliding_keys_never_share():
+def test_colliding_digests_never_share():
     manager = BlockManager(12, 4, hash_block=same_hash)
     a, b = started(manager, [1] * 9), started(manager, [2] * 9)
     assert not {*a.tables[0]} & {*b.tables[0]}

@@ -19,7 +19,7 @@ def same_hash(parent: bytes, tokens: bytes) -> bytes:  # noqa: ARG001
 def chain_of(
     tokens: Sequence[int], namespace: bytes = b"", hash_block: HashBlock = sha256_block
 ) -> PrefixChain:
-    """A chain whose blocks of two tokens all have keys."""
+    """A chain of blocks of two tokens."""
     chain = PrefixChain(namespace, hash_block)
     chain.extend(tokens, len(tokens) // 2, 2)
     return chain
@@ -27,7 +27,7 @@ def chain_of(
 
 def cached(pool: BlockPool, chain: PrefixChain, group: int = 0) -> list[int]:
     """Allocate blocks and cache a whole chain in them. They are held."""
-    blocks, parent = list(pool.allocate(len(chain.keys))), 0
+    blocks, parent = list(pool.allocate(len(chain.digests))), 0
     for index, block in enumerate(blocks):
         assert pool.cache(block, chain, index, parent, group) == block
         parent = pool.serial(block)
@@ -148,7 +148,7 @@ def test_many_are_allocated_as_one_by_one():
 def test_collision_never_serves_anothers_block():
     pool = BlockPool(4, 2)
     one, other = chain_of([1, 2], hash_block=same_hash), chain_of([3, 4], hash_block=same_hash)
-    assert one.keys == other.keys
+    assert one.digests == other.digests
     (first,) = cached(pool, one)
     assert pool.match(other, 1) == []
     (second,) = cached(pool, other)
@@ -166,7 +166,7 @@ def test_same_tokens_behind_others_are_not_the_same():
     _, block = cached(pool, behind_one)
     # What a collision of all 60 bits would do: the key of [1, 1, 5, 5] looked up behind [2, 2].
     colliding = chain_of([2, 2, 5, 5])
-    colliding.keys[1] = behind_one.keys[1]
+    colliding.digests[1] = behind_one.digests[1]
     assert pool.match(colliding, 2) == [other]
     assert pool.match(behind_one, 2)[1] == block
 
@@ -293,10 +293,10 @@ def test_no_step_ends_that_never_began():
 
 def test_key_depends_on_everything_before_and_on_the_namespace_and_on_nothing_else():
     chain = chain_of([1, 2, 3, 4])
-    assert chain.keys[0] == chain_of([1, 2, 9, 9]).keys[0]
-    assert chain.keys[1] not in (*chain_of([9, 2, 3, 4]).keys, *chain_of([3, 4, 3, 4]).keys)
-    assert not set(chain.keys) & set(chain_of([1, 2, 3, 4], b"salt").keys)
-    assert all(0 <= key < 2**60 for key in chain.keys)
+    assert chain.digests[0] == chain_of([1, 2, 9, 9]).digests[0]
+    assert chain.digests[1] not in (*chain_of([9, 2, 3, 4]).digests, *chain_of([3, 4, 3, 4]).digests)
+    assert not set(chain.digests) & set(chain_of([1, 2, 3, 4], b"salt").digests)
+    assert all(0 <= digest < 2**60 for digest in chain.digests)
 
 
 def test_chain_grows_as_if_at_once_and_a_fork_by_itself():
@@ -305,5 +305,5 @@ def test_chain_grows_as_if_at_once_and_a_fork_by_itself():
     chain.extend([1, 2, 3, 4, 5], 2, 2)
     chain.extend([1, 2, 3, 4, 5], 1, 2)  # known already
     fork.extend([1, 2, 7, 8], 2, 2)
-    assert (chain.keys, chain.data) == (chain_of([1, 2, 3, 4]).keys, chain_of([1, 2, 3, 4]).data)
-    assert (fork.keys, fork.data) == (chain_of([1, 2, 7, 8]).keys, chain_of([1, 2, 7, 8]).data)
+    assert (chain.digests, chain.data) == (chain_of([1, 2, 3, 4]).digests, chain_of([1, 2, 3, 4]).data)
+    assert (fork.digests, fork.data) == (chain_of([1, 2, 7, 8]).digests, chain_of([1, 2, 7, 8]).data)

@@ -74,8 +74,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def longest(self, chain: PrefixChain, most: int, group: int) -> list[BlockId]:
         blocks, previous = [], 0
-        for i, key in enumerate(chain.keys[:most]):
-            entry = self.index.get((self.key(key), group))
+        for i, digest in enumerate(chain.digests[:most]):
+            entry = self.index.get((self.key(digest), group))
             prefix = (chain.namespace, bytes(chain.data[: (i + 1) * 4 * self.BLOCK_SIZE]))
             if entry is None or entry[1] != prefix or entry[3] != previous:
                 break
@@ -83,8 +83,8 @@ class PoolMachine(RuleBasedStateMachine):
             previous = entry[2]
         return blocks
 
-    def key(self, key: int) -> int:
-        return key // self.num_groups
+    def key(self, digest: int) -> int:
+        return digest // self.num_groups
 
     # Rules. One for all: of several, Hypothesis leaves out half in a run, and then little happens in most.
 
@@ -199,7 +199,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         block = held[which // len(self.chains) % len(held)]
         parent = self.pool.serial(before[-1]) if before else 0
-        key = (self.key(chain.keys[index]), group)
+        key = (self.key(chain.digests[index]), group)
         prefix = (chain.namespace, bytes(chain.data[: (index + 1) * 4 * self.BLOCK_SIZE]))
         entry = self.index.get(key)
         used = self.pool.cache(block, chain, index, parent, group)
