@@ -1,4 +1,4 @@
-"""EngineConfig: every option of the engine, checked once."""
+"""EngineConfig: every option of the engine, validated once."""
 
 from __future__ import annotations
 
@@ -32,46 +32,46 @@ class EngineConfig:
     """Options of an `LLMEngine`.
 
     model: a local directory, a Hugging Face hub id, or "demo" for the checkpoint that ships with `paged`.
-    tokenizer: where the tokenizer is, if not beside the model.
-    dtype: of activations, and of weights but where a narrower one holds the same numbers; "auto" takes the
-        checkpoint's, on a CPU float32 in the place of float16, and of bfloat16 where the CPU has no
+    tokenizer: a directory or hub id, if the tokenizer is not beside the model.
+    dtype: of activations, and of weights unless a narrower type holds the same values; "auto" is the
+        checkpoint's. On a CPU "auto" is float32 instead of float16, and instead of bfloat16 if the CPU has no
         instructions for it.
-    quantization: of weights, as a plain checkpoint loads, on a CPU: "int8", with a scale for each output, or
-        "int4", with a scale and a zero for every 32 inputs, and the output head in int8.
-    kv_cache_dtype: of K and V in the cache; "auto" takes dtype, and where that is float32 there are also
-        "float16" and "bfloat16". "int8" and "fp8", which is "fp8_e4m3", have a scale for each token and head;
-        of GPUs, fp8 needs NVIDIA's from sm_89 on.
-    device: "auto" takes a GPU where torch sees one, else the CPU.
+    quantization: quantize the weights of an unquantized checkpoint while loading, on a CPU: "int8" with a
+        scale per output, or "int4" with a scale and a zero per 32 inputs (the output head in int8).
+    kv_cache_dtype: of K and V in the cache; "auto" is dtype. "float16" and "bfloat16" also go with dtype
+        float32. "int8" and "fp8" ("fp8_e4m3") have a scale per token and head; on a GPU fp8 needs sm_89 or
+        later from NVIDIA.
+    device: "auto" takes a GPU if torch sees one, else the CPU.
     block_size: tokens per block, a power of two from 8 to 256.
-    max_model_len: longest prompt plus output in tokens; None takes the model's.
+    max_model_len: most tokens of prompt and output together; None takes the model's limit.
     max_num_seqs: how many requests may run at once.
     max_num_batched_tokens: token budget of a step; None takes 8192 on a GPU and 512 on a CPU, where a
-        step of that size already keeps the cores busy and a longer one only delays the decodes in it.
-    num_blocks: blocks in the KV cache; None sizes it from memory, by the utilization of the device.
+        step of that size keeps the cores busy and a longer one only delays its decodes.
+    num_blocks: blocks in the KV cache; None derives it from the device's memory and its utilization option.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
-    cpu_memory_utilization: share of the free RAM, once the weights are loaded, for KV.
-    enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
-    scheduling_policy: who runs next: "fcfs"; "priority", the lowest number first, preempting higher ones;
-        "longest-prefix-match", most of the prompt cached first; "fair", the tenant that got least first.
-    tenant_weights: for "fair", what a tenant is entitled to relative to others; 1 where nothing is said.
+    cpu_memory_utilization: share of the RAM that is free once the weights are loaded, for KV.
+    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning.
+    scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
+        preempt higher ones; "longest-prefix-match", the one with most of its prompt cached; "fair", one of
+        the tenant with the least service.
+    tenant_weights: for "fair", the relative share of each tenant; 1 by default.
     long_prefill_token_threshold: most prompt tokens of one request in a step; None sets no limit.
-    max_num_partial_prefills: how many requests may be in the middle of their prompts; None sets no limit.
-    max_waiting: how many requests may wait before others are refused; None sets no limit.
-    watermark: share of the blocks left free when a request is admitted, for those running to grow into.
-    preemption_mode: what happens to the KV of a request that gives its blocks to others: "recompute" it,
-        "swap" it to host memory, which needs swap_space, or "auto", whichever is estimated to take less time.
-    max_preemptions: how often that may happen to a request before it is protected from it.
-    swap_space: host memory for swapping in GiB; None takes 4 beside a GPU and 0 on a CPU.
-    attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU and numba on a CPU, torch
-        where numba is not installed.
-    num_threads: of a CPU's operations, in the whole process: engines that live at once have as many. None
-        takes OMP_NUM_THREADS or torch.set_num_threads where they were used, else the cores there are within
-        the process's affinity and its container's limit.
-    deterministic: the bits of a request do not depend on what it is batched with. On a CPU with numba, else
-        an error; there it is so without it too, but in bfloat16 on an ARM.
-    enforce_eager: compute every step anew; else small steps on a CPU with numba are recorded and repeated.
-    seed: from which requests without a seed of their own derive one.
-    skip_tokenizer_init: load no tokenizer; prompts are then token ids and outputs carry no text.
+    max_num_partial_prefills: most requests with partly computed prompts; None sets no limit.
+    max_waiting: most waiting requests; more are refused. None sets no limit.
+    watermark: share of the blocks kept free when a request is admitted, for running ones to grow into.
+    preemption_mode: what happens to the KV of a preempted request: "recompute", "swap" to host memory (needs
+        swap_space), or "auto", the one that is estimated to take less time.
+    max_preemptions: number of preemptions after which a request is protected from more.
+    swap_space: host memory for swapping in GiB; None takes 4 with a GPU and 0 on a CPU.
+    attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU, and on a CPU numba or, if
+        that is not installed, torch.
+    num_threads: CPU threads of operations, one setting for all engines of the process. None takes
+        OMP_NUM_THREADS or torch.set_num_threads if used, else the cores that affinity and container allow.
+    deterministic: batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU with numba,
+        where it holds even without this option, except in bfloat16 on ARM.
+    enforce_eager: record no steps. By default a CPU with numba records small steps and replays them.
+    seed: from which the seeds of requests without one are derived.
+    skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -108,7 +108,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Self:
-        """EngineConfig(**kwargs), with an UnknownArgumentError for a keyword that does not exist."""
+        """Return EngineConfig(**kwargs). Raise UnknownArgumentError for an unknown keyword."""
         reject_unknown("LLMEngine", kwargs, {field.name for field in fields(cls)})
         return cls(**kwargs)
 
@@ -147,12 +147,12 @@ class EngineConfig:
             check_number(ConfigError, "swap_space", self.swap_space, 0.0)
             if self.swap_space and self.preemption_mode == "recompute":
                 raise ConfigError(
-                    f"swap_space {self.swap_space:g} is no use to preemption_mode 'recompute'; leave one out"
+                    f"swap_space {self.swap_space:g} has no effect with preemption_mode 'recompute'; omit one"
                 )
 
 
 def check_policy(name: str, weights: object) -> None:
-    """Raise ConfigError for a policy that does not exist, or tenants' weights that are wrong."""
+    """Raise ConfigError for an unknown policy or wrong tenant weights."""
     _check_choice("scheduling_policy", name, POLICIES)
     if weights is None:
         return

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 
 class PagedError(ValueError):
-    """Base of everything that `paged` raises on purpose."""
+    """Base of every error that `paged` raises on purpose."""
 
 
 class ConfigError(PagedError):
@@ -32,7 +32,7 @@ class RequestError(PagedError):
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as max_waiting allows; try again later."""
+    """max_waiting requests wait already; try again later."""
 
 
 class UnknownArgumentError(PagedError, TypeError):
@@ -48,7 +48,7 @@ class CheckpointError(PagedError):
 
 
 class EngineDeadError(PagedError):
-    """The async engine serves nobody any more: it was shut down, or a step raised, its cause."""
+    """The async engine was shut down, or a step of it raised: see __cause__."""
 
 
 class UsageError(PagedError):

@@ -1,4 +1,4 @@
-"""SamplingParams: how one request chooses its tokens and when it stops, checked once."""
+"""SamplingParams: how one request samples its tokens and when it stops, validated once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from typing import Any, Self
 from .errors import RequestError, reject_unknown
 from .validation import check_bool, check_int, check_number, plain, shown
 
-MAX_LOGPROBS = 1024  # candidates reported for a token; -1 reports the whole vocabulary
+MAX_LOGPROBS = 1024  # most candidates reported for a token
 MAX_SEED = 2**63 - 1
-# Of all stop strings together, and of all bad words: what is read beside them takes memory and time.
+# Of all stop strings together, and of all bad words: the automaton takes memory and time for each.
 MAX_STOP_CHARACTERS = 2**18
 MAX_BAD_WORDS = 10_000
-MAX_TOKEN_IDS = 2**20  # in one list; a range() may have more than memory holds
-# Beyond these, what is left of ordinary logits in float32 is 0 or inf.
+MAX_TOKEN_IDS = 2**20  # in one list: a range() may not fit in memory
+# Beyond these, ordinary float32 logits become 0 or inf.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
-# Called with the tokens generated so far and f32[vocab_size], or, if it takes three arguments, with the
-# prompt's tokens before them; returns the row to go on with.
+# (output tokens so far, logits f32[vocab_size]) or (prompt tokens, output tokens, logits) -> new logits
 LogitsProcessor = Callable[..., Any]
 
 
@@ -32,24 +31,24 @@ class RequestOutputKind(enum.Enum):
 
     CUMULATIVE = "cumulative"  # everything so far
     DELTA = "delta"  # what is new since the last one
-    FINAL_ONLY = "final_only"  # nothing before the end
+    FINAL_ONLY = "final_only"  # there is none before the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The language that an output must belong to; exactly one of these.
+    """The language that an output must belong to; exactly one field is given.
 
-    json_object: True asks for any JSON object: json={"type": "object"}, which it then is.
-    json: a JSON schema, as text or a dict; {} is any JSON value. Keywords that would have to be ignored are
-        refused. Between its parts there is nothing, a space, or a new line and its indentation.
-    regex: a regular expression for the whole output, of Rust's kind: nothing looks around or back.
+    json_object: True allows any JSON object, and is stored as json={"type": "object"}.
+    json: a JSON schema, as text or a dict; {} allows any JSON value. Unsupported keywords are refused.
+        Between JSON tokens there may be nothing, a space, or a line break with indentation.
+    regex: a regular expression for the whole output, in Rust's syntax: no lookaround, no backreferences.
     choice: a list of strings, one of which is the output.
-    grammar: a context-free grammar in EBNF: llama.cpp's GBNF, which begins with root, or Lark's, with start.
+    grammar: a context-free grammar, in llama.cpp's GBNF (start symbol root) or Lark's EBNF (start).
 
-    EOS and stop_token_ids are possible where the output is complete. Where nothing can follow they are all
-    that is, and without any the output ends by itself, with "stop". max_tokens (with "length"), stop strings,
-    and stop_token_ids that are also text, may cut it before. An output that is complete before min_tokens and
-    cannot go on ends with an error.
+    EOS and stop_token_ids are allowed once the output is complete. If nothing can follow, only they are
+    allowed; if there are none, the output ends with "stop". max_tokens (with "length"), stop strings and
+    stop_token_ids that are also text may cut it short. An output that is complete before min_tokens and
+    cannot continue ends with an error.
 
     Raises RequestError naming the value and what is allowed.
     """
@@ -88,7 +87,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of the fields is given."""
+        """The name of the field that is given."""
         return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
@@ -98,56 +97,55 @@ class SamplingParams:
 
     Logits are changed in this order: structured_outputs and allowed_token_ids, bad_words, min_tokens,
     logit_bias, repetition, frequency and presence penalty, DRY, logits_processors, temperature, min_p,
-    top_n_sigma, typical_p, top_k, top_p. Log-probabilities are of the logits before all of it.
+    top_n_sigma, typical_p, top_k, top_p. Log-probabilities are those of the unchanged logits.
 
-    n: how many samples to take of the prompt, which is computed once for all of them.
-    best_of: how many to take, of which the n with the highest cumulative log-probability are returned;
-        None takes n. Until all have ended there are no outputs to show.
-    temperature: 0 is greedy; logits are divided by it.
+    n: number of samples; the prompt is computed once for all.
+    best_of: number of samples to generate, of which the n with the highest cumulative log-probability are
+        returned once all have ended; None takes n.
+    temperature: logits are divided by it; 0 is greedy.
     top_p: keep the smallest set of most likely tokens that holds this probability; 1 keeps all.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
-    typical_p: keep the smallest set of the tokens whose surprise is nearest to the entropy that holds this
+    typical_p: keep the smallest set of tokens with surprisal nearest to the entropy that holds this
         probability (Meister et al., 2022), and always the most likely one; 1 keeps all.
     top_n_sigma: keep tokens whose logit is within this many standard deviations of the highest one (Tang et
         al., 2024); 0 keeps all.
-    seed: the same seed gives the same tokens whatever the request is batched with; None derives one
-        from the engine's seed and the request id.
-    presence_penalty: taken off the logit of every token generated before; from -2 to 2.
-    frequency_penalty: taken off once for every time it was generated; from -2 to 2.
+    seed: the same seed gives the same tokens in any batch; None derives one from the engine's seed and the
+        request id.
+    presence_penalty: subtracted from the logit of every token generated before; from -2 to 2.
+    frequency_penalty: subtracted once for every time the token was generated; from -2 to 2.
     repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative
         ones multiplied (Keskar et al., 2019); from 1e-6 to 1e6, 1 changes nothing.
-    dry_multiplier: DRY takes dry_multiplier * dry_base ** (n - dry_allowed_length) off a token that would
-        make a repetition n + 1 tokens long of n that came before; 0 takes nothing.
+    dry_multiplier: DRY subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a
+        token that would extend a repetition of n tokens; 0 turns it off.
     dry_base: see dry_multiplier; at least 1.
-    dry_allowed_length: repetitions shorter than this cost nothing.
-    dry_sequence_breakers: strings that no repetition reaches across.
-    dry_penalty_last_n: of how many last tokens repetitions are looked for; -1 looks at all, 0 at none.
+    dry_allowed_length: shorter repetitions are not penalized.
+    dry_sequence_breakers: strings that end a repetition.
+    dry_penalty_last_n: number of last tokens in which repetitions are searched; -1 takes all, 0 none.
     logit_bias: numbers from -100 to 100 added to the logits of token ids.
     allowed_token_ids: token ids that may be generated; None allows all.
-    bad_words: texts whose tokens, as the tokenizer spells them at the beginning of a text and behind a space,
-        are never completed in the output; other tokens may still make the same text.
-    min_tokens: no EOS, stop_token_ids or stop string ends the output before this many tokens.
-    max_tokens: most tokens to generate; None goes on until EOS, a stop or the end of the context.
-    stop: strings that end the output, which stops before them; the first that is complete counts and, of
-        those that end at one place, the longest.
-    stop_token_ids: token ids that end the output like EOS does.
+    bad_words: texts whose token sequences, at the beginning of a text and after a space, are not generated;
+        other tokens may still form the same text.
+    min_tokens: EOS, stop_token_ids and stop strings do not end the output before this many tokens.
+    max_tokens: most tokens to generate; None continues to EOS, a stop or the end of the context.
+    stop: strings before which the output ends; the first one completed counts, and the longest of those
+        completed at once.
+    stop_token_ids: token ids that end the output like EOS.
     include_stop_str_in_output: keep the stop string, or the token that ended the output, in the text.
     ignore_eos: treat EOS as any other token.
-    logprobs: report the log-probability of every output token, and of this many most likely ones in its
-        place; -1 reports the whole vocabulary, None nothing.
-    prompt_logprobs: the same for the tokens of the prompt, which is then computed even where it is cached.
-    detokenize: make text of the tokens; without it there is none, and no stop strings.
+    logprobs: report the log-probability of every output token and of this many most likely ones at its
+        position; -1 reports the whole vocabulary, None nothing.
+    prompt_logprobs: the same for the prompt's tokens, which are then computed even if cached.
+    detokenize: produce text; False allows no stop strings.
     skip_special_tokens: leave special tokens out of the text.
-    spaces_between_special_tokens: put spaces between special tokens that follow each other in the text.
-    output_kind: what the outputs of an unfinished request hold: everything so far, what is new, or nothing.
-    priority: for scheduling_policy "priority", any other refuses it; the lowest number goes first.
-    timeout_s: seconds after which the request is aborted; None waits for ever.
-    cache_salt: only requests of the same salt share cached blocks.
-    logits_processors: functions called for every token of this request alone, with the tokens generated so
-        far and the logits, f32[vocab_size], or with three arguments, of which the first are the prompt's
-        tokens; each returns logits. They hold up everybody's step: slow.
-    structured_outputs: the language that the output must belong to; see StructuredOutputsParams.
+    spaces_between_special_tokens: put spaces between adjacent special tokens in the text.
+    output_kind: what the outputs of an unfinished request hold; see RequestOutputKind.
+    priority: the lowest number goes first; only for scheduling_policy "priority".
+    timeout_s: seconds after which the request is aborted; None sets no limit.
+    cache_salt: only requests with the same salt share cached blocks.
+    logits_processors: functions that take (output tokens so far, logits f32[vocab_size]) or (prompt tokens,
+        output tokens, logits) and return new logits. Called for every token, they delay the whole batch.
+    structured_outputs: the language that the output must belong to.
 
     Raises RequestError naming the value and what is allowed.
     """
@@ -191,7 +189,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __new__(cls, **kwargs: Any) -> Self:
-        # Before __init__ sees them: its own message names neither the field meant nor the way out.
+        # Before __init__, whose own message would not suggest the field that is meant.
         reject_unknown("SamplingParams", kwargs, {field.name for field in fields(cls)})
         return object.__new__(cls)
 
@@ -201,7 +199,7 @@ class SamplingParams:
             if isinstance(value, Number) and not isinstance(value, int | float):
                 object.__setattr__(self, field.name, plain(value))
         for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
-            if getattr(self, name) is None:  # by which others mean the same
+            if getattr(self, name) is None:  # other libraries' default
                 object.__setattr__(self, name, ())
         self._check_choice()
         self._check_penalties()
@@ -222,17 +220,17 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """How many outputs are generated."""
+        """Number of outputs to generate."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def penalizes(self) -> bool:
-        """Whether logits depend on how often tokens were there before."""
+        """Whether a penalty on earlier tokens changes the logits."""
         return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed before the most likely token is looked for."""
+        """Whether logits are changed in a way that greedy sampling must see."""
         return (
             self.penalizes
             or self.dry_multiplier > 0.0
@@ -258,13 +256,8 @@ class SamplingParams:
     def _check_penalties(self) -> None:
         check_number(RequestError, "presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number(RequestError, "frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number(
-            RequestError,
-            "repetition_penalty",
-            self.repetition_penalty,
-            MIN_REPETITION_PENALTY,
-            MAX_REPETITION_PENALTY,
-        )
+        limits = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        check_number(RequestError, "repetition_penalty", self.repetition_penalty, *limits)
         check_number(RequestError, "dry_multiplier", self.dry_multiplier, 0.0)
         check_number(RequestError, "dry_base", self.dry_base, 1.0)
         check_int(RequestError, "dry_allowed_length", self.dry_allowed_length, 1)
@@ -342,10 +335,10 @@ class SamplingParams:
 
 
 def num_arguments(processor: LogitsProcessor) -> int:
-    """How many a logits processor is called with: 2 or 3, 0 if it takes neither."""
+    """Return with how many arguments to call a logits processor: 2 or 3, or 0 if it takes neither."""
     try:
         signature = inspect.signature(processor)
-    except (TypeError, ValueError):  # of compiled code, which does not always tell
+    except (TypeError, ValueError):  # compiled code may have no signature
         return 2
     for number in (2, 3):
         with suppress(TypeError):
@@ -369,12 +362,12 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise RequestError(f"{name} must be a list of ints, got {shown(value)}")
     if len(value) > MAX_TOKEN_IDS:
         raise RequestError(f"{name} has {len(value)} token ids; {MAX_TOKEN_IDS} is the most")
-    # Each once: others may give the same a million times.
+    # Without duplicates, of which a client may send a million.
     return tuple(dict.fromkeys(check_int(RequestError, name, plain(token_id), 0) for token_id in value))
 
 
 def biases_of(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """A logit_bias of token ids, which may be text, and numbers. Raises RequestError naming what is wrong."""
+    """Validate (token id, bias) pairs, whose ids may be text. Raise RequestError naming a wrong value."""
     biases = dict[int, float]()
     for key, bias in pairs:
         number = int(key) if _is_number(key) else plain(key)
@@ -386,7 +379,7 @@ def biases_of(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
 
 
 def _is_number(key: Any) -> bool:
-    """Whether it is the text of an int that fits: keys in JSON are text."""
+    """Return whether a key is the text of an int that fits, as keys in JSON are."""
     return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
 
 

@@ -1,4 +1,4 @@
-"""Checks of values, shared by the classes that users fill in."""
+"""Checks of values that users pass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from .errors import PagedError
 
-# Where nothing else bounds an int: what fits a tensor. Beyond it lie ints that nobody can even print.
+# The default maximum of an int: a tensor holds no more, and Python refuses to print much longer ints.
 MAX_INT = 2**63 - 1
 MAX_SHOWN = 300  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """repr(value), cut short; also of ints of thousands of digits, for which Python refuses it."""
+    """Return repr(value), cut to MAX_SHOWN; also for ints too long for repr."""
     try:
         text = repr(value)
     except ValueError:
@@ -30,7 +30,7 @@ def shown(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A number of another library, such as numpy's, as Python's own; anything else as it is."""
+    """Convert a number of another library, such as numpy, to int or float; leave other values."""
     if isinstance(value, int | float):
         return value
     if isinstance(value, Integral):
@@ -39,7 +39,7 @@ def plain(value: Any) -> Any:
 
 
 def check_int(error: type[PagedError], name: str, value: object, minimum: int, maximum: int = MAX_INT) -> int:
-    """`value` if it is an int in [minimum, maximum], else `error`. A bool is not an int here."""
+    """Return `value` if it is an int in [minimum, maximum], else raise `error`. A bool is not an int here."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, int) and is_int and minimum <= value <= maximum:
         return value
@@ -57,7 +57,7 @@ def check_number(
     *,
     above: bool = False,
 ) -> float:
-    """`value` if it is a finite number from minimum (if `above`: above it) to maximum, else `error`."""
+    """Return `value` if it is finite and in [minimum, maximum] (`above`: not minimum), else raise `error`."""
     limits = [f"{'above' if above else 'at least'} {minimum:g}"] if minimum > -math.inf else []
     limits += [f"at most {maximum:g}"] if maximum < math.inf else []
     wanted = " and ".join(limits)
@@ -71,14 +71,14 @@ def check_number(
 
 
 def check_bool(error: type[PagedError], name: str, value: object) -> bool:
-    """`value` if it is True or False, else `error`."""
+    """Return `value` if it is True or False, else raise `error`."""
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
 def changed(config: Any) -> list[str]:
-    """The fields of a dataclass that differ from their defaults; all must have one."""
+    """Return the names of the fields that differ from their defaults; every field must have one."""
     defaults = {
         f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)
     }

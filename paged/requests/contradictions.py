@@ -1,4 +1,4 @@
-"""Parameters that leave a request nothing to generate, found when it is made and not during a step."""
+"""Detects parameters that together leave no token to generate, before a request is added."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def check_possible(
     vocab_size: int,
     num_tokens: int = 0,
 ) -> None:
-    """Refuse what no output can fulfil: its next token must be possible, and so must its least length.
+    """Check that some token may come next, and that min_tokens can be reached.
 
-    stop_ids: of EOS and stop_token_ids, those that end the request; banned before min_tokens.
-    grammar: where it is behind the tokens that there are.
-    num_tokens: how many a fork has from its parent.
+    stop_ids: the token ids that end the output (EOS, stop_token_ids); banned before min_tokens.
+    grammar: its state after the output so far.
+    num_tokens: the number of output tokens that a fork has from its parent.
 
     Raises RequestError naming the parameters that contradict each other.
     """
@@ -56,12 +56,12 @@ def check_possible(
 
 
 def _check_choice(choice: Sequence[str], params: SamplingParams, stop_ids: frozenset[int]) -> None:
-    """A choice has as many tokens as bytes, at most, and then one that ends it."""
+    """Check that a choice can be long enough (at most a token per byte) and can end."""
     longest = max(len(text.encode()) for text in choice)
     if params.min_tokens > longest:
         raise RequestError(
-            f"min_tokens {params.min_tokens} is more than any choice of structured_outputs has; the longest "
-            f"is of {longest} bytes"
+            f"min_tokens {params.min_tokens} is more than any choice of structured_outputs can have; the "
+            f"longest has {longest} bytes"
         )
     may_be_cut = bool(params.stop) or (params.max_tokens is not None and params.max_tokens <= longest)
     allowed = params.allowed_token_ids

@@ -1,4 +1,4 @@
-"""Request: one prompt on its way through the engine; RequestOutput: what its owner sees of it."""
+"""Request: one sample of a prompt on its way through the engine; RequestOutput: its result for the user."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from .stop_strings import StopStrings
 from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-# Text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where one is wanted,
-# and "add_special_tokens": False for text that has its own, as a chat template's
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may have "cache_salt", and
+# "add_special_tokens": False for text that contains them, such as a chat template's.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one place of a sequence: of the token there, then of the most likely ones."""
+    """Log-probabilities at one position: of the token there, then of the most likely ones."""
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # of the token there among all, from 1
+    rank: int  # of the token there in the vocabulary, from 1
 
 
 class Grammar(Protocol):
-    """Where an output is in the language that it must belong to; see `structured_outputs`."""
+    """The state of an output in the language it must belong to; see `structured_outputs`."""
 
     def copy(self) -> Self:
-        """One of its own at the same place."""
+        """Return an independent copy."""
 
     def follow(self, request: Request) -> bool:
-        """Take all of the output. Returns whether the language has it."""
+        """Advance to the end of the output. Return whether the language allows it."""
 
     def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
-        """The tokens that may come next, where these are what ends an output."""
+        """Return the tokens that may come next; stop_ids end an output."""
 
     def is_complete(self, request: Request) -> bool:
-        """Whether the output is, and nothing can follow it."""
+        """Return whether the output is complete and nothing can follow it."""
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. A preempted request is WAITING again."""
+    """The state of a request. A preempted request is WAITING again."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -55,9 +55,9 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of the scheduler's clock, and how often.
+    """Times of a request, in seconds of the scheduler's clock, and its number of preemptions.
 
-    The clock is `time.perf_counter`, in a simulation a virtual one.
+    The clock is `time.perf_counter`, or virtual in a simulation.
     """
 
     arrival_time: float
@@ -68,13 +68,13 @@ class RequestMetrics:
 
 @dataclass(slots=True, eq=False)
 class PromptReport:
-    """What is wanted of rows of a prompt: row i is what the model makes of the tokens up to the i-th.
+    """Which prompt positions to report on. Row i is the model's output after token i.
 
-    The rows [start, end) must be computed, even where the prefix cache has their tokens. Each is taken once,
-    in order, whatever was computed again.
+    The rows [start, end) are computed even if the prefix cache has their tokens. Each is taken once, in
+    order, even if a preempted request computes it again.
 
-    num_top: tell the log-probability of the token behind each row, and those of so many most likely ones, -1
-        of the whole vocabulary. None: add up the final hidden states.
+    num_top: report the log-probability of the token after each row and of this many most likely ones, -1 for
+        the whole vocabulary. None: sum the final hidden states.
     failed: whether a row was not finite.
     """
 
@@ -83,8 +83,8 @@ class PromptReport:
     num_top: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     failed: bool = False
-    # The first row that was not taken yet, and the sum of those before, f64[hidden_size]; one value, so that
-    # an interrupt cannot part them.
+    # The first row not taken yet, and the sum of those before, f64[hidden_size]. One value, so that an
+    # interrupt cannot leave the two out of step.
     progress: tuple[int, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class PromptReport:
 
     @property
     def next_row(self) -> int:
-        """The first row that was not taken yet."""
+        """The first row not taken yet."""
         return self.progress[0]
 
     @property
@@ -101,19 +101,19 @@ class PromptReport:
         return self.next_row >= self.end
 
     def take_logprobs(self, end: int, logprobs: list[TokenLogprobs]) -> None:
-        """The rows up to `end`."""
+        """Take the log-probabilities of the rows up to `end`."""
         self.logprobs[self.next_row - self.start :] = logprobs
         self.failed = self.failed or not all(math.isfinite(row.logprobs[0]) for row in logprobs)
         self.progress = (end, None)
 
     def take_hidden(self, end: int, total: Any) -> None:
-        """The sum of the rows up to `end`, a tensor."""
+        """Take the sum of the hidden states of the rows up to `end`, a tensor."""
         before = self.progress[1]
         self.failed = self.failed or not total.isfinite().all()
         self.progress = (end, total if before is None else before + total)
 
     def fork(self) -> PromptReport:
-        """One that goes on by itself from here."""
+        """Return an independent copy."""
         copy = PromptReport(self.start, self.end, self.num_top, self.logprobs.copy(), self.failed)
         copy.progress = self.progress
         return copy
@@ -121,16 +121,14 @@ class PromptReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInputs:
-    """What was asked for, which never changes: the user's prompt and parameters, and what follows from them.
+    """The user's prompt and parameters, and what follows from them: immutable, shared by the n samples.
 
-    The n samples of a prompt share one.
-
-    max_total_tokens: the limit of prompt and output together.
+    max_total_tokens: most tokens of prompt and output together.
     stop_ids: token ids that end the output: EOS (unless ignored) and stop_token_ids.
     rules: bad_words and dry_sequence_breakers as token ids.
     stops: the automaton of the stop strings.
-    generates: False if only a report on the prompt is wanted: the output is then empty.
-    namespace: everything but the tokens that the KV depends on.
+    generates: False for a report on the prompt alone, with an empty output.
+    namespace: what determines the KV besides the tokens.
     deadline: on the scheduler's clock.
     """
 
@@ -147,7 +145,7 @@ class RequestInputs:
     tenant: str = ""
     namespace: bytes = b""
     deadline: float = math.inf
-    is_greedy: bool = field(init=False)  # the output is the most likely tokens, with nothing else to report
+    is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
 
     def __post_init__(self) -> None:
@@ -160,9 +158,9 @@ class RequestInputs:
 
 @dataclass(slots=True, eq=False)
 class SamplingState:
-    """What the sampler keeps of one request.
+    """The sampler's record of one request.
 
-    logprobs: of the output's tokens, where they are wanted.
+    logprobs: of the output tokens, if they are reported.
     """
 
     seed: int = 0
@@ -172,23 +170,21 @@ class SamplingState:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of a prompt: its tokens, and how far the scheduler has brought it.
+    """One sample of a prompt: its tokens and its scheduling state.
 
-    Two counts carry the scheduling: `num_tokens` is how many tokens there are (prompt and output),
-    `num_computed_tokens` for how many of them the KV is in the cache. The others are yet to be computed.
+    `num_tokens` counts the tokens of prompt and output; `num_computed_tokens` counts those whose KV is in the
+    cache. The scheduler brings the second up to the first.
 
-    The other parts of the engine keep their state in records of their own: `inputs`, `sampling`, `report`,
-    `blocks` and `metrics`.
+    Other parts of the engine keep their state in `inputs`, `sampling`, `report`, `blocks` and `metrics`.
 
-    index: which of the n samples of the prompt it is.
+    index: its number among the n samples of the prompt.
     siblings: the other samples, until the prompt is computed.
-    alert_at: the number of tokens from which on `on_token` must see each new one.
+    alert_at: the number of tokens from which on `on_token` must be called for each new one.
     num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
-    ready: whether the next step may include it: it runs, and no step in flight computes it.
+    ready: whether the next step may include it: it is running, and no step in flight computes it.
     arrival: its number in the order of arrival.
     rank: its place among the running requests.
-    protected: whether it was preempted so often that it will not be again.
-    report: what is reported on the prompt.
+    protected: whether it reached max_preemptions and is not preempted any more.
     """
 
     inputs: RequestInputs
@@ -218,29 +214,29 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """The id by which its user knows it; that of all n samples."""
+        """The user's id of the request, which all n samples share."""
         return self.inputs.request_id
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """Number of prompt and output tokens so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def first_needed(self) -> int:
-        """The first token that must be computed though it is cached: at least the last, for the next one."""
+        """The first token to compute even if cached: the last, or an earlier one whose row is reported."""
         last = len(self.token_ids) - 1
         report = self.report
         return last if report is None or report.is_complete else min(report.next_row, last)
 
     @property
     def ran_before(self) -> bool:
-        """Whether it ran at any time, though it may wait again."""
+        """Whether it was ever admitted, even if it waits again."""
         return self.num_cached_tokens is not None
 
     @property
@@ -249,18 +245,18 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     def add_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Add those of the next token. If the step then fails, the same place is filled once more."""
+        """Add the log-probabilities of the next token, replacing those that a failed step left."""
         del self.sampling.logprobs[self.num_output_tokens :]
         self.sampling.logprobs.append(logprobs)
 
     def on_token(self, token_id: int, now: float) -> None:
-        """Note when the first token came, and finish the request if the newest one, token_id, ends it."""
+        """Record the time of the first token, and finish the request if token_id, the newest, ends it."""
         inputs = self.inputs
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
             self.alert_at = self.num_tokens + 1 if self._ends_by_grammar else inputs.max_total_tokens
         if token_id in inputs.stop_ids and self.num_output_tokens > inputs.params.min_tokens:
-            # EOS is the model's own end, for which vLLM's habit is a stop_reason of None.
+            # As in vLLM, stop_reason is None for EOS.
             self.finish("stop", now, token_id if token_id in inputs.params.stop_token_ids else None)
         elif self._ends_by_grammar and self._is_complete():
             self.finish("stop", now)
@@ -269,7 +265,7 @@ class Request:
 
     @property
     def _ends_by_grammar(self) -> bool:
-        """Whether the grammar alone says that the output is complete, as no token ends it."""
+        """Whether only the grammar can end the output, as no token does."""
         return self.sampling.grammar is not None and not self.inputs.stop_ids
 
     def _is_complete(self) -> bool:
@@ -279,11 +275,11 @@ class Request:
 
     @property
     def ended_by_token(self) -> bool:
-        """Whether the last token is one that ended the output, and so no part of the text."""
+        """Whether the last token ended the output and is not part of its text."""
         return self.finish_reason == "stop" and self.token_ids[-1] in self.inputs.stop_ids
 
     def finish(self, reason: FinishReason, now: float, stop_reason: int | str | None = None) -> None:
-        """Mark as done; the scheduler takes its blocks back."""
+        """Mark as finished; the scheduler frees the blocks."""
         self.status = RequestStatus.FINISHED
         self.ready = False
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -291,7 +287,7 @@ class Request:
 
 
 class Outbox:
-    """Where the outputs of somebody's requests go until they are taken."""
+    """A queue of outputs that a caller has not taken yet."""
 
     def __init__(self) -> None:
         self._outputs: deque[RequestOutput] = deque()
@@ -300,7 +296,7 @@ class Outbox:
         return len(self._outputs)
 
     def wants(self, kind: RequestOutputKind) -> bool:
-        """Whether an output of a request that is not finished is of use now."""
+        """Return whether outputs of an unfinished request should be put now."""
         return kind is not RequestOutputKind.FINAL_ONLY
 
     def put(self, output: RequestOutput) -> None:
@@ -308,7 +304,7 @@ class Outbox:
         self._outputs.append(output)
 
     def take(self) -> list[RequestOutput]:
-        """All there are, which are then gone."""
+        """Remove and return all outputs."""
         taken = [*self._outputs]
         self._outputs.clear()
         return taken
@@ -316,7 +312,7 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """What its owner knows as one request: n samples of a prompt."""
+    """The n samples of a prompt, which the user sees as one request."""
 
     request_id: str
     samples: list[Request]
@@ -324,12 +320,12 @@ class RequestGroup:
 
     @property
     def output_kind(self) -> RequestOutputKind:
-        """What outputs of it hold before it is finished."""
+        """What each output holds before the request is finished."""
         return self.samples[0].inputs.params.output_kind
 
     @property
     def finished(self) -> bool:
-        """Whether all samples are."""
+        """Whether all samples are finished."""
         for sample in self.samples:  # noqa: SIM110 - for every output: all() is slower
             if sample.finish_reason is None:
                 return False
@@ -338,9 +334,9 @@ class RequestGroup:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was: the model's own log-probability, before any sampling parameter.
+    """The log-probability of a token, from the logits before any sampling parameter.
 
-    rank: among all tokens, from 1 for the most likely.
+    rank: in the vocabulary, 1 for the most likely token.
     """
 
     logprob: float
@@ -350,19 +346,18 @@ class Logprob:
 
 @dataclass(slots=True)  # not frozen: one is made for every output, and that takes longer
 class CompletionOutput:
-    """What was generated for a prompt; with output_kind DELTA, since the last output.
+    """One sample's output so far; with output_kind DELTA, since the last RequestOutput.
 
-    text: as far as it will not change. A character of which a part is missing is held back, and so is what
-        may become a stop string.
-    token_ids: all of them, also those whose text is held back or cut off at a stop string; a list at the end,
-        and before it a sequence that equals one.
-    logprobs: of each token, those of itself and of the most likely ones in its place; None unless asked for.
-    cumulative_logprob: of the tokens, in sum; None unless logprobs or best_of asked for it.
-
-    finish_reason: None while it runs; "stop" (EOS, a stop string or stop token), "length" (max_tokens or
-    the end of the context), "abort", or "error".
-    stop_reason: the stop string or stop token id that ended it, None for EOS; the message of an "error", and
-        of an "abort" for timeout_s.
+    text: the text that will not change. Incomplete characters are held back, and so is text that may become
+        a stop string.
+    token_ids: all output tokens, including those whose text is held back or cut at a stop string; a list once
+        finished, before that a sequence that equals one.
+    logprobs: for each token, of itself and of the most likely ones at its position; None unless requested.
+    cumulative_logprob: the sum over the tokens; None unless logprobs or best_of is given.
+    finish_reason: None until finished, then "stop" (EOS, stop string or stop token), "length" (max_tokens or
+        the end of the context), "abort" or "error".
+    stop_reason: the stop string or stop token id that ended the output, None for EOS; the message of an
+        "error", or of an "abort" by timeout_s.
     """
 
     index: int
@@ -376,12 +371,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request as its owner sees it, so far or finished.
+    """The user's view of a request, so far or finished.
 
-    num_cached_tokens: how many prompt tokens were found in the prefix cache; None before it ran.
+    num_cached_tokens: prompt tokens found in the prefix cache; None before the request first ran.
     metrics: those of the first sample.
-    prompt_logprobs: for each token of the prompt its own log-probability and those of the most likely ones in
-        its place, None for the first; None unless asked for, and until all of them are known.
+    prompt_logprobs: for each prompt token its own log-probability and those of the most likely ones at its
+        position, None for the first token; None unless requested, and until all are known.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""StopStrings: finds the first of many strings in a text that grows."""
+"""StopStrings: finds the first of many strings in a growing text."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """Where in a piece of text a stop string ends, and how long it is: it may begin before the piece."""
+    """Where in a piece of text a stop string ends, and its length: it may begin before the piece."""
 
     end: int
     length: int
 
 
 class StopStrings:
-    """An automaton that reads a text once, however many strings there are (Aho and Corasick, 1975).
+    """An automaton that reads a text once for any number of strings (Aho and Corasick, 1975).
 
-    A state stands for the longest end of the text so far that begins one of the strings, 0 for none. A string
-    that was completed and did not count begins nothing any more, unless a longer one begins with it.
+    A state stands for the longest suffix of the text that is a prefix of a string, 0 for the empty one. After
+    a match that did not count, the suffix is the matched string only if it is a prefix of a longer one.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._depth = [0]  # how long that is which a state stands for
-        self._match = [0]  # how long the longest stop string is that ends there
+        self._depth = [0]  # length of the suffix that a state stands for
+        self._match = [0]  # length of the longest stop string that ends in a state, 0 for none
         for string in strings:
             self._add(string)
         self._shorter = self._linked()
 
     def read(self, state: int, text: str) -> tuple[int, Match | None]:
-        """Go on from a state. Returns the next one and the match that ends first, of several the longest."""
+        """Read up to the first match. Return the new state and the longest match that ends there."""
         step, shorter, match = self._next, self._shorter, self._match
         for i, character in enumerate(text):
             while state and character not in step[state]:
@@ -41,14 +41,14 @@ class StopStrings:
         return state, None
 
     def skip(self, state: int, text: str) -> int:
-        """Go on from a state where no match counts."""
+        """Read a text in which no match counts. Return the new state."""
         while text:
             state, found = self.read(state, text)
             text = "" if found is None else text[found.end :]
         return state
 
     def num_open(self, state: int) -> int:
-        """How many characters at the end of the text may yet become a stop string."""
+        """Return how many characters at the end of the text may still become part of a stop string."""
         while state and not self._next[state]:
             state = self._shorter[state]
         return self._depth[state]
@@ -66,7 +66,7 @@ class StopStrings:
         self._match[state] = len(string)
 
     def _linked(self) -> list[int]:
-        """For each state that of the longest shorter end of its text. What ends there ends here too."""
+        """Return the failure link of each state: that of the longest shorter suffix. Pass its match on."""
         step, shorter = self._next, [0] * len(self._next)
         states = deque(step[0].values())
         while states:
@@ -81,7 +81,7 @@ class StopStrings:
         return shorter
 
 
-@lru_cache(maxsize=4)  # a thousand requests with the same 10,000 strings read one automaton
+@lru_cache(maxsize=4)  # requests with the same strings share an automaton
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """The automaton of these strings."""
+    """Return the automaton of these strings."""
     return StopStrings(strings)

@@ -1,4 +1,4 @@
-"""TokenRules: the strings of a request's parameters as token ids, made once when it is added."""
+"""TokenRules: bad_words and dry_sequence_breakers as token ids, computed once per request."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Self
 
 from ..errors import RequestError
 
-# Of each breaker, every beginning is looked for in the texts of all tokens.
+# Every prefix of every breaker is looked for in the texts of all tokens.
 MAX_BREAKERS = 64
 MAX_BREAKER_LENGTH = 40
 
 Encode = Callable[[str], list[int]]  # without special tokens
-# By what follows its first token, which ones that may be: under () those that are breakers by themselves.
+# tokens after the first -> possible first tokens; under () those that are breakers alone.
 Breakers = Mapping[tuple[int, ...], Set[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What bad_words and dry_sequence_breakers mean for one tokenizer.
+    """The bad_words and dry_sequence_breakers of a request in tokens.
 
-    bad_words: token sequences that are never completed.
-    breakers: token sequences that no repetition reaches across.
+    bad_words: token sequences that the output never contains.
+    breakers: token sequences that end a repetition.
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -36,11 +36,12 @@ class TokenRules:
         encode: Encode | None,
         token_texts: Callable[[], list[str]],
     ) -> Self:
-        """Those of these strings; encode is None where there is no tokenizer.
+        """Tokenize these strings.
 
-        token_texts: gives the text of every token of the vocabulary.
+        encode: None if there is no tokenizer.
+        token_texts: returns the text of every token of the vocabulary.
 
-        Raises RequestError naming what cannot be tokenised.
+        Raises RequestError naming a string that cannot be tokenized.
         """
         if encode is None:
             if bad_words:
@@ -51,27 +52,27 @@ class TokenRules:
                     "pass dry_sequence_breakers=() to use DRY without them"
                 )
             return cls()
-        spell = _naming("bad_words", encode)
+        spell = _with_error_prefix("bad_words", encode)
         spelled = dict.fromkeys(ids for word in bad_words for ids in _spellings(word, spell))
-        spell = _naming("dry_sequence_breakers", encode)
+        spell = _with_error_prefix("dry_sequence_breakers", encode)
         return cls(tuple(spelled), _breakers(breakers, spell, token_texts) if breakers else {})
 
 
-def _naming(name: str, encode: Encode) -> Encode:
-    """`encode`, whose errors say what the text is of."""
+def _with_error_prefix(name: str, encode: Encode) -> Encode:
+    """Return `encode` with the parameter's name in its errors."""
 
-    def named(text: str) -> list[int]:
+    def encode_named(text: str) -> list[int]:
         try:
             return encode(text)
         except RequestError as error:
             raise RequestError(f"{name}: {error}") from error
 
-    return named
+    return encode_named
 
 
 def _spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
-    """A bad word at the beginning of a text and, behind a space, inside one."""
-    bare = word.lstrip() or word  # of nothing but spaces, these
+    """Return the tokens of a bad word at the beginning of a text and after a space."""
+    bare = word.lstrip() or word  # a word of spaces only
     spellings = [tuple(encode(text)) for text in (bare, f" {bare}")]
     if not all(spellings):
         raise RequestError(f"bad_words has {word!r}, of which the tokenizer makes no token")
@@ -79,9 +80,10 @@ def _spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
 
 
 def _breakers(strings: Sequence[str], encode: Encode, token_texts: Callable[[], list[str]]) -> Breakers:
-    """Every way in which tokens may hold one of these strings, as llama.cpp looks for them.
+    """Find every way in which tokens can contain one of these strings, as llama.cpp does.
 
-    A token may hold it, or begin it and others end it; or it is made of tokens that are no text alone.
+    One token may contain the string, or end with a prefix of it that others complete; or its own tokens are
+    no text one by one.
     """
     if len(strings) > MAX_BREAKERS or max(map(len, strings)) > MAX_BREAKER_LENGTH:
         raise RequestError(
@@ -104,9 +106,9 @@ def _breakers(strings: Sequence[str], encode: Encode, token_texts: Callable[[], 
 
 
 def _indices(strings: Sequence[str], texts: list[str]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Which tokens hold each character of the strings, and which end with each beginning of one.
+    """Return the tokens that contain each character of the strings, and those that end with each prefix.
 
-    One pass over the texts, where looking for every beginning in each takes 64 * 40 of them.
+    One pass over the texts instead of one for each of up to 64 * 40 prefixes.
     """
     holding: dict[str, list[int]] = {character: [] for string in strings for character in string}
     ending: dict[str, list[int]] = {string[:n]: [] for string in strings for n in range(1, len(string))}
@@ -121,7 +123,7 @@ def _indices(strings: Sequence[str], texts: list[str]) -> tuple[dict[str, list[i
 
 
 def _whole(string: str, encode: Encode) -> Iterable[list[int]]:
-    """The string's own tokens, at the beginning of a text and inside one."""
+    """Yield the tokens of the string at the beginning of a text and inside one."""
     if own := encode(string):
         yield own
     before, together = encode("a"), encode(f"a{string}")

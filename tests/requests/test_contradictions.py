@@ -68,9 +68,7 @@ def test_languages_of_which_nothing_is_left(engine):
         bad_words=["x"],
         **choice("x"),
     )
-    refused(
-        engine, "min_tokens 4 is more than any choice .* is of 3 bytes", min_tokens=4, **choice("a", "abc")
-    )
+    refused(engine, "min_tokens 4 is more than any choice .* has 3 bytes", min_tokens=4, **choice("a", "abc"))
     empty = {"structured_outputs": StructuredOutputsParams(regex="(x)?")}
     # Nothing, which ends at once, would be left; but not before min_tokens.
     params = SamplingParams(bad_words=["x"], **empty)

@@ -65,7 +65,7 @@ def test_swapping_pays_when_it_takes_less_time_than_recomputing():
         ({"preemption_mode": "swap"}, r"'swap' cannot swap: swap_space 0 GiB \(the default on cpu\)"),
         ({"preemption_mode": "swap", "swap_space": 0}, "swap_space 0 GiB holds no block of .* bytes; raise"),
         ({"swap_space": 1e-9}, "'auto' cannot swap: swap_space 1e-09 GiB holds no block"),
-        ({"preemption_mode": "recompute", "swap_space": 8}, "swap_space 8 is no use to .*'recompute'"),
+        ({"preemption_mode": "recompute", "swap_space": 8}, "swap_space 8 has no effect with .*'recompute'"),
     ],
     ids=str,
 )
