@@ -26,7 +26,7 @@ from .units import SPLIT_KEYS, scratch_size
 
 UNITS_PER_THREAD = 2  # at least, so that threads end at about the same time
 MAX_ROWS, LEAST_ROWS = 512, 64  # of a unit of a prompt, for each KV head
-MAX_DECODE = 4  # new tokens of a sequence that counts as a decode: its KV heads are not split up if possible
+MAX_DECODE = 4  # new tokens of a sequence up to which KV heads share a unit
 
 
 class Plan(NamedTuple):

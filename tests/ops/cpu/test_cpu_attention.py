@@ -1,4 +1,4 @@
-"""The CPU kernels: every option, equal bits in any company, threads."""
+"""The CPU kernels for attention and rows: every option, batch invariance, threads."""
 
 import random
 import threading
@@ -46,20 +46,20 @@ SEQ_LENS = [1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129]  # around the edge
 
 
 def case_over(cache, seq_lens, query_lens, **options):
-    """A ragged batch over a cache of the same dtype, or one of 8 bits."""
+    """Make a ragged batch over a cache of the same dtype, or of 8 bits."""
     case = ragged_case(seq_lens, query_lens, **options)
     return case if cache is None else quantized(case, cache)
 
 
 def paged_attention_from_nan(**case):
-    """With NaN wherever the kernel has not written in its own memory, and no block where none is needed."""
+    """Run attention with scratch memory full of NaN, and wrong block numbers wherever no block is needed."""
     sizes, case["block_tables"] = case["seq_lens"].tolist(), case["block_tables"].clone()
     for seq, (table, size) in enumerate(zip(case["block_tables"], sizes, strict=True)):
         block_size, new = case["key_cache"].shape[1], case["cu_seqlens_q"].diff()[seq]
         table[-(-size // block_size) :] = 2**31 - 1
         if case["sliding_window"] is not None:
             table[: max(0, size - new - case["sliding_window"] + 1) // block_size] = 2**31 - 1
-    attend(paged_attention, **case)  # whose memory it keeps
+    attend(paged_attention, **case)  # allocates the scratch memory
     numba_threads._local.buffer.fill_(255)
     return attend(paged_attention, **case)
 
@@ -76,7 +76,7 @@ def test_options_alone_and_in_pairs(chosen):
 
 @pytest.mark.parametrize(("dtype", "head_dim", "cache"), SHAPES, ids=str)
 def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dtype, head_dim, cache):
-    """Over a split, at a window, with many heads or one for a unit, whatever number of threads."""
+    """Across splits, with a sliding window, with one head or many in a unit, with any number of threads."""
     for window in (None, 700):
         seq_len = 2 * SPLIT_KEYS + 70
         options = {"num_heads": 6, "head_dim": head_dim, "dtype": dtype, "sliding_window": window}
@@ -95,8 +95,8 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dt
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_splits_that_fell_out_of_the_window_weigh_nothing(num_threads):
-    """Also where one is all of a unit, whatever was in its memory."""
+def test_splits_outside_of_the_window_weigh_nothing(num_threads):
+    """Even if a unit has no other split, and whatever was in its memory before."""
     before = torch.get_num_threads()
     case = ragged_case(
         [4 * SPLIT_KEYS + 9], [1], num_heads=6, num_kv_heads=2, head_dim=32, sliding_window=100
@@ -110,7 +110,7 @@ def test_splits_that_fell_out_of_the_window_weigh_nothing(num_threads):
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
 @pytest.mark.parametrize(("dtype", "head_dim", "cache"), SHAPES, ids=str)
-def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, cache, num_kv_heads):
+def test_decodes_have_the_same_bits_in_a_batch_and_alone(dtype, head_dim, cache, num_kv_heads):
     seq_lens = [3, 64, 65, 1000, 130, 7, 900, 1025, 64, 12]
     options = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
     case = case_over(cache, seq_lens, [1] * len(seq_lens), **options)
@@ -121,19 +121,19 @@ def test_many_decodes_have_the_bits_of_each_alone(dtype, head_dim, cache, num_kv
 
 
 def test_tiles_that_linux_refuses_are_not_used(monkeypatch):
-    """By code that a process compiled which was allowed them."""
+    """Even by cached code, compiled in a process that was allowed to use them."""
     case = ragged_case([300, 70], [300, 1], head_dim=64, dtype=torch.bfloat16)
     allowed = attend(paged_attention, **case)
     monkeypatch.setattr("paged.kernels.cpu.attention.paged_attention.HAS_TILES", False)
     refused = attend(paged_attention, **case)
     assert_exact_enough(refused, case, reference.paged_attention, "numba")
-    assert torch.equal(refused, allowed) is not HAS_TILES, "by vectors some last bits are others"
+    assert torch.equal(refused, allowed) is not HAS_TILES, "vectors give other last bits in places"
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16, 20])
 @pytest.mark.parametrize("window", [None, 37])
 def test_decodes_have_the_same_bits_over_blocks_of_any_size(group, window):
-    """A CPU with AMX reads K where it lies if that is 16 tokens at a time, and up to 16 rows share it."""
+    """AMX reads K in the cache if blocks are a multiple of 16 tokens and at most 16 rows share a KV head."""
     seq_lens, shape = [1, 16, 17, 47, 100, 129, 1030], {"num_heads": 2 * group, "num_kv_heads": 2}
     case = ragged_case(
         seq_lens, [1] * 7, head_dim=64, dtype=torch.bfloat16, block_size=8, sliding_window=window, **shape
@@ -189,7 +189,7 @@ def test_units_cover_every_row_head_and_split_once(num_threads):
 @pytest.mark.parametrize(("num_threads", "num_units"), [(1, 32), (16, 64), (17, 128), (100, 256)])
 @pytest.mark.parametrize("num_decodes", [0, 50])
 def test_a_prompt_is_cut_smaller_where_threads_would_have_no_unit(num_threads, num_units, num_decodes):
-    """Whatever little there is beside it."""
+    """No matter how many short decodes are beside it."""
     lengths = np.array([512] + [1] * num_decodes, np.int32)
     plan = plan_units(lengths, np.concatenate([[0], lengths.cumsum()]).astype(np.int32), 32, 4, num_threads)
     assert (plan.units[:, 0] == 0).sum() == num_units
@@ -231,7 +231,7 @@ def test_openmp_is_the_one_that_torch_computes_with():
 
 @pytest.mark.parametrize("query_lens", [[1] * 12, [3, 1, 20], [0, 0]], ids=str)
 def test_more_heads_share_keys_than_a_unit_has_rows(query_lens):
-    """Then it has one token, with all of them."""
+    """Then a unit has one token with all its heads."""
     assert MAX_GROUP > LEAST_ROWS
     seq_lens = [20 if query_len else 0 for query_len in query_lens]
     case = ragged_case(seq_lens, query_lens, num_heads=MAX_GROUP, num_kv_heads=1, head_dim=16)
@@ -248,8 +248,8 @@ def test_a_plan_is_for_tables_of_one_width():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_many_normalised_rows_of_whole_pages_lie_apart(dtype):
-    """With the bits of few."""
+def test_many_normalized_rows_of_whole_pages_are_padded(dtype):
+    """And have the same bits as few rows."""
     x, weight = torch.randn(70, 2048, dtype=dtype), torch.randn(2048, dtype=dtype)
     residual = torch.randn_like(x)
     halves = zip(x.split(35), residual.clone().split(35), strict=True)
@@ -280,8 +280,8 @@ def test_powers_of_2_to_a_unit_in_the_last_place():
     assert np.array_equal(out[:7], np.float32([0, 0, 0, np.inf, np.inf, np.inf, np.nan]), equal_nan=True)
 
 
-def test_rows_the_kernels_would_misread_are_left_to_torch():
-    """Each would be read, or written, beyond its end."""
+def test_rows_that_the_kernels_would_misread_are_left_to_torch():
+    """The kernels would read or write beyond the end of each of these."""
     x, other = torch.randn(5, 64), torch.randn(5, 64, dtype=torch.float64)
     strided = torch.randn(64, 2)[:, 0]
     assert torch.equal(numba_kernels.rms_norm(x, strided, 1e-6), torch_ops.rms_norm(x, strided, 1e-6))
@@ -317,8 +317,8 @@ def test_rows_the_kernels_would_misread_are_left_to_torch():
 
 @pytest.mark.parametrize("size", [1, 7, 8, 24, 37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rows_that_are_no_whole_vectors_are_not_left_to_torch(size, dtype, monkeypatch):
-    """A step with one of torch's operations in it is never recorded; their numbers other tests compare."""
+def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
+    """A step with a torch operation in it cannot be recorded. Other tests compare the results."""
     x, weight = torch.randn(3, 2 * size).to(dtype), torch.ones(2 * size, dtype=dtype)
     angles, slots = torch.randn(3, size), torch.arange(3)
     cache = torch.zeros(2, 2, 4, 1, 2 * size + 1, dtype=dtype)
@@ -355,7 +355,7 @@ def test_nan_reaches_its_own_row_alone():
 @pytest.mark.parametrize("size", [1, 5, 8, 37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rows_of_tables(size, dtype, monkeypatch):
-    """Of any number of bytes; numbers that lie apart too. In debug mode a row that is not there is named."""
+    """Rows of any length, strided indices too; in debug mode an index out of range raises."""
     table, numbers = torch.randn(50, size).to(dtype), torch.randint(50, (2, 40))
     for indices in (numbers[0], numbers[0, ::3], numbers.T[:, 1], numbers[0, :0]):
         assert torch.equal(numba_lookup.take_rows(table, indices), reference.take_rows(table, indices))
