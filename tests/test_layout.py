@@ -1,11 +1,14 @@
-"""The shape of the project: which module may import which, and what a wheel holds."""
+"""The shape of the project: which folder may import which, what a file may hold, and what a wheel holds."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,12 +36,32 @@ LAYERS = [
 ]
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
 STDLIB_ROWS = 4  # the first rows are pure Python
+MAX_MODULES, MAX_LINES, MAX_PARAMETERS = 15, 400, 12
+# The one module that defines each word of the glossary.
+GLOSSARY = {
+    "AttentionOptions": "kernels/attention_options.py",
+    "AttentionPlan": "kernels/attention_options.py",
+    "Batch": "paged/model/batch.py",
+    "BlockManager": "paged/blocks/manager.py",
+    "BlockPool": "paged/blocks/pool.py",
+    "Decoder": "paged/model/decoder.py",
+    "EngineCore": "paged/engine/core.py",
+    "KVCache": "paged/model/kv_cache.py",
+    "Kernels": "kernels/backend.py",
+    "LLMEngine": "paged/engine/engine.py",
+    "ModelRunner": "paged/runner/model_runner.py",
+    "Policy": "paged/scheduler/policies.py",
+    "PrefixChain": "paged/blocks/prefix_chain.py",
+    "Request": "paged/requests/request.py",
+    "RequestGroup": "paged/requests/request.py",
+    "Schedule": "paged/scheduler/schedule.py",
+    "Scheduler": "paged/scheduler/scheduler.py",
+}
 SOURCES = sorted((ROOT / "paged").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
-EVERY_FILE = [
-    file
-    for folder in ("paged", "kernels", "tests", "benchmarks")
-    for file in sorted((ROOT / folder).rglob("*.py"))
+PRODUCT = SOURCES + KERNELS
+EVERY_FILE = PRODUCT + [
+    file for folder in ("tests", "benchmarks") for file in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 
@@ -46,87 +69,199 @@ def names_of(files: list[Path]) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files]
 
 
-def imports(file: Path) -> Iterator[str]:
-    """Everything that a file imports anywhere, as absolute dotted names."""
-    # paged/model/decoder.py lies in the package paged.model, and so does paged/model/__init__.py.
-    package = file.relative_to(ROOT).parts[:-1]
-    for node in ast.walk(ast.parse(file.read_text())):
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def parts_of(file: Path) -> tuple[str, ...]:
+    """The dotted name that a file is imported by, in parts: kernels/ is reached as paged.kernels."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = ("paged", *parts) if parts[0] == "kernels" else parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports(file: Path) -> Iterator[tuple[str, str | None]]:
+    """Each module that a file imports from, anywhere in it, with each name imported from there."""
+    package = parts_of(file) if file.name == "__init__.py" else parts_of(file)[:-1]
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            module = [*base, *(node.module or "").split(".")] if node.module else [*base]
-            yield from (".".join([*module, alias.name]) for alias in node.names)
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((module, alias.name) for alias in node.names)
 
 
-def module_of(dotted: str) -> str:
-    """The module or subpackage right under `paged`; "__init__" for a name of the package itself."""
-    name = f"{dotted}.".split(".")[1]
-    return name if name in ROW else "__init__"
+def packages(file: Path) -> set[str]:
+    """The top-level packages that a file imports."""
+    return {module.split(".")[0] for module, _ in imports(file)}
 
 
 def place(file: Path) -> str:
     """The entry of LAYERS that a file belongs to."""
-    return file.relative_to(ROOT / "paged").parts[0].removesuffix(".py")
+    return (*parts_of(file), "__init__")[1]
+
+
+def cycles(edges: Mapping[str, set[str]]) -> list[str]:
+    """Names that are in a cycle, or between two: the rest imports nothing of them, or nothing of them it."""
+    left = {name: set(targets) - {name} for name, targets in edges.items()}
+    while True:
+        imported = set().union(*left.values())
+        ends = [name for name, targets in left.items() if name not in imported or not targets & left.keys()]
+        if not ends:
+            return sorted(left)
+        for name in ends:
+            del left[name]
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Which module of the product imports which."""
+    modules = {".".join(parts_of(file)) for file in PRODUCT}
+    graph = defaultdict(set)
+    for file in PRODUCT:
+        if file == ROOT / "paged" / "__init__.py":  # its names are for users
+            continue
+        for module, name in imports(file):
+            target = f"{module}.{name}" if f"{module}.{name}" in modules else module
+            if target in modules:
+                graph[".".join(parts_of(file))].add(target)
+    return graph
 
 
 def test_every_module_has_a_row():
-    found = {place(file) for file in SOURCES} - {"__init__", "demo"} | {"kernels"}
-    assert found == set(ROW)
+    assert {place(file) for file in SOURCES} - {"__init__", "demo"} | {"kernels"} == set(ROW)
 
 
-@pytest.mark.parametrize("file", [f for f in SOURCES if place(f) not in ("__init__", "demo")], ids=place)
+PLACED = [file for file in SOURCES if place(file) in ROW]
+
+
+@pytest.mark.parametrize("file", PLACED, ids=names_of(PLACED))
 def test_imports_go_one_way(file):
-    for dotted in imports(file):
-        if dotted.split(".")[0] != "paged":
+    for module, name in imports(file):
+        if module.split(".")[0] != "paged":
             continue
-        target = module_of(dotted)
-        if target == "__init__":
-            # The package itself imports the engine: only what lies above that may ask it for a name.
-            assert ROW[place(file)] >= ROW["commands"], f"{file} imports {dotted}"
+        target = module.split(".")[1] if "." in module else name
+        if target in ROW:
+            assert ROW[target] <= ROW[place(file)], f"{file} imports {module}, which lies above it"
         else:
-            assert ROW[target] <= ROW[place(file)], f"{file} imports {dotted}, which lies above it"
+            # The package itself imports the engine: only what lies above that may ask it for a name.
+            assert ROW[place(file)] >= ROW["commands"], f"{file} imports {name} from {module}"
+
+
+def test_no_file_is_in_an_import_cycle():
+    assert cycles(import_graph()) == []
+
+
+def test_no_folder_is_in_an_import_cycle():
+    """A file at the top of paged/ or kernels/ counts as a folder."""
+
+    def folder(module: str) -> str:
+        inside = module.removeprefix("paged.").removeprefix("kernels.")
+        return module.rpartition(".")[0] if "." in inside else module
+
+    folders = defaultdict(set)
+    for module, targets in import_graph().items():
+        folders[folder(module)] |= {folder(target) for target in targets}
+    assert cycles(folders) == []
+
+
+@pytest.mark.parametrize("file", PRODUCT, ids=names_of(PRODUCT))
+def test_private_names_stay_in_their_module(file):
+    private = {
+        name
+        for module, name in imports(file)
+        if module.split(".")[0] == "paged" and name and name.startswith("_") and not name.startswith("__")
+    }
+    assert not private
+
+
+def test_folders_and_files_are_small():
+    modules = Counter(file.parent for file in PRODUCT if file.name != "__init__.py")
+    assert {folder: count for folder, count in modules.items() if count > MAX_MODULES} == {}
+    lines = {file: file.read_text().count("\n") for file in PRODUCT}
+    assert {file: count for file, count in lines.items() if count > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("file", PRODUCT, ids=names_of(PRODUCT))
+def test_functions_take_few_parameters(file):
+    """Except Triton's kernels, launchers of attention, and what takes the options of a command."""
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.FunctionDef) and not _is_triton(node):
+            count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+            assert count <= MAX_PARAMETERS, f"{node.name} takes {count}"
+
+
+def _is_triton(node: ast.FunctionDef) -> bool:
+    decorators = {ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list}
+    return bool(decorators & {"triton.jit", "jit"})
+
+
+def test_a_word_has_one_home():
+    """Public classes and constants are defined once, and the words of the glossary where it says."""
+    homes = defaultdict(set)
+    for file in PRODUCT:
+        for name in _defined(tree_of(file)):
+            homes[name].add(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+    assert {word: homes[word] for word in GLOSSARY} == {word: {file} for word, file in GLOSSARY.items()}
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Public classes and constants at the top level of a module, but for type variables."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name) and target.id.isupper()]
+        else:
+            continue
+        yield from (name for name in names if not name.startswith("_") and len(name) > 1)
+
+
+WORDS_FOR_PEOPLE = re.compile(r"\b(nobody|somebody|everybody|whoever)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("file", PRODUCT, ids=names_of(PRODUCT))
+def test_requests_and_blocks_are_no_people(file):
+    assert not WORDS_FOR_PEOPLE.findall(file.read_text())
 
 
 @pytest.mark.parametrize(
-    "file", [f for f in SOURCES if ROW.get(place(f), STDLIB_ROWS) < STDLIB_ROWS], ids=place
+    "file", [f for f in SOURCES if ROW.get(place(f), STDLIB_ROWS) < STDLIB_ROWS], ids=str
 )
 def test_lower_rows_are_pure_python(file):
-    assert {dotted.split(".")[0] for dotted in imports(file)} <= sys.stdlib_module_names | {"paged"}
+    assert packages(file) <= sys.stdlib_module_names | {"paged"}
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=names_of(KERNELS))
 def test_kernels_know_tensors_only(file):
     compiler = {"numba", "llvmlite"} if "cpu" in file.parts else {"triton"}
-    allowed = sys.stdlib_module_names | {"torch", "numpy", "kernels"} | compiler
-    assert {dotted.split(".")[0] for dotted in imports(file)} <= allowed
-    # Relative imports that would leave the folder, which is paged/kernels when it is imported:
-    for node in ast.walk(ast.parse(file.read_text())):
-        assert not isinstance(node, ast.ImportFrom) or node.level < len(file.relative_to(ROOT).parts)
+    allowed = sys.stdlib_module_names | {"torch", "numpy", "paged"} | compiler
+    assert packages(file) <= allowed
+    for module, _ in imports(file):
+        assert module.split(".")[0] != "paged" or module.startswith("paged.kernels")
 
 
 def test_only_loading_touches_transformers():
-    touching = {place(f) for f in SOURCES if any(name.startswith("transformers") for name in imports(f))}
+    touching = {place(f) for f in SOURCES if "transformers" in packages(f)}
     assert touching - {"demo"} <= {"model", "text"}
 
 
-@pytest.mark.parametrize("file", SOURCES + KERNELS, ids=names_of(SOURCES + KERNELS))
+@pytest.mark.parametrize("file", PRODUCT, ids=names_of(PRODUCT))
 def test_nothing_imports_tests_or_benchmarks(file):
-    assert not {dotted.split(".")[0] for dotted in imports(file)} & {"tests", "benchmarks"}
+    assert not packages(file) & {"tests", "benchmarks"}
 
 
 @pytest.mark.parametrize("file", EVERY_FILE, ids=names_of(EVERY_FILE))
-def test_nobody_imports_kernels_by_its_bare_name(file):
+def test_kernels_is_not_imported_by_its_bare_name(file):
     # Hugging Face has a package of that name, and transformers takes ours for it.
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            assert not any(alias.name.split(".")[0] == "kernels" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            assert (node.module or "").split(".")[0] != "kernels"
+    assert "kernels" not in packages(file)
 
 
 def test_kernels_is_no_package_of_its_own():
-    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "kernels").rglob("__init__.py"))
     link = ROOT / "paged" / "kernels"
     assert link.is_symlink()
     assert link.readlink() == Path("..", "kernels")
