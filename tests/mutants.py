@@ -176,16 +176,14 @@ MUTANTS = {
         ("ignores long_prefill_token_threshold", "min(long_prefill_token_threshold or", "min("),
         ("ignores max_num_partial_prefills", "= max_num_partial_prefills or max_num_seqs", "= max_num_seqs"),
         ("ignores max_waiting", "if self.max_waiting is not None and", "if False and"),
-        ("deadlines outlive their requests", "self._deadlines = sorted(live)", "pass"),
         (
             "a failed step reverses who ran",
             "reversed(self._running.remove_all())",
             "self._running.remove_all()",
         ),
         ("the shortest must fit beside a pin", "longest = max(", "longest = min("),
-        ("ignores deadlines", "while self._deadlines and", "while False and"),
         ("admits before those who run", "promised += self._running.num_reserved_blocks()", "promised = 0"),
-        ("what is pinned is still needed", "self._queue.reconsider()  # who", "pass  # who"),
+        ("what is pinned is still needed", "self._queue.reconsider()  # pinned", "pass  # pinned"),
         (
             "searches the queue without a seat",
             "self._budget_left(schedule) and self._running.num_seats > 0",
@@ -196,8 +194,6 @@ MUTANTS = {
             "pool.num_available + pool.num_deferred",
             "pool.num_available",
         ),
-        ("preempts without end", "victim.metrics.num_preemptions >= self.max_preemptions", "False"),
-        ("the preempted keep their count", "victim.num_computed_tokens = 0", "pass"),
         ("siblings are not forked", "self._share(request, sibling, end)", "self._running.join(sibling)"),
         (
             "the aborted keep their blocks",
@@ -211,15 +207,8 @@ MUTANTS = {
         ),
         ("steps never end", "self.block_manager.end_step()\n        now", "now"),
     ],
-    "scheduler/running": [
-        ("ignores max_num_seqs", "return self._max_num_seqs - len(self.requests)", "return 99"),
-        ("promises seats twice", "len(self.requests) - self._num_promised_seqs", "len(self.requests)"),
-        ("makes room for a priority beside nobody", "room = room.minus(self._claim(request))", "pass"),
-        (
-            "makes room for a priority where prompts wait for blocks",
-            "if num_new < missing or request.protected:",
-            "if request.protected:",
-        ),
+    "scheduler/preemption": [
+        ("makes room for a priority beside nobody", "room = room.minus(running.claim(request))", "pass"),
         (
             "makes room for a priority with what is shared",
             "for block in blocks})\n        for c",
@@ -228,8 +217,8 @@ MUTANTS = {
         ("makes no room for a priority that needs all", "room = room._replace(num_blocks=math.inf)", "pass"),
         (
             "preempts the oldest",
-            "for candidate in reversed(self.requests):\n            if candidate is request",
-            "for candidate in self.requests:\n            if candidate is request",
+            "for candidate in reversed(self._running.requests):\n            if candidate is request",
+            "for candidate in self._running.requests:\n            if candidate is request",
         ),
         (
             "preempts the protected",
@@ -241,12 +230,27 @@ MUTANTS = {
             "if candidate.ready and not candidate.protected:\n                return",
             "if not candidate.protected:\n                return",
         ),
-        ("sets nothing aside for the protected", "if not self._num_protected:", "if True:"),
         (
             "equal priorities preempt",
             "if candidate.inputs.priority <= head.inputs.priority:",
             "if candidate.inputs.priority < head.inputs.priority:",
         ),
+        ("preempts without end", "victim.metrics.num_preemptions >= self._max_preemptions", "False"),
+        ("the preempted keep their count", "victim.num_computed_tokens = 0", "pass"),
+    ],
+    "scheduler/deadlines": [
+        ("deadlines outlive their requests", "if len(self._heap) > 2 * num_live + 64:", "if False:"),
+        ("ignores deadlines", "while self._heap and", "while False and"),
+    ],
+    "scheduler/running": [
+        ("ignores max_num_seqs", "return self._max_num_seqs - len(self.requests)", "return 99"),
+        ("promises seats twice", "len(self.requests) - self._num_promised_seqs", "len(self.requests)"),
+        (
+            "makes room for a priority where prompts wait for blocks",
+            "if num_new < missing or request.protected:",
+            "if request.protected:",
+        ),
+        ("sets nothing aside for the protected", "if not self._num_protected:", "if True:"),
         (
             "runs in order of joining",
             "bisect.insort(self.requests, request, key=lambda other: other.rank)",

@@ -146,8 +146,8 @@ class EngineCore:
             if not schedule.is_empty:
                 step = self.runner.execute(schedule)
                 num_finished = scheduler.counters.num_finished
-                step.book_reports()  # both by position: what is computed again is not booked again
-                step.book_logprobs(schedule)
+                step.record_reports()  # both by position: recomputed rows are not recorded twice
+                step.record_logprobs(schedule)
                 advanced = scheduler.update(schedule, step.tokens, step.errors)
                 num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
                 # Most steps finish nobody, and need not be looked through.

@@ -1,7 +1,7 @@
-"""Policies: in which order requests wait, and who gives way to whom.
+"""Policies: the order in which requests wait, and the rank by which running ones are preempted.
 
-A policy is a queue of waiting requests with an opinion. `rank` orders the running ones: blocks are taken from
-the highest rank first, and only from ranks above one's own.
+A policy is the queue of waiting requests. `rank` orders the running ones: the highest rank is preempted
+first, and only for a request of a lower rank.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ class Policy(Protocol):
     preempts: bool
 
     def rank(self, request: Request) -> Rank:
-        """Where a request stands among those running; fixed while it lives."""
+        """Return the place of a request among the running ones; fixed while it lives."""
 
     def push(self, request: Request) -> None:
-        """Let a request wait, for the first time or again."""
+        """Queue a request, for the first time or again."""
 
     def peek(self) -> Request | None:
-        """Who is to run next; None if nobody waits."""
+        """Return the request that is to run next; None if the queue is empty."""
 
     def pop(self, request: Request) -> None:
-        """That request runs now."""
+        """Remove the request that `peek` returned: it runs now."""
 
     def remove(self, request: Request) -> None:
-        """A waiting request was finished from outside."""
+        """Remove a waiting request that was aborted."""
 
     def generated(self, requests: Iterable[Request]) -> None:
-        """Each of these requests got a token."""
+        """Account for one new token of each of these requests."""
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return how many requests wait."""
 
     def __iter__(self) -> Iterator[Request]:
-        """Those who wait."""
+        """Iterate over the waiting requests."""
 
 
 class FirstComeFirstServed:
-    """In the order of arrival, which the preempted keep."""
+    """The order of arrival, which preempted requests keep."""
 
     preempts = False
 
@@ -61,15 +61,15 @@ class FirstComeFirstServed:
         self._num_removed = 0
 
     def rank(self, request: Request) -> Rank:
-        """By arrival."""
+        """Rank by arrival."""
         return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
-        """Enter the queue."""
+        """Add a request."""
         heapq.heappush(self._heap, (request.rank, request))
 
     def peek(self) -> Request | None:
-        """The lowest rank."""
+        """Return the request of the lowest rank."""
         # Removed requests are dropped as they come up: searching for them would take as long as the queue.
         while self._heap and self._heap[0][1].status is RequestStatus.FINISHED:
             heapq.heappop(self._heap)
@@ -77,20 +77,20 @@ class FirstComeFirstServed:
         return self._heap[0][1] if self._heap else None
 
     def pop(self, request: Request) -> None:
-        """Leave the queue from its head."""
+        """Remove the head."""
         _, head = heapq.heappop(self._heap)
-        assert head is request, "somebody else was at the head of the queue"
+        assert head is request, "another request was at the head of the queue"
 
     def remove(self, request: Request) -> None:
-        """Leave the queue from anywhere."""
+        """Remove a request from anywhere."""
         self._num_removed += 1
-        # Behind a head that waits for long they would pile up.
+        # Behind a head that waits for long, removed requests would pile up.
         if self._num_removed > len(self._heap) // 2:
             self._heap = sorted((r.rank, r) for r in self if r is not request)
             self._num_removed = 0
 
     def generated(self, requests: Iterable[Request]) -> None:
-        """Nothing to book."""
+        """Ignore tokens: they do not change the order."""
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_removed
@@ -100,20 +100,20 @@ class FirstComeFirstServed:
 
 
 class Priority(FirstComeFirstServed):
-    """The lowest priority number first, as in vLLM; it takes the place of higher ones if it must."""
+    """The lowest priority number first, as in vLLM; it preempts higher numbers where needed."""
 
     preempts = True
 
     def rank(self, request: Request) -> Rank:
-        """By priority, then arrival."""
+        """Rank by priority, then arrival."""
         return (request.inputs.priority, request.arrival)
 
 
 class LongestPrefixMatch:
-    """Whoever has most of its prompt in the prefix cache first, as in SGLang; then by arrival.
+    """The request with the most cached prompt tokens first, as in SGLang; then by arrival.
 
-    Looks at the WINDOW oldest only, so that the queue's length costs nothing. The oldest is overtaken
-    at most MAX_OVERTAKES times; those who ran before stand in front of it.
+    Only the WINDOW oldest are looked at, so that a long queue costs nothing. The oldest is overtaken at most
+    MAX_OVERTAKES times; requests that ran before stand in front of it.
     """
 
     preempts = False
@@ -126,17 +126,17 @@ class LongestPrefixMatch:
         self._num_overtakes = 0
 
     def rank(self, request: Request) -> Rank:
-        """By arrival."""
+        """Rank by arrival."""
         return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
-        """Enter the queue; somebody who ran before goes to its front."""
+        """Add a request, at the front if it ran before."""
         self._queue[request.arrival] = request
         if request.ran_before:
             self._queue.move_to_end(request.arrival, last=False)
 
     def peek(self) -> Request | None:
-        """The best match among the oldest."""
+        """Return the best match among the oldest."""
         if not self._queue:
             return None
         if self._num_overtakes >= self.MAX_OVERTAKES:
@@ -145,19 +145,19 @@ class LongestPrefixMatch:
         return max(oldest, key=self._num_cached)  # of equals, the first
 
     def pop(self, request: Request) -> None:
-        """Leave the queue."""
+        """Remove the request that runs now."""
         self._num_overtakes += not request.ran_before
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Leave the queue."""
-        # Behind somebody who ran before the oldest is still the same.
+        """Remove a request."""
+        # Behind a request that ran before, the oldest is still the same.
         if next(iter(self._queue)) == request.arrival and not request.ran_before:
             self._num_overtakes = 0
         del self._queue[request.arrival]
 
     def generated(self, requests: Iterable[Request]) -> None:
-        """Nothing to book."""
+        """Ignore tokens: they do not change the order."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -167,8 +167,10 @@ class LongestPrefixMatch:
 
 
 class Fair:
-    """The tenant that got least, for its weight, first: the Virtual Token Counter of "Fairness in Serving
-    Large Language Models" (Sheng et al., OSDI 2024, algorithm 2).
+    """The tenant with the least service for its weight first.
+
+    This is the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024,
+    algorithm 2).
 
     Of two tenants that both have requests waiting all the while, neither gets more than
     2 max(INPUT_COST longest prompt, OUTPUT_COST tokens in the KV cache) / weight more service than the other
@@ -181,10 +183,10 @@ class Fair:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self.service: dict[str, float] = {}  # the counters: service received, by weight
-        # Tenants with requests waiting, these by arrival.
+        # The waiting requests of each tenant, by arrival.
         self._queues: dict[str, OrderedDict[int, Request]] = {}
-        # Their counters, as they were some time ago, and the arrivals since which they wait; some of these
-        # tenants have left since.
+        # Counters of waiting tenants and the arrivals since which they wait. Entries may be outdated: `peek`
+        # drops or corrects them.
         self._heap: list[tuple[float, int, str]] = []
         self._in_heap: set[str] = set()
         self._last_to_leave = ""
@@ -192,11 +194,11 @@ class Fair:
         self._forget_at = 64
 
     def rank(self, request: Request) -> Rank:
-        """By arrival."""
+        """Rank by arrival."""
         return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
-        """Wait in the tenant's own queue; a tenant that had none gets no credit for the time without."""
+        """Add a request to its tenant's queue; a tenant gets no credit for time without requests."""
         tenant = request.inputs.tenant
         if tenant not in self._queues:
             floor = self._floor()
@@ -213,7 +215,7 @@ class Fair:
         self._num_waiting += 1
 
     def peek(self) -> Request | None:
-        """The first request of the tenant with the lowest counter."""
+        """Return the first request of the tenant with the lowest counter."""
         while self._heap:
             counter, arrival, tenant = self._heap[0]
             queue = self._queues.get(tenant)
@@ -227,15 +229,15 @@ class Fair:
         return None
 
     def pop(self, request: Request) -> None:
-        """Leave the queue, charged for the prompt the first time."""
+        """Remove the head, and charge its prompt the first time it runs."""
         head = next(iter(self._queues[request.inputs.tenant].values()))
-        assert head is request, "somebody else was at the head of the queue"
+        assert head is request, "another request was at the head of the queue"
         if not request.ran_before:
             self._charge(request, self.INPUT_COST * request.num_prompt_tokens)
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Leave the queue from anywhere."""
+        """Remove a request from anywhere."""
         tenant = request.inputs.tenant
         del self._queues[tenant][request.arrival]
         self._num_waiting -= 1
@@ -244,23 +246,23 @@ class Fair:
             self._last_to_leave = tenant
 
     def generated(self, requests: Iterable[Request]) -> None:
-        """Charge a token each."""
+        """Charge each request's tenant for a token."""
         for request in requests:
             self._charge(request, self.OUTPUT_COST)
 
     def _charge(self, request: Request, cost: float) -> None:
         tenant = request.inputs.tenant
-        if tenant not in self.service:  # forgotten, or that of a fork who never waited
+        if tenant not in self.service:  # forgotten, or its fork never waited
             self.service[tenant] = self._floor()
         self.service[tenant] += cost / self._weights.get(tenant, 1.0)
 
     def _floor(self) -> float:
-        """Where a tenant begins: level with the lowest who wait, or with who was the last to."""
+        """Return the counter of a new tenant: that of the lowest waiting one, or of the last that waited."""
         head = self.peek()
         return self.service.get(self._last_to_leave if head is None else head.inputs.tenant, 0.0)
 
     def _forget(self, floor: float) -> None:
-        """Drop the tenants who do not wait and would come back at the floor, so that many may come and go."""
+        """Drop tenants that do not wait and would come back at the floor, to bound memory."""
         self.service = {t: c for t, c in self.service.items() if t in self._queues or c > floor}
         self._heap = sorted(entry for entry in self._heap if entry[-1] in self._queues)
         self._in_heap = set(self._queues)
@@ -276,9 +278,9 @@ class Fair:
 def new_policy(
     name: str, num_cached: Callable[[Request], int], weights: Mapping[str, float] | None = None
 ) -> Policy:
-    """A policy by name.
+    """Return a new policy by name.
 
-    num_cached: how many tokens of a waiting request the prefix cache holds.
+    num_cached: returns how many tokens of a waiting request the prefix cache holds.
     weights: of tenants, for "fair".
 
     Raises ConfigError for an unknown name or weights that are not positive.

@@ -1,4 +1,4 @@
-"""Schedule: what one step does; StepOutput: what it gave; SchedulerCounters: what all of them did."""
+"""Schedule: what one step does. StepOutput: its results. SchedulerCounters: totals of all steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..requests.request import PromptReport, Request, TokenLogprobs
 
 
 class AskedRows(NamedTuple):
-    """The rows [start, end) of a request, of those that a step computes, which its report wants.
+    """The prompt positions [start, end) of a request that a step computes and its report asks for.
 
-    offset: the first of them among the new tokens of the step.
+    offset: the row of the first one among the new tokens of the step.
     """
 
     request: Request
@@ -35,8 +35,8 @@ class Schedule:
 
     requests: list[Request] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
-    # Who gets a token, and from the last row of which of `requests`: one's own, or that of the request which
-    # computed the prompt for all n samples.
+    # The requests that get a token, and the index in `requests` of the one whose last row it is drawn from:
+    # their own, or the request which computed the prompt for all n samples.
     sampled_requests: list[Request] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     swap_out: list[Copy] = field(default_factory=list)  # block to host block
@@ -45,7 +45,7 @@ class Schedule:
     num_tokens: int = 0
     num_decode_tokens: int = 0
     num_preempted: int = 0
-    grown: list[int] = field(default_factory=list)  # of the decodes: whose block tables have changed
+    grown: list[int] = field(default_factory=list)  # rows of decodes whose block tables have changed
 
     @property
     def is_decode(self) -> bool:
@@ -53,7 +53,7 @@ class Schedule:
         return self.num_decode_tokens == len(self.requests) == len(self.sampled)
 
     def asked_rows(self) -> list[AskedRows]:
-        """What the reports of its requests want of it. Those who decode have theirs."""
+        """Return the rows that prompt reports ask for. Requests that decode have theirs already."""
         asked, offset = [], self.num_decode_tokens
         for i in range(self.num_decode_tokens, len(self.requests)):
             request, num_new = self.requests[i], self.num_new_tokens[i]
@@ -66,6 +66,20 @@ class Schedule:
             offset += num_new
         return asked
 
+    def end_reported(self, row: int, now: float) -> bool:
+        """Finish a row's request if its report failed, or is complete and all it asked for."""
+        request = self.requests[row]
+        if request.finish_reason is not None:  # aborted in flight
+            return False
+        if request.report is not None and request.report.failed:
+            # In the step with the prompt's last token the siblings have rows of their own.
+            beside = [q for at, q in zip(self.sampled, self.sampled_requests, strict=True) if at == row]
+            for ended in (request, *request.siblings, *beside):
+                ended.finish("error", now, NOT_FINITE)
+        elif not request.inputs.generates and request.num_computed_tokens == request.num_tokens:
+            request.finish("length", now)
+        return request.finish_reason is not None
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
@@ -74,12 +88,13 @@ class Schedule:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step gave, by the rows of schedule.sampled_requests.
+    """The results of a step, by rows of schedule.sampled_requests.
 
-    tokens: None where there is none: see errors.
-    logprobs: of those who asked.
-    errors: why a row has no token, which ends its request.
-    reports: of `Schedule.asked_rows`, the log-probabilities of each row, or the sum of the hidden states.
+    tokens: None for a row in errors.
+    logprobs: for the rows that asked for them.
+    errors: why a row has no token; its request ends.
+    reports: for each of `Schedule.asked_rows` the log-probabilities of its rows, or the sum of their hidden
+        states.
     """
 
     tokens: list[int | None] = field(default_factory=list)
@@ -87,23 +102,23 @@ class StepOutput:
     errors: dict[int, str] = field(default_factory=dict)
     reports: list[tuple[AskedRows, list[TokenLogprobs] | Any]] = field(default_factory=list)
 
-    def book_reports(self) -> None:
-        """Hand them over."""
+    def record_reports(self) -> None:
+        """Add the reported rows to the reports of their requests."""
         for asked, rows in self.reports:
             if asked.report.num_top is None:
                 asked.report.take_hidden(asked.end, rows)
             else:
                 asked.report.take_logprobs(asked.end, rows)
 
-    def book_logprobs(self, schedule: Schedule) -> None:
-        """Hand them to their requests, which get their tokens after them."""
+    def record_logprobs(self, schedule: Schedule) -> None:
+        """Add log-probabilities to their requests, before the tokens are appended."""
         for row, logprobs in self.logprobs.items():
             schedule.sampled_requests[row].add_logprobs(logprobs)
 
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What happened so far."""
+    """Totals since the engine started."""
 
     num_steps: int = 0
     step_prefill_tokens: int = 0  # of the last step
@@ -114,10 +129,10 @@ class SchedulerCounters:
     num_queried_tokens: int = 0  # of prompts looked up in the prefix cache
     num_recomputed: int = 0  # preemptions by recompute
     num_swapped: int = 0  # preemptions by swap
-    num_finished: int = 0  # requests that ended by themselves, or by an error
+    num_finished: int = 0  # requests, the aborted not among them
 
     def count(self, schedule: Schedule) -> None:
-        """One more step."""
+        """Add a step."""
         self.num_steps += 1
         self.step_decode_tokens = schedule.num_decode_tokens
         self.step_prefill_tokens = schedule.num_tokens - schedule.num_decode_tokens

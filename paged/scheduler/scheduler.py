@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import time
@@ -12,7 +11,9 @@ from types import MappingProxyType
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
 from ..requests.request import Request, RequestStatus
+from .deadlines import Deadlines
 from .policies import FirstComeFirstServed, Policy
+from .preemption import Preemption
 from .running import RunningSet
 from .schedule import NOT_FINITE, Schedule, SchedulerCounters
 from .waiting import Room, WaitingQueue
@@ -23,29 +24,25 @@ NO_ERRORS: Mapping[int, str] = MappingProxyType({})
 class Scheduler:
     """Continuous batching under a token budget.
 
-    There is no prefill phase and no decode phase: a step gives every running request the tokens it lacks, as
-    far as the budget goes, those that lack one first, and then admits waiting ones into what is left.
+    There is no prefill phase and no decode phase. A step computes the missing tokens of running requests,
+    decodes first, and then admits waiting requests into what is left of the budget.
 
-    When blocks run out, the running request of the highest rank gives its own back, is recomputed or swapped
-    in later, and after max_preemptions is protected: it runs again once all blocks it can ever need are set
-    aside for it. So every request ends after at most (max_preemptions + 1) max_total_tokens steps of its own,
-    and every step computes something.
+    When blocks run out, the running request of the highest rank is preempted: it is recomputed or swapped in
+    later. After max_preemptions it is protected, and runs again once all blocks that it can ever need are
+    reserved for it. So every request ends after at most (max_preemptions + 1) max_total_tokens steps of its
+    own, and every step computes something.
 
-    Steps may overlap: `schedule` leaves out what a step in flight computes, `update` takes them in order.
+    Steps may overlap: `schedule` skips requests in flight, `update` takes steps in order.
 
-    policy: who waits for whom; see `policies`.
-    max_num_seqs: how many requests run at once.
-    max_num_batched_tokens: tokens of a step.
-    long_prefill_token_threshold: the most prompt tokens of one request in a step, so that a long prompt
-        leaves room for others; None sets no limit.
-    max_num_partial_prefills: how many running requests may have a prompt that is not computed yet; None sets
-        no limit.
-    watermark: the share of blocks kept free when a request is admitted, so that those running can grow.
-    max_waiting: how many requests may wait; None sets no limit.
-    max_preemptions: see above.
-    swap_pays: whether it is cheaper to swap a request out and in than to recompute that many tokens; None
-        never swaps.
-    clock: in seconds, for deadlines and metrics.
+    policy: the order in which requests wait; see `policies`.
+    max_num_seqs: the most requests that run at once.
+    max_num_batched_tokens: the most tokens of a step.
+    long_prefill_token_threshold: the most prompt tokens of one request in a step; None sets no limit.
+    max_num_partial_prefills: the most running requests with an incomplete prompt; None sets no limit.
+    watermark: the share of blocks kept free when a request is admitted, so that running ones can grow.
+    max_waiting: the most requests that wait; None sets no limit.
+    swap_pays: whether swapping takes less time than recomputing that many tokens; None never swaps.
+    clock: returns seconds, for deadlines and metrics.
     """
 
     def __init__(
@@ -69,41 +66,36 @@ class Scheduler:
         self.policy: Policy = FirstComeFirstServed() if policy is None else policy
         self.max_chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
         self.max_num_partial_prefills = max_num_partial_prefills or max_num_seqs
-        self.max_waiting, self.max_preemptions = max_waiting, max_preemptions
-        self.swap_pays, self.clock = swap_pays, clock
+        self.max_waiting, self.clock = max_waiting, clock
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark)
-        self._running = RunningSet(
-            block_manager,
-            max_num_seqs=max_num_seqs,
-            max_chunk=self.max_chunk,
-            max_preemptions=max_preemptions,
+        self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)
+        self.preemption = Preemption(
+            block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays
         )
         self._num_arrivals = 0
-        self._deadlines: list[tuple[float, int, Request]] = []
-
-    # From outside
+        self._deadlines = Deadlines()
 
     @property
     def running(self) -> list[Request]:
-        """The requests that run, by rank."""
+        """The running requests by rank."""
         return self._running.requests
 
     @property
     def num_waiting(self) -> int:
-        """How many requests wait."""
+        """The number of waiting requests."""
         return len(self._queue)
 
     def waiting(self) -> Iterator[Request]:
-        """The requests that wait, roughly in order."""
+        """Iterate over the waiting requests, roughly in order."""
         return iter(self._queue)
 
     def has_unfinished(self) -> bool:
-        """Whether there is anything left to do."""
+        """Return whether there is anything left to do."""
         return bool(self.running) or self.num_waiting > 0
 
     def add(self, request: Request) -> None:
-        """Queue a request, which must be able to fit the pool when it is alone.
+        """Queue a request. It must fit into the pool when it is alone.
 
         Raises QueueFullError if max_waiting requests wait already.
         """
@@ -120,13 +112,13 @@ class Scheduler:
         self._queue.push(request)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Let a child of a live request, with the same tokens so far but perhaps the newest, go on by itself.
+        """Start a child of a live request, with the same tokens so far, the newest perhaps excepted.
 
-        It shares the request's blocks, or waits where there is no place to run.
+        It shares the request's blocks, or waits if there is no seat.
         """
         if request.status is RequestStatus.FINISHED:
             raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
-        # Its own copy of the last block must not come out of what is set aside for others.
+        # Its own copy of the last block must not be one of the reserved blocks.
         spare = self.block_manager.pool.num_available - self._running.num_reserved_blocks() > 0
         if not (request.ready and self._running.num_seats > 0 and spare):
             self.add(child)
@@ -136,13 +128,13 @@ class Scheduler:
         child.ready = True
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes) -> int:
-        """Keep the cached blocks of a prefix, if every live request still fits beside them.
+        """Pin the cached blocks of a prefix, if every live request still fits beside them.
 
-        Returns how many tokens they hold; 0, and nothing is pinned, if they do not fit or none is cached.
+        Return how many tokens they hold; 0 if none is cached or they do not fit: then nothing is pinned.
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace)
-        self._queue.reconsider()  # who waits need not bring what is pinned now
+        self._queue.reconsider()  # pinned blocks are no longer needed from the pool
         live = itertools.chain(self.running, self.waiting())
         longest = max((request.inputs.max_total_tokens for request in live), default=1)
         spare = manager.pool.num_available - self._running.num_reserved_blocks()
@@ -152,7 +144,7 @@ class Scheduler:
         return 0
 
     def abort(self, request: Request, message: str | None = None) -> None:
-        """End a request, wherever it is, and free its blocks."""
+        """End a request, running or waiting, and free its blocks."""
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
         else:
@@ -162,24 +154,21 @@ class Scheduler:
         self.block_manager.release(request.blocks)
 
     def expire(self) -> list[Request]:
-        """Abort the requests whose deadline has passed, and return them."""
-        now, expired = self.clock(), []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self._deadlines)
-            if request.status is not RequestStatus.FINISHED:
-                self.abort(request, message="timeout_s has passed")
-                expired.append(request)
+        """Abort and return the requests whose deadline has passed."""
+        expired = self._deadlines.take_expired(self.clock())
+        for request in expired:
+            self.abort(request, message="timeout_s has passed")
         return expired
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         schedule = Schedule()
         if self.policy.preempts:
-            self._preempt_for_waiting(schedule)
+            self.preemption.make_room_for_waiting(self._whole_step(), schedule)
         num_preempted = schedule.num_preempted
         lacking = self._schedule_decodes(schedule)
         unfinished = self._schedule_prompts(lacking, schedule) if lacking else lacking
-        # Whoever was preempted for want of blocks waits for the next step.
+        # A request that was just preempted for want of blocks waits for the next step.
         if schedule.num_preempted == num_preempted and len(self._queue):
             self._admit_waiting(unfinished, schedule)
         if not schedule.is_empty:
@@ -191,13 +180,13 @@ class Scheduler:
     def update(
         self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, str] = NO_ERRORS
     ) -> list[Request]:
-        """Book a finished step, the oldest in flight.
+        """Record the results of a finished step, the oldest in flight.
 
         sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
-        errors: what the error is, by rows of sampled; by default that the logits were not finite.
+        errors: the error messages by rows of sampled; by default that the logits were not finite.
 
-        Returns those requests, but for the ones that were aborted meanwhile, and then those that ended with
-        the report on their prompt.
+        Return those requests, without the ones aborted meanwhile, and then the requests that ended with the
+        report on their prompt.
         """
         self.block_manager.end_step()
         now, num_finished, num_aborted = self.clock(), 0, 0
@@ -207,9 +196,9 @@ class Scheduler:
             request = schedule.requests[row]
             request.num_computed_tokens += schedule.num_new_tokens[row]
             request.ready = True
-            if request.report is not None and self._end_with_report(request, schedule, row, now):
+            if request.report is not None and schedule.end_reported(row, now):
                 reported.append(request)
-        # This loop and `_schedule_decodes` are what a step costs: they do by hand what methods would.
+        # This loop and `_schedule_decodes` are most of a step's cost on the host: method calls are inlined.
         for row, (request, token) in enumerate(zip(advanced, sampled, strict=True)):
             if row < num_decodes:
                 request.num_computed_tokens += 1
@@ -235,30 +224,28 @@ class Scheduler:
         return advanced + reported if reported else advanced
 
     def cancel(self) -> None:
-        """Forget the steps in flight, which failed: nobody knows what they wrote, or copied.
+        """Discard the steps in flight after a failure: what they wrote or copied is unknown.
 
-        Everybody who runs waits again, to be computed anew, and the prefix cache is empty.
+        All running requests wait again and are recomputed, and the prefix cache is emptied.
         """
         while self.block_manager.pool.num_steps_in_flight:
             self.block_manager.end_step()
-        # Each goes to the front of its queue: the first of them comes last.
+        # Each goes to the front of its queue, so the first is pushed last.
         for request in reversed(self._running.remove_all()):
-            self._wait_again(request)
+            self.preemption.wait_again(request)
         for request in self.waiting():
             self.block_manager.release(request.blocks)
             request.num_computed_tokens = 0
         self.block_manager.reset_prefix_cache()
 
     def release_finished(self) -> None:
-        """Take the blocks of finished requests back."""
+        """Free the blocks of finished requests."""
         for request in self._running.remove_finished():
             self.counters.num_finished += 1
-            self._release(request)
-
-    # Steps
+            self.preemption.free(request)
 
     def _schedule_decodes(self, schedule: Schedule) -> list[Request]:
-        """Give a token to everybody who lacks one. Returns those who lack more."""
+        """Schedule one token for each request that needs exactly one. Return the requests that need more."""
         requests, lacking, budget = schedule.requests, list[Request](), self.max_num_batched_tokens
         running, scarce = self.running.copy(), len(self.running) > budget
         for request in running:
@@ -272,7 +259,7 @@ class Scheduler:
                 break
             blocks = request.blocks
             if end > blocks.capacity:
-                if not self._make_room(request, end, schedule):
+                if not self.preemption.make_room(request, end, schedule):
                     continue
                 schedule.grown.append(len(requests))
                 if end > blocks.register_at:
@@ -286,7 +273,7 @@ class Scheduler:
         return lacking
 
     def _schedule_prompts(self, lacking: list[Request], schedule: Schedule) -> list[Request]:
-        """Go on with what running requests lack. Returns those who will still lack tokens after the step."""
+        """Schedule chunks of prompts. Return the requests that need more tokens after the step."""
         unfinished = []
         for request in lacking:
             if not request.ready:
@@ -294,10 +281,10 @@ class Scheduler:
             missing = request.num_tokens - request.num_computed_tokens
             num_new = min(missing, self.max_chunk, self._budget_left(schedule))
             end = request.num_computed_tokens + num_new
-            # Those who decode go first, and end some time. Only where nobody does, room is made.
+            # Decodes keep their blocks and end some time. Only in a step without them others are preempted.
             if num_new and (
                 self._running.grow(request, end, schedule.copies)
-                or (schedule.is_empty and self._make_room(request, end, schedule))
+                or (schedule.is_empty and self.preemption.make_room(request, end, schedule))
             ):
                 self._compute(request, num_new, schedule)
                 if num_new == missing:
@@ -306,9 +293,9 @@ class Scheduler:
         return unfinished
 
     def _admit_waiting(self, unfinished: list[Request], schedule: Schedule) -> None:
-        """Let waiting requests run while there are tokens, places and blocks for them."""
+        """Run waiting requests while there are tokens, seats and blocks for them."""
         pool = self.block_manager.pool
-        # Those who run already come first.
+        # Running requests come first.
         promised = sum(
             self._running.missing_blocks(request) for request in unfinished if not request.protected
         )
@@ -327,7 +314,7 @@ class Scheduler:
                 promised += self._running.missing_blocks(request)
 
     def _admit_head(self, room: Room, schedule: Schedule) -> Request | None:
-        """Let the head of the queue run, and return it, if there is room for all that is known of it."""
+        """Run the head of the queue and return it, if there is room for all of its known tokens."""
         manager, found = self.block_manager, self._queue.head_for(room)
         if found is None:
             return None
@@ -344,7 +331,7 @@ class Scheduler:
         return request
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
-        """Put tokens for which there is room into the step."""
+        """Put tokens of a request, whose blocks are allocated, into the step."""
         end = request.num_computed_tokens + num_new
         self.block_manager.register(request.blocks, request.token_ids, end)
         row = len(schedule.requests)
@@ -366,67 +353,21 @@ class Scheduler:
 
     # Blocks
 
-    def _make_room(self, request: Request, end: int, schedule: Schedule) -> bool:
-        """Preempt those of higher rank, for a protected request anybody, until it can grow.
-
-        False if that is not enough: it keeps what it has, and waits for those who go on.
-        """
-        while not self._running.grow(request, end, schedule.copies):
-            if self.block_manager.pool.num_deferred:
-                return False  # blocks come back when a step in flight ends
-            victim = self._running.victim(request)
-            if victim is None:
-                return False
-            self._preempt(victim, schedule)
-        return True
-
-    def _release(self, request: Request) -> None:
-        """Give a request's blocks back, to be found again by what they hold."""
-        self.block_manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
-        self.block_manager.release(request.blocks)
-
-    def _preempt(self, victim: Request, schedule: Schedule) -> None:
-        """Take a request's blocks, and let it wait."""
-        manager, computed = self.block_manager, victim.num_computed_tokens
-        pays = self.swap_pays is not None and self.swap_pays(computed)
-        if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
-            self.counters.num_swapped += 1
-        else:
-            self._release(victim)
-            victim.num_computed_tokens = 0
-            self.counters.num_recomputed += 1
-        self._running.remove(victim)
-        victim.metrics.num_preemptions += 1
-        schedule.num_preempted += 1
-        victim.protected = victim.metrics.num_preemptions >= self.max_preemptions
-        self._wait_again(victim)
-
-    def _preempt_for_waiting(self, schedule: Schedule) -> None:
-        """Let those with a higher priority number make room for the head of the queue, if it then runs."""
-        head, pool = self._queue.peek(), self.block_manager.pool
-        if head is None or not self.running or self.running[-1].inputs.priority <= head.inputs.priority:
-            return
-        num_blocks = pool.num_available + pool.num_deferred  # those come back soon
-        room = Room(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_partial_prefills, num_blocks)
-        for victim in self._running.victims_for(head, self._queue.need(head), room):
-            self._preempt(victim, schedule)
-
-    # Who waits, who runs
+    def _whole_step(self) -> Room:
+        """Return what a step has at most, the blocks that come back soon included."""
+        pool = self.block_manager.pool
+        num_blocks = pool.num_available + pool.num_deferred
+        return Room(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_partial_prefills, num_blocks)
 
     def _enter(self, request: Request) -> None:
-        """Take note of a new request."""
+        """Give a new request its arrival, rank and deadline."""
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         request.rank = self.policy.rank(request)
-        if request.inputs.deadline < math.inf:
-            # Most end long before: they go when they are more than those who are left.
-            if len(self._deadlines) > 2 * (len(self.running) + self.num_waiting) + 64:
-                live = [entry for entry in self._deadlines if entry[2].status is not RequestStatus.FINISHED]
-                self._deadlines = sorted(live)
-            heapq.heappush(self._deadlines, (request.inputs.deadline, request.arrival, request))
+        self._deadlines.add(request, len(self.running) + self.num_waiting)
 
     def _run(self, request: Request, num_computed: int) -> None:
-        """Move a request from the queue to those who run."""
+        """Move a request from the queue to the running ones."""
         self._queue.pop(request)
         request.num_computed_tokens = num_computed
         if not request.ran_before:
@@ -436,32 +377,13 @@ class Scheduler:
         self._running.join(request)
 
     def _share(self, request: Request, child: Request, num_computed: int) -> None:
-        """Let a child run with the blocks of a request."""
+        """Run a child with the blocks of a request."""
         child.blocks = self.block_manager.fork(request.blocks, num_computed)
         child.num_computed_tokens = child.num_cached_tokens = num_computed
         self._running.join(child)
 
-    def _end_with_report(self, request: Request, schedule: Schedule, row: int, now: float) -> bool:
-        """Finish a request of whose prompt a row was not finite, or all is computed that it wants."""
-        if request.finish_reason is not None:  # aborted in flight
-            return False
-        if request.report is not None and request.report.failed:
-            # In the step with the prompt's last token its siblings are no longer behind it, but beside it.
-            beside = [
-                q for at, q in zip(schedule.sampled, schedule.sampled_requests, strict=True) if at == row
-            ]
-            for ended in (request, *request.siblings, *beside):
-                ended.finish("error", now, NOT_FINITE)
-        elif not request.inputs.generates and request.num_computed_tokens == request.num_tokens:
-            request.finish("length", now)
-        return request.finish_reason is not None
-
-    def _wait_again(self, request: Request) -> None:
-        request.status, request.ready = RequestStatus.WAITING, False
-        self._queue.push(request)
-
     def check(self) -> None:
-        """The invariants of the class, and those of the block manager."""
+        """Check the invariants of the scheduler and its block manager."""
         manager, waits, num_waiting = self.block_manager, RequestStatus.WAITING, 0
         manager.check()
         self._running.check()
@@ -474,4 +396,4 @@ class Scheduler:
             assert (request.num_computed_tokens > 0) is (seq.host is not None)
         assert num_waiting == self.num_waiting, "the queue is miscounted"
         held = {request.blocks for request in self.running}
-        assert held.issuperset(manager.holders()), "blocks are held for nobody who runs"
+        assert held.issuperset(manager.holders()), "blocks are held for a request that does not run"

@@ -1,4 +1,4 @@
-"""EngineStats: the state of an engine at one moment, and what it did so far."""
+"""EngineStats: the state of an engine at one moment, and its totals so far."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Requests, blocks, and tokens.
+    """Counts of requests, blocks and tokens.
 
-    Blocks are free, used (held by a running request or pinned), or cached (held by nobody, and known by their
-    tokens). What a step in flight may still read counts as used.
+    A block is free, used (held by a running request or pinned), or cached (held by no request, found by its
+    tokens). A block that a step in flight may still read counts as used.
     """
 
     num_running: int
@@ -38,7 +38,7 @@ class EngineStats:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:
-        """Look at a scheduler and its blocks."""
+        """Collect the figures of a scheduler and its blocks."""
         manager, counters = scheduler.block_manager, scheduler.counters
         pool, host = manager.pool, manager.host_pool
         slots = manager.block_size * sum(r.blocks.num_blocks for r in scheduler.running)

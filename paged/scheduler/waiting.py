@@ -1,4 +1,4 @@
-"""WaitingQueue: who waits, in order. Need and Room: what one of them takes to run, and what there is."""
+"""WaitingQueue: the waiting requests in order. Need and Room: what a request takes, what is free."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .policies import Policy, Rank
 class Need(NamedTuple):
     """What a waiting request takes to run.
 
-    hits: the cached blocks that it begins with, for each group; None where it is swapped in.
-    num_computed_tokens: what it begins with; num_missing_tokens: what it then lacks.
+    hits: the cached blocks that it begins with, for each layer group; None if it is swapped in.
+    num_computed_tokens: its tokens in those blocks. num_missing_tokens: the rest.
     """
 
     hits: list[list[BlockId]] | None
@@ -29,10 +29,10 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a step has for those who wait, or what one who runs takes of it.
+    """What a step has left, or what one request takes of it.
 
-    num_seats: how many may run. num_partial: how many prompts may stay in part.
-    num_blocks: infinite for somebody who is alone with the pool, where everybody fits.
+    num_seats: requests that may run. num_partial: prompts that may stay incomplete.
+    num_blocks: infinite for a request that has the pool to itself, where every request fits.
     """
 
     num_tokens: int
@@ -41,15 +41,15 @@ class Room(NamedTuple):
     num_blocks: float
 
     def plus(self, other: Room) -> Room:
-        """Both together."""
+        """Add two of them."""
         return Room(*map(operator.add, self, other))
 
     def minus(self, other: Room) -> Room:
-        """What is left without the other."""
+        """Subtract the other from this one."""
         return Room(*map(operator.sub, self, other))
 
     def first_chunk(self, need: Need, max_chunk: int) -> int:
-        """How many tokens a request would begin with; 0 if it cannot."""
+        """Return how many tokens a request can begin with; 0 if it cannot run."""
         num_new = min(need.num_missing_tokens, max_chunk, self.num_tokens)
         in_part = num_new < need.num_missing_tokens
         if need.num_seats > self.num_seats or need.num_blocks > self.num_blocks:
@@ -58,25 +58,25 @@ class Room(NamedTuple):
 
 
 def num_tokens_ahead(request: Request) -> int:
-    """How many tokens there must be blocks for before a request runs, or goes on with its prompt."""
+    """Count the tokens that need blocks before a request runs or continues its prompt."""
     # The last token is only sampled, never computed.
     last = request.inputs.max_total_tokens - 1
     return last if request.protected else min(request.num_tokens + 1, last)
 
 
 class WaitingQueue:
-    """The protected by rank, and then the others as the policy says.
+    """Protected requests by rank, then the others in the order of the policy.
 
-    max_chunk: the most tokens that one of them begins with.
-    watermark: the share of blocks that stays free when one is admitted.
+    max_chunk: the most tokens that a request begins with.
+    watermark: the share of blocks that stays free when a request is admitted.
     """
 
     def __init__(self, policy: Policy, block_manager: BlockManager, max_chunk: int, watermark: float) -> None:
         self._policy, self._manager, self._max_chunk = policy, block_manager, max_chunk
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self._protected: list[tuple[Rank, Request]] = []
-        self._num_changes = 0  # grows whenever somebody comes or goes
-        # When the head was refused last, by what may change that, and what it needed.
+        self._num_changes = 0  # of the queue: requests that came or went
+        # The state in which the head was refused last, and what it needed.
         self._refused: tuple[tuple[int, int], Need] | None = None
 
     def push(self, request: Request) -> None:
@@ -88,11 +88,11 @@ class WaitingQueue:
             self._policy.push(request)
 
     def peek(self) -> Request | None:
-        """The head: who is to run next; None if nobody waits."""
+        """Return the head, which is to run next; None if the queue is empty."""
         return self._protected[0][1] if self._protected else self._policy.peek()
 
     def pop(self, request: Request) -> None:
-        """The head runs now."""
+        """Remove the head, which runs now."""
         self._num_changes += 1
         if request.protected:
             heapq.heappop(self._protected)
@@ -100,7 +100,7 @@ class WaitingQueue:
             self._policy.pop(request)
 
     def remove(self, request: Request) -> None:
-        """Somebody was finished from outside."""
+        """Remove a request that was aborted."""
         self._num_changes += 1
         if request.protected:
             self._protected = sorted(entry for entry in self._protected if entry[1] is not request)
@@ -108,11 +108,8 @@ class WaitingQueue:
             self._policy.remove(request)
 
     def head_for(self, room: Room) -> tuple[Request, Need, int] | None:
-        """The head, what it needs, and how many tokens it begins with, if there is room for all that.
-
-        It waits until `pop`.
-        """
-        # While these stay the same it needs what it needed, or more.
+        """Return the head, its need and how many tokens it begins with; None if the room is too small."""
+        # While this stays the same, the head needs no less than before.
         state = (self._num_changes, self._manager.pool.last_serial)
         if self._refused is not None:
             before, need = self._refused
@@ -129,15 +126,15 @@ class WaitingQueue:
         return request, need, num_new
 
     def reconsider(self) -> None:
-        """Who was refused may need less now."""
+        """Look the head up again: it may need less now."""
         self._refused = None
 
     def need(self, request: Request) -> Need:
-        """What a waiting request takes to run."""
+        """Return what a waiting request takes to run."""
         manager, seq = self._manager, request.blocks
         hits = manager.match(seq, request.token_ids, request.first_needed) if seq.host is None else None
         computed = request.num_computed_tokens if hits is None else len(hits[0]) * manager.block_size
-        # Not for its first chunk alone: it would be computed only to be preempted, again and again.
+        # For more than the first chunk: it would be computed and preempted again and again.
         num_blocks = manager.blocks_to_start(hits or (), num_tokens_ahead(request))
         num_blocks += len(request.siblings) * len(manager.windows) + self._watermark_blocks
         return Need(hits, computed, request.num_tokens - computed, 1 + len(request.siblings), num_blocks)

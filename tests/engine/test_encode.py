@@ -62,13 +62,13 @@ def test_preempted_mean_counts_every_row_once(monkeypatch):
     *short, long = ragged_prompts([7, 7, 7, 7, 60])
     for i, prompt in enumerate(short):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=30))
-    preempt, midway = engine.scheduler._preempt, []
+    preempt, midway = engine.scheduler.preemption.preempt, []
 
     def preempting(victim, schedule):
         midway.append(victim.report is not None and victim.report.next_row > 0)
         preempt(victim, schedule)
 
-    monkeypatch.setattr(engine.scheduler, "_preempt", preempting)
+    monkeypatch.setattr(engine.scheduler.preemption, "preempt", preempting)
     (output,) = engine.encode([long], pooling="mean", normalize=False, use_tqdm=False)
     assert any(midway)
     expected = hidden_states("llama", long).mean(0)

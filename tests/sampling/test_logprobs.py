@@ -138,7 +138,7 @@ def test_prompt_logprobs_report_every_token_once_despite_preemption_and_failures
     options |= {"block_size": 8, "num_blocks": 14, "long_prefill_token_threshold": 3, "watermark": 0.0}
     engine = new_engine(checkpoint("llama"), **options)
     preempt, report, update = (
-        engine.scheduler._preempt,
+        engine.scheduler.preemption.preempt,
         engine.runner.reporter.report,
         engine.scheduler.update,
     )
@@ -158,7 +158,7 @@ def test_prompt_logprobs_report_every_token_once_despite_preemption_and_failures
             raise RuntimeError("reports are booked")
         return update(*args)
 
-    monkeypatch.setattr(engine.scheduler, "_preempt", preempting)
+    monkeypatch.setattr(engine.scheduler.preemption, "preempt", preempting)
     monkeypatch.setattr(engine.runner.reporter, "report", failing_before)
     monkeypatch.setattr(engine.scheduler, "update", failing_after)
     prompts = ragged_prompts([7, 7, 7, 7, 60])

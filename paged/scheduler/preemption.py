@@ -1,0 +1,116 @@
+"""Preemption: which running request gives its blocks back, and what happens to them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from ..blocks.manager import BlockManager
+from ..requests.request import Request, RequestStatus
+from .running import RunningSet
+from .schedule import Schedule, SchedulerCounters
+from .waiting import Need, Room, WaitingQueue
+
+
+class Preemption:
+    """Takes blocks from running requests for others; a preempted request waits and is computed again.
+
+    The running request of the highest rank is preempted first. One that was preempted max_preemptions times
+    is protected from then on. For swap_pays see `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        running: RunningSet,
+        queue: WaitingQueue,
+        counters: SchedulerCounters,
+        max_preemptions: int,
+        swap_pays: Callable[[int], bool] | None,
+    ) -> None:
+        self._manager, self._running, self._queue = block_manager, running, queue
+        self._counters, self._max_preemptions, self._swap_pays = counters, max_preemptions, swap_pays
+
+    def make_room(self, request: Request, end: int, schedule: Schedule) -> bool:
+        """Preempt others until a running request has blocks for its tokens up to `end`.
+
+        Return False if that is not enough: the request keeps its blocks and is left out of this step.
+        """
+        while not self._running.grow(request, end, schedule.copies):
+            if self._manager.pool.num_deferred:
+                return False  # blocks come back when a step in flight ends
+            victim = self._victim(request)
+            if victim is None:
+                return False
+            self.preempt(victim, schedule)
+        return True
+
+    def make_room_for_waiting(self, room: Room, schedule: Schedule) -> None:
+        """Preempt requests of a higher priority number if the head of the queue can then run.
+
+        room: what a step has at most.
+        """
+        running, head = self._running.requests, self._queue.peek()
+        if head is None or not running or running[-1].inputs.priority <= head.inputs.priority:
+            return
+        for victim in self._victims_for(head, self._queue.need(head), room):
+            self.preempt(victim, schedule)
+
+    def preempt(self, victim: Request, schedule: Schedule) -> None:
+        """Swap a request's blocks out or free them, and put it back into the queue."""
+        manager, computed = self._manager, victim.num_computed_tokens
+        pays = self._swap_pays is not None and self._swap_pays(computed)
+        if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
+            self._counters.num_swapped += 1
+        else:
+            self.free(victim)
+            victim.num_computed_tokens = 0
+            self._counters.num_recomputed += 1
+        self._running.remove(victim)
+        victim.metrics.num_preemptions += 1
+        schedule.num_preempted += 1
+        victim.protected = victim.metrics.num_preemptions >= self._max_preemptions
+        self.wait_again(victim)
+
+    def free(self, request: Request) -> None:
+        """Free a request's blocks; the full ones stay in the prefix cache."""
+        self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
+        self._manager.release(request.blocks)
+
+    def wait_again(self, request: Request) -> None:
+        """Queue a request that ran."""
+        request.status, request.ready = RequestStatus.WAITING, False
+        self._queue.push(request)
+
+    def _victim(self, request: Request) -> Request | None:
+        """Choose the request that is preempted for a running one; None if there is none."""
+        # The highest rank has the least computed work to lose. A protected request takes from any rank.
+        for candidate in reversed(self._running.requests):
+            if candidate is request and not request.protected:
+                return None
+            if candidate.ready and not candidate.protected:
+                return candidate
+        return None
+
+    def _victims_for(self, head: Request, need: Need, room: Room) -> list[Request]:
+        """Choose requests to preempt for the head of the queue; none if it could still not run."""
+        running, pool, max_chunk = self._running, self._manager.pool, self._running.max_chunk
+        for request in running.requests:
+            room = room.minus(running.claim(request))
+        victims = list[Request]()
+        # The cached blocks that the head begins with are not freed: it holds them then.
+        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
+        for candidate in reversed(running.requests):
+            if room.first_chunk(need, max_chunk):
+                break
+            if candidate.inputs.priority <= head.inputs.priority:
+                return []
+            # One more preemption would protect it, and it would run again before the head.
+            if candidate.ready and candidate.metrics.num_preemptions + 1 < self._max_preemptions:
+                victims.append(candidate)
+                freed = self._manager.num_freed(candidate.blocks, gone)
+                room = room.plus(running.claim(candidate)).plus(Room(0, 0, 0, freed))
+        if len(victims) == len(running.requests) and not pool.num_steps_in_flight:
+            room = room._replace(num_blocks=math.inf)
+        return victims if room.first_chunk(need, max_chunk) else []
