@@ -1,4 +1,4 @@
-"""Tables of blocks, in small cases: prefix hits, copies before writes, windows, groups, swapping, pins."""
+"""BlockManager in small cases: prefix hits, copy-on-write, windows, groups, swapping, pins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paged.errors import UsageError
 
 
 def same_hash(parent: bytes, tokens: bytes) -> bytes:  # noqa: ARG001
-    """Everything collides."""
+    """Hash everything to the same digest."""
     return bytes(32)
 
 
 def started(
     manager: BlockManager, tokens: list[int], num_computed: int | None = None, namespace: bytes = b""
 ) -> SequenceBlocks:
-    """A sequence whose prompt is computed, or only so many tokens of it."""
+    """Return a sequence whose prompt, or its first tokens, are computed."""
     seq = manager.open(tokens, namespace)
     start = manager.start(seq, manager.match(seq, tokens))
     assert computed(manager, seq, tokens, start, len(tokens) if num_computed is None else num_computed) == []
@@ -31,7 +31,7 @@ def started(
 def computed(
     manager: BlockManager, seq: SequenceBlocks, tokens: list[int], start: int, end: int
 ) -> list[Copy]:
-    """Compute the tokens [start, end) as a step does. Returns the copies that it takes."""
+    """Compute the tokens [start, end) as a step does. Return its copies."""
     copies: list[Copy] = []
     assert manager.grow(seq, start, end, copies)
     if manager.enable_prefix_caching:
@@ -41,7 +41,7 @@ def computed(
 
 
 def num_hits(manager: BlockManager, tokens: list[int], namespace: bytes = b"") -> int:
-    """How many tokens of a new prompt would be found in the cache."""
+    """Return how many tokens of a new prompt the cache holds."""
     return manager.num_matched(manager.open(tokens, namespace), tokens)
 
 
@@ -61,7 +61,7 @@ def test_table_keeps_its_blocks_as_it_grows_and_a_refused_growth_changes_nothing
     assert (list(a.tables[0]), a.capacity, manager.pool.num_available) == (before, 16, 0)
     manager.check()
     manager.release(b)
-    manager.release(b)  # nothing left to give back
+    manager.release(b)  # nothing is left to free
     assert manager.grow(a, 16, 17, [])
     assert list(a.tables[0])[:2] == before
     manager.check()
@@ -132,7 +132,7 @@ def test_colliding_digests_never_share():
     manager = BlockManager(12, 4, hash_block=same_hash)
     a, b = started(manager, [1] * 9), started(manager, [2] * 9)
     assert not {*a.tables[0]} & {*b.tables[0]}
-    assert num_hits(manager, [2] * 5) == num_hits(manager, [1] * 5) == 0  # each put out the one before
+    assert num_hits(manager, [2] * 5) == num_hits(manager, [1] * 5) == 0  # each evicted the one before
 
 
 def test_nothing_is_known_without_a_prefix_cache():
@@ -147,7 +147,7 @@ def test_nothing_is_known_without_a_prefix_cache():
 def test_same_prompt_twice_in_a_step_is_registered_once():
     manager, tokens = BlockManager(8, 4), [1] * 9
     seqs = [manager.open(tokens) for _ in range(2)]
-    hits = [manager.match(seq, tokens) for seq in seqs]  # before either is there
+    hits = [manager.match(seq, tokens) for seq in seqs]  # before either is cached
     for seq, hit in zip(seqs, hits, strict=True):
         manager.start(seq, hit)
     for seq in seqs:
@@ -180,7 +180,7 @@ def test_reset_forgets_prefixes_and_pins_and_leaves_what_runs():
     manager.check()
 
 
-# Copies before writes
+# Copy-on-write
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 4])
@@ -223,7 +223,7 @@ def test_copy_that_has_no_room_changes_nothing_and_the_source_waits_for_the_step
     manager.pool.free([taken])
     assert manager.grow(child, 6, 7, copies)
     assert copies == [(table[1], taken)]
-    # Nobody may write to the source before it is copied, though nobody holds it any more.
+    # The source has no references any more, but must not be reused before it is copied.
     manager.release(leader)
     assert manager.pool.num_available == 0
     manager.begin_step()
@@ -236,12 +236,12 @@ def test_blocks_it_takes_to_go_on():
     seq = started(manager, tokens)
     assert [manager.missing_blocks(seq, n) for n in (6, 8, 9, 17)] == [0, 0, 1, 3]
     child = manager.fork(seq, 6)
-    assert [manager.missing_blocks(s, 7) for s in (seq, child)] == [1, 1]  # either may have to copy
+    assert [manager.missing_blocks(s, 7) for s in (seq, child)] == [1, 1]  # either may need a copy
     hits = manager.match(manager.open(tokens), tokens)
-    assert manager.blocks_to_start(hits, 7) == 1  # the first block is held by others
+    assert manager.blocks_to_start(hits, 7) == 1  # another sequence holds the first block
     manager.release(seq)
     manager.release(child)
-    assert manager.blocks_to_start(hits, 7) == 2  # now it is one of those available
+    assert manager.blocks_to_start(hits, 7) == 2  # now it is an available block
 
 
 # Windows and groups
@@ -255,7 +255,7 @@ def test_window_gives_back_what_it_passed_and_memory_stays_bounded():
         computed(manager, seq, tokens, start, start + 3)
         # The token at `start` sees itself and five more: the first of them is start - 5.
         wanted = range(max(0, start - 5) // 4, -(-(start + 3) // 4))
-        assert seq.num_blocks <= len(wanted) + 1  # looked at once a block
+        assert seq.num_blocks <= len(wanted) + 1  # checked once per block
         assert seq.num_blocks <= manager.most_blocks(120) == 3
     assert manager.pool.num_used == seq.num_blocks
     manager.release(seq)
@@ -266,9 +266,9 @@ def test_window_drops_exactly_what_no_later_token_sees():
     manager, tokens = BlockManager(10, 4, windows=[5], max_step_tokens=8), [1] * 17
     seq = started(manager, tokens, 8)
     computed(manager, seq, tokens, 8, 12)
-    assert seq.num_dropped == [1]  # the token at 8 sees 4 to 8
+    assert seq.num_dropped == [1]  # the token at 8 attends to 4 to 8
     computed(manager, seq, tokens, 12, 13)
-    assert seq.num_dropped == [2]  # that at 12 sees 8 to 12
+    assert seq.num_dropped == [2]  # the one at 12 to 8 to 12
 
 
 def test_hit_in_a_window_holds_only_what_is_seen():
@@ -276,7 +276,7 @@ def test_hit_in_a_window_holds_only_what_is_seen():
     first = started(manager, tokens)
     blocks = list(first.tables[0])
     second = started(manager, tokens)
-    assert second.num_dropped == [3]  # the token at 16 sees 12 to 16
+    assert second.num_dropped == [3]  # the token at 16 attends to 12 to 16
     assert second.live(0)[0] == blocks[3]
     assert [manager.pool.refcount(block) for block in blocks[:4]] == [1, 1, 1, 2]
 
@@ -290,7 +290,7 @@ def test_groups_have_tables_of_their_own_and_hit_what_all_of_them_know():
     computed(manager, seq, tokens, 16, 17)
     assert (len(seq.live(0)), len(seq.live(1))) == (5, 2)
     assert manager.pool.num_used == 7
-    # Of the three that the window let go, the last goes first: only the first two are left of that group.
+    # The window dropped three blocks and the last was evicted first: the group keeps the first two.
     manager.pool.allocate(manager.pool.num_free + 1)
     hits = manager.match(manager.open(tokens), tokens)
     assert hits == [full[:2], window[:2]]
@@ -317,7 +317,7 @@ def test_sequence_swapped_out_and_in_again_keeps_its_content():
     assert back == list(zip(host, seq.tables[0], strict=True))
     assert (seq.host, seq.capacity) == (None, 12)
     manager.check()
-    # The host blocks are read by this step.
+    # This step reads the host blocks.
     assert manager.host_pool.num_available == 0
     manager.begin_step()
     manager.end_step()
@@ -341,7 +341,7 @@ def test_what_the_cache_still_holds_is_not_copied_back():
     assert manager.pool.num_cached == 2
     assert list(manager.pool.allocate(2)) == [third, second]
     manager.pool.free([second])
-    # Two are free or cached, but one of them is what it needs beside two that are not.
+    # Two blocks are available, but one of them is a hit, and two more are needed.
     assert not manager.swap_in(seq, 10, back)
     manager.pool.free([third])
     assert manager.swap_in(seq, 10, back)
@@ -356,7 +356,7 @@ def test_only_what_a_window_sees_is_swapped():
     seq = started(manager, tokens)
     table = list(seq.tables[0])
     assert manager.swap_out(seq, 15, out)
-    assert [block for block, _ in out] == table[2:]  # the token at 15 sees 11 to 15
+    assert [block for block, _ in out] == table[2:]  # the token at 15 attends to 11 to 15
     assert manager.swap_in(seq, 15, back)
     assert (seq.num_dropped, len(seq.tables[0]), len(back)) == ([2], 4, 2)
     manager.check()
@@ -372,7 +372,7 @@ def test_release_gives_back_host_blocks():
 
 
 def test_host_block_takes_what_counting_it_takes():
-    """Nobody looks for tokens there: 16 of them would be 64 bytes."""
+    """Host blocks store no token ids, which would take 64 bytes for 16."""
     tracemalloc.start()
     manager = BlockManager(1, 16, num_host_blocks=10_000)
     current, _ = tracemalloc.get_traced_memory()
@@ -424,7 +424,7 @@ def test_block_of_several_pins_counts_once_and_until_the_last_of_them_goes():
 
 
 def test_counting_what_is_pinned_costs_the_same_however_much_it_is():
-    # Admission asks many times.
+    # Admission asks often.
     manager, tokens = BlockManager(10_000, 1), [*range(10_000)]
     manager.release(started(manager, tokens))
     manager.pin("one", tokens[:1])

@@ -1,4 +1,4 @@
-"""Reference counts, free blocks, the prefix index and what steps in flight hold back, in small cases."""
+"""BlockPool in small cases: reference counts, free blocks, the prefix index, deferred blocks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from paged.errors import UsageError
 
 
 def same_hash(parent: bytes, tokens: bytes) -> bytes:  # noqa: ARG001
-    """Everything collides."""
+    """Hash everything to the same digest."""
     return bytes(32)
 
 
 def chain_of(
     tokens: Sequence[int], namespace: bytes = b"", hash_block: HashBlock = sha256_block
 ) -> PrefixChain:
-    """A chain of blocks of two tokens."""
+    """Return a chain of blocks of two tokens."""
     chain = PrefixChain(namespace, hash_block)
     chain.extend(tokens, len(tokens) // 2, 2)
     return chain
 
 
 def cached(pool: BlockPool, chain: PrefixChain, group: int = 0) -> list[int]:
-    """Allocate blocks and cache a whole chain in them. They are held."""
+    """Allocate blocks and cache a whole chain in them; they stay used."""
     blocks, parent = list(pool.allocate(len(chain.digests))), 0
     for index, block in enumerate(blocks):
         assert pool.cache(block, chain, index, parent, group) == block
@@ -36,7 +36,7 @@ def cached(pool: BlockPool, chain: PrefixChain, group: int = 0) -> list[int]:
 
 
 def evicted(pool: BlockPool) -> list[int]:
-    """All blocks in the order in which they are given out, one by one."""
+    """Allocate all blocks one by one. Return them in order."""
     blocks = []
     while (block := pool.allocate(1)) is not None:
         blocks += block
@@ -127,7 +127,7 @@ def test_least_recently_used_goes_first_and_the_end_of_a_prefix_before_its_begin
     pool.free([free])
     pool.free([b0])
     pool.free([a2, a1, a0])
-    pool.share([b0])  # used once more
+    pool.share([b0])  # used again
     pool.free([b0])
     assert (pool.num_free, pool.num_cached, pool.num_available) == (1, 4, 5)
     assert evicted(pool) == [free, a2, a1, a0, b0]
@@ -164,7 +164,7 @@ def test_same_tokens_behind_others_are_not_the_same():
     behind_one = chain_of([1, 1, 5, 5])
     (other,) = cached(pool, chain_of([2, 2]))
     _, block = cached(pool, behind_one)
-    # What a collision of all 60 bits would do: the key of [1, 1, 5, 5] looked up behind [2, 2].
+    # A collision of all 56 bits: the digest of [1, 1, 5, 5] is looked up after [2, 2].
     colliding = chain_of([2, 2, 5, 5])
     colliding.digests[1] = behind_one.digests[1]
     assert pool.match(colliding, 2) == [other]
@@ -201,7 +201,7 @@ def test_what_lost_its_predecessor_is_never_hit_and_can_be_replaced():
     assert pool.match(chain, 2) == []
     pool.free([first])
     (again,) = cached(pool, chain_of([1, 1]))
-    assert pool.match(chain, 2) == [again]  # not `second`, whose serial is that of another past
+    assert pool.match(chain, 2) == [again]  # not `second`, which records another predecessor
     assert pool.cache(second, chain, 0, 0) == again
     pool.check()
 
@@ -265,7 +265,7 @@ def test_what_is_kept_waits_for_the_step_that_is_being_scheduled():
     pool.end_step()
     assert pool.num_available == 2
     assert list(pool.allocate(1)) == [block]
-    pool.free([block])  # kept for that one step only
+    pool.free([block])  # it was kept for one step only
     assert pool.num_free == 2
 
 
@@ -291,7 +291,7 @@ def test_no_step_ends_that_never_began():
 # Chains
 
 
-def test_key_depends_on_everything_before_and_on_the_namespace_and_on_nothing_else():
+def test_digest_depends_on_all_tokens_before_and_the_namespace_only():
     chain = chain_of([1, 2, 3, 4])
     assert chain.digests[0] == chain_of([1, 2, 9, 9]).digests[0]
     assert chain.digests[1] not in (*chain_of([9, 2, 3, 4]).digests, *chain_of([3, 4, 3, 4]).digests)

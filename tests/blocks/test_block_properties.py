@@ -1,4 +1,4 @@
-"""Block pool and block manager under rules in any order, against models of dicts and lists."""
+"""BlockPool and BlockManager in random sequences of calls, against models of dicts and lists."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SETTINGS = settings(
     derandomize=True,
     suppress_health_check=[*HealthCheck],
 )
-ANY = st.integers(0, 119)  # which of the things that there are, and how much of it
+ANY = st.integers(0, 119)  # an index into the objects there are, or an amount
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model knows a cached block by its whole prefix, and who may use it when."""
+    """The model identifies a cached block by its whole prefix, and tracks when it may be reused."""
 
     num_rules = 0
     BLOCK_SIZE = 2
@@ -42,14 +42,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.num_groups = num_groups
         self.refs = [0] * num_blocks
         self.free_blocks = set(range(num_blocks))
-        self.idle: list[BlockId] = []  # cached and not held, the least recently used first
-        # What is known: (key, group) -> (block, its whole prefix, serial, that of the block before).
+        self.idle: list[BlockId] = []  # cached without references, the least recently used first
+        # (digest, group) -> (block, its whole prefix, its serial, its predecessor's serial)
         self.index: dict[tuple[int, int], tuple[BlockId, tuple[bytes, bytes], int, int]] = {}
         self.begun = self.ended = 0
         self.kept: set[BlockId] = set()
         self.deferred: list[tuple[int, BlockId]] = []
         self.waiting: dict[BlockId, int] = {}
-        # All prefixes of up to three blocks, nearly: each chain begins like another.
+        # Nearly all prefixes of up to three blocks: each chain shares its beginning with another.
         hash_block = weak_hash if weak else sha256_block
         self.chains = []
         for namespace in (b"", b"salt"):
@@ -58,7 +58,7 @@ class PoolMachine(RuleBasedStateMachine):
                 chain.extend(tokens, 3, self.BLOCK_SIZE)
                 self.chains.append(chain)
 
-    # What the model does
+    # The model
 
     def known(self) -> dict[BlockId, tuple[int, int]]:
         return {entry[0]: key for key, entry in self.index.items()}
@@ -86,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
     def key(self, digest: int) -> int:
         return digest // self.num_groups
 
-    # Rules. One for all: of several, Hypothesis leaves out half in a run, and then little happens in most.
+    # One rule for all calls: of several, Hypothesis disables half in a run, and most runs then do little.
 
     RULES = """
         allocate cache cache cache share share_prefix free free free_all keep_for_step begin_step end_step
@@ -105,7 +105,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert len(set(blocks)) == n
         num_evicted = max(0, n - len(self.free_blocks))
-        # All that are free go before the oldest that are cached.
+        # Free blocks are taken before the oldest cached ones.
         assert list(blocks[n - num_evicted :]) == self.idle[:num_evicted]
         assert set(blocks[: n - num_evicted]) <= self.free_blocks
         for block in self.idle[:num_evicted]:
@@ -116,12 +116,12 @@ class PoolMachine(RuleBasedStateMachine):
             self.refs[block] = 1
 
     def share_prefix(self, which: int, much: int) -> None:
-        """As somebody does who found it."""
+        """Share the blocks of a match."""
         for block in self.pool.match(self.chains[which % len(self.chains)], much % 4):
             self.share(block + 1, 0)
 
     def share(self, which: int, much: int) -> None:  # noqa: ARG002
-        block = which % (len(self.refs) + 2) - 1  # one too low and one too high too
+        block = which % (len(self.refs) + 2) - 1  # also one too low and one too high
         exists = 0 <= block < len(self.refs)
         if not exists or (not self.refs[block] and block not in self.known()):
             self.refused(self.pool.share, block)
@@ -133,7 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.refs[block] += 1
 
     def free_all(self, which: int, much: int) -> None:  # noqa: ARG002
-        """All that is held, from somewhere on."""
+        """Free all used blocks from a random one on."""
         held = [block for block, count in enumerate(self.refs) if count]
         for block in [*held[which % 9 :], *held[: which % 9]]:
             self.free(block + 1, 0)
@@ -185,7 +185,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.settle(block)
 
     def cache(self, which: int, much: int) -> None:
-        """Make a held block known behind the longest prefix that is, up to the whole chain."""
+        """Index a used block after the longest known prefix of a chain."""
         group, most = much % self.num_groups, much // 2 % 4
         known = self.known()
         held = [block for block, count in enumerate(self.refs) if count and block not in known]
@@ -250,15 +250,15 @@ PREFIXES = ([1, 1, 1, 1, 2, 1, 2, 2, 1], [1, 1, 2, 1, 1, 1, 1, 1, 1], [1] * 9)
 
 
 class Sequence:
-    """A sequence, what its slots must hold, and what keeps it from being touched."""
+    """A sequence, the expected contents of its slots, and the step that computes it."""
 
     def __init__(self, tokens: list[int], namespace: bytes, blocks: SequenceBlocks) -> None:
         self.tokens, self.namespace, self.blocks = tokens, namespace, blocks
         self.num_computed = 0
-        self.step = 0  # the last step that it is in
+        self.step = 0  # the last step that computes it
 
     def values(self) -> list[int]:
-        """What every computed slot holds."""
+        """Return the expected contents of every computed slot."""
         values, value = [], zlib.crc32(self.namespace)
         for token in self.tokens[: self.num_computed]:
             value = slot_value(value, token)
@@ -300,7 +300,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.pins: dict[str, int] = {}
         self.num_steps = self.num_ended = 0  # begun and ended
-        self.readers: list[set[BlockId]] = []  # what each step in flight may read
+        self.readers: list[set[BlockId]] = []  # the blocks that each step in flight may read
         self.clear_step()
 
     def clear_step(self) -> None:
@@ -314,7 +314,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return bool(self.writes or self.out or self.back)
 
     def choose(self, which: int, swapped: bool = False) -> Sequence | None:
-        """A sequence that no step computes, on the device or on the host."""
+        """Return a sequence that no step computes, on the device or on the host."""
         candidates = [
             s for s in self.live if s.step <= self.num_ended and (s.blocks.host is not None) == swapped
         ]
@@ -332,7 +332,7 @@ class ManagerMachine(RuleBasedStateMachine):
         getattr(self, name)(which, much)
 
     def start(self, which: int, much: int) -> None:
-        """A prompt that begins like others, with the blocks known of it and room for its first tokens."""
+        """Start a prompt that shares a beginning with others, and allocate blocks for its first tokens."""
         tokens = PREFIXES[which % 3][: much % 10]
         tokens += [1 + (much >> i & 1) for i in range(max(which // 3 % 4, not tokens))]
         namespace = b"salt" if which // 12 % 4 == 0 else b""
@@ -353,7 +353,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert seq.num_computed == end, "blocks_to_start promised room"
 
     def advance(self, which: int, much: int) -> None:
-        """Compute tokens that a sequence lacks, one at least."""
+        """Compute one or more of the missing tokens of a sequence."""
         seq = self.choose(which)
         if seq is None:
             return
@@ -365,7 +365,7 @@ class ManagerMachine(RuleBasedStateMachine):
         manager, blocks, start = self.manager, seq.blocks, seq.num_computed
         before = [table[:] for table in blocks.tables]
         promised = manager.missing_blocks(blocks, end) <= manager.pool.num_available
-        # What a window lets go counts as available, which it is not while a step in flight reads it.
+        # A block that leaves the window counts as available, but is deferred while a step in flight reads it.
         promised &= not self.readers or self.windows == (None,)
         num_free, num_copies = manager.pool.num_available, len(self.copies)
         if not manager.grow(blocks, start, end, self.copies):
@@ -393,17 +393,17 @@ class ManagerMachine(RuleBasedStateMachine):
                 block = table[position // self.block_size]
                 assert manager.pool.refcount(block) == 1, "others hold what is written"
                 self.writes.append((block, position % self.block_size, value))
-        if end - start > 1 or end % 3 == 0:  # now or, as decodes do, some blocks later
+        if end - start > 1 or end % 3 == 0:  # now, or some blocks later as decodes do
             manager.register(blocks, seq.tokens, end)
         seq.num_computed, seq.step = end, self.num_steps + 1
 
     def not_in_use(self, blocks: set[BlockId]) -> None:
-        """What is handed out is read by no step in flight, nor by this one before it is written."""
+        """Assert that no step in flight reads an allocated block, nor this one before it is written."""
         assert not blocks & set().union(*self.readers), "a block is reused before its step ends"
         assert not blocks & {source for source, _ in self.copies}, "a block is reused before it is copied"
 
     def fork(self, which: int, much: int) -> None:  # noqa: ARG002
-        """Also of one that this step computes: so n samples share their prompt."""
+        """Fork a sequence, also one that this step computes, as the n samples of a prompt do."""
         candidates = [
             s for s in self.live if s.blocks.host is None and not self.num_ended < s.step <= self.num_steps
         ]
@@ -416,7 +416,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def release(self, which: int, much: int) -> None:
         candidates = [s for s in self.live if s.step <= self.num_steps]
-        # Rather one whose block is about to be copied.
+        # Prefer one whose block is about to be copied.
         sources = {source for source, _ in self.copies}
         candidates = [s for s in candidates if sources & {*s.blocks.live(0)}] or candidates
         if candidates:
@@ -426,7 +426,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.manager.register(seq.blocks, seq.tokens, seq.num_computed)
             self.manager.release(seq.blocks)
             assert not seq.blocks.num_blocks
-            self.manager.release(seq.blocks)  # nothing is left to give back
+            self.manager.release(seq.blocks)  # nothing is left to free
 
     def swap_out(self, which: int, much: int) -> None:  # noqa: ARG002
         seq, host_pool = self.choose(which), self.manager.host_pool
@@ -441,7 +441,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert not seq.blocks.num_blocks
         pairs = self.out[num_pairs:]
         assert len(pairs) == num_free - host_pool.num_available <= held
-        # Host blocks that this step or one in flight still brings in are not written over.
+        # A host block that this step or one in flight still reads is not overwritten.
         assert not {b for _, b in pairs} & {a for a, _ in self.back}
 
     def swap_in(self, which: int, much: int) -> None:  # noqa: ARG002
@@ -517,7 +517,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 memory = self.host
                 tables = [array("i", [-1] * dropped) + blocks for dropped, blocks in seq.blocks.host]
             for window, table in zip(self.windows, tables, strict=True):
-                # What the next token sees beside itself.
+                # The slots that the next token attends to, besides its own.
                 first = 0 if window is None else max(0, len(values) - window + 1)
                 seen = [
                     memory[table[p // self.block_size]][p % self.block_size]
@@ -526,7 +526,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert seen == values[first:], "a slot holds something else"
 
     def teardown(self) -> None:
-        """Whoever goes leaves nothing."""
+        """Release everything, and assert that nothing is left."""
         if not hasattr(self, "manager"):
             return
         for seq in self.live:

@@ -1,4 +1,4 @@
-"""Cached prefixes in the engine: hits, salts, pins, files; tokens are those of transformers."""
+"""Cached prefixes in the engine: hits, salts, pins, files. Tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine() -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What transformers makes of PROMPTS."""
+    """Return the outputs of transformers for PROMPTS."""
     return [reference("llama").greedy(prompt, 6)[0] for prompt in PROMPTS]
 
 
@@ -48,9 +48,9 @@ def cached(outputs: list[RequestOutput]) -> list[int | None]:
 
 
 def count_rows(engine: LLMEngine) -> list[int]:
-    """How many tokens each of the coming steps computes."""
+    """Record how many tokens each later step computes."""
     rows: list[int] = []
-    engine.runner.graphs = None  # which calls no hooks
+    engine.runner.graphs = None  # a replayed step calls no hooks
     engine.runner.model.embedding.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     return rows
 
@@ -85,7 +85,7 @@ def test_generated_tokens_are_found_by_the_next_turn(engine):
     (first,) = generate(engine, [SYSTEM[:20]], SamplingParams(temperature=0.0, max_tokens=15))
     turn = SYSTEM[:20] + first.outputs[0].token_ids + [3, 1]
     (second,) = generate(engine, [turn])
-    # 34 tokens were computed, the last one only sampled: four blocks.
+    # 34 tokens were computed (the last one was only sampled): four full blocks.
     assert cached([second]) == [32]
     assert tokens_of([second]) == [reference("llama").greedy(turn, 6)[0]]
 
@@ -167,14 +167,14 @@ def test_wrong_pins_are_refused(engine):
         engine.pin_prefix(ragged_prompts([40], seed=5)[0])
     engine.abort_request("large")
     assert_all_free(engine)
-    # Windows let a prompt run in fewer blocks than it fills, and nobody else is there.
+    # With windows a prompt that runs alone needs fewer blocks than it fills.
     small = new_engine(checkpoint("qwen2-mixed"), block_size=8, num_blocks=40, max_num_batched_tokens=16)
     with pytest.raises(RequestError, match=r"of 200 tokens only \d+ stay cached; raise num_blocks"):
         small.pin_prefix(ragged_prompts([200])[0])
     assert_all_free(small)
 
 
-# --- files
+# Files
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_saved_prefixes_are_hit_after_a_restart(name, tmp_path):
     num_saved = first.save_prefix(path)
     second = new_engine(checkpoint(name), block_size=8, num_blocks=96)
     assert second.load_prefix(path) == num_saved
-    assert second.load_prefix(path) == 0  # all there already
+    assert second.load_prefix(path) == 0  # all are cached already
     outputs = generate(second, PROMPTS)
     assert tokens_of(outputs) == expected
     assert cached(outputs) == [len(prompt) // 8 * 8 - 8 * (len(prompt) % 8 == 0) for prompt in PROMPTS]
@@ -280,7 +280,7 @@ def test_load_that_breaks_off_leaves_nothing_that_was_not_written(
     kv = tensors["kv"].fill_(float("nan"))
 
     class Breaking:
-        """The cache's memory, until there is no more of it."""
+        """A tensor whose writes fail after a while."""
 
         shape, dtype, device = kv.shape, kv.dtype, kv.device
 

@@ -1,4 +1,4 @@
-"""Parameters that no output can fulfil are refused when the request is made."""
+"""Parameters that no output can satisfy are refused when the request is made."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_allowed_tokens_that_are_all_banned(engine):
     refused(engine, message, allowed_token_ids=words, bad_words=["return"])
     both = "that bad_words and min_tokens 1 would let"
     refused(engine, both, allowed_token_ids=[*words, eos], bad_words=["return"], min_tokens=1)
-    # One more than what is banned is enough, and so is no ban.
+    # One token that is not banned is enough.
     for possible in (
         {"allowed_token_ids": [*words, 7], "bad_words": ["return"]},
         {"allowed_token_ids": [eos]},
@@ -70,12 +70,12 @@ def test_languages_of_which_nothing_is_left(engine):
     )
     refused(engine, "min_tokens 4 is more than any choice .* has 3 bytes", min_tokens=4, **choice("a", "abc"))
     empty = {"structured_outputs": StructuredOutputsParams(regex="(x)?")}
-    # Nothing, which ends at once, would be left; but not before min_tokens.
+    # Only the empty output would be left, which min_tokens forbids.
     params = SamplingParams(bad_words=["x"], **empty)
     (output,) = engine.generate([PROMPT], params, use_tqdm=False)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("", "stop")
     refused(engine, "that bad_words and min_tokens 1 would let", bad_words=["x"], min_tokens=1, **empty)
-    # What is left is generated.
+    # The remaining tokens are generated.
     params = SamplingParams(allowed_token_ids=[yes, eos], min_tokens=1, **choice("x", "y"))
     assert engine.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text == "x"
 
@@ -147,7 +147,7 @@ def test_forks_are_judged_where_they_are(engine):
     ):
         with pytest.raises(RequestError, match=message):
             engine.fork("parent", "child", params)
-    # What its parent has generated counts.
+    # The parent's output tokens count.
     engine.fork("parent", "child", SamplingParams(allowed_token_ids=[eos], min_tokens=1))
     engine.abort_request("parent")
     (output,) = [output for _ in range(2) for output in engine.step() if output.finished]
