@@ -62,7 +62,7 @@ class BlockManager:
         return sum(min(blocks, most) for most in self._most_blocks)
 
     def fits(self, num_tokens: int) -> bool:
-        """Return whether a sequence of this many tokens fits beside the pinned blocks, alone."""
+        """Return whether a sequence of this many tokens, alone, fits in the blocks that are not pinned."""
         return self.most_blocks(num_tokens) <= self.pool.num_blocks - self.num_pinned
 
     def longest_fit(self, most: int) -> int:

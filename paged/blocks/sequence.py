@@ -35,7 +35,7 @@ class SequenceBlocks:
         self.clear(num_groups)
 
     def clear(self, num_groups: int) -> None:
-        """Set the state of a sequence without blocks."""
+        """Reset to the state of a sequence without blocks."""
         self.tables = [array("i") for _ in range(num_groups)]
         self.num_dropped = [0] * num_groups  # leading blocks that left the window
         self.num_registered = 0  # leading blocks that are in the prefix cache

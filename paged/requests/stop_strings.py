@@ -17,8 +17,7 @@ class Match(NamedTuple):
 class StopStrings:
     """An automaton that reads a text once for any number of strings (Aho and Corasick, 1975).
 
-    A state stands for the longest suffix of the text that is a prefix of a string, 0 for the empty one. After
-    a match that did not count, the suffix is the matched string only if it is a prefix of a longer one.
+    A state stands for the longest suffix of the text that is a prefix of a string, 0 for the empty one.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -48,7 +47,7 @@ class StopStrings:
         return state
 
     def num_open(self, state: int) -> int:
-        """Return how many characters at the end of the text may still become part of a stop string."""
+        """Return how many last characters may begin a stop string that is not complete yet."""
         while state and not self._next[state]:
             state = self._shorter[state]
         return self._depth[state]
