@@ -28,19 +28,19 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import Any
 
 from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
 from paged.errors import QueueFullError
 from paged.requests.request import Request, RequestInputs, RequestStatus
-from paged.sampling_params import SamplingParams
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
+from paged.scheduler.waiting import Room
 
 STOP = 0
-PARAMS = SamplingParams()
 UNWRITTEN = b"\xff"
 
 
@@ -96,14 +96,20 @@ state_of = operator.itemgetter(*sorted(vars(BlockPool(1)).keys() - {"_steps_begu
 
 
 class WatchedScheduler(Scheduler):
-    """Knows for whom others had to make room in this step."""
+    """Knows for which waiting request others were preempted in this step."""
 
     favoured: Request | None = None
 
-    def _preempt_for_waiting(self, schedule: Schedule) -> None:
-        head = self._queue.peek()
-        super()._preempt_for_waiting(schedule)
-        self.favoured = head if schedule.num_preempted else None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        make_room_for_waiting = self.preemption.make_room_for_waiting
+
+        def watched(room: Room, schedule: Schedule) -> None:
+            head = self._queue.peek()
+            make_room_for_waiting(room, schedule)
+            self.favoured = head if schedule.num_preempted else None
+
+        self.preemption.make_room_for_waiting = watched
 
 
 class World:

@@ -40,7 +40,7 @@ class Preemption:
         while not self._running.grow(request, end, schedule.copies):
             if self._manager.pool.num_deferred:
                 return False  # blocks come back when a step in flight ends
-            victim = self._victim(request)
+            victim = self.choose_victim(request)
             if victim is None:
                 return False
             self.preempt(victim, schedule)
@@ -83,8 +83,8 @@ class Preemption:
         request.status, request.ready = RequestStatus.WAITING, False
         self._queue.push(request)
 
-    def _victim(self, request: Request) -> Request | None:
-        """Choose the request that is preempted for a running one; None if there is none."""
+    def choose_victim(self, request: Request) -> Request | None:
+        """Return the running request to preempt for another one; None if there is none."""
         # The highest rank has the least computed work to lose. A protected request takes from any rank.
         for candidate in reversed(self._running.requests):
             if candidate is request and not request.protected:
