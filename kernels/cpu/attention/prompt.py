@@ -9,7 +9,7 @@ from .amx_attention import KEYS, add_values, clear_pairs, multiply_tiles, whole_
 from .softmax import TILE, TILE_BYTES, KeyTile, padded, rows_from, softmax_step
 from .units import AMX_BLOCK, BY_FLOATS, BY_PAIRS, BY_TILES
 
-BLOCK = 12  # query rows that go through a key tile together, up to the last key that one of them sees
+_ROW_BLOCK = 12  # query rows that go through a key tile together, up to the last key that one of them sees
 
 
 @function
@@ -85,7 +85,7 @@ def attend_in_scratch(args, unit, scratch, state, tile, configured):
     """Attend from a unit's rows to a key tile. Return how many rows AMX is configured for now."""
     group, rows = args.num_heads // args.num_kv_heads, unit.head_rows
     width, depth = padded(args.value_dim), unit.depth
-    step = AMX_BLOCK if unit.arithmetic == BY_TILES else BLOCK
+    step = AMX_BLOCK if unit.arithmetic == BY_TILES else _ROW_BLOCK
     _copy_tile(args, unit, scratch, tile)
     for head in range(unit.num_heads):
         _transpose_keys(

@@ -9,11 +9,10 @@ import math
 
 import numpy as np
 
+from ...plain.sampling import SMALLEST
 from ..simd.memory import get_double, get_float, get_long, set_double
 from ..simd.vectors import function
 from .selection import collect_keys, index_of, sort
-
-SMALLEST = 1e-30  # stands for a probability that float32 rounds to 0
 
 # SplitMix64 (Steele et al., 2014), as in `plain.splitmix`.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

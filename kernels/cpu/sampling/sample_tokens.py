@@ -39,7 +39,7 @@ from ..simd.vectors import (
     total,
     where_greater,
 )
-from .draws import SMALLEST, draw_from_few, race, splitmix64
+from .draws import draw_from_few, race, splitmix64
 from .selection import (
     DEAD,
     MINUS_INFINITY,
@@ -141,7 +141,7 @@ def _sample(args, row, scratch):
 def _draw_from_all(x, size, width, top, lowest, asked, bits, columns, scratch):
     """Draw from the tokens with logits from `lowest` on, until typical_p and top_p keep the token."""
     temperature, typical_p, top_k, top_p = asked
-    typical_p, top_p = max(typical_p, SMALLEST), max(top_p, SMALLEST)
+    typical_p, top_p = max(typical_p, torch_sampling.SMALLEST), max(top_p, torch_sampling.SMALLEST)
     logs, height = scratch, -(-size // width)
     rest = logs + 4 * height * padded(width)
     matrix = (logs, height, width, columns)  # logarithms, and sums of their columns
