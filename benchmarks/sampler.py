@@ -129,13 +129,13 @@ def run_steps(
         prompt = [(7 * i + 13 * j) % 30_000 for j in range(args.prompt_len)]
         engine.add_request(str(i), prompt, params)
     for _ in range(3):
-        engine.core.advance()
+        engine.core.step()
     timed.times.clear()
     others = []
     for step in range(args.steps):
         timed.keep = step == args.steps - 1
         started = timed.clock()
-        engine.core.advance()
+        engine.core.step()
         others.append(timed.clock() - started - timed.times[-1])
     for i in range(args.num_running):
         engine.abort_request(str(i))

@@ -13,14 +13,14 @@ from ..requests.request import Prompt, RequestOutput
 from ..sampling_params import SamplingParams
 from ..validation import check_number
 from .engine import LLMEngine
-from .generation import Row
+from .request_factory import RequestSpec
 from .thread import EngineThread, Mailbox
 
 T = TypeVar("T")
 
-# Characters or tokens that are checked and encoded at once; more would hold up the caller's event loop.
+# Characters or tokens that are validated and encoded on the event loop; more would block it too long.
 MOST_AT_ONCE = 1024
-STREAM_INTERVAL_S = 0.2  # one still reads along
+STREAM_INTERVAL_S = 0.2  # text still appears to flow
 
 
 class AsyncLLMEngine:
@@ -30,24 +30,25 @@ class AsyncLLMEngine:
     ...     async for output in engine.generate("def add(a, b):", SamplingParams(max_tokens=16)):
     ...         print(output.outputs[0].text)
 
-    A thread owns the engine and steps it while there is work. Callers may be on several event loops and
-    threads. A reader that is slow holds up nobody, and is shown less often: a cumulative output takes the
-    place of one that was not read, and the next delta holds all that came since the last.
+    A thread owns the engine and steps it while there is work. Callers may run on several event loops and
+    threads. A slow reader delays no other: in its mailbox a new cumulative output replaces an unread one, and
+    the next delta holds all tokens since the last.
 
-    stream_interval_s: how many seconds tokens may be kept back, so that one output shows several. They are
-        where steps are so short and readers so many that showing each token by itself would take more than a
-        hundredth of the time; 0 does that. Never kept back are the first token, the end, and what comes
-        before a step with prompts to compute.
+    stream_interval_s: longest time in seconds for which tokens are held back to be shown together. They are
+        held back only where steps are so short and readers so many that showing each token by itself would
+        take more than one percent of the time. 0 never holds tokens back. The first token, the end, and
+        tokens that precede a step with prompts to compute are never held back.
 
-    A step that raises ends the engine: all callers, then and later, get EngineDeadError from what it raised.
-    `LLMEngine` would compute everybody again; here nobody is there to see that it fails every time.
+    If a step raises, the engine stops: this and every later call raises EngineDeadError, whose __cause__ is
+    the step's error, all requests are aborted and their blocks freed. Make a new engine to go on. (After such
+    an error `LLMEngine.step` can be called again and computes the requests anew.)
 
-    Raises what `LLMEngine` does.
+    Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does.
     """
 
     def __init__(self, model: str, *, stream_interval_s: float = STREAM_INTERVAL_S, **options: Any) -> None:
-        # On a thread that then ends: OpenMP keeps workers for every thread that lives and once used them, and
-        # with more workers than cores they sleep between any two operations. A step takes twice as long then.
+        # Made on a thread that then ends: OpenMP keeps workers for each living thread that used it, and with
+        # more workers than cores they sleep between any two operations, which doubles the time of a step.
         _check_interval(stream_interval_s)
         with ThreadPoolExecutor(1) as maker:
             engine = maker.submit(LLMEngine, model, **options).result()
@@ -55,11 +56,11 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> Self:
-        """One that takes over an engine, which nobody else may use until `shutdown`.
+        """Take over an engine, which must not be used in any other way until `shutdown`.
 
-        On a CPU its steps may take twice as long as those of one that was made here: see __init__.
+        On a CPU its steps may take twice as long as with AsyncLLMEngine(model): see __init__.
 
-        Raises UsageError if that has unfinished requests.
+        Raises UsageError if the engine has unfinished requests.
         """
         _check_interval(stream_interval_s)
         if engine.has_unfinished_requests():
@@ -70,7 +71,7 @@ class AsyncLLMEngine:
 
     def _start(self, engine: LLMEngine, stream_interval_s: float) -> None:
         self._thread = EngineThread(engine, stream_interval_s)
-        # Also when nobody refers to it any more, and before the interpreter goes down.
+        # Stops the thread also when this object is collected, and before the interpreter exits.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
     def generate(
@@ -83,39 +84,41 @@ class AsyncLLMEngine:
         tenant: str = "",
         timeout_s: float | None = None,
     ) -> RequestStream:
-        """The outputs of a prompt as they come: each is what output_kind says, and the last one finished.
+        """Return an async iterator over the outputs of a prompt. The last output has finished=True.
 
-        The request begins when the first output is asked for. It is aborted, and its blocks are free within
-        a step, if the task that reads is cancelled, or the iterator is closed or dropped. The arguments are
-        those of `LLMEngine.add_request`; without a request_id it has the next number.
+        What each output holds is set by output_kind. The arguments are those of `LLMEngine.add_request`;
+        request_id is by default the next number.
+
+        The request begins when the first output is awaited. It is aborted, and its blocks are freed within a
+        step, if the reading task is cancelled or the iterator is closed or collected.
 
         Iterating raises RequestError if the prompt or a parameter is wrong, QueueFullError if max_waiting
-        requests wait already, and EngineDeadError.
+        requests wait already, and EngineDeadError if the engine has stopped.
         """
         request_id = self._thread.engine.core.next_id() if request_id is None else request_id
         params = SamplingParams() if sampling_params is None else sampling_params
-        return RequestStream(self, request_id, Row(prompt, params, priority, tenant, timeout_s))
+        return RequestStream(self, request_id, RequestSpec(prompt, params, priority, tenant, timeout_s))
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its reader gets a last output. Nothing if there is no unfinished one of this id."""
+        """End a request, whose reader gets a last output. Do nothing if no unfinished request has this id."""
         if self.is_running:
             await self.call(lambda engine: engine.abort_request(request_id))
 
     async def call(self, function: Callable[[LLMEngine], T]) -> T:
-        """What the function returns for the engine, called on its thread between two steps.
+        """Call function(engine) on the engine's thread between two steps, and return its result.
 
-        Nobody is served meanwhile. Raises what the function does, and EngineDeadError.
+        Raises what the function raises, and EngineDeadError if the engine has stopped.
         """
         return await asyncio.wrap_future(self._thread.call(function))
 
     def shutdown(self) -> None:
-        """Abort all requests, whose readers get EngineDeadError, and end the thread. Waits for its step."""
+        """Abort all requests, whose readers get EngineDeadError, and end the thread after its step."""
         self._finalizer()
         self._thread.stop()
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are served: from the beginning until `shutdown` or a step that raises."""
+        """Whether requests are served: until `shutdown` or a step that raises."""
         return self._thread.dead is None
 
     @property
@@ -125,7 +128,7 @@ class AsyncLLMEngine:
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why no requests are served any more."""
+        """The error that calls raise; None while the engine runs."""
         return self._thread.dead
 
     async def __aenter__(self) -> Self:
@@ -136,15 +139,15 @@ class AsyncLLMEngine:
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of a request, for one reader.
+    """The outputs of one request, for one reader.
 
-    request_id: that of its outputs, and for `AsyncLLMEngine.abort`.
+    request_id: the id in its outputs, and for `AsyncLLMEngine.abort`.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, request_id: str, row: Row) -> None:
+    def __init__(self, engine: AsyncLLMEngine, request_id: str, spec: RequestSpec) -> None:
         self.request_id = request_id
-        self._owner = engine  # which must not be collected while somebody reads
-        self._thread, self._row = engine._thread, row
+        self._owner = engine  # keeps the engine alive while the stream is read
+        self._thread, self._spec = engine._thread, spec
         self._mailbox: Mailbox | None = None
         self._adding: Future[None] | None = None
         self._is_over = False
@@ -170,16 +173,16 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._abort()
 
     async def _begin(self) -> Mailbox:
-        thread, row = self._thread, self._row
+        thread, spec = self._thread, self._spec
         thread.check()
-        if _is_short(row):
-            prompt = thread.prepare(row)
+        if _is_short(spec):
+            spec = thread.prepare(spec)
         else:
-            prompt = await asyncio.to_thread(thread.prepare, row)
+            spec = await asyncio.to_thread(thread.prepare, spec)
         # From here on there may be a request to abort.
-        kind = row.sampling_params.output_kind
+        kind = spec.sampling_params.output_kind
         self._mailbox = Mailbox(asyncio.get_running_loop(), kind, thread.news)
-        self._adding = thread.add(self.request_id, prompt, row, self._mailbox)
+        self._adding = thread.add(self.request_id, spec, self._mailbox)
         return self._mailbox
 
     def _abort(self) -> None:
@@ -193,10 +196,10 @@ def _check_interval(seconds: float) -> None:
     check_number(ConfigError, "stream_interval_s", seconds, 0.0)
 
 
-def _is_short(row: Row) -> bool:
-    """Whether so little is to be checked, encoded and compiled that it holds up no event loop."""
-    parts: list[Any] = [*row.prompt.values()] if isinstance(row.prompt, Mapping) else [row.prompt]
-    if isinstance(params := row.sampling_params, SamplingParams):
+def _is_short(spec: RequestSpec) -> bool:
+    """Return whether preparing the request is so quick that it may block the event loop."""
+    parts: list[Any] = [*spec.prompt.values()] if isinstance(spec.prompt, Mapping) else [spec.prompt]
+    if isinstance(params := spec.sampling_params, SamplingParams):
         if params.structured_outputs is not None or params.dry_multiplier:
             return False
         parts += (*params.stop, *params.bad_words)

@@ -1,9 +1,9 @@
-"""Beam search: the continuations of a prompt that are most likely as a whole, as far as a beam sees.
+"""Beam search: approximately the most likely continuations of a prompt.
 
-Each live beam is a request in the scheduler, which takes its most likely token and reports the likeliest.
-Once all beams of a prompt have theirs, the best of all these become the next beams. A beam's first child goes
-on in its place, with the newest token exchanged, whose KV is not computed yet; the others are forked from it
-and share its blocks, the last one copied on write.
+Each live beam is a request in the scheduler that takes its most likely token and reports the top candidates.
+Once all beams of a prompt have theirs, the best candidates overall become the next beams. A beam's first
+child continues the beam's request with the newest token replaced, whose KV is not computed yet. The other
+children are forked from it and share its blocks; the last block is copied on write.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ..sampling_params import MAX_LOGPROBS, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
 from ..validation import check_bool, check_int, check_number, plain, shown
-from .request_factory import RequestFactory
+from .request_factory import RequestFactory, RequestSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """A beam search, with vLLM's names. Where the two differ its meaning is that of transformers' `generate`.
+    """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.
 
-    beam_width: how many continuations are followed, and returned.
+    beam_width: how many continuations are followed and returned.
     max_tokens: most tokens to generate.
     ignore_eos: treat EOS as any other token.
-    temperature: 0, as continuations are ranked by the model's own log-probabilities.
-    length_penalty: continuations are compared by their log-probability over their number of generated tokens,
-        EOS counted, to this power, from -50 to 50: above 0 longer ones gain, below 0 shorter ones.
-    early_stopping: when beam_width continuations have come to EOS, stop at once (True); or when no live beam
-        would be better at its present length (False), or at any length up to max_tokens ("never").
+    temperature: must be 0: continuations are ranked by the model's own log-probabilities.
+    length_penalty: a score is the log-probability divided by (generated tokens, EOS included) to this power,
+        from -50 to 50. Above 0 it favours longer continuations, below 0 shorter ones.
+    early_stopping: when beam_width continuations have ended with EOS, stop at once (True), or when no live
+        beam could score better at its present length (False) or at any length up to max_tokens ("never").
 
     Raises RequestError naming the value and what is allowed.
     """
@@ -60,7 +60,7 @@ class BeamSearchParams:
             raise RequestError(
                 f"temperature must be 0 in beam search, got {self.temperature!r}; sample with n for variety"
             )
-        # To this power no length that is possible overflows a float.
+        # Within these bounds no possible length overflows a float.
         check_number(RequestError, "length_penalty", self.length_penalty, -50.0, 50.0)
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             raise RequestError(
@@ -72,8 +72,10 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """A continuation that was found.
 
-    tokens: of the prompt, then those generated, with the EOS that ended them; text: of all of them.
-    cum_logprob: of those generated, in sum; score: with the length penalty.
+    tokens: prompt and generated tokens, with the EOS that ended them.
+    cum_logprob: sum of the log-probabilities of the generated tokens.
+    score: cum_logprob with the length penalty.
+    text: of all tokens.
     finish_reason: "stop" (EOS) or "length".
     """
 
@@ -86,7 +88,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """What was found for a prompt, by score; nothing where `error` says why."""
+    """The continuations of a prompt, best score first; none where `error` gives the reason."""
 
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]
@@ -94,7 +96,7 @@ class BeamSearchOutput:
 
 
 class Candidate(NamedTuple):
-    """A beam with one token more."""
+    """A beam extended by one token."""
 
     beam: Beam
     token_id: int
@@ -103,10 +105,10 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """A continuation that is followed.
+    """A live continuation.
 
     request: computes its next token.
-    children: the likeliest ones with one token more, when that is done.
+    children: its likeliest candidates, once that token is computed.
     """
 
     request: Request
@@ -119,14 +121,14 @@ class Beam:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and tokens so far, without the next one."""
+        """Prompt and tokens so far, without the token that its request has taken."""
         return self.request.token_ids[: self.num_tokens]
 
     def collect(self) -> bool:
-        """Take the children, if there are new ones."""
+        """Read the candidates from the request. Return whether there are new ones."""
         if self.children or self.request.num_tokens == self.num_tokens:
             return False
-        # The token that was taken, then the likeliest.
+        # The request's own token comes first.
         ids, logprobs, _ = self.request.sampling.logprobs.pop()
         likeliest = zip(ids[1:], logprobs[1:], strict=True)
         self.children = [Candidate(self, token_id, self.cum_logprob + lp) for token_id, lp in likeliest]
@@ -134,7 +136,7 @@ class Beam:
 
 
 class BeamGroup:
-    """The search for one prompt: which beams go on, which have ended, and when it is over."""
+    """The search for one prompt: its live beams, its ended ones, and when it stops."""
 
     def __init__(self, params: BeamSearchParams, root: Request, eos_token_ids: frozenset[int]) -> None:
         self.params, self.eos_token_ids = params, eos_token_ids
@@ -142,13 +144,14 @@ class BeamGroup:
         self.max_tokens = root.inputs.max_total_tokens - root.num_prompt_tokens
         self.prompt_token_ids = root.inputs.prompt_token_ids
         self.beams = [Beam(root)]
-        self.ended: list[BeamSearchSequence] = []  # by score, at most beam_width; texts come at the end
+        self.ended: list[BeamSearchSequence] = []  # by score, at most beam_width; texts are added at the end
         self.error: str | None = None
 
     def choose(self) -> list[Candidate]:
-        """The next beams, when all present ones have their children; none when the search is over.
+        """Return the next beams once all present ones have children; none when the search is over.
 
-        Of so many that beam_width are left when all others end: transformers' rule.
+        As in transformers, only the best beam_width candidates may end with EOS, and those that do not end
+        go on.
         """
         params, width = self.params, self.params.beam_width
         length = self.beams[0].num_tokens + 1 - self.num_prompt_tokens
@@ -172,17 +175,17 @@ class BeamGroup:
         del self.ended[self.params.beam_width :]
 
     def _is_good_enough(self, best: Candidate, length: int) -> bool:
-        """Whether to stop, with as many sequences as are wanted."""
+        """Return whether to stop, given that beam_width sequences have ended."""
         params = self.params
         if params.early_stopping is True:
             return True
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = self.max_tokens
-        hoped_for: float = best.cum_logprob / length**params.length_penalty
-        return hoped_for <= self.ended[-1].score
+        attainable: float = best.cum_logprob / length**params.length_penalty
+        return attainable <= self.ended[-1].score
 
     def output(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """What was found."""
+        """Return the continuations that were found."""
         if self.error is not None:
             return BeamSearchOutput(self.prompt_token_ids, [], self.error)
         sequences = self.ended
@@ -192,9 +195,9 @@ class BeamGroup:
 
 
 class BeamSearch:
-    """The searches for several prompts, beside whatever else the scheduler has.
+    """The searches for several prompts, beside other requests of the scheduler.
 
-    As many run at once as have places for all their beams. Nothing of a search outlives `abort`.
+    As many searches run at once as all their beams fit max_num_seqs. `abort` ends all of them.
     """
 
     def __init__(self, factory: RequestFactory, scheduler: Scheduler, params: BeamSearchParams) -> None:
@@ -203,8 +206,8 @@ class BeamSearch:
         self.groups: list[BeamGroup] = []
         self._unstarted: deque[BeamGroup] = deque()
         self._active: list[BeamGroup] = []
-        self._pending: deque[Request] = deque()  # beams for which there was no place in the queue
-        # The likeliest children of each beam: when all that can end do, beam_width are left to go on.
+        self._pending: deque[Request] = deque()  # beams that the queue had no room for
+        # Candidates per beam: even if all EOS tokens are among them, beam_width others are left.
         self._num_children = max(2, 1 + len(self.eos_token_ids)) * params.beam_width
         self._most_active = factory.max_num_seqs // params.beam_width
         self._check()
@@ -221,21 +224,22 @@ class BeamSearch:
             )
 
     def add(self, request_id: str, prompt: Prompt, priority: float, tenant: str) -> None:
-        """Search for the continuations of one more prompt. Raises RequestError if it is wrong."""
+        """Add the search for one more prompt. Raises RequestError if the prompt is wrong."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=self.params.max_tokens,
-            ignore_eos=True,  # it ends a beam, and the other children go on
+            ignore_eos=True,  # EOS ends a beam, not the request: other children continue it
             logprobs=self._num_children,
             detokenize=False,
             priority=priority,
         )
-        root = self.factory.new_group(request_id, prompt, params, tenant, self.scheduler.clock()).samples[0]
+        spec = RequestSpec(prompt, params, tenant=tenant)
+        root = self.factory.new_group(request_id, spec, self.scheduler.clock()).samples[0]
         self.groups.append(BeamGroup(self.params, root, self.eos_token_ids))
         self._unstarted.append(self.groups[-1])
 
     def run(self, step: Callable[[], object]) -> Iterator[BeamGroup]:
-        """Run steps until all searches are over. Gives each when it is."""
+        """Run steps until all searches are over. Yield each when it is."""
         while self._active or self._unstarted:
             while self._unstarted and len(self._active) < self._most_active:
                 group = self._unstarted.popleft()
@@ -248,7 +252,7 @@ class BeamSearch:
             yield from over
 
     def abort(self) -> None:
-        """End what is left, and free its blocks."""
+        """End the unfinished searches and free their blocks."""
         for group in self._active:
             self._abort(beam.request for beam in group.beams)
         self._active.clear()
@@ -256,7 +260,7 @@ class BeamSearch:
         self._pending.clear()
 
     def _advance(self, group: BeamGroup) -> bool:
-        """Go on to the next beams once all have their children. Returns whether the search is over."""
+        """Replace the beams once all have children. Return whether the search is over."""
         advanced = [beam.request for beam in group.beams if beam.collect()]
         waited_for = [beam.request for beam in group.beams if not beam.children]
         failed = [request for request in waited_for if request.finish_reason is not None]
@@ -265,8 +269,8 @@ class BeamSearch:
             self._abort(beam.request for beam in group.beams)
             return True
         if waited_for:
-            # Some were preempted. The others would go on with a token that may not be chosen: they make room,
-            # and their children begin anew, with what the prefix cache still has.
+            # Some beams were preempted. The others would run on with tokens that may not be chosen. They end
+            # to make room, and their children start anew from what the prefix cache still has.
             manager = self.scheduler.block_manager
             for request in advanced:
                 manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
@@ -277,7 +281,7 @@ class BeamSearch:
 
     def _next_beams(self, group: BeamGroup) -> list[Beam]:
         chosen = group.choose()
-        # Who has no children goes first: the others have use for the place and the blocks.
+        # Beams without chosen children end first, which frees places and blocks for the forks.
         parents = {child.beam for child in chosen}
         self._abort(beam.request for beam in group.beams if beam not in parents)
         beams = []
@@ -292,7 +296,7 @@ class BeamSearch:
         return beams
 
     def _fork(self, parent: Request, token_id: int) -> Request:
-        """A request with another newest token than its parent, which runs with the same blocks or waits."""
+        """Fork a request with another newest token. The fork runs and shares blocks, or waits."""
         now = self.scheduler.clock()
         child = self.factory.new_fork(parent.request_id, parent, None, now).samples[0]
         child.token_ids[-1] = token_id

@@ -1,4 +1,4 @@
-"""Embeddings: a vector for a prompt, pooled from the final hidden states of its tokens."""
+"""Embeddings: the pooled final hidden states of a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POOLINGS = ("last", "mean")
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of a prompt, hidden_size numbers; None where `error` says why there is none."""
+    """The vector of a prompt, hidden_size floats; None where `error` gives the reason."""
 
     embedding: list[float] | None
     error: str | None = None
@@ -25,7 +25,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """A prompt and its embedding, `outputs.embedding`; the rest is as in RequestOutput."""
+    """A prompt and its embedding, `outputs.embedding`. The other fields are those of RequestOutput."""
 
     request_id: str
     prompt: str | None
@@ -37,7 +37,7 @@ class EmbeddingRequestOutput:
 
 
 def check_pooling(pooling: object, normalize: object) -> None:
-    """Raise RequestError unless these are a way to make embeddings."""
+    """Raise RequestError unless both arguments are valid."""
     if pooling not in POOLINGS:
         raise RequestError(f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {pooling!r}")
     check_bool(RequestError, "normalize", normalize)
@@ -46,7 +46,7 @@ def check_pooling(pooling: object, normalize: object) -> None:
 def embedding_reports(
     prompts: Sequence[ParsedPrompt], pooling: Pooling
 ) -> list[tuple[ParsedPrompt, PromptReport]]:
-    """Each prompt with what must be computed for its embedding: the mean of these rows."""
+    """Return each prompt with the report on the positions whose hidden states are averaged."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     firsts = [n - 1 if pooling == "last" else 0 for n in lengths]
     reports = [PromptReport(first, n) for first, n in zip(firsts, lengths, strict=True)]
@@ -54,7 +54,7 @@ def embedding_reports(
 
 
 def embedding_output(request: Request, *, normalize: bool) -> EmbeddingRequestOutput:
-    """What the owner of a request that has ended gets."""
+    """Return the output of a finished request."""
     if request.finish_reason == "length":
         assert request.report is not None
         output = EmbeddingOutput(_embedding(request.report, normalize=normalize))

@@ -22,18 +22,19 @@ from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import ChatTemplates, Message, conversations_of
 from ..text.tokenizer import Tokenizer
-from . import pinning, prefix_store
+from . import prefixes
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .core import EngineCore
-from .embedding import (
-    EmbeddingRequestOutput,
-    Pooling,
-    check_pooling,
-    embedding_output,
-    embedding_reports,
+from .embedding import EmbeddingRequestOutput, Pooling, check_pooling, embedding_output, embedding_reports
+from .generation import (
+    RequestSource,
+    as_list,
+    call_with_error_prefix,
+    generate_in_order,
+    generate_stream,
+    run_reports,
 )
-from .generation import Rows, as_list, as_they_come, in_order, named, run_reports
-from .request_factory import RequestFactory
+from .request_factory import RequestFactory, RequestSpec
 from .scoring import ScoreOutput, score_output, score_reports
 
 logger = logging.getLogger(__name__)
@@ -82,12 +83,12 @@ class LLMEngine:
         logger.info(self.describe())
 
     def describe(self) -> str:
-        """The model and its KV cache in one line."""
+        """Return a line about the model and its KV cache."""
         runner = self.runner
         return f"{self.model_config.architecture} in {runner.describe()}; {runner.kv_cache.describe()}"
 
     def stats(self) -> EngineStats:
-        """Requests, blocks and tokens now, and what happened so far."""
+        """Return current counts of requests, blocks and tokens, and totals so far."""
         return EngineStats.of(self.scheduler)
 
     # Requests
@@ -102,19 +103,19 @@ class LLMEngine:
         timeout_s: float | Iterable[float] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete all prompts. Returns their outputs in the order of the prompts.
+        """Complete all prompts. Return their outputs in the order of the prompts.
 
-        prompts: one, or any iterable of them; each is text, token ids, or a dict with "prompt" or
-            "prompt_token_ids" and perhaps "cache_salt": only prompts of the same salt share cached blocks.
+        prompts: one or an iterable of them. Each is text, a list of token ids, or a dict with "prompt" or
+            "prompt_token_ids" and optionally "cache_salt": only prompts of the same salt share cached blocks.
         sampling_params: one for all, one per prompt, or None for the defaults.
-        priority, timeout_s: in the place of those in sampling_params; one for all, or one per prompt.
-        tenant: see `add_request`; one for all, or one per prompt.
+        priority, timeout_s: replace those of sampling_params; one for all or one per prompt.
+        tenant: see `add_request`; one for all or one per prompt.
 
-        Raises RequestError if one of the prompts or parameters is wrong, before anything runs if it is among
-        the first `generation.WINDOW`.
+        Raises RequestError if a prompt or parameter is wrong: before anything runs if it is among the first
+        `generation.WINDOW` prompts, otherwise once the prompts before it are done.
         """
-        rows = Rows(prompts, sampling_params, priority=priority, tenant=tenant, timeout_s=timeout_s)
-        return [*in_order(self.core, rows, use_tqdm=use_tqdm)]
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        return [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
 
     def generate_iter(
         self,
@@ -126,14 +127,15 @@ class LLMEngine:
         timeout_s: float | Iterable[float] | None = None,
         use_tqdm: bool = False,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, one output after the other, for more prompts than memory holds.
+        """Yield the outputs of `generate` one by one, for more prompts than memory holds.
 
-        Prompts, and what is given one per prompt, are read a bounded number ahead of what was yielded. One
-        that is wrong, or a column of another length, raises when those before it have been yielded. timeout_s
-        counts from when the prompt was read. Closing or dropping the iterator aborts what it left.
+        Prompts and parameters are read a bounded number ahead of the yielded outputs. A wrong prompt raises
+        RequestError when the outputs before it have been yielded, and so does an iterable of parameters that
+        is longer or shorter than the prompts. timeout_s counts from when its prompt is read. Closing or
+        collecting the iterator aborts the unfinished requests.
         """
-        rows = Rows(prompts, sampling_params, priority=priority, tenant=tenant, timeout_s=timeout_s)
-        yield from in_order(self.core, rows, use_tqdm=use_tqdm)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        yield from generate_in_order(self.core, source, use_tqdm=use_tqdm)
 
     def stream(
         self,
@@ -144,13 +146,14 @@ class LLMEngine:
         tenant: str | Iterable[str] = "",
         timeout_s: float | Iterable[float] | None = None,
     ) -> Iterator[RequestOutput]:
-        """The outputs of all prompts as they come: after each step, one for each that got a token.
+        """Yield, after each step, an output of each request that got a token.
 
-        They hold what output_kind says: everything so far, what is new, or nothing before the end. request_id
-        tells them apart: ids rise in the order of the prompts. Otherwise as `generate_iter`.
+        What an output holds is set by output_kind: all text so far, the new text, or all text at the end
+        only. request_id tells requests apart: ids rise in the order of the prompts. Otherwise as
+        `generate_iter`.
         """
-        rows = Rows(prompts, sampling_params, priority=priority, tenant=tenant, timeout_s=timeout_s)
-        yield from as_they_come(self.core, rows)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        yield from generate_stream(self.core, source)
 
     def encode(
         self,
@@ -162,17 +165,18 @@ class LLMEngine:
         tenant: str = "",
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed all prompts: `outputs.embedding` of each is hidden_size floats. Nothing is generated.
+        """Embed all prompts: `outputs.embedding` of each is a list of hidden_size floats.
 
-        pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens. These
-            are behind the model's last norm, as last_hidden_state of transformers.
+        pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens. Final
+            hidden states are the model's after its last norm, as transformers' last_hidden_state.
         normalize: scale each embedding to a Euclidean norm of 1.
 
-        Raises RequestError, before anything runs, if one of these is wrong or there is no prompt.
+        Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
         check_pooling(pooling, normalize)
         parsed = [
-            named(f"prompts[{i}]", self.core.factory.prompts.parse, p) for i, p in enumerate(as_list(prompts))
+            call_with_error_prefix(f"prompts[{i}]", self.core.factory.prompts.parse, prompt)
+            for i, prompt in enumerate(as_list(prompts))
         ]
         requests = run_reports(
             self.core, "prompts", embedding_reports(parsed, pooling), priority, tenant, use_tqdm=use_tqdm
@@ -188,15 +192,15 @@ class LLMEngine:
         tenant: str = "",
         use_tqdm: bool = True,
     ) -> list[ScoreOutput]:
-        """The log-probability of each continuation behind a prompt, whose KV they share in the prefix cache.
+        """Return the log-probability of each continuation of a prompt, whose KV is shared by prefix caching.
 
-        continuations: text or token ids. Prompt and text are made tokens apart from each other, the text
-            without special tokens: a space between the two belongs to one of them.
+        continuations: text or token ids. Prompt and continuation are tokenized separately, the latter without
+            special tokens, so a space between the two must be part of one of them.
 
-        Raises RequestError, before anything runs, if one of these is wrong or empty.
+        Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
-        wanted = score_reports(*self.core.factory.prompts.parse_continued(prompt, continuations))
-        requests = run_reports(self.core, "continuations", wanted, priority, tenant, use_tqdm=use_tqdm)
+        reports = score_reports(*self.core.factory.prompts.parse_continued(prompt, continuations))
+        requests = run_reports(self.core, "continuations", reports, priority, tenant, use_tqdm=use_tqdm)
         return [score_output(request) for request in requests]
 
     def beam_search(
@@ -208,18 +212,19 @@ class LLMEngine:
         tenant: str = "",
         use_tqdm: bool = True,
     ) -> list[BeamSearchOutput]:
-        """The continuations of each prompt that are most likely as a whole; see `beam_search`.
+        """Return the likeliest continuations of each prompt that a beam search finds; see `BeamSearchParams`.
 
-        Raises RequestError, before anything runs, if one of these is wrong or there is no prompt.
+        Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
         listed, search = as_list(prompts), BeamSearch(self.core.factory, self.scheduler, params)
         for i, prompt in enumerate(listed):
-            named(f"prompts[{i}]", search.add, self.core.next_id(), prompt, priority, tenant)
+            terms = (self.core.next_id(), prompt, priority, tenant)
+            call_with_error_prefix(f"prompts[{i}]", search.add, *terms)
         try:
             with tqdm(total=len(listed), desc="Searching", unit="prompt", disable=not use_tqdm) as bar:
-                for _ in search.run(self.core.advance_others):
+                for _ in search.run(self.core.step):
                     bar.update()
         finally:
             search.abort()
@@ -235,20 +240,24 @@ class LLMEngine:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **terms: Any,
+        priority: float | Sequence[float] | None = None,
+        tenant: str | Sequence[str] = "",
+        timeout_s: float | Sequence[float] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, as the checkpoint's chat template writes it.
+        """Answer one conversation or each of a list, rendered by the checkpoint's chat template.
 
         messages: dicts with "role" and "content", which is text or a list of {"type": "text", "text": ...};
-            "tool_calls" and what else the template knows may be there too.
-        tools: JSON schemas of functions that the model may ask for.
-        add_generation_prompt: end with the beginning of an answer.
-        continue_final_message: let the model go on with the last message, in the place of an answer.
-        chat_template: a Jinja template in place of the checkpoint's, the name of one of several, or "plain".
+            "tool_calls" and other keys that the template knows are passed to it.
+        tools: JSON schemas of functions that the model may call.
+        add_generation_prompt: end the prompt with the header of an answer.
+        continue_final_message: let the model continue the last message instead of answering it.
+        chat_template: a Jinja template to use instead of the checkpoint's, the name of one of several that
+            the checkpoint has, or "plain".
         chat_template_kwargs: more variables for the template.
-        terms: priority, tenant, timeout_s and use_tqdm, see `generate`.
+        priority, tenant, timeout_s, use_tqdm: see `generate`.
 
-        Raises RequestError, before anything runs, if something is wrong or the template refuses it.
+        Raises RequestError, before anything runs, if an argument is wrong or the template refuses it.
         """
         prompts = []
         for i, conversation in enumerate(conversations_of(messages)):
@@ -264,11 +273,12 @@ class LLMEngine:
             except RequestError as error:
                 raise RequestError(f"conversation {i}: {error}") from error
             prompts.append({"prompt": text, "add_special_tokens": False})
-        return self.generate(prompts, sampling_params, **terms)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        return [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
 
     @cached_property
     def chat_templates(self) -> ChatTemplates:
-        """What renders conversations. Raises RequestError without a tokenizer, whose templates they are."""
+        """The chat templates of the tokenizer. Raises RequestError if the engine has none."""
         if self.tokenizer is None:
             raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
         return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
@@ -285,18 +295,18 @@ class LLMEngine:
     ) -> None:
         """Queue one prompt, to be advanced by `step`.
 
-        priority, timeout_s: in the place of those in sampling_params.
-        tenant: on whose account, for scheduling_policy "fair".
+        priority, timeout_s: replace those of sampling_params. timeout_s is in seconds from now.
+        tenant: the account that is charged, for scheduling_policy "fair".
 
-        What is wrong is said here, so all is checked, tokenised and compiled before it returns. A grammar of
-        structured_outputs takes COMPILE_TIMEOUT_S (10 s) at most, and mostly milliseconds; one that was used
-        lately takes none. Nobody steps meanwhile: `AsyncLLMEngine` does all this beside its steps.
+        All validation happens here, so the prompt is tokenized and a grammar compiled before this returns. A
+        grammar usually takes milliseconds, at most COMPILE_TIMEOUT_S (10 s), and none if it was used lately.
+        No step runs meanwhile; in `AsyncLLMEngine` steps go on.
 
-        Raises RequestError if one of these is wrong or the id is in use, QueueFullError if max_waiting
+        Raises RequestError if an argument is wrong or the id is in use, QueueFullError if max_waiting
         requests wait already.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        self.core.queue(request_id, prompt, params, priority, tenant, timeout_s)
+        self.core.add(request_id, RequestSpec(prompt, params, priority, tenant, timeout_s))
 
     def fork(
         self,
@@ -304,86 +314,84 @@ class LLMEngine:
         new_request_id: str | None = None,
         sampling_params: SamplingParams | None = None,
     ) -> str:
-        """Let an unfinished request go on twice from where it is, sharing its blocks so far.
+        """Duplicate an unfinished request: both continue from where it is and share its blocks so far.
 
-        Without sampling_params the fork has those of the request, and a seed of its own. Returns its id.
+        new_request_id: by default the next number. Return it.
+        sampling_params: by default the request's, with a seed of the fork's own. timeout_s counts from now;
+            without one the fork has the request's deadline. Another grammar than the request's is compiled
+            here, as in `add_request`.
 
-        timeout_s of sampling_params counts from now; without one the fork ends when the request has to. A
-        grammar that is not the request's is compiled here, as in `add_request`.
-
-        Raises RequestError if there is no such request, it has several samples, or the new id is in use.
+        Raises RequestError if there is no such request, it has several samples, the new id is in use, or a
+        parameter is wrong.
         """
         return self.core.fork(request_id, new_request_id, sampling_params)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks; nothing if there is no unfinished one of this id."""
+        """End a request and free its blocks. Do nothing if no unfinished request has this id."""
         self.core.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do or to deliver."""
+        """Return whether `step` has anything to compute or to return."""
         return self.core.has_unfinished()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns an output for every request that got a token, and for who finished.
+        """Run one step. Return an output of each request that got a token or finished.
 
-        What it holds is a matter of output_kind. Requests of `generate_iter` and `stream` take part; their
-        outputs come there.
+        What an output holds is set by output_kind. Requests of `generate_iter` and `stream` advance too, but
+        their outputs go to those iterators.
+
+        If the step raises, no request is lost: the next call computes again what was not finished. Cached and
+        pinned prefixes are forgotten.
         """
-        core = self.core
-        advanced = core.advance()
-        core.publish(group for group in core.groups_of(advanced) if group.outbox is core.outbox)
-        return core.outbox.take()
+        self.core.step(self.core.outbox)
+        return self.core.outbox.take()
 
     # Prefixes
 
     def pin_prefix(self, prompt: Prompt) -> int:
-        """Keep the KV of a prompt's full blocks resident, computing it where needed.
+        """Compute the KV of a prompt's full blocks where needed, and keep it cached. Return how many tokens.
 
-        Until `unpin_prefix`, `reset_prefix_cache`, or a step that raises: nobody knows what that one wrote.
-        Returns how many tokens that are. Raises RequestError if they fill no block, or do not stay cached or
-        fit beside the requests there are.
+        Pinned until `unpin_prefix`, `reset_prefix_cache`, or a step that raises, after which the contents of
+        blocks are unknown.
+
+        Raises RequestError if the prompt fills no block, its blocks do not stay cached, or they do not fit
+        beside the unfinished requests; UsageError if it is pinned already or there is no prefix cache.
         """
         self._require_prefix_cache()
-        return pinning.pin(self.core, prompt)
+        return prefixes.pin(self.core, prompt)
 
     def unpin_prefix(self, prompt: Prompt) -> None:
-        """Let go of a pinned prompt. It stays cached until its blocks are needed.
-
-        Raises UsageError if it is not pinned.
-        """
-        pinning.unpin(self.core, prompt)
+        """Let the blocks of a pinned prompt be evicted. Raises UsageError if it is not pinned."""
+        prefixes.unpin(self.core, prompt)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, pinned ones too. Requests that run keep their blocks."""
+        """Forget all cached prefixes, also pinned ones. Running requests keep their blocks."""
         self.block_manager.reset_prefix_cache()
 
     def save_prefix(self, path: str | Path, prompt: Prompt | None = None) -> int:
-        """Write the cached blocks, or those of one prompt, to a safetensors file. Returns how many.
+        """Write the cached blocks, or those of one prompt, to a safetensors file. Return how many blocks.
 
-        Raises RequestError if there are none, or the file cannot be written.
+        Raises RequestError if there are none or the file cannot be written, UsageError if there is no prefix
+        cache.
         """
         self._require_prefix_cache()
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
-        return prefix_store.save(path, self.block_manager, self.runner.kv_cache, self.fingerprint, parsed)
+        return prefixes.save(path, self.block_manager, self.runner.kv_cache, self.fingerprint, parsed)
 
     def load_prefix(self, path: str | Path) -> int:
-        """Put blocks that `save_prefix` wrote into the cache, as far as free ones go. Returns how many.
+        """Load blocks that `save_prefix` wrote until no block is free. Return how many.
 
-        Raises CheckpointError if the file is damaged, or from another model, dtype or block size.
+        Raises CheckpointError if the file is damaged or from another model, dtype or block size; UsageError
+        if there is no prefix cache.
         """
         self._require_prefix_cache()
-        return prefix_store.load(path, self.block_manager, self.runner.kv_cache, self.fingerprint)
+        return prefixes.load(path, self.block_manager, self.runner.kv_cache, self.fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the KV of a token depends on beside the prompt: the model with its weights, and the dtypes."""
-        return prefix_store.fingerprint(
-            self.directory,
-            self.model_config,
-            self.runner.dtype,
-            self.config.quantization,
-            self.runner.kv_dtype,
-        )
+        """A hash of what KV depends on besides the tokens: the model, its weights and the dtypes."""
+        dtypes = (self.runner.dtype, self.config.quantization, self.runner.kv_dtype)
+        return prefixes.fingerprint(self.directory, self.model_config, *dtypes)
 
     def _require_prefix_cache(self) -> None:
         if not self.config.enable_prefix_caching:

@@ -1,4 +1,4 @@
-"""Prompts without end through an engine with bounded memory: what `generate` and `stream` run on."""
+"""Any number of prompts through an engine with bounded memory: what `generate` and `stream` run on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from numbers import Integral
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
@@ -17,37 +17,34 @@ from ..requests.request import Outbox, Prompt, PromptReport, Request, RequestGro
 from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
+from .request_factory import RequestSpec
 
 T = TypeVar("T")
-# How many prompts are taken ahead of the outputs that were handed out: enough to keep every step full, and
-# so many that the lists people have are checked as a whole before anything runs.
+# How many prompts are read ahead of the outputs that were returned: enough to keep every step full, and so
+# many that lists of usual length are validated as a whole before anything runs.
 WINDOW = 4096
 _END = object()
 
 
-class Row(NamedTuple):
-    """A prompt and what it runs under."""
+class RequestSource(Iterator[RequestSpec]):
+    """The requests of one call, read one by one: prompts, and parameters given once or one per prompt.
 
-    prompt: Prompt
-    sampling_params: SamplingParams
-    priority: float | None
-    tenant: str
-    timeout_s: float | None
-
-
-class Rows:
-    """The prompts and, one for all or one for each, what they run under: taken one by one as they are needed.
-
-    Raises RequestError if there are more or fewer of one than of the prompts: at once where both have a
-    length, else when that is found out.
+    Raises RequestError if there are more or fewer of a parameter than prompts: at once where both have a
+    length, otherwise when the shorter one ends.
     """
 
-    def __init__(self, prompts: Any, sampling_params: Any, **columns: Any) -> None:
+    def __init__(
+        self,
+        prompts: Any,
+        sampling_params: Any,
+        priority: Any = None,
+        tenant: Any = "",
+        timeout_s: Any = None,
+    ) -> None:
         prompts = as_iterable(prompts)
         self.num_prompts = len(prompts) if isinstance(prompts, Sized) else None
-        columns = {"sampling_params": sampling_params, **columns}
-        if columns["sampling_params"] is None:
-            columns["sampling_params"] = SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        columns = {"sampling_params": params, "priority": priority, "tenant": tenant, "timeout_s": timeout_s}
         self._lists = {name: value for name, value in columns.items() if _is_many(value)}
         for name, value in self._lists.items():
             if self.num_prompts is not None and isinstance(value, Sized) and len(value) != self.num_prompts:
@@ -56,36 +53,34 @@ class Rows:
         self._num_taken = 0
         self._rows = itertools.zip_longest(prompts, *self._lists.values(), fillvalue=_END)
 
-    def __iter__(self) -> Iterator[Row]:
-        return self
-
-    def __next__(self) -> Row:
+    def __next__(self) -> RequestSpec:
         prompt, *values = next(self._rows)
         for name, value in zip(self._lists, values, strict=True):
             if (value is _END) != (prompt is _END):
                 than = "more" if prompt is _END else "fewer"
                 raise RequestError(
-                    f"there are {than} {name} than prompts, of which {self._num_taken} were taken"
+                    f"there are {than} {name} than prompts, of which {self._num_taken} were read"
                 )
         self._num_taken += 1
-        return Row(prompt, **self._constants, **dict(zip(self._lists, values, strict=True)))
+        return RequestSpec(prompt, **self._constants, **dict(zip(self._lists, values, strict=True)))
 
 
 class Generation:
-    """One call's requests on their way through an engine.
+    """The requests of one call while an engine runs them. A context manager that aborts what is left.
 
-    Of the requests made, at most `window` are not handed out. A prompt that is wrong ends the reading: its
-    error is raised at once in the first window, before anything runs, and else when those before it are done.
+    At most `window` prompts are read whose last output was not released. An invalid prompt ends the reading.
+    Its error is raised at once if it is in the first window, before anything runs, and otherwise when the
+    prompts before it are done.
     """
 
-    def __init__(self, core: EngineCore, rows: Rows, *, use_tqdm: bool) -> None:
-        self._core, self._rows = core, rows
+    def __init__(self, core: EngineCore, source: RequestSource, *, use_tqdm: bool) -> None:
+        self._core, self._source = core, source
         self._use_tqdm = use_tqdm
         self.window = max(WINDOW, 2 * core.scheduler.max_num_seqs)
         self._outbox = Outbox()
-        self._unfinished: dict[str, int] = {}  # ids, and the places of their prompts
-        self._pending: deque[RequestGroup] = deque()  # those that the scheduler has not got yet
-        self._num_made, self._num_handed_out = 0, 0
+        self._unfinished: dict[str, int] = {}  # from a request's id to the index of its prompt
+        self._pending: deque[RequestGroup] = deque()  # requests that the scheduler has not got yet
+        self._num_made, self._num_released = 0, 0
         self._is_exhausted = False
         self._error: Exception | None = None
 
@@ -99,7 +94,7 @@ class Generation:
             raise
         self._started, self._num_tokens = time.perf_counter(), 0
         self._bar = tqdm(
-            total=self._rows.num_prompts, desc="Generating", unit="request", disable=not self._use_tqdm
+            total=self._source.num_prompts, desc="Generating", unit="request", disable=not self._use_tqdm
         )
         return self
 
@@ -110,9 +105,9 @@ class Generation:
         self._abort()
 
     def is_running(self) -> bool:
-        """Read on as far as the window goes. Whether there is anything left to run.
+        """Read prompts as far as the window goes. Return whether any request is unfinished.
 
-        Raises the error of a prompt that is wrong, once those before it are done.
+        Raises the error of an invalid prompt once the prompts before it are done.
         """
         self._read_ahead()
         if not self._unfinished and self._error is not None:
@@ -120,21 +115,21 @@ class Generation:
         return bool(self._unfinished)
 
     def step(self, *, every_token: bool) -> list[tuple[int, RequestOutput]]:
-        """Run a step. Returns who finished or, with every_token, got one: place of the prompt, and output."""
-        core = self._core
-        _queue(core, self._pending)
-        advanced = core.advance()
-        # Most steps finish nobody, and need not be looked through.
-        core.publish([g for g in core.groups_of(advanced) if g.outbox is self._outbox] if every_token else [])
-        self._num_tokens += len(advanced)
-        return [self._book(output) for output in self._outbox.take()]
+        """Run a step. Return the index of the prompt and the output of each request that finished.
 
-    def hand_out(self, output: RequestOutput) -> RequestOutput:
-        """The output. If it is a last one, there is place for another request."""
-        self._num_handed_out += output.finished
+        every_token: of each request that got a token, too.
+        """
+        _queue(self._core, self._pending)
+        advanced = self._core.step(self._outbox if every_token else None)
+        self._num_tokens += len(advanced)
+        return [self._record(output) for output in self._outbox.take()]
+
+    def release_output(self, output: RequestOutput) -> RequestOutput:
+        """Return the output. If it is a last one, the window has room for another prompt."""
+        self._num_released += output.finished
         return output
 
-    def _book(self, output: RequestOutput) -> tuple[int, RequestOutput]:
+    def _record(self, output: RequestOutput) -> tuple[int, RequestOutput]:
         if not output.finished:
             return self._unfinished[output.request_id], output
         rate = self._num_tokens / (time.perf_counter() - self._started)
@@ -143,9 +138,9 @@ class Generation:
         return self._unfinished.pop(output.request_id), output
 
     def _read_ahead(self) -> None:
-        while not self._is_exhausted and self._num_made - self._num_handed_out < self.window:
+        while not self._is_exhausted and self._num_made - self._num_released < self.window:
             try:
-                group = named(f"prompts[{self._num_made}]", self._next_group)
+                group = call_with_error_prefix(f"prompts[{self._num_made}]", self._next_group)
             except StopIteration:
                 self._is_exhausted = True
             except Exception as error:
@@ -157,13 +152,13 @@ class Generation:
                 self._num_made += 1
 
     def _next_group(self) -> RequestGroup:
-        row = next(self._rows)
-        return self._core.new_group(self._core.next_id(), *row, outbox=self._outbox)
+        spec = next(self._source)
+        return self._core.new_group(self._core.next_id(), spec, self._outbox)
 
     def _abort(self) -> None:
-        """After an error, an interrupt or an end before the end nobody takes what is left."""
+        """Abort the requests that are left after an error, an interrupt or an early end."""
         for request_id in [*self._unfinished]:
-            # Its last output may wait for nobody any more, and somebody else have the id.
+            # The request may be finished and its id taken by another one.
             group = self._core.groups.get(request_id)
             if group is not None and group.outbox is self._outbox:
                 self._core.abort(request_id)
@@ -172,25 +167,29 @@ class Generation:
 def run_reports(
     core: EngineCore,
     name: str,
-    wanted: Sequence[tuple[ParsedPrompt, PromptReport]],
+    reports: Sequence[tuple[ParsedPrompt, PromptReport]],
     priority: float,
     tenant: str,
     *,
     use_tqdm: bool,
 ) -> list[Request]:
-    """Compute prompts only for what is to be reported of them; what is wrong is told by name."""
+    """Compute prompts for their reports alone. Return the finished requests in order.
+
+    name: of the argument that holds the prompts, for error messages.
+    """
     groups, outbox = list[RequestGroup](), Outbox()
     try:
-        for i, terms in enumerate(wanted):
+        for i, (prompt, report) in enumerate(reports):
             now, new = core.scheduler.clock(), core.factory.new_report
-            group = named(f"{name}[{i}]", new, core.next_id(), *terms, priority, tenant, now)
-            core.book(group, outbox)
+            terms = (core.next_id(), prompt, report, priority, tenant, now)
+            group = call_with_error_prefix(f"{name}[{i}]", new, *terms)
+            core.register(group, outbox)
             groups.append(group)
         pending, num_left = deque(groups), len(groups)
         with tqdm(total=num_left, desc="Computing", unit="prompt", disable=not use_tqdm) as bar:
             while num_left:
                 _queue(core, pending)
-                core.advance_others()
+                core.step()
                 num_finished = len(outbox.take())
                 num_left -= num_finished
                 bar.update(num_finished)
@@ -201,35 +200,35 @@ def run_reports(
 
 
 def _queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
-    """Give the scheduler as many as may wait."""
+    """Queue as many pending requests as the scheduler lets wait."""
     scheduler, most = core.scheduler, core.scheduler.max_waiting
     while pending and (most is None or scheduler.num_waiting < most):
         group = pending.popleft()
-        if not group.finished:  # aborted by its id
+        if not group.finished:  # it may have been aborted by its id
             scheduler.add(group.samples[0])
 
 
-def in_order(core: EngineCore, rows: Rows, *, use_tqdm: bool) -> Iterator[RequestOutput]:
-    """The last output of each prompt, in the order of the prompts."""
-    with Generation(core, rows, use_tqdm=use_tqdm) as generation:
-        done, place = dict[int, RequestOutput](), 0
+def generate_in_order(core: EngineCore, source: RequestSource, *, use_tqdm: bool) -> Iterator[RequestOutput]:
+    """Yield the last output of each prompt, in the order of the prompts."""
+    with Generation(core, source, use_tqdm=use_tqdm) as generation:
+        done, index = dict[int, RequestOutput](), 0
         while generation.is_running():
             done |= generation.step(every_token=False)
-            while place in done:
-                yield generation.hand_out(done.pop(place))
-                place += 1
+            while index in done:
+                yield generation.release_output(done.pop(index))
+                index += 1
 
 
-def as_they_come(core: EngineCore, rows: Rows) -> Iterator[RequestOutput]:
-    """Every output of every prompt."""
-    with Generation(core, rows, use_tqdm=False) as generation:
+def generate_stream(core: EngineCore, source: RequestSource) -> Iterator[RequestOutput]:
+    """Yield every output of every prompt as soon as it exists."""
+    with Generation(core, source, use_tqdm=False) as generation:
         while generation.is_running():
             for _, output in generation.step(every_token=True):
-                yield generation.hand_out(output)
+                yield generation.release_output(output)
 
 
 def as_iterable(prompts: Any) -> Iterable[Prompt]:
-    """One prompt, or many of them, as many. A list of ints is one prompt of token ids."""
+    """Return an iterable of prompts from one prompt or many. A list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping | bytes | bytearray):
         return [prompts]
     if not _is_iterable(prompts):
@@ -241,19 +240,19 @@ def as_iterable(prompts: Any) -> Iterable[Prompt]:
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """As `as_iterable`, and at least one."""
+    """Return one prompt or many as a list. Raises RequestError if it is empty."""
     listed = [*as_iterable(prompts)]
     if not listed:
         raise RequestError("prompts must have at least one entry, got []")
     return listed
 
 
-def named(name: str, function: Callable[..., T], *args: Any) -> T:
-    """The function of these arguments; what it refuses is refused under a name."""
+def call_with_error_prefix(prefix: str, function: Callable[..., T], *args: Any) -> T:
+    """Return function(*args). A PagedError that it raises gets the prefix in front of its message."""
     try:
         return function(*args)
     except PagedError as error:
-        raise type(error)(f"{name}: {error}") from error
+        raise type(error)(f"{prefix}: {error}") from error
 
 
 def _is_many(value: Any) -> bool:
@@ -261,5 +260,5 @@ def _is_many(value: Any) -> bool:
 
 
 def _is_iterable(value: Any) -> bool:
-    # A tensor of one number has the methods, and is none.
+    # A tensor of one number is an instance of Iterable, but cannot be iterated over.
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0

@@ -1,10 +1,11 @@
-"""RequestFactory: prompts and parameters to requests, with everything checked that could go wrong later."""
+"""RequestFactory: makes requests from prompts and parameters, and validates everything up front."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,11 +31,11 @@ from ..text.prompt_parser import ParsedPrompt, PromptParser
 from ..text.tokenizer import Tokenizer
 from ..validation import shown
 
-MAX_PROMPT_LOGPROBS = 2**22  # each takes some 200 bytes as its owner sees it
+MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 
 
 class Prepared(NamedTuple):
-    """A prompt, and what its parameters were compiled to: all of a request that may take long to make."""
+    """The parts of a request that may take long to make: the tokenized prompt and the compiled parameters."""
 
     prompt: ParsedPrompt
     rules: TokenRules = TokenRules()
@@ -42,8 +43,33 @@ class Prepared(NamedTuple):
     grammar: Grammar | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What a caller asks for, as given. `RequestFactory.new_group` validates it.
+
+    prompt: as given, or already prepared.
+    priority, timeout_s: replace those of sampling_params where not None.
+    """
+
+    prompt: Prompt | Prepared
+    sampling_params: SamplingParams
+    priority: float | None = None
+    tenant: str = ""
+    timeout_s: float | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters with priority and timeout_s replaced."""
+        fields: dict[str, Any] = {"priority": self.priority, "timeout_s": self.timeout_s}
+        given = {name: value for name, value in fields.items() if value is not None}
+        # Anything else than SamplingParams is refused later, with a message that names it.
+        if not given or not isinstance(self.sampling_params, SamplingParams):
+            return self.sampling_params
+        return replace(self.sampling_params, **given)
+
+
 class RequestFactory:
-    """Makes requests for one model and its KV cache."""
+    """Makes the requests of one model and its KV cache."""
 
     def __init__(
         self,
@@ -61,19 +87,18 @@ class RequestFactory:
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         self.max_num_seqs, self.seed = max_num_seqs, seed
         self.scheduling_policy = scheduling_policy
-        # Breakers are looked for in the whole vocabulary, and most requests have the same.
+        # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
         self.prompts = PromptParser(model_config, tokenizer, max_model_len)
         self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
 
-    def new_group(
-        self, request_id: str, prompt: Prompt | Prepared, params: SamplingParams, tenant: str, now: float
-    ) -> RequestGroup:
-        """A request of params.num_samples; all but the first are siblings of that.
+    def new_group(self, request_id: str, spec: RequestSpec, now: float) -> RequestGroup:
+        """Make a request of params.num_samples samples; all but the first are siblings of the first.
 
         Raises RequestError naming what is wrong.
         """
-        prepared = prompt if isinstance(prompt, Prepared) else self.prepare(prompt, params)
+        params, tenant = spec.params, spec.tenant
+        prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         _check_tenant(tenant)
         if params.priority and self.scheduling_policy != "priority":
             raise RequestError(
@@ -98,7 +123,7 @@ class RequestFactory:
         return RequestGroup(request_id, samples)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
-        """Do, on any thread, all of `new_group` that may take long. Raises RequestError like that."""
+        """Do the part of `new_group` that may take long. Runs on any thread. Raises RequestError."""
         self._check_params(params)
         parsed = self.prompts.parse(prompt, params.cache_salt)
         wanted = params.structured_outputs
@@ -110,7 +135,9 @@ class RequestFactory:
     def new_fork(
         self, request_id: str, parent: Request, params: SamplingParams | None, now: float
     ) -> RequestGroup:
-        """A request that goes on from where `parent` is, by default with its parameters but another seed.
+        """Make a request that continues from where `parent` is.
+
+        params: by default the parent's, with a seed of the fork's own.
 
         Raises RequestError naming what is wrong.
         """
@@ -148,11 +175,11 @@ class RequestFactory:
             if not inherited.wants_logprobs:
                 raise RequestError(
                     f"logprobs of a fork must be None as its parent's, got {params.logprobs}: there are "
-                    "none of what they have in common"
+                    "none for the tokens they share"
                 )
             child.sampling.logprobs = parent.sampling.logprobs.copy()
         if params.prompt_logprobs is not None:
-            # What is computed of their prompt is computed: its rows are told to both or to none.
+            # Positions of the shared prompt that are computed already cannot be reported to the fork alone.
             if parent.report is None or params.prompt_logprobs != inherited.params.prompt_logprobs:
                 raise RequestError(
                     f"prompt_logprobs of a fork must be None, or its parent's "
@@ -173,12 +200,12 @@ class RequestFactory:
         tenant: str,
         now: float,
     ) -> RequestGroup:
-        """A request that generates nothing: only what is reported of its prompt is wanted.
+        """Make a request that generates nothing and only reports on its prompt.
 
         Raises RequestError naming what is wrong.
         """
         _check_tenant(tenant)
-        # As if for one token, whose place nobody computes.
+        # Room for one token, which is never computed.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
         inputs = self._inputs(request_id, Prepared(prompt), params, tenant, math.inf, generates=False)
         request = Request(inputs, report=report, metrics=RequestMetrics(now))
@@ -269,7 +296,10 @@ class RequestFactory:
         return rules
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Prompt and output together at most; one that could never fit is refused now, not left waiting."""
+        """Return the limit of prompt and output together.
+
+        Raises RequestError if that many tokens can never fit the KV cache: the request would wait forever.
+        """
         # A prompt that fills the context still gets the token that follows it.
         longest = max(self.max_model_len, num_prompt_tokens + 1)
         fits = self.block_manager.fits
@@ -288,7 +318,7 @@ class RequestFactory:
         if params.min_tokens > most - num_prompt_tokens:
             raise RequestError(
                 f"min_tokens {params.min_tokens} is more than the {most - num_prompt_tokens} that there is "
-                f"room for behind a prompt of {num_prompt_tokens}"
+                f"room for after a prompt of {num_prompt_tokens}"
             )
         return most
 
@@ -310,7 +340,7 @@ def _check_tenant(tenant: object) -> None:
 
 
 def _sample_seed(seed: int, index: int) -> int:
-    """The first sample's seed is the request's: it is what n=1 would have given."""
+    """Return the request's seed for the first sample, so that it equals the output of n=1."""
     return _digest(f"{seed}#{index}") if index else seed
 
 

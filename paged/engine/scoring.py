@@ -1,4 +1,4 @@
-"""Scores: how likely continuations of a prompt are."""
+"""Scoring: the log-probabilities of continuations of a prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..text.prompt_parser import ParsedPrompt
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """How likely a continuation is behind a prompt.
+    """The log-probability of a continuation given its prompt.
 
-    logprob: of all its tokens, in sum; None where `error` says why there is none.
-    token_logprobs: of each token behind those before it.
-    is_greedy: whether each of them is the most likely one in its place.
+    logprob: sum over its tokens; None where `error` gives the reason.
+    token_logprobs: of each token given those before it.
+    is_greedy: whether each token is the most likely one at its position.
     """
 
     token_ids: list[int]
@@ -25,25 +25,25 @@ class ScoreOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the continuation."""
+        """The number of tokens of the continuation."""
         return len(self.token_ids)
 
     @property
     def mean_logprob(self) -> float | None:
-        """The sum over the number of tokens: continuations of other lengths compare by it."""
+        """The log-probability per token, which compares continuations of different lengths."""
         return None if self.logprob is None else self.logprob / self.num_tokens
 
 
 def score_reports(
     prompt: ParsedPrompt, continued: list[ParsedPrompt]
 ) -> list[tuple[ParsedPrompt, PromptReport]]:
-    """Each continued prompt with the rows that tell of its continuation: from the prompt's last row on."""
+    """Return each continued prompt with the report on its continuation, from the prompt's last token on."""
     first = len(prompt.token_ids) - 1
     return [(whole, PromptReport(first, len(whole.token_ids) - 1, num_top=0)) for whole in continued]
 
 
 def score_output(request: Request) -> ScoreOutput:
-    """What the owner of a request that has ended gets."""
+    """Return the output of a finished request."""
     report = request.report
     assert report is not None
     token_ids = request.inputs.prompt_token_ids[report.start + 1 :]

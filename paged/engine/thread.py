@@ -1,4 +1,4 @@
-"""EngineThread: the thread that owns an engine, what others hand it, and the mailboxes it puts outputs in."""
+"""EngineThread: the thread that owns an engine, and the mailboxes through which readers get outputs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -19,34 +20,33 @@ from ..requests.request import Outbox, Request, RequestOutput
 from ..sampling_params import RequestOutputKind
 from ..scheduler.schedule import Schedule
 from .engine import LLMEngine
-from .generation import Row
-from .request_factory import Prepared
+from .request_factory import Prepared, RequestSpec
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHOW_SHARE = 0.01
+SHOW_SHARE = 0.01  # of the time may be spent on making outputs of unfinished requests
 
 
 class Mailbox(Outbox):
-    """What a reader has not read yet: at most one output, and a last one.
+    """The outputs that one reader has not read yet: at most one, and the last one.
 
-    The engine's thread puts and fails, the reader's gets. Each first says what it does and then looks at what
-    the other one did, so that none waits for what is there.
+    The engine's thread calls `put` and `fail`, the reader's event loop `get`. Each side first publishes its
+    own state (an output, a waiter) and then checks the other's, so that no wake-up is lost.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, kind: RequestOutputKind, news: list[Mailbox]) -> None:
         super().__init__()
         if kind is RequestOutputKind.CUMULATIVE:
-            self._outputs = deque(maxlen=1)  # the newest says it all
+            self._outputs = deque(maxlen=1)  # the newest output holds all text
         self.loop = loop
-        self._news = news  # where the thread finds whom to wake
+        self._news = news  # the thread's list of mailboxes to wake
         self._waiter: asyncio.Future[None] | None = None
         self._failed: BaseException | None = None
 
     def wants(self, kind: RequestOutputKind) -> bool:
-        """Not if that would be one more delta to keep: the next one will hold it."""
+        """Return whether to make an output now. No delta is made while another is unread: it accumulates."""
         return kind is RequestOutputKind.CUMULATIVE or (kind is RequestOutputKind.DELTA and not self._outputs)
 
     def put(self, output: RequestOutput) -> None:
@@ -57,25 +57,25 @@ class Mailbox(Outbox):
             self._news.append(self)
 
     def fail(self, error: BaseException) -> None:
-        """There will be no more."""
+        """Make `get` raise this error once all outputs are read."""
         self._failed = error
-        with suppress(RuntimeError):  # the loop is closed, and the reader with it
+        with suppress(RuntimeError):  # the event loop is closed
             self.loop.call_soon_threadsafe(self.wake)
 
     def follow(self, call: Future[None]) -> None:
-        """Fail if what was to fill it did."""
+        """Fail if the call that adds the request failed."""
         error = None if call.cancelled() else call.exception()
         if error is not None:
             self.fail(error)
 
     async def get(self) -> RequestOutput:
-        """The next output. Raises why there will be none."""
+        """Return the next output. Raises the error of `fail` when there is none."""
         while not self._outputs:
             waiter = self._waiter = self.loop.create_future()
             try:
                 if not self._outputs:
                     if isinstance(self._failed, EngineDeadError):
-                        raise _again(self._failed)
+                        raise _copy_of(self._failed)
                     if self._failed is not None:
                         raise self._failed
                     await waiter
@@ -84,25 +84,24 @@ class Mailbox(Outbox):
         return self._outputs.popleft()
 
     def wake(self) -> None:
-        """Let the reader look, in his event loop."""
+        """Resume `get`. Runs in the reader's event loop."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class EngineThread:
-    """The thread that owns an engine, and what others hand it.
+    """The thread that owns an engine. Other threads hand it functions to call between two steps.
 
-    stream_interval_s: how long the outputs of unfinished requests are kept back at most, to show several
-        tokens at once. They are where steps are short and readers many, so that making outputs takes no more
-        than SHOW_SHARE of the time.
+    stream_interval_s: longest delay of an output of an unfinished request, in seconds. Where steps are short
+        and readers many, tokens are held back so that making outputs takes at most SHOW_SHARE of the time.
     """
 
     def __init__(self, engine: LLMEngine, stream_interval_s: float) -> None:
         self.engine, self._stream_interval_s = engine, stream_interval_s
-        self._unshown: dict[Request, None] = {}  # those with tokens that are kept back
-        self._has_prompts = False  # the last step
-        self._show_next = -math.inf  # when everybody's are to be shown
-        self.news: list[Mailbox] = []  # who got something in this step and waits for it
+        self._unshown: dict[Request, None] = {}  # requests with tokens that are held back
+        self._has_prompts = False  # whether the last step computed prompts
+        self._show_next = -math.inf  # the time at which held-back tokens are due
+        self.news: list[Mailbox] = []  # mailboxes that got an output and have a waiting reader
         self.dead: EngineDeadError | None = None
         self._is_stopping = False
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[LLMEngine], Any]]] = SimpleQueue()
@@ -112,21 +111,24 @@ class EngineThread:
     # From any thread
 
     def check(self) -> None:
-        """Raise EngineDeadError if nobody is served any more."""
+        """Raise EngineDeadError if the engine has stopped."""
         if self.dead is not None:
-            raise _again(self.dead)
+            raise _copy_of(self.dead)
 
     def submit(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Have a function called between two steps."""
+        """Call a function of the engine between two steps. Return its future.
+
+        Raises EngineDeadError.
+        """
         self.check()
         future: Future[T] = Future()
         self._calls.put((future, function))
-        if self.dead is not None:  # it died in between, and may have looked before
+        if self.dead is not None:  # it stopped in between, perhaps before it could see this call
             self._refuse_calls()
         return future
 
     def call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Have a function of a caller's own called between two steps. Nothing is kept back meanwhile."""
+        """Call a user's function between two steps, after all tokens held back are shown."""
 
         def called(engine: LLMEngine) -> T:
             self._show()
@@ -134,22 +136,22 @@ class EngineThread:
 
         return self.submit(called)
 
-    def prepare(self, row: Row) -> Prepared:
-        """Do all that takes long and needs nothing of the engine's state."""
-        return self.engine.core.factory.prepare(row.prompt, row.sampling_params)
+    def prepare(self, spec: RequestSpec) -> RequestSpec:
+        """Do the slow part of making a request, which needs none of the engine's state."""
+        assert not isinstance(spec.prompt, Prepared)
+        return replace(spec, prompt=self.engine.core.factory.prepare(spec.prompt, spec.sampling_params))
 
-    def add(self, request_id: str, prompt: Prepared, row: Row, mailbox: Mailbox) -> Future[None]:
-        """Queue a request of this row, whose prompt is prepared. Its mailbox fails if that is refused."""
-        _, *terms = row
-        call = self.submit(lambda engine: engine.core.queue(request_id, prompt, *terms, outbox=mailbox))
+    def add(self, request_id: str, spec: RequestSpec, mailbox: Mailbox) -> Future[None]:
+        """Queue a prepared request. Its mailbox fails if the engine refuses it."""
+        call = self.submit(lambda engine: engine.core.add(request_id, spec, mailbox))
         call.add_done_callback(mailbox.follow)
         return call
 
     def abort(self, request_id: str, mailbox: Mailbox) -> None:
-        """End the request of this mailbox, which nobody reads any more."""
+        """Abort the request of this mailbox, whose reader is gone."""
 
         def abort(engine: LLMEngine) -> None:
-            # Another one may have its id: it was taken, or is free again.
+            # The request may be finished, or refused because its id is in use by another one.
             group = engine.core.groups.get(request_id)
             if group is not None and group.outbox is mailbox:
                 engine.abort_request(request_id)
@@ -158,9 +160,9 @@ class EngineThread:
             self.submit(abort)
 
     def stop(self) -> None:
-        """End the thread, which finishes its step."""
+        """End the thread after its current step."""
         if self.dead is None:
-            self._calls.put((Future(), self._note_stop))
+            self._calls.put((Future(), self._request_stop))
         if threading.current_thread() is not self.thread:
             self.thread.join()
 
@@ -178,11 +180,11 @@ class EngineThread:
         else:
             self._die(None)
 
-    def _note_stop(self, _engine: LLMEngine) -> None:
+    def _request_stop(self, _engine: LLMEngine) -> None:
         self._is_stopping = True
 
     def _make_calls(self) -> None:
-        """Make the calls there are; without anything else to do wait for one."""
+        """Make the submitted calls. If the engine has no work, wait for one."""
         is_idle = not self.engine.core.has_work()
         if is_idle:
             self._unshown.clear()
@@ -195,7 +197,7 @@ class EngineThread:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(self.engine))
-                except Exception as error:  # the caller's, as far as one can know
+                except Exception as error:  # raised to the caller; the engine goes on
                     future.set_exception(error)
                 except BaseException as error:
                     future.set_exception(_stopped_by(error))
@@ -203,25 +205,23 @@ class EngineThread:
         self._notify()
 
     def _step(self) -> None:
-        core = self.engine.core
-        self._unshown |= dict.fromkeys(core.advance(self._note_kind))
+        self._unshown |= dict.fromkeys(self.engine.core.step(on_schedule=self._on_schedule))
         if self._has_prompts or time.monotonic() >= self._show_next:
             self._show()
         else:
-            core.publish(())
             self._notify()
 
-    def _note_kind(self, schedule: Schedule) -> None:
-        """Keep nothing back during a step that computes prompts, which may take long, nor after it."""
+    def _on_schedule(self, schedule: Schedule) -> None:
+        """Show held-back tokens before a step that computes prompts, which may take long."""
         self._has_prompts = not schedule.is_decode
         if self._has_prompts and self._unshown:
             self._show()
 
     def _show(self) -> None:
-        """Publish what was kept back."""
+        """Publish the tokens that were held back."""
         started = time.monotonic()
         core = self.engine.core
-        # Another one may have the id of who was aborted.
+        # The id of an aborted request may belong to another one by now.
         core.publish(core.groups_of([r for r in self._unshown if r.finish_reason != "abort"]))
         self._unshown.clear()
         self._notify()
@@ -229,7 +229,7 @@ class EngineThread:
         self._show_next = now + min((now - started) / SHOW_SHARE, self._stream_interval_s)
 
     def _notify(self) -> None:
-        """Wake who waits for what there is now, all readers of a loop at once."""
+        """Wake the readers that have new outputs, all of one event loop by one call."""
         if not self.news:
             return
         by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = defaultdict(list)
@@ -239,11 +239,11 @@ class EngineThread:
         for loop, mailboxes in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_wake, mailboxes)
-            except RuntimeError:  # the loop is closed, and its readers with it
+            except RuntimeError:  # the event loop is closed
                 logger.debug("the event loop of %d readers is closed", len(mailboxes))
 
     def _die(self, cause: BaseException | None) -> None:
-        """Tell everybody, and leave an engine that holds nothing."""
+        """Fail all calls and mailboxes, then abort all requests, so that the engine holds no blocks."""
         if cause is None:
             self.dead = EngineDeadError("the engine was shut down")
         else:
@@ -265,7 +265,7 @@ class EngineThread:
             except Empty:
                 return
             if future.set_running_or_notify_cancel():
-                future.set_exception(_again(self.dead))
+                future.set_exception(_copy_of(self.dead))
 
 
 def _wake(mailboxes: list[Mailbox]) -> None:
@@ -279,8 +279,8 @@ def _stopped_by(cause: BaseException) -> EngineDeadError:
     return error
 
 
-def _again(error: EngineDeadError) -> EngineDeadError:
-    """The same error for one more caller: a traceback belongs to one."""
+def _copy_of(error: EngineDeadError) -> EngineDeadError:
+    """Return the same error for one more caller, so that tracebacks do not mix."""
     copy = EngineDeadError(str(error))
     copy.__cause__ = error.__cause__
     return copy

@@ -82,7 +82,7 @@ def test_languages_of_which_nothing_is_left(engine):
 
 def test_min_tokens_beyond_the_context(engine):
     room = 64 - len(engine.tokenizer.encode(PROMPT))
-    message = f"min_tokens {room + 1} is more than the {room} that there is room for behind a prompt of"
+    message = f"min_tokens {room + 1} is more than the {room} that there is room for after a prompt of"
     refused(engine, message, min_tokens=room + 1)
     params = SamplingParams(min_tokens=room, temperature=0.0)
     (output,) = engine.generate([PROMPT], params, use_tqdm=False)

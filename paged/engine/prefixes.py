@@ -1,4 +1,7 @@
-"""Cached prefixes on disk: a safetensors file of blocks, their tokens, and what they follow from."""
+"""Cached prefixes that a user keeps: pinned in memory, or saved to a safetensors file and loaded again.
+
+A file holds blocks, their tokens, and the predecessor of each.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,60 @@ from torch import Tensor
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId, BlockPool
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
-from ..errors import CheckpointError, RequestError
+from ..errors import CheckpointError, RequestError, UsageError
 from ..model.config import ModelConfig
 from ..model.kv_cache import KVCache
+from ..requests.request import Prompt
+from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
+from .core import EngineCore
+from .generation import RequestSource, generate_in_order
 
 FORMAT = "paged-prefix-1"
-Entry = tuple[bytes, int, int, bytes]  # of a block: tokens, place of its predecessor, group, namespace
+Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its predecessor, group, namespace
+
+
+def pin(core: EngineCore, prompt: Prompt) -> int:
+    """Compute a prompt where needed and pin its full blocks; see `LLMEngine.pin_prefix`."""
+    manager, parsed = core.scheduler.block_manager, core.factory.prompts.parse(prompt)
+    name, size = _pin_name(parsed), manager.block_size
+    num_full = len(parsed.token_ids) // size * size
+    if not num_full:
+        raise RequestError(f"the prompt has {len(parsed.token_ids)} tokens and fills no block of {size}")
+    if name in manager.pins:
+        raise UsageError("this prompt is pinned already")
+    source = RequestSource([prompt], SamplingParams(max_tokens=1, temperature=0))
+    _ = [*generate_in_order(core, source, use_tqdm=False)]
+    num_cached = len(manager.find(parsed.token_ids, parsed.namespace)[0]) * size
+    if num_cached < num_full:
+        raise RequestError(f"of {num_full} tokens only {num_cached} stay cached; raise num_blocks")
+    if not core.scheduler.pin(name, parsed.token_ids, parsed.namespace):
+        raise RequestError(
+            f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them; "
+            "wait for these, or raise num_blocks"
+        )
+    return num_full
+
+
+def unpin(core: EngineCore, prompt: Prompt) -> None:
+    """Let a pinned prompt be evicted again. Raises UsageError if it is not pinned."""
+    manager, name = core.scheduler.block_manager, _pin_name(core.factory.prompts.parse(prompt))
+    if name not in manager.pins:
+        raise UsageError(f"this prompt is not pinned; {len(manager.pins)} others are")
+    manager.unpin(name)
+
+
+def _pin_name(prompt: ParsedPrompt) -> str:
+    return hashlib.sha256(repr((prompt.namespace, prompt.token_ids)).encode()).hexdigest()
+
+
+# Files
 
 
 def fingerprint(
     directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, kv_dtype: torch.dtype
 ) -> str:
-    """sha256 of all that KV depends on beside the tokens: config, dtypes, every byte of the weights."""
+    """Return the sha256 of what KV depends on besides tokens: config, dtypes, all bytes of the weights."""
     digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb") as data:
@@ -44,20 +88,20 @@ def save(
     fingerprint: str,
     prompt: ParsedPrompt | None,
 ) -> int:
-    """Write all cached blocks, or those of a prompt. Returns how many.
+    """Write all cached blocks, or those of a prompt, to a file. Return how many.
 
     Raises RequestError if there are none, or the file cannot be written.
     """
-    path, pool = _checked(path), manager.pool
+    path, pool = _check_path(path), manager.pool
     known = pool.known_blocks()
     if prompt is not None:
         wanted = {block for blocks in manager.find(prompt.token_ids, prompt.namespace) for block in blocks}
         known = [entry for entry in known if entry[0] in wanted]
-    place, kept = {0: -1}, list[tuple[BlockId, int]]()
+    index, kept = {0: -1}, list[tuple[BlockId, int]]()
     for block, group in known:
-        # What lost its predecessor is of no use to anybody.
-        if pool.predecessor(block) in place:
-            place[pool.serial(block)] = len(kept)
+        # A block whose predecessor was evicted can never be found.
+        if pool.predecessor(block) in index:
+            index[pool.serial(block)] = len(kept)
             kept.append((block, group))
     known = kept
     if not known:
@@ -66,7 +110,7 @@ def save(
     tensors = {
         **{name: tensor[:, :, blocks].cpu().contiguous() for name, tensor in kv_cache.tensors.items()},
         "token_ids": torch.tensor([array("i", pool.tokens(b)).tolist() for b in blocks], dtype=torch.int32),
-        "predecessors": torch.tensor([place[pool.predecessor(b)] for b in blocks]),
+        "predecessors": torch.tensor([index[pool.predecessor(b)] for b in blocks]),
         "groups": torch.tensor([group for _, group in known]),
     }
     namespaces = {i: pool.namespace(b).hex() for i, b in enumerate(blocks) if pool.namespace(b)}
@@ -86,11 +130,11 @@ def save(
 
 
 def load(path: str | Path, manager: BlockManager, kv_cache: KVCache, fingerprint: str) -> int:
-    """Put the blocks of a file into the cache, as far as there are free ones. Returns how many.
+    """Put the blocks of a file into the cache until no block is free. Return how many.
 
-    Raises CheckpointError if the file is damaged or made for something else; nothing is loaded then.
+    Raises CheckpointError if the file is damaged or made for another engine; nothing is loaded then.
     """
-    path = _checked(path)
+    path = _check_path(path)
     tensors, metadata = _read(path)
     wanted = {"format": FORMAT, "fingerprint": fingerprint, "block_size": str(manager.block_size)}
     for name, value in wanted.items():
@@ -103,26 +147,26 @@ def load(path: str | Path, manager: BlockManager, kv_cache: KVCache, fingerprint
 
 
 def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cache: KVCache) -> int:
-    """Fill free blocks, as far as they go, with what is not cached yet. Returns how many."""
+    """Copy entries that are not cached yet into free blocks, as far as these go. Return how many."""
     loaded: list[BlockId] = []
     known: list[BlockId | None] = []
     digests: list[bytes] = []
     try:
         for i, (tokens, predecessor, group, namespace) in enumerate(entries):
-            before = first_digest(namespace) if predecessor < 0 else digests[predecessor]
-            digests.append(sha256_block(before, tokens))
-            behind = None if predecessor < 0 else known[predecessor]
-            if (predecessor >= 0 and behind is None) or not pool.num_free:
+            previous = first_digest(namespace) if predecessor < 0 else digests[predecessor]
+            digests.append(sha256_block(previous, tokens))
+            parent = None if predecessor < 0 else known[predecessor]
+            if (predecessor >= 0 and parent is None) or not pool.num_free:
                 known.append(None)
                 continue
             allocated = pool.allocate(1)
             assert allocated is not None, "a free block cannot be had"
             loaded += allocated
-            # Before anybody can find it: this may fail, or be interrupted.
+            # Filled before it can be found: the copy may fail or be interrupted.
             for name, tensor in kv_cache.tensors.items():
                 tensor[:, :, allocated[0]] = saved[name][:, :, i]
-            parent = 0 if behind is None else pool.serial(behind)
-            known.append(pool.adopt(allocated[0], short_digest(digests[i]), tokens, parent, namespace, group))
+            serial = 0 if parent is None else pool.serial(parent)
+            known.append(pool.adopt(allocated[0], short_digest(digests[i]), tokens, serial, namespace, group))
             if known[-1] != allocated[0]:
                 pool.free([loaded.pop()])  # it is cached already
     finally:
@@ -142,7 +186,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _entries(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], kv_cache: KVCache
 ) -> list[Entry]:
-    """What the file says of every block, all checked."""
+    """Return the checked entry of each block in the file."""
     try:
         token_ids, *numbers = (tensors[name] for name in ("token_ids", "predecessors", "groups"))
         saved = {name: tensors[name] for name in kv_cache.tensors}
@@ -160,18 +204,18 @@ def _entries(
         and list(token_ids.shape) == [num_blocks, kv_cache.block_size]
         and token_ids.dtype == torch.int32
         and all(t.shape == (num_blocks,) and t.dtype == torch.int64 for t in numbers)
-        and all(-1 <= before < i for i, before in enumerate(predecessors))
+        and all(-1 <= previous < i for i, previous in enumerate(predecessors))
         and all(0 <= group < kv_cache.num_groups for group in groups)
-        and all(before < 0 or groups[before] == groups[i] for i, before in enumerate(predecessors))
+        and all(previous < 0 or groups[previous] == groups[i] for i, previous in enumerate(predecessors))
     )
     if not sound:
         raise CheckpointError(f"{path} is damaged: its tensors do not agree with each other or this cache")
-    rows = [array("i", row).tobytes() for row in token_ids.tolist()]
-    names = [namespaces.get(i, b"") for i in range(num_blocks)]
-    return list(zip(rows, predecessors, groups, names, strict=True))
+    tokens = [array("i", row).tobytes() for row in token_ids.tolist()]
+    salts = [namespaces.get(i, b"") for i in range(num_blocks)]
+    return list(zip(tokens, predecessors, groups, salts, strict=True))
 
 
-def _checked(path: Any) -> Path:
+def _check_path(path: Any) -> Path:
     if not isinstance(path, str | PathLike):
         raise RequestError(f"path must be a string or a Path, got {path!r}")
     try:
