@@ -57,7 +57,7 @@ class Score:
 
 
 def read_corpus(stdlib: Path) -> tuple[list[str], list[str]]:
-    """Texts to train on and held out: one module in twenty is held out, by a hash of its path."""
+    """Return the texts to train on and the held-out ones: one module in twenty, by a hash of its path."""
     train: list[str] = []
     heldout: list[str] = []
     names = {path.relative_to(stdlib).as_posix(): path for path in stdlib.rglob("*.py")}
@@ -72,7 +72,7 @@ def read_corpus(stdlib: Path) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: any text comes back unchanged, and nothing is added to it."""
+    """Train a byte-level BPE tokenizer, which reproduces any text and adds no tokens."""
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORD), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -87,7 +87,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
-    """One stream i64[num_tokens]: EOS, file, EOS, file, ..., EOS."""
+    """Encode the texts to one stream i64[num_tokens]: EOS, file, EOS, file, ..., EOS."""
     tokenizer.encode_special_tokens = True  # a file that spells EOS is text, not the end of a file
     stream = [0]
     for encoding in tokenizer.encode_batch(texts):
@@ -97,7 +97,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
 
 
 def build_model() -> LlamaForCausalLM:
-    """Four query heads share each KV head, as in large models, so that GQA kernels are put to work."""
+    """Build a Llama in which four query heads share a KV head, as in large models, to exercise GQA."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -117,7 +117,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def token_losses(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
-    """Cross-entropy of every next token: i64[batch, len + 1] -> f32[batch, len]."""
+    """Return the cross-entropy of every next token: i64[batch, len + 1] -> f32[batch, len]."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     targets = windows[:, 1:]
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
@@ -125,7 +125,7 @@ def token_losses(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, stream: Tensor, num_bytes: int) -> Score:
-    """Score the whole stream in windows that do not overlap, with the weights rounded as they ship."""
+    """Score the stream in windows that do not overlap, with the weights rounded to bfloat16 as shipped."""
     rounded = copy.deepcopy(model).bfloat16().float()
     starts = range(0, len(stream) - 1, MAX_LEN)
     losses = [token_losses(rounded, stream[None, i : i + MAX_LEN + 1])[0] for i in starts]
@@ -135,7 +135,7 @@ def evaluate(model: LlamaForCausalLM, stream: Tensor, num_bytes: int) -> Score:
 
 
 def train(model: LlamaForCausalLM, stream: Tensor, steps: int, seed: int, out: Path) -> None:
-    """Muon for the hidden matrices, AdamW for the rest; linear warm-up, then linear to zero."""
+    """Train with Muon for the hidden matrices and AdamW for the rest: linear warm-up, then linear to zero."""
     generator = torch.Generator().manual_seed(seed)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
@@ -189,7 +189,7 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def complete(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
-    """`prompt` and 64 tokens drawn after it, in a Markdown block."""
+    """Return `prompt` and 64 sampled tokens in a Markdown block."""
     torch.manual_seed(seed)
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     tokens = model.generate(ids, max_new_tokens=64, do_sample=True, temperature=0.7, pad_token_id=0)
@@ -197,7 +197,7 @@ def complete(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: i
 
 
 def main() -> None:
-    """Parse the command line, train, write."""
+    """Train the demo checkpoint and write it."""
     parser = argparse.ArgumentParser(description="Train the demo checkpoint.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""ChatTemplates: conversations to the text that a model was trained to go on from.
+"""ChatTemplates: render conversations to the prompt text that a model was trained on.
 
-The text is what transformers' `apply_chat_template` makes of them. It is rendered in a process of its own,
-whose memory and CPU time are limited: see template_worker.py.
+The text equals that of transformers' `apply_chat_template`. It is rendered in a process of its own, whose
+memory and CPU time are limited: see template_worker.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import RequestError
 from ..validation import check_bool
 
 WORKER = Path(__file__).with_name("template_worker.py")
-# For models that have no template of their own; only who names it gets it.
+# For models without a template; used only when named.
 PLAIN = "plain"
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
@@ -32,22 +32,26 @@ PLAIN_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '\\nAssistant:' }}{% endif -%}
 """
-# Stands where a message is to be continued. The space at its end shows whether the template strips messages.
+# Marks where a message is to be continued. Its final space shows whether the template strips messages.
 MARK = "\ue000the answer goes on here\ue000 "
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names that a message's reasoning has gone by
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names that templates use for a message's reasoning
 NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
-Message = Mapping[str, Any]  # {"role": ..., "content": ...} and what else the template knows
+Message = Mapping[str, Any]  # {"role": ..., "content": ...} and other keys that the template knows
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What one rendering may take.
+    """The resources that one rendering may use.
 
-    time_s: CPU time.
-    memory: bytes of address space, interpreter included.
-    characters: of the messages as JSON, and of the text made of them.
+    time_s: seconds of CPU time.
+    memory: bytes of address space, including the interpreter's.
+    characters: limit of the messages as JSON, and of the rendered text.
     """
 
     time_s: float = 5.0
@@ -56,9 +60,9 @@ class TemplateLimits:
 
 
 class ChatTemplates:
-    """A checkpoint's chat templates by name; the one of a single template is "default".
+    """A checkpoint's chat templates by name; a single template is called "default".
 
-    special_tokens: what templates know as bos_token, eos_token and so on.
+    special_tokens: the variables bos_token, eos_token and so on of templates.
     """
 
     def __init__(
@@ -80,34 +84,34 @@ class ChatTemplates:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of one conversation, special tokens included.
+        """Return the text of one conversation with its special tokens; see `LLMEngine.chat`.
 
-        See `LLMEngine.chat` for the arguments.
-
-        Raises RequestError if one of them is wrong, or the template refuses them, fails or takes too much.
+        Raises RequestError if an argument is wrong, or the template refuses it, fails or exceeds a limit.
         """
         check_bool(RequestError, "add_generation_prompt", add_generation_prompt)
         check_bool(RequestError, "continue_final_message", continue_final_message)
         if add_generation_prompt and continue_final_message:
             raise RequestError(
-                "continue_final_message goes on with the last message, add_generation_prompt begins another; "
+                "continue_final_message continues the last message, add_generation_prompt begins another; "
                 "give add_generation_prompt=False with continue_final_message=True"
             )
-        conversation = [_checked(i, message) for i, message in enumerate(_listed(messages))]
+        conversation = [_check_message(i, message) for i, message in enumerate(_message_list(messages))]
         last = _mark_end(conversation) if continue_final_message else None
         variables = {
             "documents": None,
             **self.special_tokens,
             **_extra_variables(chat_template_kwargs),
             "messages": conversation,
-            "tools": None if tools is None else _checked_tools(tools),
+            "tools": None if tools is None else _check_tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._worker.render(self.source(chat_template, has_tools=tools is not None), variables)
         return text if last is None else _cut_at_mark(text, last)
 
     def source(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
-        """The template that is meant: a name's, `chat_template` itself, or the checkpoint's own.
+        """Return the source of a template.
+
+        chat_template: a name, a Jinja template, or None for the checkpoint's default.
 
         Raises RequestError if there is none.
         """
@@ -139,12 +143,12 @@ class ChatTemplates:
 
 
 def conversations_of(messages: Any) -> list[Any]:
-    """One conversation, or a list of them, as a list of them."""
-    listed = _listed(messages)
+    """Return one conversation or a list of them as a list of conversations."""
+    listed = _message_list(messages)
     return [listed] if not listed or isinstance(listed[0], Mapping) else listed
 
 
-def _listed(messages: Any) -> list[Any]:
+def _message_list(messages: Any) -> list[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(f"messages must be a list of messages, got {messages!r}")
     if not messages:
@@ -152,8 +156,8 @@ def _listed(messages: Any) -> list[Any]:
     return list(messages)
 
 
-def _checked(index: int, message: Any) -> dict[str, Any]:
-    """A copy of the message as templates expect it, without what is None."""
+def _check_message(index: int, message: Any) -> dict[str, Any]:
+    """Return a copy of the message as templates expect it, without keys that are None."""
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {message!r}')
@@ -162,18 +166,18 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
     result = {key: value for key, value in message.items() if value is not None}
     content = result.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        result["content"] = [_checked_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
+        result["content"] = [_check_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or result.keys().isdisjoint(NO_CONTENT)):
         raise RequestError(f'{name}["content"] must be text or a list of text parts, got {content!r}')
     if "tool_calls" in result:
-        result["tool_calls"] = _checked_calls(f"{name}.tool_calls", result["tool_calls"])
+        result["tool_calls"] = _check_calls(f"{name}.tool_calls", result["tool_calls"])
     for key in REASONING:
         if key in result:
             return {"thinking": result[key], **result, "reasoning_content": result[key]}
     return result
 
 
-def _checked_part(name: str, part: Any) -> dict[str, Any]:
+def _check_part(name: str, part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind is None:
         raise RequestError(f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {part!r}')
@@ -184,14 +188,14 @@ def _checked_part(name: str, part: Any) -> dict[str, Any]:
     return dict(part)
 
 
-def _checked_calls(name: str, calls: Any) -> list[Any]:
+def _check_calls(name: str, calls: Any) -> list[Any]:
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(f"{name} must be a list of dicts, got {calls!r}")
     return [_with_parsed_arguments(call) for call in calls]
 
 
 def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """OpenAI has a call's arguments as text, templates want what it says."""
+    """Return the call with its arguments parsed from JSON: OpenAI sends text, templates expect a dict."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -204,7 +208,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _checked_tools(tools: Any) -> list[Any]:
+def _check_tools(tools: Any) -> list[Any]:
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise RequestError(f"tools must be a list of JSON schemas, got {tools!r}")
     for i, tool in enumerate(tools):
@@ -225,7 +229,7 @@ def _extra_variables(given: Any) -> Mapping[str, Any]:
 
 
 def _mark_end(conversation: list[dict[str, Any]]) -> str:
-    """Put the mark behind the last message's text, which is returned."""
+    """Append the mark to the last message's text. Return the text."""
     content = conversation[-1].get("content")
     if isinstance(content, list) and content:
         part = content[-1]
@@ -241,24 +245,24 @@ def _cut_at_mark(text: str, last: str) -> str:
     at = text.rfind(MARK.rstrip())
     if at < 0 or last.strip() not in text[:at]:
         raise RequestError(
-            "continue_final_message cannot be done: "
+            "continue_final_message is not possible: "
             "the chat template changes the last message, or leaves it out"
         )
-    # A template that strips messages would have stripped this one before anything could follow it.
+    # Without the mark's final space, the template strips messages: the continued one must be stripped too.
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()
 
 
 class _Worker:
-    """Asks the process that renders; starts it when it is first needed, and after it was ended."""
+    """A client of the rendering process. It starts the process when needed."""
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
-        self._lock = threading.Lock()  # one question at a time
+        self._lock = threading.Lock()  # one request at a time
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """The text. Raises RequestError if there is none."""
+        """Return the rendered text. Raises RequestError if rendering fails."""
         try:
             line = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -287,7 +291,7 @@ class _Worker:
             reply = process.stdout.readline()
         except BrokenPipeError:
             reply = b""
-        except BaseException:  # an interrupt: the answer that comes would be taken for the next one's
+        except BaseException:  # an interrupt: the reply would be read as that of the next request
             self.close()
             raise
         if reply.endswith(b"\n"):
@@ -306,15 +310,15 @@ class _Worker:
             [sys.executable, "-P", str(WORKER), *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # It finds jinja2 where this process does.
+            # So that it finds jinja2 where this process does.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            process_group=0,  # the terminal's Ctrl-C is not for it
+            process_group=0,  # so that the terminal's Ctrl-C does not reach it
         )
         self._end = weakref.finalize(self, _end, self._process)
         return self._process
 
     def close(self) -> None:
-        """End the process; the next question starts another."""
+        """End the process. The next request starts another."""
         if self._end is not None:
             self._end()
         self._process = None
@@ -325,5 +329,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(BrokenPipeError):  # what was not written yet goes with it
+            with suppress(BrokenPipeError):  # unwritten data is discarded
                 pipe.close()

@@ -1,4 +1,4 @@
-"""OutputProcessor: what the owner of a request sees of it, and the stop strings found on the way."""
+"""OutputProcessor: makes the outputs of requests, and ends requests at stop strings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class View(Sequence[T]):
-    """A part of a list that only grows: what is in the view stays, and is not copied."""
+    """A read-only slice of a list, without a copy. The list may grow; the items of the view stay."""
 
     __slots__ = ("_items", "_start", "_stop")
 
@@ -47,20 +47,20 @@ class View(Sequence[T]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, View | list) and self[:] == other[:]
 
-    __hash__ = None  # type: ignore[assignment]  # as that of a list
+    __hash__ = None  # type: ignore[assignment]  # like a list
 
     def __repr__(self) -> str:
         return repr(self[:])
 
 
 def _by_likelihood(completion: CompletionOutput) -> tuple[bool, float]:
-    """The most likely first, those that did not come to their end last: they have fewer tokens."""
+    """Return a sort key: the most likely first, unfinished ones last, as they have fewer tokens."""
     assert completion.cumulative_logprob is not None
     return completion.finish_reason in ("abort", "error"), -completion.cumulative_logprob
 
 
 class OutputProcessor:
-    """Keeps the text of the requests that somebody looks at; the others cost nothing until they finish."""
+    """The text of requests. It is made when an output is asked for, so other requests cost nothing."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -76,9 +76,9 @@ class OutputProcessor:
             request.finish("stop", now, stop)
 
     def output(self, group: RequestGroup) -> RequestOutput:
-        """The request so far; of one whose output_kind is DELTA, what is new since the last time."""
+        """Return the output of a request so far; for output_kind DELTA, what is new since the last call."""
         first = group.samples[0]
-        cached = first.num_cached_tokens  # of a fork, those that its parent had generated are among them
+        cached = first.num_cached_tokens  # for a fork it includes tokens that the parent had generated
         return RequestOutput(
             request_id=group.request_id,
             prompt=first.inputs.prompt,
@@ -91,7 +91,7 @@ class OutputProcessor:
         )
 
     def forget(self, group: RequestGroup) -> None:
-        """Drop the texts of a request that is over."""
+        """Drop the text of a request."""
         self._prompt_logprobs.pop(group, None)
         for sample in group.samples:
             self._progress.pop(sample, None)
@@ -103,12 +103,12 @@ class OutputProcessor:
         return progress
 
     def _completions(self, group: RequestGroup) -> list[CompletionOutput]:
-        """One for each sample, or the best ones of a group that takes more than it returns."""
+        """Return one completion per sample, or the n best of best_of samples."""
         params = group.samples[0].inputs.params
         if not group.samples[0].inputs.generates:
             return []
         if params.best_of is not None and not group.finished:
-            return []  # nobody knows yet which they are
+            return []  # the best are not known yet
         completions = [self._completion(sample) for sample in group.samples]
         if params.best_of is None:
             return completions
@@ -127,12 +127,12 @@ class OutputProcessor:
     def _completion(self, request: Request) -> CompletionOutput:
         progress = self._progress_of(request)
         if request.inputs.params.output_kind is RequestOutputKind.DELTA:
-            return progress.news()
-        return progress.everything()
+            return progress.delta()
+        return progress.cumulative()
 
 
 class _Progress:
-    """What the owner of a request has seen of it."""
+    """The text and log-probabilities of one request, and how much of them was returned."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.transcript: Transcript | None = None
@@ -141,12 +141,12 @@ class _Progress:
             self.transcript = Transcript(self._tokenizer, request)
         self._request = request
         self._logprobs: list[dict[int, Logprob]] = []
-        # The sum of the first so many, to which each step adds a few: all of them would cost too much.
+        # The sum of the first _num_summed log-probabilities, extended by each output.
         self._cumulative, self._num_summed = 0.0, 0
         self._num_characters_shown, self._num_tokens_shown = 0, 0
 
-    def everything(self) -> CompletionOutput:
-        """All of it so far: at the end as lists, which cost too much to copy for every token."""
+    def cumulative(self) -> CompletionOutput:
+        """Return the whole completion so far: as lists at the end, before that as views, to copy nothing."""
         self._catch_up()
         request = self._request
         text = self.transcript.visible if self.transcript is not None else ""
@@ -156,8 +156,8 @@ class _Progress:
         logprobs = View(self._logprobs, 0, len(self._logprobs))
         return self._completion(text, View(request.token_ids, start, end), logprobs)
 
-    def news(self) -> CompletionOutput:
-        """What is new since the last time."""
+    def delta(self) -> CompletionOutput:
+        """Return what is new since the last call."""
         self._catch_up()
         request, text = self._request, ""
         if self.transcript is not None:
@@ -182,14 +182,14 @@ class _Progress:
         )
 
     def _catch_up(self) -> None:
-        """Bring text and log-probabilities up to the tokens."""
+        """Add the text and log-probabilities of new tokens."""
         if self.transcript is not None:
             self.transcript.read()
         request = self._request
         if request.inputs.wants_logprobs:
-            # A step that failed may have brought those of a token that it did not bring.
+            # A failed step may have added log-probabilities without their token.
             new = request.sampling.logprobs[self._num_summed : request.num_output_tokens]
-            for place in new:  # one after the other: the sum is the same however often somebody looks
+            for place in new:  # one by one: the sum must not depend on how often outputs are made
                 self._cumulative += place.logprobs[0]
             self._num_summed += len(new)
             if request.inputs.params.logprobs is not None:
@@ -197,7 +197,7 @@ class _Progress:
 
 
 def _readable(place: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """By token: that at the place comes first, and once."""
+    """Return log-probabilities by token id, the token at the place first."""
     ranks, found = [place.rank, *range(1, len(place.token_ids))], dict[int, Logprob]()
     for token_id, logprob, rank in zip(place.token_ids, place.logprobs, ranks, strict=True):
         text = None if tokenizer is None else tokenizer.token_text(token_id)

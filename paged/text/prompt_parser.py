@@ -1,4 +1,4 @@
-"""PromptParser: prompts in any of their forms to checked token ids."""
+"""PromptParser: prompts in any form to validated token ids."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """A prompt as checked token ids.
+    """A prompt as validated token ids.
 
-    namespace: what else its KV follows from; prompts of different namespaces share no blocks.
+    namespace: what its KV depends on besides the tokens. Prompts of different namespaces share no blocks.
     """
 
     text: str | None
@@ -29,13 +29,16 @@ class ParsedPrompt:
 
 
 class PromptParser:
-    """Reads prompts for one model, in contexts of up to max_model_len tokens."""
+    """Parses prompts for one model with contexts of up to max_model_len tokens."""
 
     def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.model_config, self.tokenizer, self.max_model_len = model_config, tokenizer, max_model_len
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
-        """Check a prompt in any of its forms; a salt of its own goes before the one given."""
+        """Validate and tokenize a prompt. Raises RequestError.
+
+        salt: the default for prompts without "cache_salt".
+        """
         add_special_tokens = True
         if isinstance(prompt, Mapping):
             reject_unknown("a prompt dict", map(str, prompt), PROMPT_FIELDS)
@@ -54,8 +57,8 @@ class PromptParser:
             if isinstance(prompt, str) != (key == "prompt"):
                 wanted = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
-        prompt = _listed(prompt)
-        self._check_far_too_long("the prompt", prompt)
+        prompt = _as_list(prompt)
+        self._check_before_encoding("the prompt", prompt)
         text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
@@ -82,7 +85,7 @@ class PromptParser:
         )
 
     def namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
-        """What the KV of such a prompt follows from, beside its tokens."""
+        """Return what a prompt's KV depends on besides its tokens."""
         rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
         # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
         stretched = num_prompt_tokens if rope.type == "dynamic" and num_prompt_tokens > trained else None
@@ -91,9 +94,10 @@ class PromptParser:
         return repr((salt, stretched)).encode("utf-8", "surrogatepass")
 
     def parse_continued(self, prompt: Prompt, continuations: Any) -> tuple[ParsedPrompt, list[ParsedPrompt]]:
-        """A prompt, and it with each of the continuations behind it, which are text or token ids.
+        """Return the parsed prompt, and the prompt followed by each continuation. Raises RequestError.
 
-        A text is made tokens by itself, without special tokens: so the prompt is the same for all of them.
+        continuations: text or token ids. Text is tokenized separately, without special tokens, so that the
+            tokens of the prompt are the same for all.
         """
         parsed = self.parse(prompt)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
@@ -106,7 +110,7 @@ class PromptParser:
         wholes = []
         for i, continuation in enumerate(continuations):
             name = f"continuations[{i}]"
-            self._check_far_too_long(name, continuation)
+            self._check_before_encoding(name, continuation)
             _, token_ids = self._encode(continuation, name, add_special_tokens=False)
             if not token_ids:
                 raise RequestError(f"{name} is empty; it must have at least one token")
@@ -117,7 +121,7 @@ class PromptParser:
         return parsed, wholes
 
     def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raise RequestError, with a name, if one of these is no token id of the model."""
+        """Raise RequestError, naming the argument, if one of these is not a token id of the model."""
         vocab_size = self.model_config.vocab_size
         for i, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
@@ -127,8 +131,8 @@ class PromptParser:
                     f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}"
                 )
 
-    def _check_far_too_long(self, name: str, prompt: Any) -> None:
-        """Refuse megabytes of text, or a range of more than memory holds, before all of it is looked at."""
+    def _check_before_encoding(self, name: str, prompt: Any) -> None:
+        """Refuse a prompt that is far too long without reading all of it."""
         if isinstance(prompt, str):
             if self.tokenizer is not None:
                 least = self.tokenizer.least_tokens(prompt, self.max_model_len)
@@ -143,7 +147,7 @@ class PromptParser:
             )
 
 
-def _listed(prompt: Any) -> Any:
-    """Token ids as numpy and torch have them, as a list; anything else as it is."""
+def _as_list(prompt: Any) -> Any:
+    """Return an array of numpy or torch as a list, anything else unchanged."""
     is_array = not isinstance(prompt, str | bytes | bytearray | memoryview | Sequence | Mapping)
     return prompt.tolist() if is_array and hasattr(prompt, "tolist") else prompt

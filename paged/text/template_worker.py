@@ -1,10 +1,10 @@
-"""A process of its own that renders chat templates: a line of JSON in, a line of JSON out.
+"""The process that renders chat templates: a line of JSON in, a line of JSON out.
 
-A template comes with the checkpoint, so it is somebody else's code. Jinja's sandbox keeps it from Python's
-internals, but not from `'a' * 10 ** 12`, nor can one call into C be stopped from within its own process. Here
-the system does it: beyond its memory there is a MemoryError, beyond its CPU time the process ends.
+A template comes with the checkpoint, so it is untrusted code. Jinja's sandbox keeps it from Python's
+internals, but not from `'a' * 10 ** 12`, and a call into C cannot be stopped from within its own process. So
+the operating system enforces the limits: MemoryError beyond the memory, SIGPROF beyond the CPU time.
 
-Run as a file by `chat_template.ChatTemplates`, and imports nothing of paged.
+`chat_template.ChatTemplates` runs this file as a script. It imports nothing from paged.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 JOINT = "\n"  # between the text parts of a message
-MOST_MESSAGE = 1000  # characters of an error that a template chose itself
+MOST_MESSAGE = 1000  # characters of an error message that comes from a template
 
 
 class Raised(jinja2.TemplateError):
-    """raise_exception was called: the template refuses these messages."""
+    """The template called raise_exception to refuse the messages."""
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, which marks what a model is trained on, and changes nothing of the text."""
+    """`{% generation %}`, which marks the text for training and does not change it."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block as what is inside of it."""
+        """Parse the block as its contents."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def raise_exception(message: Any) -> None:
-    """End the rendering with the template's own message."""
+    """Stop the rendering with the template's own message."""
     raise Raised(str(message))
 
 
 def strftime_now(form: str) -> str:
-    """The local time in this form."""
+    """Return the local time in this format."""
     return datetime.now().strftime(form)
 
 
@@ -59,7 +59,7 @@ def tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter escapes what HTML would not like."""
+    """Return plain JSON; Jinja's own filter escapes characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -74,7 +74,7 @@ ENVIRONMENT.globals |= {"raise_exception": raise_exception, "strftime_now": strf
 
 @lru_cache(maxsize=16)
 def compiled(source: str) -> tuple[jinja2.Template, bool]:
-    """A template, and whether it goes through the parts of a message by itself."""
+    """Return a template, and whether it iterates over the parts of a message's content."""
     tree = ENVIRONMENT.parse(source)
     # {% set content = message['content'] %} {% for part in content %}
     names = {
@@ -87,7 +87,7 @@ def compiled(source: str) -> tuple[jinja2.Template, bool]:
 
 
 def is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether this is message['content'], message.content, or a name that was given to one."""
+    """Return whether a node is message['content'], message.content, or a variable assigned from one."""
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
     if isinstance(node, nodes.Getattr):
@@ -98,7 +98,7 @@ def is_content(node: nodes.Node, names: set[str]) -> bool:
 
 
 def joined(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text parts as one string."""
+    """Return the message with its text parts joined."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -106,7 +106,7 @@ def joined(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(source: str, variables: dict[str, Any], most_characters: int) -> dict[str, str]:
-    """The text under "text", or under "error" why there is none."""
+    """Return {"text": the rendered text} or {"error": the reason}."""
     try:
         template, takes_parts = compiled(source)
         if not takes_parts:
@@ -126,20 +126,22 @@ def render(source: str, variables: dict[str, Any], most_characters: int) -> dict
         raise
     except RecursionError:
         return {"error": "the chat template is nested too deeply, or calls itself without end"}
-    # Whatever else: the template is code, and may do anything wrong that code can.
+    # The template is code and may raise anything.
     except Exception as error:
         return {"error": f"the chat template failed: {type(error).__name__}: {str(error)[:MOST_MESSAGE]}"}
 
 
 def main(time_limit_s: float, memory_limit: int, most_characters: int) -> None:
     """Answer the lines of stdin until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the program that asks
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file is written, only pipes
-    if sys.platform != "darwin":  # which has no such limit; time and output are bounded there too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the parent process
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file may be written, only pipes
+    if sys.platform != "darwin":  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     for line in sys.stdin.buffer:
         try:
-            signal.setitimer(signal.ITIMER_PROF, time_limit_s)  # SIGPROF ends the process, also inside of C
+            signal.setitimer(
+                signal.ITIMER_PROF, time_limit_s
+            )  # SIGPROF ends the process, even within a C call
             reply = json.dumps(render(**json.loads(line), most_characters=most_characters))
         except MemoryError:
             reply = "{}"

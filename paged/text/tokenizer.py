@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back. A few tokens at a time, back is `detokenizer`."""
+"""Tokenizer: text to token ids and back. `detokenizer` decodes incrementally."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from ..errors import CheckpointError, RequestError
 from ..model.hf_config import read_json
-from .detokenizer import TokenBytes
+from .token_bytes import TokenBytes
 
-# A text that may be too long is tokenised from its beginning, at first so many characters, then more.
+# A text that may be too long is tokenized in growing pieces from its beginning.
 FIRST_CHARACTERS, CHARACTERS_PER_TOKEN, GROWTH = 4096, 8, 4
-# Where a text is cut, its tokens may be others: so many more than fit are wanted before it is refused.
+# A cut changes the tokens around it, so a text is refused only if a piece has this many tokens too many.
 SPARE_TOKENS, SPARE_SHARE = 256, 0.25
 
 
@@ -29,7 +29,7 @@ class Tokenizer:
         try:
             config = _config_for(directory, PreTrainedConfig)
             self.hf: Any = AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
-        except Exception as error:  # of any kind: the library looks at nothing before it uses it
+        except Exception as error:  # of any kind, as the library does not validate the files
             raise CheckpointError(
                 f"{directory}: the tokenizer cannot be loaded ({error}); "
                 "skip_tokenizer_init=True does without one"
@@ -38,9 +38,9 @@ class Tokenizer:
             token_id for token_id, token in self.hf.added_tokens_decoder.items() if token.special
         )
         backend = getattr(self.hf, "backend_tokenizer", None)
-        self.token_bytes = TokenBytes.of(backend)  # None: only `decode` knows what tokens make together
+        self.token_bytes = TokenBytes.of(backend)  # None: tokens must be decoded together
         self._is_local = _is_local(backend)
-        # Its first call may change settings of its own. None after it does: threads may encode at once.
+        # The first call may change the tokenizer's settings. No later one does, so threads may share it.
         self.hf("")
         self._token_texts: dict[int, str] = {}
 
@@ -52,19 +52,19 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """What chat templates know as bos_token, eos_token and so on."""
+        """The variables bos_token, eos_token and so on of chat templates."""
         return dict(self.hf.special_tokens_map)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "the prompt") -> list[int]:
-        """Token ids of a prompt, with the special tokens that the checkpoint puts in front, if wanted."""
+        """Return the token ids of a prompt, by default with the special tokens that the checkpoint adds."""
         try:
-            # Lists of ones as long as that of the ids would take three times as long.
+            # Making the masks would take three times as long.
             encoded = self.hf(
                 text,
                 add_special_tokens=add_special_tokens,
                 return_attention_mask=False,
                 return_token_type_ids=False,
-                verbose=False,  # who is too long for the model is told so by an error
+                verbose=False,  # a text that is too long for the model raises an error elsewhere
             )
             return list(encoded["input_ids"])
         except (UnicodeEncodeError, TypeError) as error:
@@ -76,10 +76,10 @@ class Tokenizer:
             ) from error
 
     def least_tokens(self, text: str, most: int) -> int:
-        """How many tokens a text has at least, as far as that must be known to see that they exceed `most`.
+        """Return a lower bound above `most` of a text's number of tokens; 0 if the text may have fewer.
 
-        0 where it may have fewer. What that takes is a matter of `most`, not of the text: tokenising ten
-        megabytes only to refuse them holds up everybody. Raises RequestError like `encode`.
+        The cost depends on `most`, not on the text, so that refusing ten megabytes does not delay the other
+        requests. Raises RequestError as `encode` does.
         """
         enough = most + int(most * SPARE_SHARE) + SPARE_TOKENS
         length = max(FIRST_CHARACTERS, CHARACTERS_PER_TOKEN * most)
@@ -87,30 +87,30 @@ class Tokenizer:
             num_tokens = len(self.encode(text[:length], add_special_tokens=False))
             if num_tokens > enough:
                 return num_tokens - SPARE_TOKENS
-            length *= GROWTH  # one whose blanks are dropped, perhaps
+            length *= GROWTH  # perhaps the tokenizer drops blanks
         return 0
 
     def encode_bare(self, text: str) -> list[int]:
-        """Token ids of a piece of text, without special tokens around it."""
+        """Return the token ids of a piece of text, without special tokens."""
         return self.encode(text, add_special_tokens=False, name=repr(text))
 
     @cached_property
     def token_texts(self) -> list[str]:
-        """What each token of the vocabulary adds to a text; a replacement for half characters."""
-        # Behind another token: at the beginning of a text, some tokenizers take spaces away.
+        """The text of each token of the vocabulary within a text, with U+FFFD for partial characters."""
+        # Decoded after another token: at the beginning of a text, some tokenizers drop spaces.
         before = self.encode_bare("a")
         start = len(self.decode(before))
         return [self.decode([*before, token])[start:] for token in range(len(self.hf))]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of these ids."""
+        """Return the text of token ids."""
         text = self.hf.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone, special or not."""
+        """Return the text of a single token, special or not."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
@@ -118,10 +118,10 @@ class Tokenizer:
 
 
 def _config_for(directory: Path, new_config: Any) -> Any:
-    """All that AutoTokenizer asks of a model's config, or None, for it to find out itself.
+    """Return a stand-in for the model's config, or None if AutoTokenizer must read the real one.
 
-    It would import the config's class, and with that torch's compiler, which is large and slow to load. The
-    class itself matters only where no file names that of the tokenizer.
+    AutoTokenizer would import the config's class, and with it torch's compiler, which is slow to load. It
+    needs that class only if no file names the tokenizer's class.
     """
     names = [directory / name for name in ("tokenizer_config.json", "config.json")]
     if not all(file.exists() for file in names):
@@ -137,9 +137,9 @@ def _config_for(directory: Path, new_config: Any) -> Any:
 
 
 def _is_local(backend: Any) -> bool:
-    """Whether the tokens at the beginning of a text depend on nothing far behind it.
+    """Return whether the first tokens of a text do not depend on text far after them.
 
-    A regular expression that takes text away may do so by what comes much later.
+    They may if a regular expression removes text.
     """
     if backend is None:
         return False

@@ -1,4 +1,4 @@
-"""Transcript: what one request has said so far, and what of it may be shown."""
+"""Transcript: the text of one request, and how much of it is final."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from .tokenizer import Tokenizer
 
 
 class Transcript:
-    """The text of a request, brought up to its tokens where somebody looks at it.
+    """The text of a request, updated by `read`.
 
-    The end of the text is held back while it may become a stop string: exactly the longest end that begins
-    one. What was shown stays.
+    The longest suffix that may become a stop string is held back. Text that was visible never changes.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.inputs.params
         self.request = request
-        self.num_tokens = 0  # of its output, read so far
+        self.num_tokens = 0  # output tokens read so far
         self._detokenizer = Detokenizer(
             tokenizer,
             request.inputs.prompt_token_ids,
@@ -26,18 +25,18 @@ class Transcript:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         self._text = ""
-        self._shown = ""  # the beginning of it that was visible the last time, where there are stop strings
+        self._shown = ""  # with stop strings: the text that was visible in the last call
         self._is_complete = False
         self._stops = request.inputs.stops
-        self._state = 0  # of these
-        self._found: str | None = None  # the one at which the text ends
+        self._state = 0  # of the automaton in _stops
+        self._found: str | None = None  # the stop string at which the text ends
 
     @property
     def visible(self) -> str:
-        """The text as far as it will not change."""
+        """The text that will not change."""
         if self._stops is None or self._is_complete:
             return self._text
-        # Not cut out of the text, all of which would be copied for every token. In place as in `_append`.
+        # Extended in place as in `_append`: a slice would copy the whole text for every token.
         shown, self._shown = self._shown, ""
         shown += self.since(len(shown))
         self._shown = shown
@@ -45,22 +44,22 @@ class Transcript:
 
     @property
     def num_visible(self) -> int:
-        """How many characters of the text will not change."""
+        """The number of characters of the text that will not change."""
         if self._stops is None or self._is_complete:
             return len(self._text)
         return len(self._text) - self._stops.num_open(self._state)
 
     def since(self, start: int) -> str:
-        """What is visible from a character on."""
+        """Return the visible text from a character on."""
         return self._text[start : self.num_visible]
 
     def read(self) -> str | None:
-        """Take the newest tokens. Returns the stop string at which the text ends, once there is one.
+        """Read the newest tokens. Return the stop string at which the text ends, or None.
 
-        One that ends within min_tokens does not count, but may be the beginning of one that does.
+        A stop string that ends within the first min_tokens tokens is ignored.
         """
         request = self.request
-        # The token that ended the request is part of its text only if that is asked for.
+        # The token that ended the request is part of its text only with include_stop_str_in_output.
         ends = request.ended_by_token and not self._is_complete
         start, end = request.num_prompt_tokens + self.num_tokens, request.num_tokens - ends
         if self._stops is None:
@@ -74,7 +73,7 @@ class Transcript:
         return self._found
 
     def _complete(self, ends_with_a_token: bool) -> None:
-        """The request has finished by itself: nothing is held back any more."""
+        """Show all text, as the request has finished."""
         if ends_with_a_token and self.request.inputs.params.include_stop_str_in_output:
             self._append(self._detokenizer.append(self.request.token_ids[-1]))
         self._append(self._detokenizer.finish())
@@ -95,7 +94,7 @@ class Transcript:
                 self._cut(len(self._text) - len(text), match)
 
     def _cut(self, start: int, match: Match) -> None:
-        """End the text at a match in what begins at `start`."""
+        """End the text at a match whose positions count from `start`."""
         self._is_complete = True
         end = start + match.end
         self._found = self._text[end - match.length : end]
@@ -104,7 +103,7 @@ class Transcript:
         self._text = self._text[:end]
 
     def _append(self, text: str) -> None:
-        # Only a string that nothing else refers to grows in place: a long text would be copied each time.
+        # CPython extends a string in place only if nothing else refers to it; otherwise it copies the text.
         whole, self._text = self._text, ""
         whole += text
         self._text = whole
