@@ -1,4 +1,4 @@
-"""Fields of the API as options of the command line: one default, one help text, in one place."""
+"""Command-line options from the fields of config dataclasses, which hold the only default and help text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-# How the command line writes a mapping.
+# Added to the help of fields that are mappings: how the command line writes one.
 FORMS = {"logit_bias": " As ID=BIAS.", "tenant_weights": " As a=1,b=2."}
 
 
 def option(owner: type[Any], name: str, *flags: str) -> Any:
-    """A field of a config as an option: its default stays in `owner` alone, its help is the docstring's.
+    """Return the option of a config's field. Its help is read from the docstring of `owner`.
 
-    flags: how it is written, if not --name, or --name/--no-name where the default is True.
+    flags: default to --name, and to --name/--no-name where the field's default is True.
     """
     found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
     text = (" ".join(found[1].split()) if found else "") + FORMS.get(name, "")
@@ -37,30 +37,34 @@ def option(owner: type[Any], name: str, *flags: str) -> Any:
 def with_options(
     *given: tuple[type[Any], Iterable[str]],
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command that takes **options these fields of these classes as options of its own.
+    """Decorate a command that takes **options: add an option for each named field of each class.
 
-    Fields that hold several values are lists of texts or ints; nothing given is None, or an empty list.
+    The value of a field that is a sequence or mapping is a list of strings or ints. An option that is not
+    given is None or an empty list.
     """
     added = [_parameter(owner, name) for owner, names in given for name in names]
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        # What typer looks at:
+        # Typer reads this attribute.
         command.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
-def _parameter(owner: type[Any], name: str) -> inspect.Parameter:
+def option_type(owner: type[Any], name: str) -> Any:
+    """Return the type that the command line gives the values of a field."""
     hint = typing.get_type_hints(owner)[name]
     if _is_list(hint):
-        kind: Any = list[int] if any(get_args(member) == (int,) for member in _members(hint)) else list[str]
-    else:
-        (kind,) = (member for member in _members(hint) if member is not type(None))
-        kind = str if get_origin(kind) is typing.Literal else kind
-    annotation = Annotated[kind | None, option(owner, name)]
+        return list[int] if any(get_args(member) == (int,) for member in _members(hint)) else list[str]
+    (kind,) = (member for member in _members(hint) if member is not type(None))
+    return str if get_origin(kind) is typing.Literal else kind
+
+
+def _parameter(owner: type[Any], name: str) -> inspect.Parameter:
+    annotation = Annotated[option_type(owner, name) | None, option(owner, name)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -69,5 +73,5 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _is_list(hint: Any) -> bool:
-    """Whether it takes several values, which the command line has as a flag given several times."""
+    """Return whether a field holds several values, so that its option may be given several times."""
     return any(get_origin(member) in (Sequence, Mapping) for member in _members(hint))

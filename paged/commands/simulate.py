@@ -1,4 +1,4 @@
-"""`paged simulate`: the figures of a fleet that need not exist, or a table over a parameter."""
+"""`paged simulate`: predicted figures of a fleet, or a table of them over the values of an option."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -20,12 +19,31 @@ from ..simulate.fleet import Fleet, FleetConfig
 from ..simulate.report import report, sweep_report
 from ..simulate.timeline import Timeline, check_matplotlib
 from ..simulate.workload import Workload, read_shares
-from .options import option
+from .options import option, option_type, with_options
 
 MAPPINGS = ("tenants", "tenant_weights")
-
-
-_engine, _fleet, _workload = (partial(option, owner) for owner in (EngineConfig, FleetConfig, Workload))
+# The fields of EngineConfig that a simulation does not depend on.
+NOT_SIMULATED = {
+    "tokenizer",
+    "dtype",
+    "quantization",
+    "device",
+    "cpu_memory_utilization",
+    "attention_backend",
+    "num_threads",
+    "deterministic",
+    "enforce_eager",
+    "seed",
+    "skip_tokenizer_init",
+}
+# Options by the class that has them. `seed` is the workload's.
+_NAMES = {
+    FleetConfig: [field.name for field in fields(FleetConfig)],
+    Workload: [field.name for field in fields(Workload)],
+    EngineConfig: [field.name for field in fields(EngineConfig) if field.name not in NOT_SIMULATED],
+}
+_OWN = ("model", "scheduling_policy", "tenant_weights")  # declared below, with a flag or help of their own
+_SWEPT = {name: owner for owner, names in _NAMES.items() for name in names if name not in MAPPINGS}
 
 MODEL_HELP = "A directory with a config.json; without it, the checkpoint that ships with `paged`, 'demo'."
 WEIGHTS_HELP = "For the policy fair, what tenants are entitled to, such as a=1,b=2; 1 where nothing is said."
@@ -34,54 +52,21 @@ input_len=lognormal:500,0.8;fixed:500 where values have commas of their own."""
 PLOT_HELP = "Write a PNG: requests, tokens a second and blocks used over time."
 
 
+@with_options(*((owner, [name for name in names if name not in _OWN]) for owner, names in _NAMES.items()))
 def simulate(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    gpu: Annotated[str | None, _fleet("gpu")] = None,
-    replicas: Annotated[int | None, _fleet("replicas")] = None,
-    router: Annotated[str | None, _fleet("router")] = None,
-    requests: Annotated[int | None, _workload("requests")] = None,
-    rate: Annotated[float | None, _workload("rate")] = None,
-    arrivals: Annotated[str | None, _workload("arrivals")] = None,
-    burstiness: Annotated[float | None, _workload("burstiness")] = None,
-    input_len: Annotated[str | None, _workload("input_len")] = None,
-    output_len: Annotated[str | None, _workload("output_len")] = None,
-    prefixes: Annotated[int | None, _workload("prefixes")] = None,
-    prefix_len: Annotated[int | None, _workload("prefix_len")] = None,
-    turns: Annotated[int | None, _workload("turns")] = None,
-    think_time: Annotated[float | None, _workload("think_time")] = None,
-    tenants: Annotated[list[str] | None, _workload("tenants")] = None,
-    trace: Annotated[str | None, _workload("trace")] = None,
-    seed: Annotated[int | None, _workload("seed")] = None,
     scheduling_policy: Annotated[
-        str | None, _engine("scheduling_policy", "--scheduling-policy", "--policy")
+        str | None, option(EngineConfig, "scheduling_policy", "--scheduling-policy", "--policy")
     ] = None,
     tenant_weights: Annotated[list[str] | None, typer.Option(help=WEIGHTS_HELP)] = None,
-    num_blocks: Annotated[int | None, _engine("num_blocks")] = None,
-    block_size: Annotated[int | None, _engine("block_size")] = None,
-    kv_cache_dtype: Annotated[str | None, _engine("kv_cache_dtype")] = None,
-    max_model_len: Annotated[int | None, _engine("max_model_len")] = None,
-    max_num_seqs: Annotated[int | None, _engine("max_num_seqs")] = None,
-    max_num_batched_tokens: Annotated[int | None, _engine("max_num_batched_tokens")] = None,
-    gpu_memory_utilization: Annotated[float | None, _engine("gpu_memory_utilization")] = None,
-    enable_prefix_caching: Annotated[bool | None, _engine("enable_prefix_caching")] = None,
-    long_prefill_token_threshold: Annotated[int | None, _engine("long_prefill_token_threshold")] = None,
-    max_num_partial_prefills: Annotated[int | None, _engine("max_num_partial_prefills")] = None,
-    max_waiting: Annotated[int | None, _engine("max_waiting")] = None,
-    watermark: Annotated[float | None, _engine("watermark")] = None,
-    preemption_mode: Annotated[str | None, _engine("preemption_mode")] = None,
-    max_preemptions: Annotated[int | None, _engine("max_preemptions")] = None,
-    swap_space: Annotated[float | None, _engine("swap_space")] = None,
-    coefficients: Annotated[str | None, _fleet("coefficients")] = None,
-    flops_efficiency: Annotated[float | None, _fleet("flops_efficiency")] = None,
-    bandwidth_efficiency: Annotated[float | None, _fleet("bandwidth_efficiency")] = None,
-    step_overhead: Annotated[float | None, _fleet("step_overhead")] = None,
     sweep: Annotated[str | None, typer.Option(help=SWEEP_HELP)] = None,
     plot: Annotated[Path | None, typer.Option(help=PLOT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, times in seconds.")] = False,
+    **options: Any,
 ) -> int:
     """Predict latency, throughput and cache use of a fleet: the real scheduler on a virtual clock."""
-    given = {name: value for name, value in locals().items() if value not in (None, [], ())}
-    options = {name: given[name] for name in (*_NAMES, *MAPPINGS) if name in given}
+    options |= {"model": model, "scheduling_policy": scheduling_policy, "tenant_weights": tenant_weights}
+    options = {name: value for name, value in options.items() if value not in (None, [], ())}
     for name in MAPPINGS:
         if name in options:
             options[name] = read_shares(name, options[name])
@@ -103,17 +88,8 @@ def simulate(
     return 0
 
 
-# Options by name, but for those of MAPPINGS. `seed` is the workload's.
-_NAMES = [
-    field.name
-    for owner in (FleetConfig, Workload, EngineConfig)
-    for field in fields(owner)
-    if field.name in simulate.__annotations__ and field.name not in MAPPINGS
-]
-
-
 def _sweep(options: dict[str, Any], name: str, values: list[Any], *, as_json: bool) -> None:
-    # All of them are checked before the first is simulated.
+    # All values are validated before the first simulation.
     for value in values:
         _configs({**options, name: value})
     summaries = [(value, _run({**options, name: value})) for value in values]
@@ -127,23 +103,23 @@ def _read_sweep(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     name = name.removeprefix("--").replace("-", "_")
     name = "scheduling_policy" if name == "policy" else name
-    if name not in _NAMES:
-        raise ConfigError(f"--sweep knows no option {name!r}; it takes {', '.join(_NAMES)}")
+    if name not in _SWEPT:
+        raise ConfigError(f"--sweep knows no option {name!r}; it takes {', '.join(_SWEPT)}")
     parts = values.split(";" if ";" in values else ",")
     if not (equals and all(parts)):
         raise ConfigError(f"--sweep must be an option and its values such as rate=1,2,4; got {text!r}")
-    kinds = get_args(get_type_hints(simulate)[name])
-    return name, [_parse(part, kinds) for part in parts]
+    kind = option_type(_SWEPT[name], name)
+    return name, [_parse(part, kind) for part in parts]
 
 
-def _parse(text: str, kinds: tuple[type, ...]) -> bool | int | float | str:
-    """A value as its option has it. The configs refuse what is none, by the text that it stays."""
-    if bool in kinds:
+def _parse(text: str, kind: Any) -> bool | int | float | str:
+    """Return the value of an option. Text that has none is returned as it is, for the configs to refuse."""
+    if kind is bool:
         return {"true": True, "false": False}.get(text, text)
-    for kind in (int, float):
-        if kind in kinds:
-            with suppress(ValueError):
-                return kind(text)
+    if kind in (int, float):
+        with suppress(ValueError):
+            value: int | float = kind(text)
+            return value
     return text
 
 
@@ -157,7 +133,7 @@ def _configs(options: Mapping[str, Any]) -> tuple[FleetConfig, EngineConfig, Wor
 
 
 def _run(options: Mapping[str, Any], plot: Path | None = None) -> dict[str, Any]:
-    """Simulate, and say how it went. Shows how far it is on stderr."""
+    """Simulate and return the summary. Show progress on stderr."""
     from tqdm import tqdm
 
     fleet_config, engine, workload = _configs(options)
