@@ -1,4 +1,4 @@
-"""paged: a paged-attention runtime for large language models, with kernels in Triton."""
+"""paged: a paged-attention runtime for large language models, with kernels for CPUs and GPUs."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,8 @@ __all__ = [
 ]
 
 
-# Where the names are that bring torch, which takes seconds: `paged --help` and a typing error do without.
+# Modules of the names that import torch, which takes seconds. They are imported on first use, so that
+# `paged --help` and the message of a mistyped option appear at once.
 _MODULES = {
     "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchOutput": "engine.beam_search",

@@ -1,4 +1,4 @@
-"""`python -m paged` is `paged`."""
+"""Runs the command line for `python -m paged`."""
 
 from .commands.cli import main
 

@@ -1,7 +1,7 @@
-"""Files of OpenAI's batch format: requests a line, and results a line that survive a kill.
+"""Files in OpenAI's batch format: one request per line, and one result per line.
 
-A result is written by one call, as soon as it is there. A run that was killed leaves whole lines, and perhaps
-the beginning of one, which the next run cuts off; it does what is missing.
+A result is written by one call as soon as it exists. A killed run leaves whole lines and perhaps a partial
+one; the next run truncates the partial line and computes the missing results.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FIELDS = ("custom_id", "method", "url", "body")
 class Line:
     """One line of the input.
 
-    identity: of its result, the same in every run.
-    call: what it asks for, or what is wrong with it.
+    identity: the id of its result, the same in every run.
+    call: the request, or the error that refuses it.
     """
 
     identity: str
@@ -42,9 +42,10 @@ class Line:
 
 
 class IdentitySet:
-    """Identities of lines in 21 to 43 bytes each: there may be ten million, and a set would take 120.
+    """A set of identities that takes 21 to 43 bytes for each, where a Python set takes 120.
 
-    A table with open addressing and slots of 16 bytes; an identity is a hash, and so says where it belongs.
+    There may be ten million. The set is a table with open addressing and slots of 16 bytes; an identity is
+    already a hash, which gives its slot.
     """
 
     def __init__(self) -> None:
@@ -56,10 +57,10 @@ class IdentitySet:
 
     def __contains__(self, identity: str) -> bool:
         key = bytes.fromhex(identity)
-        return self._table.startswith(key, self._place(key))
+        return self._table.startswith(key, self._find(key))
 
     def add(self, identity: str) -> bool:
-        """Take one in. Returns whether it is new."""
+        """Add an identity. Return whether it is new."""
         if new := identity not in self:
             if self._size >= 3 * self._num_slots // 4:
                 self._grow()
@@ -67,15 +68,15 @@ class IdentitySet:
             self._size += 1
         return new
 
-    def _place(self, key: bytes) -> int:
-        """Where it is, or else the empty slot that it belongs in."""
+    def _find(self, key: bytes) -> int:
+        """Return the offset of the key, or of the empty slot for it."""
         slot = int.from_bytes(key[:8], "little") & (self._num_slots - 1)
         while self._table[(at := KEY_BYTES * slot) : at + KEY_BYTES] not in (key, EMPTY):
             slot = (slot + 1) & (self._num_slots - 1)
         return at
 
     def _put(self, key: bytes) -> None:
-        at = self._place(key)
+        at = self._find(key)
         self._table[at : at + KEY_BYTES] = key
 
     def _grow(self) -> None:
@@ -87,9 +88,9 @@ class IdentitySet:
 
 
 def count_lines(file: Path) -> int:
-    """How many lines there are that are not blank.
+    """Return the number of lines that are not blank.
 
-    Raises RequestError if the file is a pipe, of which nothing is left for `read_lines`.
+    Raises RequestError if the file is a pipe, which `read_lines` could not read again.
     """
     if file.is_fifo() or file.is_char_device():
         raise RequestError(f"{file}: not a file that can be read twice; write what comes from it to a file")
@@ -98,7 +99,7 @@ def count_lines(file: Path) -> int:
 
 
 def read_lines(file: Path, done: IdentitySet) -> Iterator[Line]:
-    """The lines whose results are not among `done`, one at a time."""
+    """Yield the lines whose results are not in `done`."""
     seen = IdentitySet()
     with file.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
@@ -114,7 +115,7 @@ def read_lines(file: Path, done: IdentitySet) -> Iterator[Line]:
                     raise RequestError(f"custom_id {custom_id!r} is that of an earlier line")
                 if identity not in done:
                     yield Line(identity, custom_id, _call(value))
-            except (ValueError, RecursionError) as error:  # the decoder's, json's and our own
+            except (ValueError, RecursionError) as error:  # from the decoder, json, and our own
                 if custom_id is None:
                     identity = _identity("line", number, raw)
                 if identity not in done:
@@ -139,33 +140,33 @@ def _call(value: Mapping[str, Any]) -> Call:
             raise RequestError(f"{name} is missing")
     call = parse_call(value["url"], value["body"])
     if call.stream:
-        raise RequestError("stream must be false: the lines of a batch are whole")
+        raise RequestError("stream must be false: results of a batch are not streamed")
     return call
 
 
 def _identity(*parts: Any) -> str:
-    # repr writes lone surrogates, which UTF-8 does not have, as escapes.
+    # ascii escapes lone surrogates, which UTF-8 cannot encode.
     return hashlib.sha256(ascii(parts).encode()).hexdigest()[:32]
 
 
 class BatchOutput:
-    """The results of a batch, some of them perhaps from an earlier run. A context, which closes the file.
+    """The results of a batch, with those of earlier runs. A context manager that closes the file.
 
     done: identities of the lines that have a result.
-    num_failed: how many of these are errors.
+    num_failed: how many of these results are errors.
 
-    Raises RequestError naming the file if it is a pipe or a device, holds anything else, or another process
-    is writing it.
+    Raises RequestError naming the file if it is a pipe or a device, contains other data, or is being written
+    by another process.
     """
 
     def __init__(self, path: Path, source: Path) -> None:
         check_writable(path, source)
         if path.exists() and not path.is_file():
-            raise RequestError(f"{path}: not a file that results stay in; name one")
+            raise RequestError(f"{path}: not a regular file; results must be readable again")
         self.path = path
         self.done = IdentitySet()
         self.num_failed = 0
-        # Unbuffered: a line is in the system's hands before the next one is begun.
+        # Unbuffered: each line reaches the operating system before the next one is begun.
         self._file = path.open("ab", buffering=0)
         try:
             try:
@@ -184,7 +185,7 @@ class BatchOutput:
         self._file.close()
 
     def _read(self) -> int:
-        """Note what is done. Returns how many bytes are whole lines."""
+        """Read the results of earlier runs. Return the size of all whole lines in bytes."""
         size = 0
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -209,5 +210,5 @@ class BatchOutput:
         }
         self.num_failed += error is not None
         text = json.dumps(result, allow_nan=False).encode() + b"\n"
-        while text:  # a disk that fills up takes a part, and says so when it is asked again
+        while text:  # a full disk may take a part of it; the next write raises
             text = text[self._file.write(text) :]

@@ -1,4 +1,4 @@
-"""Files of prompts, a job a line, and of their results; sampling parameters as JSON has them."""
+"""Files with one prompt per line, results as JSON, and sampling parameters from JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..sampling_params import SamplingParams, StructuredOutputsParams
 from ..validation import shown
 
 JSON_LINES = (".jsonl", ".ndjson")
-LOWEST_LOGPROB = -9999.0  # where a token cannot come; OpenAI's API and vLLM's have it so
-# What JSON cannot say, or where nothing is streamed.
+LOWEST_LOGPROB = -9999.0  # of an impossible token, as in OpenAI's API and vLLM's
+# Sampling parameters that JSON input cannot give, and why.
 NOT_IN_JSON = {
     "logits_processors": "they are Python functions",
     "output_kind": "the whole output is written once",
@@ -25,7 +25,7 @@ SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name 
 
 
 class Job(NamedTuple):
-    """A prompt, how to sample for it, and on whose account."""
+    """A prompt with its sampling parameters and tenant."""
 
     prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
     params: SamplingParams
@@ -33,30 +33,28 @@ class Job(NamedTuple):
 
 
 def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
-    """The prompts of a file: a text a line or, in a .jsonl file, an object a line.
+    """Return the prompts of a file: one text per line or, in a .jsonl file, one object per line.
 
-    sampling: what applies where a line says nothing else. Blank lines are skipped.
+    sampling: the parameters that a line does not give. Blank lines are skipped.
 
     Raises RequestError naming file and line, OSError if the file cannot be read.
     """
     parse = _parse_object if file.suffix in JSON_LINES else _parse_text
     jobs = []
-    # As bytes, which end their lines at newlines alone; text would also at U+2028, which JSON may contain.
+    # Bytes are split at newlines alone; text also at U+2028, which JSON may contain.
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             if line.strip():
                 jobs.append(parse(line.decode("utf-8-sig"), sampling))
-        except (ValueError, RecursionError) as error:  # the decoder's, json's and our own
+        except (ValueError, RecursionError) as error:  # from the decoder, json, and our own
             raise RequestError(f"{file}:{number}: {error}") from error
     return jobs
 
 
 def check_writable(output: Path, *inputs: Path) -> None:
-    """Find out now, not after everything is computed, that the results cannot be written.
+    """Raise RequestError, naming the file, if results cannot be written to it.
 
     inputs: files that must not be overwritten.
-
-    Raises RequestError naming the file.
     """
     if not output.parent.is_dir():
         raise RequestError(f"{output}: no such directory: {output.parent}")
@@ -67,7 +65,7 @@ def check_writable(output: Path, *inputs: Path) -> None:
 
 
 def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What SamplingParams takes, from a JSON object: keys are strings there, and objects dicts.
+    """Return the arguments of SamplingParams from a JSON object.
 
     Raises RequestError or UnknownArgumentError naming the field.
     """
@@ -86,9 +84,9 @@ def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """The value that this is.
+    """Return the value of a JSON text.
 
-    Raises RequestError if a name is there twice, of which one would be ignored, or an int is too long.
+    Raises RequestError if an object has a name twice, or an int is too long.
     """
     return json.loads(text, object_pairs_hook=_object, parse_int=_int)
 
@@ -105,14 +103,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _int(digits: str) -> int:
     try:
         return int(digits)
-    except ValueError as error:  # Python reads so many only, as more would take long
+    except ValueError as error:  # Python limits the digits, as parsing takes quadratic time
         raise RequestError(
             f"{digits[:16]}... has {len(digits):,} characters; no int here may be that long"
         ) from error
 
 
 def outcome_of(output: RequestOutput) -> dict[str, Any]:
-    """A finished request as JSON has it: one sample's fields or, of several, a list of theirs."""
+    """Return a finished request as JSON: the fields of its sample or, of several, a list of them."""
     for completion in output.outputs:
         if completion.finish_reason == "error":
             return {"error": str(completion.stop_reason)}
@@ -138,7 +136,7 @@ def _sample(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _place(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
-    """The candidates for one place of a text, the token that is there first."""
+    """Return the candidates at one place of a text, the chosen token first."""
     return [
         {"token_id": i, "token": c.decoded_token, "logprob": finite(c.logprob), "rank": c.rank}
         for i, c in place.items()
@@ -146,7 +144,7 @@ def _place(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can have it, which knows no infinity."""
+    """Return a log-probability for JSON, which has no infinity."""
     return max(logprob, LOWEST_LOGPROB)
 
 

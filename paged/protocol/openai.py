@@ -1,7 +1,7 @@
-"""OpenAI's requests and responses as JSON: bodies to prompts and SamplingParams, outputs to bodies.
+"""OpenAI's API as JSON: request bodies to prompts and SamplingParams, outputs to response bodies.
 
-Bodies mean what they mean in OpenAI's API. Parameters that only `SamplingParams` knows go by its names, as in
-vLLM; what is neither is refused by name. Used by `paged run-batch`.
+Fields have the meaning of OpenAI's API. Parameters that only `SamplingParams` has are accepted under its
+names, as in vLLM; unknown fields are refused by name. Used by `paged run-batch`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .jobs import SAMPLING_FIELDS, finite, sampling_from_json
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
 
-COMPLETION_MAX_TOKENS = 16  # of /v1/completions, where a body says nothing
+COMPLETION_MAX_TOKENS = 16  # the default of /v1/completions
 MAX_TOP_LOGPROBS = 20
 BAD_REQUEST, NOT_FOUND, TIMED_OUT, FAILED = 400, 404, 408, 500
 
-# A body's fields that are those of SamplingParams; text is what a response is made of, so it is always made.
+# Fields that a body shares with SamplingParams. A response consists of text, so detokenize is none.
 SAME = frozenset(SAMPLING_FIELDS) - {"logprobs", "prompt_logprobs", "detokenize"}
 COMMON = SAME | {"model", "user", "stream", "response_format"}
 CHAT_ONLY = frozenset(
@@ -37,11 +37,11 @@ COMPLETION_ONLY = frozenset({"prompt", "logprobs", "echo", "add_special_tokens"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(ABC):
-    """A body, checked as far as no model is needed for it.
+    """A request body, validated as far as possible without a model.
 
-    model: which one it asks for; None asks for any.
+    model: the name of the model; None accepts any.
     tenant: the body's user.
-    stream: whether it wants the answer as server-sent events.
+    stream: whether to answer by server-sent events.
     """
 
     model: str | None
@@ -51,18 +51,20 @@ class Call(ABC):
 
     @abstractmethod
     def prompts(self, engine: LLMEngine, chat_template: str | None = None) -> Sequence[Prompt]:
-        """What to generate from. Raises RequestError.
+        """Return the prompts to complete. Raises RequestError.
 
-        chat_template: in place of the checkpoint's, for a body that names none.
+        chat_template: the default for bodies without one; None takes the checkpoint's.
         """
 
     @abstractmethod
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
     ) -> dict[str, Any]:
-        """The response to finished outputs, one for each of the prompts.
+        """Return the response body.
 
-        identity: unique among responses. created: seconds since 1970.
+        outputs: the finished output of each prompt.
+        identity: unique among responses.
+        created: seconds since 1970.
         """
 
 
@@ -75,7 +77,7 @@ class ChatCall(Call):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ChatCall:
-        """Raises RequestError or UnknownArgumentError naming the field."""
+        """Parse a body. Raises RequestError or UnknownArgumentError naming the field."""
         given = _given(body, "/v1/chat/completions", COMMON | CHAT_ONLY)
         if "messages" not in given:
             raise RequestError("messages is missing")
@@ -94,7 +96,7 @@ class ChatCall(Call):
         return cls(messages=given["messages"], template_options=options, **_common(given, sampling))
 
     def prompts(self, engine: LLMEngine, chat_template: str | None = None) -> Sequence[Prompt]:
-        """The conversation in the words of the template."""
+        """Return the rendered conversation."""
         options = {"chat_template": chat_template, **self.template_options}
         text = engine.chat_templates.render(self.messages, **options)
         return [{"prompt": text, "add_special_tokens": False}]
@@ -102,7 +104,7 @@ class ChatCall(Call):
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
     ) -> dict[str, Any]:
-        """A chat.completion. A call of a tool stays the text that the model wrote."""
+        """Return a chat.completion. Tool calls stay in the text as the model wrote them."""
         choices = [
             {
                 "index": i,
@@ -125,7 +127,7 @@ class CompletionCall(Call):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> CompletionCall:
-        """Raises RequestError or UnknownArgumentError naming the field."""
+        """Parse a body. Raises RequestError or UnknownArgumentError naming the field."""
         given = _given(body, "/v1/completions", COMMON | COMPLETION_ONLY)
         if "prompt" not in given:
             raise RequestError("prompt is missing")
@@ -150,13 +152,13 @@ class CompletionCall(Call):
         engine: LLMEngine,  # noqa: ARG002
         chat_template: str | None = None,  # noqa: ARG002
     ) -> Sequence[Prompt]:
-        """As they are."""
+        """Return the prompts of the body."""
         return self.listed
 
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
     ) -> dict[str, Any]:
-        """A text_completion; the choices of a prompt follow those of the one before it."""
+        """Return a text_completion with the choices in the order of the prompts."""
         choices = [
             {
                 "index": i * self.params.n + j,
@@ -178,7 +180,7 @@ ENDPOINTS: dict[str, Callable[[Mapping[str, Any]], Call]] = {
 
 
 def parse_call(url: Any, body: Any) -> Call:
-    """The call that a body at this path makes. Raises RequestError or UnknownArgumentError."""
+    """Parse the body of a request to a URL path. Raises RequestError or UnknownArgumentError."""
     if not isinstance(url, str) or url not in ENDPOINTS:
         raise RequestError(f"url {url!r} is not supported; it is one of {', '.join(ENDPOINTS)}")
     if not isinstance(body, Mapping):
@@ -187,14 +189,14 @@ def parse_call(url: Any, body: Any) -> Call:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """The body of a response that is an error."""
+    """Return the body of an error response."""
     kind = "invalid_request_error" if status in (BAD_REQUEST, NOT_FOUND) else "server_error"
     code = "model_not_found" if status == NOT_FOUND else None
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def failure_of(outputs: Sequence[RequestOutput]) -> tuple[int, str] | None:
-    """Status and message, if one of them did not come to its end."""
+    """Return status and message of the first output that failed or timed out; None if all succeeded."""
     for output in outputs:
         for completion in output.outputs:
             if completion.finish_reason in ("error", "abort"):
@@ -204,7 +206,7 @@ def failure_of(outputs: Sequence[RequestOutput]) -> tuple[int, str] | None:
 
 
 def _given(body: Mapping[str, Any], url: str, known: frozenset[str]) -> dict[str, Any]:
-    """What the body says; null is as good as nothing."""
+    """Return the fields of the body that are not null. Raises UnknownArgumentError."""
     reject_unknown(url, body, known)
     return {name: value for name, value in body.items() if value is not None}
 
@@ -247,7 +249,7 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
 
 
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    """How many candidates a place reports, beside the token that is there."""
+    """Return how many candidates to report besides the chosen token; None without logprobs."""
     wanted = check_bool(RequestError, "logprobs", given.get("logprobs", False))
     if "top_logprobs" not in given:
         return 0 if wanted else None
@@ -257,7 +259,7 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _prompts(value: Any) -> list[Any]:
-    """Text, a list of texts, token ids, or a list of lists of these."""
+    """Return a list of prompts from a text, a list of texts, token ids, or a list of lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -295,7 +297,7 @@ def _chat_places(completion: CompletionOutput, num_top: int) -> dict[str, Any] |
     content = []
     for place in completion.logprobs:
         chosen, *_ = candidates = [*place.values()]
-        # The token that is there may be none of the most likely.
+        # The chosen token need not be among the most likely ones.
         top = sorted(candidates, key=lambda candidate: candidate.rank)[:num_top]
         content.append({**_candidate(chosen), "top_logprobs": [_candidate(c) for c in top]})
     return {"content": content}
@@ -303,7 +305,7 @@ def _chat_places(completion: CompletionOutput, num_top: int) -> dict[str, Any] |
 
 def _candidate(candidate: Logprob) -> dict[str, Any]:
     token = candidate.decoded_token or ""
-    # A token may be a part of a character, of which its text does not tell the bytes.
+    # The token may be a part of a character, whose bytes its text does not give.
     bytes_ = None if "\ufffd" in token else list(token.encode("utf-8", "surrogatepass"))
     return {"token": token, "logprob": finite(candidate.logprob), "bytes": bytes_}
 

@@ -1,4 +1,4 @@
-"""Routers: which replica gets a request."""
+"""Routers: choose the replica for each request."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ class Router(Protocol):
     """Chooses a replica for each request."""
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:
-        """The number of a replica.
+        """Return the index of a replica.
 
-        loads: outstanding tokens of each replica: those of its unfinished requests, prompt and output so far.
+        loads: for each replica the tokens of its unfinished requests, prompt and output so far.
         """
 
 
 class RoundRobin:
-    """Each in turn."""
+    """Chooses the replicas in turn."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:  # noqa: ARG002
-        """The one after the last."""
+        """Return the replica after the last chosen one."""
         chosen = self._next
         self._next = (chosen + 1) % len(loads)
         return chosen
 
 
 class LeastLoaded:
-    """The fewest outstanding tokens; of equals, the first."""
+    """Chooses the replica with the lowest load, the first of equals."""
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:  # noqa: ARG002
-        """The one with the least to do."""
+        """Return the replica with the lowest load."""
         return loads.index(min(loads))
 
 
 class PrefixAware:
-    """Whoever was sent the longest prefix of the prompt, unless it has too much to do; then the least loaded.
+    """Chooses the replica that got the longest prefix of the prompt before, or the least loaded one.
 
-    As in SGLang's and llm-d's routers it remembers what it sent where, not what the replicas still hold:
-    the MAX_PREFIXES blocks of block_size tokens that were asked for last. Too much is more than
-    MAX_RATIO times the least load and MAX_EXTRA tokens.
+    The latter if the former's load is more than MAX_RATIO times the lowest load plus MAX_EXTRA tokens.
+
+    As in SGLang's and llm-d's routers, the choice rests on what was sent to each replica, not on what the
+    replica still caches: the MAX_PREFIXES most recently used blocks of block_size tokens are remembered.
     """
 
     MAX_PREFIXES = 2**18
@@ -57,7 +58,7 @@ class PrefixAware:
         self._holders: OrderedDict[int, set[int]] = OrderedDict()
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:
-        """The one that should know most of the prompt."""
+        """Return the replica that should have most of the prompt cached, unless its load is too high."""
         keys = self._keys(token_ids)
         known: set[int] = set()
         for key in keys:
@@ -81,7 +82,7 @@ class PrefixAware:
 
     def _remember(self, keys: list[int], replica: int) -> None:
         holders = self._holders
-        # From the end, so that the cache loses the ends of prefixes first.
+        # In reverse order, so that the ends of prefixes are forgotten first.
         for key in reversed(keys):
             holders.setdefault(key, set()).add(replica)
             holders.move_to_end(key)
@@ -93,7 +94,7 @@ ROUTERS = ("round-robin", "least-loaded", "prefix-aware")
 
 
 def new_router(name: str, block_size: int) -> Router:
-    """A router by name. Raises ConfigError for an unknown one."""
+    """Return a new router. Raises ConfigError for an unknown name."""
     if name == "round-robin":
         return RoundRobin()
     if name == "least-loaded":

@@ -317,7 +317,7 @@ def test_nothing_else_is_written_over(run, tmp_path):
         "run-batch", source, tmp_path / "out", "--chat-template", "missing.jinja"
     )
     assert "block_size must be" in run.refused("run-batch", source, tmp_path / "out", "--block-size", "3")
-    assert "/dev/null: not a file that results stay in" in run.refused("run-batch", source, "/dev/null")
+    assert "/dev/null: not a regular file" in run.refused("run-batch", source, "/dev/null")
     assert "/dev/null: not a file that can be read twice" in run.refused(
         "run-batch", "/dev/null", tmp_path / "out"
     )
