@@ -1,4 +1,4 @@
-"""`paged chat`: a conversation in the terminal, or one that comes through a pipe, a line a turn."""
+"""`paged chat`: a conversation in the terminal or through a pipe, one line per turn."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ..requests.request import CompletionOutput
 
 MARKER, CONTINUATION = ">>> ", "... "
-SYSTEM_HELP = "What the model is told before the first turn."
+SYSTEM_HELP = "The system message, before the first turn."
 TEMPLATE_KWARGS_HELP = 'More variables for the template as a JSON object, such as {"enable_thinking": false}.'
 HELP = """\
-/help           this
+/help           show this list
 /reset          forget the conversation, but not the system message
-/system TEXT    tell the model TEXT before the first turn; without TEXT, nothing
-/retry          another answer in place of the last one
+/system TEXT    set the system message; without TEXT, remove it
+/retry          replace the last answer by another one
 /save FILE      write the conversation to FILE as JSON
 /exit           leave, as Ctrl-D does
-A line that ends in \\ goes on in the next one; one that begins with // is a turn that begins with /.
+A line that ends in \\ continues on the next line. A line that begins with // is a turn that begins with /.
 Ctrl-C stops an answer, a second one leaves."""
 
 
@@ -62,12 +62,12 @@ def chat(
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
     engine = common.start(engine_options)
-    engine.chat_templates.source(template["chat_template"])  # there is one
+    engine.chat_templates.source(template["chat_template"])  # raises now if there is no template
     return Chat(engine, params, template, system).run()
 
 
 def _check_one_text(params: SamplingParams) -> None:
-    """What a turn shows is one text, and nothing else."""
+    """Raise CliError for parameters that ask for more than one text."""
     if params.num_samples > 1:
         raise CliError("--n and --best-of have no place in a chat, where a turn has one answer")
     for name in ("logprobs", "prompt_logprobs"):
@@ -89,13 +89,13 @@ def _variables(text: str | None) -> Mapping[str, Any]:
 
 @dataclass(slots=True)
 class _Interrupts:
-    """How often Ctrl-C was pressed since the last line was typed."""
+    """Counts Ctrl-C since the last line was typed."""
 
     count: int = 0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Ctrl-C only counts; the second one ends the program, whatever it is doing."""
+        """Count the first Ctrl-C instead of raising. A second one ends the program."""
 
         def count(_signal: int, _frame: FrameType | None) -> None:
             self.count += 1
@@ -109,9 +109,9 @@ class _Interrupts:
 
 
 class Chat:
-    """A conversation, from turns on stdin.
+    """A conversation whose turns are read from stdin.
 
-    template: chat_template and chat_template_kwargs, as `LLMEngine.chat` takes them.
+    template: the arguments chat_template and chat_template_kwargs of `ChatTemplates.render`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Chat:
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
             "/reset": lambda _: self._turns.clear(),
-            "/system": self._tell_system,
+            "/system": self._set_system,
             "/retry": lambda _: self._retry(),
             "/save": self._save,
         }
@@ -137,9 +137,9 @@ class Chat:
         return [*system, *self._turns]
 
     def run(self) -> int:
-        """Answer until stdin ends, or somebody leaves. Returns the exit code."""
+        """Answer until stdin ends or the user leaves. Return the exit code."""
         if self._interactive:
-            with suppress(ImportError):  # gives input() a history and keys to edit with
+            with suppress(ImportError):  # gives input() history and editing keys
                 import readline  # noqa: F401
             print("/help lists the commands; Ctrl-D leaves", file=sys.stderr)
         while (line := self._read()) is not None:
@@ -147,14 +147,14 @@ class Chat:
                 if not self._take(line):
                     break
             except (PagedError, OSError) as error:
-                # Through a pipe nobody sees that a turn is missing, and those behind it may depend on it.
+                # Through a pipe a missing turn would go unnoticed, and later turns may depend on it.
                 if not self._interactive:
                     raise
                 common.complain(str(error))
         return 0
 
     def _take(self, line: str) -> bool:
-        """Do what a line says. Returns whether there may be another one."""
+        """Run a line as a command or a turn. Return False if it ends the conversation."""
         command, _, argument = line.partition(" ")
         if not line.strip():
             return True
@@ -172,7 +172,7 @@ class Chat:
     # Reading
 
     def _read(self) -> str | None:
-        """The next line, or None at the end."""
+        """Read a line with its continuation lines. Return None at the end of stdin."""
         lines = [self._read_line(MARKER)]
         while lines[-1] is not None and lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
@@ -207,7 +207,7 @@ class Chat:
 
     # Commands
 
-    def _tell_system(self, text: str) -> None:
+    def _set_system(self, text: str) -> None:
         self._system = text or None
 
     def _save(self, file: str) -> None:
@@ -231,7 +231,7 @@ class Chat:
     # Answers
 
     def _ask(self, text: str) -> None:
-        """One turn and its answer; both are forgotten if there is none."""
+        """Answer a turn. If that fails, the turn is removed."""
         self._turns.append({"role": "user", "content": text})
         try:
             answer = self._answer()
@@ -241,7 +241,7 @@ class Chat:
         self._turns.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> str:
-        """Show the answer as it comes. Returns it, or as much as there was when Ctrl-C came."""
+        """Stream the answer to stdout. Return it, or the part before Ctrl-C."""
         completion, shown = None, ""
         with self._interrupts.counted() if self._interactive else nullcontext():
             request_id = self._request()
@@ -253,11 +253,11 @@ class Chat:
             self._engine.abort_request(request_id)
         print(flush=True)
         if completion is not None:
-            self._say_why_it_ended(completion)
+            self._report_end(completion)
         return shown
 
     def _request(self) -> str:
-        """Ask for the next answer. Returns the id of the request."""
+        """Add the request for the next answer. Return its id."""
         prompt = self._engine.chat_templates.render(self.messages, **self._template)
         request_id = str(self._num_requests)
         self._num_requests += 1
@@ -266,18 +266,18 @@ class Chat:
                 request_id, {"prompt": prompt, "add_special_tokens": False}, self._turn_params()
             )
         except PagedError as error:
-            # Whatever else is wrong, a shorter conversation does not help.
+            # Only these errors go away with a shorter conversation.
             if "max_model_len" in str(error) or "KV cache" in str(error):
                 raise CliError(f"{error}; {self._way_out()}") from error
             raise
         return request_id
 
     def _turn_params(self) -> SamplingParams:
-        """A retry under the same seed would give the same answer."""
+        """Return the sampling parameters; a retry gets another seed, else it would give the same answer."""
         seed = self._params.seed
         return replace(self._params, seed=seed + self._num_retries) if seed is not None else self._params
 
-    def _say_why_it_ended(self, completion: CompletionOutput) -> None:
+    def _report_end(self, completion: CompletionOutput) -> None:
         most = self._params.max_tokens
         if completion.finish_reason == "error":
             raise CliError(str(completion.stop_reason))

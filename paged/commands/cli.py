@@ -1,7 +1,7 @@
-"""The command line: `paged generate`, `chat`, `run-batch`, `warmup` and `simulate`, which are in commands/.
+"""The command line: `paged generate`, `chat`, `run-batch`, `warmup` and `simulate`.
 
-Everything that can be wrong with the arguments is looked at before torch is imported and the model loaded.
-Every error is one line on stderr; only generated text and results go to stdout.
+Arguments are validated before torch is imported and the model loaded. Every error is one line on stderr; only
+generated text and results go to stdout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .run_batch import run_batch
 from .simulate import simulate
 from .warmup import warmup
 
-# Older versions of Typer take their exceptions from click, newer ones bring copies of their own.
+# The base class of parser errors: click's in older versions of Typer, Typer's own copy in newer ones.
 PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -33,17 +33,17 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line, and leave with its exit code."""
-    # Ctrl-C ends it at once and quietly, also in the middle of an import: nothing here needs cleaning up.
+    """Run the command line and exit with its code."""
+    # Ctrl-C ends the process at once and without a traceback, as nothing needs cleaning up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # What the terminal cannot show is escaped, not fatal.
+    # Characters that the terminal cannot encode are escaped.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         sys.exit(app(prog_name="paged", standalone_mode=False))
     except PARSER_ERROR as error:
         message = f"{error.format_message()} (see paged {_command()} --help)"
-    except (PagedError, UnicodeDecodeError) as error:  # the latter from stdin
+    except (PagedError, UnicodeDecodeError) as error:  # UnicodeDecodeError comes from stdin
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -65,7 +65,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """A paged-attention runtime for large language models."""
+    """Run large language models with paged attention."""
     if version:
         print(f"paged {__version__}")
     elif context.invoked_subcommand is None:

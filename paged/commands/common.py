@@ -1,4 +1,4 @@
-"""What the commands share: their flags, how they start an engine, and how they say what is wrong."""
+"""Shared by the commands: option groups, starting an engine, and error messages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
-# The fields of the API that are no flags of these commands, and why.
+# The fields of the API that are not options of the commands, and why.
 NO_FLAGS = {
     "structured_outputs": "its own fields are: --json-schema, --json-object, --regex, --choice, --grammar",
     "logits_processors": "they are Python functions",
     "output_kind": "a command shows text as it comes, and results when they are whole",
     "skip_tokenizer_init": "a command's prompts are text",
 }
-# Shown as the model's is by default; --seed is a request's.
+# Option groups for `with_options`. --model is declared below, and --seed is that of SamplingParams.
 SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in NO_FLAGS])
 ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model", "seed")])
 
@@ -49,21 +49,21 @@ Grammar = Annotated[
     typer.Option(help="A context-free grammar in EBNF for the whole output: a file, or the grammar itself."),
 ]
 TEMPLATE_HELP = """A Jinja template in place of the checkpoint's: a file, the template itself, the name of one
-of several that the checkpoint has, or plain, which writes roles as words (then with --stop User: perhaps)."""
+of several that the checkpoint has, or plain, which writes roles as words (often used with --stop User:)."""
 ChatTemplate = Annotated[str | None, typer.Option(help=TEMPLATE_HELP)]
 
 
 class CliError(PagedError):
-    """The command line, or a file that it names, is wrong."""
+    """An error in the command line, or in a file that it names."""
 
 
 def complain(message: str) -> None:
-    """Say on stderr, in one line, what is wrong."""
+    """Print a message to stderr as one line."""
     print("paged:", " ".join(message.split()), file=sys.stderr)
 
 
 def start(options: Mapping[str, Any]) -> LLMEngine:
-    """An engine with these options; says on stderr what it is."""
+    """Start an engine with these options and describe it on stderr."""
     from ..engine.engine import LLMEngine
 
     engine = LLMEngine(**options)
@@ -72,12 +72,12 @@ def start(options: Mapping[str, Any]) -> LLMEngine:
 
 
 def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those of these options that were given."""
+    """Return the named options that were given."""
     return {name: options[name] for name in names if options.get(name) not in (None, [], ())}
 
 
 def engine_options(model: str, options: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """What LLMEngine takes, checked. Raises ConfigError."""
+    """Return the validated arguments of LLMEngine. Raises ConfigError."""
     result = {"model": model, **given(options, [*ENGINE[1], *more])}
     if "tenant_weights" in result:
         result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])
@@ -86,7 +86,7 @@ def engine_options(model: str, options: Mapping[str, Any], *more: str) -> dict[s
 
 
 def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What SamplingParams takes. Raises RequestError, CliError or OSError."""
+    """Return the arguments of SamplingParams. Raises RequestError, CliError or OSError."""
     result = given(options, SAMPLING[1])
     if "logit_bias" in result:
         result["logit_bias"] = biases_of(map(_bias, result["logit_bias"]))
@@ -103,8 +103,8 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_text(value: str | None) -> str | None:
-    """What `LLMEngine.chat` takes as chat_template. Raises OSError if it is a file that cannot be read."""
-    # A name has neither a directory nor a suffix.
+    """Return the chat_template of `LLMEngine.chat`. Raises OSError if a file cannot be read."""
+    # A template's name, unlike a file's, has neither a directory nor a suffix.
     return _text(
         value, is_file=lambda text: "{" not in text and (_names_a_file(text) or "/" in text or "." in text)
     )
@@ -125,5 +125,5 @@ def _text(value: str | None, is_file: Callable[[str], bool]) -> str | None:
 
 
 def _names_a_file(text: str) -> bool:
-    # As os.path has it: what is too long for a name is none, where pathlib raises.
+    # Path.is_file would raise for a text that is too long to be a file's name.
     return os.path.isfile(text)

@@ -1,4 +1,4 @@
-"""`paged generate`: the text that follows one prompt, as it comes, or those of a file of prompts."""
+"""`paged generate`: complete one prompt, streaming its text, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ..requests.request import RequestOutput
 
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl, one object per
-line with prompt or prompt_token_ids, any sampling parameter by its API name, and perhaps tenant. Blank lines
-are skipped."""
+line with prompt or prompt_token_ids, and optionally sampling parameters by their API names and tenant. Blank
+lines are skipped."""
 LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output."
 OUTPUT_HELP = "Write the results of --prompts to this file instead of stdout, as JSON lines."
 
@@ -86,7 +86,7 @@ def _check_shows_text(params: SamplingParams) -> None:
 def _read_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise CliError("no prompt: give it as an argument, on stdin, or in a file with --prompts")
-    # The newline that ends the last line of a text is not meant as part of a prompt.
+    # The final newline is not part of the prompt.
     text = sys.stdin.read().removesuffix("\n")
     if not text:
         raise CliError("no prompt: stdin is empty; give it as an argument, or a file with --prompts")
@@ -94,7 +94,7 @@ def _read_stdin() -> str:
 
 
 def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
-    """Write the prompt and the text that follows it, as it comes; then a line of figures."""
+    """Print the prompt and stream its completion, then print a line of figures to stderr."""
     engine.add_request("0", prompt, params)
     print(prompt, end="", flush=True)
     shown = 0
@@ -104,11 +104,11 @@ def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
                 text = output.outputs[0].text
                 print(text[shown:], end="", flush=True)
                 shown = len(text)
-    if params.n > 1:  # side by side they cannot be shown as they grow
+    if params.n > 1:  # several samples cannot be streamed at once
         print(
             *(f"\n--- sample {i + 1} of {params.n}\n{c.text}" for i, c in enumerate(output.outputs)), end=""
         )
-    elif params.num_samples > 1:  # which is the best was not known
+    elif params.num_samples > 1:  # the best sample is known only now
         print(output.outputs[0].text, end="")
     print(flush=True)
     if "error" in (outcome := outcome_of(output)):
@@ -134,12 +134,12 @@ def _figures(blocks: BlockManager, output: RequestOutput) -> str:
 
 
 def _complete(engine: LLMEngine, jobs: list[Job], output: Path | None, *, live: bool) -> int:
-    """Write a line for every job, in their order, as soon as it and those before it are done."""
+    """Write a line for each job, in order, as soon as it and all jobs before it are done."""
     from tqdm import tqdm
 
     from .live_view import LiveView
 
-    # On a terminal the lines themselves, or the live view, show how far it is.
+    # On a terminal the lines themselves, or the live view, show the progress.
     hidden = live or (output is None and sys.stdout.isatty())
     started, num_tokens, num_written, num_failed = time.perf_counter(), 0, 0, 0
     done: dict[int, dict[str, Any]] = {}
@@ -170,7 +170,7 @@ def _complete(engine: LLMEngine, jobs: list[Job], output: Path | None, *, live: 
 def _outcomes(
     engine: LLMEngine, jobs: list[Job], after_step: Callable[[], None]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Index and outcome of every job, as they finish. One that is refused stops none of the others."""
+    """Yield index and outcome of each job as it finishes. A refused job has an error as its outcome."""
     pending = deque(enumerate(jobs))
     most_waiting = engine.config.max_waiting or len(jobs)
     while pending or engine.has_unfinished_requests():

@@ -1,4 +1,4 @@
-"""LiveView: what an engine does, redrawn in the terminal while it runs."""
+"""LiveView: the state of a running engine, redrawn in the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REDRAW_S = 0.1
 
 
 class LiveView:
-    """A context in which `update` redraws the view on stderr, a few times a second."""
+    """A context manager in which `update` redraws the view on stderr at most every REDRAW_S seconds."""
 
     def __init__(
         self, stats: Callable[[], EngineStats], num_requests: int, console: Console | None = None
@@ -43,7 +43,7 @@ class LiveView:
         self._live.__exit__(kind, error, traceback)
 
     def update(self) -> None:
-        """Redraw, if the last time is long enough ago."""
+        """Redraw if the last drawing is REDRAW_S old."""
         if time.perf_counter() - self._drawn >= REDRAW_S:
             self._draw()
 
@@ -58,7 +58,7 @@ class LiveView:
 
 
 def render(stats: EngineStats, num_done: int, num_requests: int, tokens_per_s: float) -> Group:
-    """The view: what runs, whom the blocks belong to, and what the last step computed."""
+    """Return the view: requests, blocks by their use, and tokens of the last step."""
     blocks = Text("blocks   ")
     width = 50
     shares = (

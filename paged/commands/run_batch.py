@@ -1,4 +1,4 @@
-"""`paged run-batch`: a file of OpenAI's batch format, from where an earlier run of it ended."""
+"""`paged run-batch`: answer a file in OpenAI's batch format, continuing an earlier run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
 /v1/chat/completions or /v1/completions."""
-OUTPUT_HELP = """Where results go, in the order in which they are done. Lines that have theirs here already
-are skipped, so that a run that was ended goes on when it is started again."""
-NAME_HELP = "What the bodies call the model, if not as --model does."
+OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it already has
+are skipped, so that starting an interrupted run again continues it."""
+NAME_HELP = "The model's name in the request bodies; the value of --model by default."
 
 
 @with_options(common.ENGINE, (EngineConfig, ["seed"]))
@@ -47,7 +47,7 @@ def run_batch(
     with BatchOutput(output_file, input_file) as output:
         lines = read_lines(input_file, output.done)
         num_done = len(output.done)
-        # The first line that is missing tells whether a model is needed at all.
+        # Without a missing line no model is loaded.
         first = next(lines, None)
         if first is not None:
             engine = common.start(engine_options)
@@ -62,7 +62,7 @@ def run_batch(
 
 @dataclass(slots=True)
 class _Entry:
-    """A line that is being answered, and what there is of it."""
+    """A line that is being answered, with the outputs so far."""
 
     line: Line
     call: Call
@@ -71,12 +71,12 @@ class _Entry:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def request_id(self, index: int) -> str:
-        # The same in every run: seeds derive from it.
+        # The same in every run, as seeds are derived from it.
         return f"{self.line.identity}-{index}"
 
 
 class _Run:
-    """Answers lines with an engine, holding no more of them than keep it busy."""
+    """Answers lines with an engine, reading only as many as keep it busy."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Run:
         self._most_waiting = min(config.max_num_seqs, config.max_waiting or config.max_num_seqs)
 
     def answer(self, first: Line, rest: Iterator[Line]) -> None:
-        """Write the results of all lines, each as soon as it is there."""
+        """Answer all lines and write each result as soon as it exists."""
         engine = self._engine
         pending: Line | None = first
         while pending is not None or self._queue or engine.has_unfinished_requests():
@@ -109,7 +109,7 @@ class _Run:
                     self._take(output)
 
     def _open(self, line: Line) -> None:
-        """Queue the prompts of a line, or write what is wrong with it."""
+        """Queue the prompts of a line, or write its error."""
         try:
             if isinstance(line.call, RequestError):
                 raise line.call

@@ -45,10 +45,10 @@ _NAMES = {
 _OWN = ("model", "scheduling_policy", "tenant_weights")  # declared below, with a flag or help of their own
 _SWEPT = {name: owner for owner, names in _NAMES.items() for name in names if name not in MAPPINGS}
 
-MODEL_HELP = "A directory with a config.json; without it, the checkpoint that ships with `paged`, 'demo'."
-WEIGHTS_HELP = "For the policy fair, what tenants are entitled to, such as a=1,b=2; 1 where nothing is said."
-SWEEP_HELP = """Simulate once for each value of an option, and print a table: num_blocks=1000,2000,4000, or
-input_len=lognormal:500,0.8;fixed:500 where values have commas of their own."""
+MODEL_HELP = "A directory with a config.json; by default 'demo', the checkpoint that ships with `paged`."
+WEIGHTS_HELP = "For the policy fair, the relative shares of tenants, such as a=1,b=2; by default 1."
+SWEEP_HELP = """Simulate once for each value of an option and print a table: num_blocks=1000,2000,4000, or
+input_len=lognormal:500,0.8;fixed:500 if values contain commas."""
 PLOT_HELP = "Write a PNG: requests, tokens a second and blocks used over time."
 
 

@@ -1,4 +1,4 @@
-"""`paged warmup`: the kernels that a model needs, compiled before anybody waits for them."""
+"""`paged warmup`: compile the kernels that a model needs ahead of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..config import EngineConfig
 from . import common
 from .options import with_options
 
-# Those that say what is compiled.
+# The options that decide what is compiled.
 KERNELS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_len", "attention_backend"]
 
 
