@@ -1,4 +1,4 @@
-"""How long a step takes and how many blocks fit: from data sheets, or from a fit to measured steps."""
+"""Step times and KV cache sizes, from data sheets or from a fit to measured steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..validation import check_number
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """What a vendor's data sheet says of one GPU. Nobody reaches it: see the efficiencies of `FleetConfig`.
+    """Peak figures of one GPU. Kernels reach a share of them: see the efficiencies of `FleetConfig`.
 
-    tflops: bfloat16 on the matrix units, dense, in 10^12 a second.
-    memory_gb_per_s: bandwidth of its own memory, in 10^9 bytes a second.
-    memory_gib: size of that memory.
-    link_gb_per_s: to the host, one way.
-    has_e4m3: whether the engine has fp8 there.
+    tflops: dense bfloat16 on the matrix units, in 10^12 operations per second.
+    memory_gb_per_s: bandwidth of the GPU's memory, in 10^9 bytes per second.
+    memory_gib: size of the GPU's memory.
+    link_gb_per_s: bandwidth to the host in one direction, in 10^9 bytes per second.
+    has_e4m3: whether the engine supports kv_cache_dtype "fp8" on it.
     """
 
     tflops: float
@@ -35,7 +35,7 @@ class DataSheet:
     has_e4m3: bool = True
 
 
-# Of the SXM or OAM module where there is one; PCIe 4.0 x16 is 32 GB/s, 5.0 is 64.
+# The SXM or OAM module where there is one. Links: PCIe 4.0 x16 has 32 GB/s, 5.0 has 64.
 DATA_SHEETS = {
     "A100-80G": DataSheet(312, 2039, 80, 32, has_e4m3=False),
     "H100": DataSheet(989, 3350, 80, 64),
@@ -48,10 +48,10 @@ DATA_SHEETS = {
 
 
 class Work(NamedTuple):
-    """What a step computes.
+    """The amount of work of a step. context and pairs are means over layers, whose windows may differ.
 
-    context: tokens whose K and V are read, those of the step included; each sequence reads its own once.
-    pairs: of queries and the keys they see. Both are means over the layers, which differ by their windows.
+    context: tokens whose K and V are read, including the step's own; each sequence reads its own once.
+    pairs: pairs of a query and a key that it attends to.
     """
 
     num_tokens: int
@@ -61,17 +61,17 @@ class Work(NamedTuple):
     pairs: float
 
 
-# Each window that layers have, and the share of layers that have it.
+# Sliding windows, and the share of layers that have each.
 WindowShares = Sequence[tuple[int | None, float]]
 
 
 def window_shares(model: ModelConfig) -> WindowShares:
-    """The windows of a model's layers."""
+    """Return the windows of a model's layers."""
     return [(window, n / model.num_layers) for window, n in Counter(model.layer_windows).items()]
 
 
 def work_of(schedule: Schedule, windows: WindowShares) -> Work:
-    """What a step computes, before it is booked as computed."""
+    """Return the work of a step. Call it before `Scheduler.update` counts the step's tokens as computed."""
     computed = [request.num_computed_tokens for request in schedule.requests]
     context = pairs = 0.0
     for window, share in windows:
@@ -84,14 +84,14 @@ def work_of(schedule: Schedule, windows: WindowShares) -> Work:
 def _attention(
     computed: list[int], num_new: list[int], num_decodes: int, window: int | None
 ) -> tuple[int, int]:
-    """Keys read, and pairs of queries and keys, in a layer with this window. Decodes come first."""
+    """Return the keys read and the query-key pairs of a layer with this window. Decodes come first."""
     if window is None:
         context = sum(computed[:num_decodes]) + num_decodes
     else:
         context = sum(min(start + 1, window) for start in computed[:num_decodes])
     pairs = context
     for start, new in zip(computed[num_decodes:], num_new[num_decodes:], strict=True):
-        # The first `below` queries see everything before them and themselves, the others a whole window.
+        # The first `below` queries attend to all keys up to their own, the others to a full window.
         below = new if window is None else min(new, max(0, window - start))
         seen = 0 if window is None else max(0, start - window + 1)
         context += start + new - seen
@@ -100,24 +100,24 @@ def _attention(
 
 
 class ComputeCost(Protocol):
-    """Seconds that a step's work takes."""
+    """A model of the time that a step's work takes."""
 
     def seconds(self, work: Work) -> float:
-        """From begin to end of the step."""
+        """Return the seconds from the begin to the end of the step."""
 
 
 class Roofline:
-    """overhead + max(flops / peak, bytes / bandwidth), as in Williams et al., 2009.
+    """The roofline model of Williams et al., 2009: overhead + max(flops / peak, bytes / bandwidth).
 
-    flops: 2 for each weight of the layers and each token, 2 for each weight of the head and each sampled
-        token, and 4 head_dim for each head and each pair of query and key. That most tokens of a prompt
-        leave the last layer early is left out.
-    bytes: all weights but the embedding once, K and V of the context read, those of the new tokens written.
+    flops: 2 per weight of the layers and token, 2 per weight of the output head and sampled token, and
+        4 head_dim per head and query-key pair.
+    bytes: all weights except the embedding once, K and V of the context, and K and V of the new tokens.
 
-    Norms, biases and activations, about one percent, are left out.
+    Not counted: norms, biases and activations (about one percent), and that most tokens of a prompt skip a
+    part of the last layer.
 
-    kv_bytes: of K and V of one token over all layers.
-    overhead: seconds of a step that are neither: launches, scheduling, sampling.
+    kv_bytes: bytes of K and V of one token over all layers.
+    overhead: seconds per step for launches, scheduling and sampling.
     flops_efficiency, bandwidth_efficiency: the share of the data sheet's figures that kernels reach.
     """
 
@@ -141,7 +141,7 @@ class Roofline:
         self._overhead = overhead
 
     def seconds(self, work: Work) -> float:
-        """From begin to end of the step."""
+        """Return the seconds from the begin to the end of the step."""
         flops = (
             self._flops_per_token * work.num_tokens
             + self._flops_per_sample * work.num_sampled
@@ -153,13 +153,13 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficients:
-    """A linear fit to measured steps, such as `python -m benchmarks.simulate` makes.
+    """A linear fit to measured steps, as `python -m benchmarks.simulate` makes one.
 
-    step_s: seconds of any step.
-    token_s: seconds for each token computed.
-    seq_s: seconds for each sequence in the step.
-    context_s: seconds for each token whose K and V are read.
-    pair_s: seconds for each pair of a query and a key it sees.
+    step_s: seconds per step.
+    token_s: seconds per computed token.
+    seq_s: seconds per sequence in the step.
+    context_s: seconds per token whose K and V are read.
+    pair_s: seconds per pair of a query and a key that it attends to.
     """
 
     step_s: float
@@ -170,7 +170,7 @@ class Coefficients:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """From a JSON object with these names. Raises ConfigError naming the file."""
+        """Read a JSON object with these names. Raises ConfigError naming the file."""
         names = [field.name for field in fields(cls)]
         try:
             given = json.loads(file.read_bytes())
@@ -178,18 +178,18 @@ class Coefficients:
                 raise ConfigError(f"must be an object with step_s and any of {', '.join(names[1:])}")
             for name, value in given.items():
                 check_number(ConfigError, name, value, 0.0)
-        except ValueError as error:  # json's and our own
+        except ValueError as error:  # from json, and our own
             raise ConfigError(f"{file}: {error}") from error
         return cls(**given)
 
     def seconds(self, work: Work) -> float:
-        """From begin to end of the step."""
+        """Return the seconds from the begin to the end of the step."""
         computed = self.token_s * work.num_tokens + self.seq_s * work.num_seqs
         return self.step_s + computed + self.context_s * work.context + self.pair_s * work.pairs
 
 
 class StepCost:
-    """Seconds of a whole step: what it computes, and the blocks it moves."""
+    """The time of a whole step: its computation and the blocks it swaps and copies."""
 
     def __init__(self, compute: ComputeCost, model: ModelConfig, sheet: DataSheet, block_bytes: int) -> None:
         self._compute, self._windows = compute, window_shares(model)
@@ -198,7 +198,7 @@ class StepCost:
         self._memory_bytes_per_s = sheet.memory_gb_per_s * 1e9
 
     def seconds(self, schedule: Schedule) -> float:
-        """From begin to end of the step."""
+        """Return the seconds from the begin to the end of the step."""
         seconds = 0.0
         if schedule.requests:
             seconds = self._compute.seconds(work_of(schedule, self._windows))
@@ -214,18 +214,21 @@ class StepCost:
 
 
 def num_params(model: ModelConfig) -> int:
-    """All weights."""
+    """Return the number of weights."""
     tables = 1 if model.tie_word_embeddings else 2
     return model.num_layer_params + tables * model.vocab_size * model.hidden_size
 
 
 def element_bytes(model: ModelConfig) -> int:
-    """Bytes of a weight."""
+    """Return the bytes of one weight."""
     return 4 if model.dtype == "float32" else 2
 
 
 def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, block_bytes: int) -> int:
-    """Blocks beside the weights, in that share of the GPU's memory. Raises ConfigError if there is none."""
+    """Return how many blocks fit beside the weights. Raises ConfigError if none does.
+
+    utilization: the share of the GPU's memory that may be used.
+    """
     free = sheet.memory_gib * GIB * utilization - num_params(model) * element_bytes(model)
     num_blocks = math.floor(free / block_bytes)
     if num_blocks < 1:

@@ -1,4 +1,4 @@
-"""Fleet: replicas behind a router, on one virtual clock."""
+"""Fleet: an event loop over replicas behind a router, on one virtual clock."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ from .statistics import Statistics
 from .timeline import Timeline
 from .workload import Arrival
 
-# What happens first of all that happens at one time: a step begins with everything that has come in by then.
+# Order of events at the same time: steps begin after all arrivals.
 ARRIVAL, NEXT_TURN, STEP = range(3)
-Event = tuple[float, int, int, Arrival | None]  # the number is the arrival's, or the replica's
+# Time, kind, number of the request (NEXT_TURN) or replica (STEP), and the arrival unless it is a STEP.
+Event = tuple[float, int, int, Arrival | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """What the fleet is made of.
+    """The hardware of a fleet, its router, and the assumptions of the cost model.
 
-    gpu: a GPU by name, for its data sheet: compute, bandwidth, memory and link to the host.
-    replicas: engines, each with a GPU of its own.
-    router: "round-robin"; "least-loaded", the fewest outstanding tokens; "prefix-aware", whoever was sent
-        most of the prompt before, unless it has too much to do.
+    gpu: name of a GPU; its data sheet gives compute, bandwidth, memory and link to the host.
+    replicas: number of engines, each with a GPU of its own.
+    router: "round-robin"; "least-loaded", the fewest outstanding tokens; "prefix-aware", the replica that
+        was sent most of the prompt before, unless its load is too high.
     coefficients: a JSON file with step_s, token_s, seq_s, context_s and pair_s, measured seconds that replace
         those of the data sheet.
-    flops_efficiency: the share of the data sheet's compute that is reached.
-    bandwidth_efficiency: the share of the data sheet's bandwidth that is reached.
-    step_overhead: milliseconds of a step for launches, scheduling and sampling.
+    flops_efficiency: share of the data sheet's compute that kernels reach.
+    bandwidth_efficiency: share of the data sheet's bandwidth that kernels reach.
+    step_overhead: milliseconds per step for launches, scheduling and sampling.
 
     The defaults of the last three are assumptions, not measurements. Raises ConfigError.
     """
@@ -68,10 +69,12 @@ class FleetConfig:
         check_number(ConfigError, "step_overhead", self.step_overhead, 0.0)
         replaced = {"flops_efficiency", "bandwidth_efficiency", "step_overhead"}.intersection(changed(self))
         if self.coefficients is not None and replaced:
-            raise ConfigError(f"coefficients say how long a step takes; {min(replaced)} goes without them")
+            raise ConfigError(
+                f"coefficients give the time of a step; {min(replaced)} must be left out with them"
+            )
 
     def step_cost(self, sizes: Sizes) -> StepCost:
-        """What a step costs on one of these GPUs."""
+        """Return the cost model of a step on one of these GPUs."""
         sheet = DATA_SHEETS[self.gpu]
         compute: ComputeCost
         if self.coefficients is not None:
@@ -89,31 +92,33 @@ class FleetConfig:
 
 
 class Fleet:
-    """Replicas that take what arrives, step by step, until all of it is done."""
+    """Runs all arriving requests to their end, replica by replica and step by step."""
 
     def __init__(self, fleet: FleetConfig, engine: EngineConfig, timeline: Timeline | None = None) -> None:
         model = read_model(engine.model)
         sizes = Sizes(engine, model, "cuda", model.dtype)
         if sizes.kv_dtype == "float8_e4m3fn" and not DATA_SHEETS[fleet.gpu].has_e4m3:
             asked = f"kv_cache_dtype {engine.kv_cache_dtype!r}"
-            raise ConfigError(f"{asked} cannot be had on {fleet.gpu}; take 'int8'")
+            raise ConfigError(f"{asked} is not supported on {fleet.gpu}; take 'int8'")
         self.num_blocks = engine.num_blocks or _num_blocks_that_fit(fleet, sizes)
         cost = fleet.step_cost(sizes)
         self.replicas = [Replica(sizes, self.num_blocks, cost) for _ in range(fleet.replicas)]
         self._router = new_router(fleet.router, engine.block_size)
-        self._loads = [0] * fleet.replicas  # tokens of unfinished requests
+        self._loads = [0] * fleet.replicas  # tokens of each replica's unfinished requests
         self._events: list[Event] = []
         self._num_requests = 0
-        self._conversations: dict[str, Arrival] = {}  # unfinished requests that are not the last turn
+        self._conversations: dict[
+            str, Arrival
+        ] = {}  # by request id: unfinished turns that another turn follows
         self.statistics = Statistics(self.num_blocks, fleet.replicas, timeline)
 
     def run(
         self, arrivals: Iterator[Arrival], think_time: float = 0.0, done: Callable[[int], object] = bool
     ) -> Statistics:
-        """Serve everybody, and say how it went.
+        """Serve all arrivals. Return the statistics.
 
         think_time: seconds from an answer to the next turn of a conversation.
-        done: is told each time how many more requests are over.
+        done: called with the number of requests that are newly done.
         """
         self._expect(arrivals)
         while self._events:
@@ -139,7 +144,7 @@ class Fleet:
             heapq.heappush(self._events, (arrival.time, ARRIVAL, 0, arrival))
 
     def _admit(self, arrival: Arrival) -> bool:
-        """Give a request to a replica, which may refuse it."""
+        """Give a request to a replica. Return whether the replica accepts it."""
         number = self._router.choose(arrival.token_ids, self._loads)
         replica = self.replicas[number]
         request_id = str(self._num_requests)
@@ -163,16 +168,16 @@ class Fleet:
         heapq.heappush(self._events, (now + seconds, STEP, number, None))
 
     def _end_step(self, number: int, now: float, think_time: float) -> int:
-        """Returns how many requests finished."""
+        """End the step of a replica. Return how many requests finished."""
         num_sampled, finished = self.replicas[number].end_step(now)
         self._loads[number] += num_sampled
         for request in finished:
             self._loads[number] -= request.num_tokens
             self.statistics.finish(request)
-            self._go_on(request, now + think_time)
+            self._schedule_next_turn(request, now + think_time)
         return len(finished)
 
-    def _go_on(self, request: Request, now: float) -> None:
+    def _schedule_next_turn(self, request: Request, now: float) -> None:
         arrival = self._conversations.pop(request.request_id, None)
         if arrival is not None:
             turn = arrival.next_turn(request.token_ids, now)

@@ -1,4 +1,4 @@
-"""The shape of a model, from its config.json alone."""
+"""The config of a model, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ DEMO = Path(__file__).parents[1] / "demo"
 
 
 def read_model(model: str) -> ModelConfig:
-    """The config of a local directory, or of "demo". No weights are needed.
+    """Read the config of a local directory or of "demo". No weights are needed.
 
-    Raises ConfigError if there is no config.json, CheckpointError or UnsupportedModelError if it is no good.
+    Raises ConfigError if there is no config.json, CheckpointError or UnsupportedModelError if it is invalid.
     """
     file = (DEMO if model == "demo" else Path(model)) / "config.json"
     if not file.is_file():

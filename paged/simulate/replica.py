@@ -1,4 +1,4 @@
-"""Replica: one engine of the fleet, with a cost in place of a model."""
+"""Replica: one engine of the fleet, with a cost model instead of a model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Replica:
     def __init__(self, sizes: Sizes, num_blocks: int, cost: StepCost) -> None:
         self.now = 0.0
         self.step: Schedule | None = None  # in flight
-        self.awake = False  # whether it runs a step, or is about to
+        self.awake = False  # whether a step is running or about to begin
         self._cost, self._max_model_len = cost, sizes.max_model_len
         self.manager = sizes.new_block_manager(num_blocks, sizes.num_host_blocks)
         self.scheduler = sizes.new_scheduler(self.manager, clock=lambda: self.now)
 
     def add(self, request_id: str, arrival: Arrival) -> Request | None:
-        """Queue a request; None if it is refused, for its length or because too many wait."""
+        """Queue a request. Return None if it is refused: it can never fit, or too many requests wait."""
         num_prompt_tokens = len(arrival.token_ids)
         # As in the engine: a prompt that fills the context still gets the token that follows it.
         most = min(
@@ -45,12 +45,12 @@ class Replica:
         return request
 
     def begin_step(self, now: float) -> float:
-        """Schedule what there is to do. Returns the seconds it takes."""
+        """Schedule a step. Return the seconds it takes."""
         self.now, self.step = now, self.scheduler.schedule()
         return self._cost.seconds(self.step)
 
     def end_step(self, now: float) -> tuple[int, list[Request]]:
-        """Book the step. Returns the number of tokens it sampled, and who finished."""
+        """Record the results of the step. Return how many tokens it sampled and which requests finished."""
         assert self.step is not None, "no step is in flight"
         num_running, num_sampled = len(self.scheduler.running), len(self.step.sampled)
         self.now = now

@@ -1,4 +1,4 @@
-"""Reports: a simulation's figures as tables."""
+"""Reports: the figures of simulations as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E"}
 
 
 def report(summary: dict[str, Any]) -> str:
-    """One simulation on a few lines."""
+    """Return the figures of one simulation."""
     s = summary
     rows = [["milliseconds", "p50", "p90", "p99", "mean"]]
     for tenant, times in [("", s), *s["tenants"].items()]:
@@ -34,7 +34,7 @@ def report(summary: dict[str, Any]) -> str:
 
 
 def sweep_report(name: str, summaries: Sequence[tuple[object, dict[str, Any]]]) -> str:
-    """A row for each value of the parameter."""
+    """Return a table with a row for each value of the option."""
     percentiles = (cell for label in TIMES.values() for cell in (f"{label} p50 ms", "p99"))
     shares = ("busy %", "blocks %", "hits %")
     rows = [[name, "req/s", "tokens/s", *percentiles, *shares, "preemptions", "refused"]]
@@ -55,7 +55,7 @@ def sweep_report(name: str, summaries: Sequence[tuple[object, dict[str, Any]]]) 
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Aligned lines, the first row underlined."""
+    """Yield aligned lines, the first row underlined."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for i, row in enumerate(rows):
         first, *others = zip(row, widths, strict=True)

@@ -1,4 +1,4 @@
-"""Statistics: what a simulation counts, and the figures that follow."""
+"""Statistics: counts of a simulation and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ PERCENTILES = (50, 90, 99)
 
 
 class Latencies:
-    """Seconds that requests took.
+    """Latencies of finished requests, in seconds.
 
-    ttft: from arrival to the first token. tpot: between tokens, the mean of a request that has several.
+    ttft: from arrival to the first token.
+    tpot: mean time between the tokens of a request that has several.
     e2e: from arrival to the last token.
     """
 
@@ -26,7 +27,7 @@ class Latencies:
         self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
 
     def add(self, request: Request) -> None:
-        """Take a finished request's."""
+        """Add the latencies of a finished request."""
         metrics, num_output = request.metrics, request.num_output_tokens
         first, last = metrics.first_token_time, metrics.finished_time
         assert first is not None, "a request that finished without a token"
@@ -38,9 +39,9 @@ class Latencies:
 
 
 class Statistics:
-    """What happened in a fleet. Times are in seconds of the virtual clock, which begins at 0.
+    """Totals of a fleet. Times are in seconds of the virtual clock, which begins at 0.
 
-    timeline: None, or what collects the course of things.
+    timeline: records every step, for a plot.
     """
 
     def __init__(self, num_blocks: int, num_replicas: int, timeline: Timeline | None = None) -> None:
@@ -52,11 +53,11 @@ class Statistics:
         self.num_step_tokens = self.peak_used_blocks = 0
 
     def refuse(self, num_requests: int) -> None:
-        """A request, or a conversation from here on, was refused."""
+        """Count refused requests: one, or all remaining turns of a conversation."""
         self.num_refused += num_requests
 
     def step(self, replica: Replica, start: float, seconds: float) -> None:
-        """A replica begins a step."""
+        """Count a step that a replica begins."""
         assert replica.step is not None, "no step is in flight"
         used, end = replica.manager.pool.num_used, start + seconds
         self.num_steps += 1
@@ -72,7 +73,7 @@ class Statistics:
             )
 
     def finish(self, request: Request) -> None:
-        """A request got its last token."""
+        """Count a finished request."""
         self.num_finished += 1
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_output_tokens += request.num_output_tokens
@@ -84,8 +85,8 @@ class Statistics:
         latencies.add(request)
 
     def summary(self) -> dict[str, Any]:
-        """All figures by name. Times are in seconds, shares from 0 to 1."""
-        duration = self.duration or math.inf  # nothing was computed: no throughput
+        """Return all figures by name. Times are in seconds, shares from 0 to 1."""
+        duration = self.duration or math.inf  # without a step the throughput is 0
         capacity = self.num_blocks * self.num_replicas * duration
         return {
             "requests": self.num_finished + self.num_refused,
@@ -116,7 +117,7 @@ class Statistics:
 
 
 def _percentiles(groups: Iterable[Latencies]) -> dict[str, dict[str, float] | None]:
-    """Mean and percentiles of each time; None where there is none."""
+    """Return mean and percentiles of each latency; None where no request has it."""
     merged = [*groups]
     return {
         f"{name}_s": _of(sorted(itertools.chain.from_iterable(getattr(group, name) for group in merged)))
@@ -132,7 +133,7 @@ def _of(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted values, by linear interpolation, as numpy does it."""
+    """Return a percentile of sorted values by linear interpolation, as numpy does."""
     place = (len(values) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(values) - 1)

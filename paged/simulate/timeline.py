@@ -1,4 +1,4 @@
-"""Timeline: the course of a simulation, in intervals of equal length, and its picture."""
+"""Timeline: a simulation over time, in intervals of equal length, and its plot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NUM_INTERVALS = 512
 
 
 def check_matplotlib() -> None:
-    """Raise ConfigError if there is nothing to draw with."""
+    """Raise ConfigError if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -18,10 +18,10 @@ def check_matplotlib() -> None:
 
 
 class Timeline:
-    """Sums over intervals that are as long as it takes for NUM_INTERVALS of them to hold everything.
+    """Sums for each of NUM_INTERVALS intervals, whose length doubles whenever the simulation outgrows them.
 
-    Each of the first three is a sum of seconds times a count, so that divided by an interval's length it is
-    the mean count over the fleet in that interval. A replica that computes nothing counts as 0.
+    used_blocks, running and waiting are sums of a count times seconds: divided by the length of the interval
+    they are the fleet's mean count in it. An idle replica counts as 0.
     """
 
     def __init__(self, interval: float = 1e-3) -> None:
@@ -37,7 +37,7 @@ class Timeline:
         return self.used_blocks, self.running, self.waiting, self.tokens
 
     def add(self, start: float, end: float, used: int, running: int, waiting: int, num_tokens: int) -> None:
-        """A step of one replica, from start to end."""
+        """Add a step of one replica, from start to end."""
         while end >= NUM_INTERVALS * self.interval:
             self._double()
         self.end = max(self.end, end)
@@ -55,7 +55,7 @@ class Timeline:
             series[:] = halved + [0.0] * (NUM_INTERVALS - len(halved))
 
     def plot(self, file: Path, num_blocks: int, title: str) -> None:
-        """Write a PNG: requests, tokens a second, and the share of the fleet's num_blocks that are used."""
+        """Write a PNG: requests, tokens per second, and the share of the fleet's num_blocks that is used."""
         from matplotlib.figure import Figure
 
         num = max(1, int(self.end / self.interval))  # the last interval is not complete

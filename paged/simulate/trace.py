@@ -1,4 +1,4 @@
-"""Traces: requests as they were, one JSON object a line."""
+"""Traces: recorded requests, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..errors import RequestError
 from ..validation import check_int, check_number
 
 NAMES = ("timestamp", "input_tokens", "prompt_token_ids", "output_tokens", "tenant", "priority", "prefix_id")
-MAX_TOKENS = 2**24  # a longer request is a mistake, and its token ids would take all memory
+MAX_TOKENS = 2**24  # a longer request is a mistake, and its token ids would fill the memory
 MAX_TOKEN_ID = 2**31 - 1
 
 
 class TraceLine(NamedTuple):
-    """One request. timestamp: in seconds, from the first line's on."""
+    """One request. timestamp: seconds since the first request."""
 
     timestamp: float
     input_tokens: int
@@ -28,7 +28,7 @@ class TraceLine(NamedTuple):
 
 
 def read_trace(file: Path) -> list[TraceLine]:
-    """The requests of a file, by time. Blank lines are skipped.
+    """Return the requests of a file, sorted by time. Blank lines are skipped.
 
     Raises RequestError naming file and line, OSError if the file cannot be read.
     """
@@ -38,7 +38,7 @@ def read_trace(file: Path) -> list[TraceLine]:
             try:
                 if line.strip():
                     lines.append(_parse(line))
-            except (ValueError, RecursionError) as error:  # the decoder's, json's and our own
+            except (ValueError, RecursionError) as error:  # from the decoder, json, and our own
                 raise RequestError(f"{file}:{number}: {error}") from error
     if not lines:
         raise RequestError(f"{file}: there is no request in it")
@@ -66,7 +66,7 @@ def _parse(line: bytes) -> TraceLine:
     if prefix_id is not None and not isinstance(prefix_id, str | int):
         raise RequestError(f"prefix_id must be a string or an int, got {prefix_id!r}")
     if prefix_id is not None and tokens is not None:
-        raise RequestError("prompt_token_ids says what is shared; prefix_id goes with input_tokens")
+        raise RequestError("prompt_token_ids already shows shared prefixes; prefix_id goes with input_tokens")
     return TraceLine(
         timestamp=check_number(RequestError, "timestamp", value["timestamp"], -math.inf),
         input_tokens=check_int(RequestError, "input_tokens", num_tokens, 1, MAX_TOKENS),

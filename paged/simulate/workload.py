@@ -1,4 +1,4 @@
-"""Workload: who asks for what, and when; made up from distributions, or from a trace."""
+"""Workload: the requests of a simulation and their arrival times, from distributions or from a trace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .trace import TraceLine, read_trace
 
 ARRIVALS = ("poisson", "bursty")
 DEFAULT_BURSTINESS = 0.25
-# Token ids stand for text that nobody looks at. A prompt's own part begins with an id that no other has,
-# which makes all its blocks different: their keys follow from all tokens before.
+# Token ids are placeholders. A prompt's own part begins with a unique id, which makes all blocks from there on
+# unique: the digest of a block depends on all tokens before it.
 SAMPLED, FILLER, FIRST_OWN = -1, 0, -3
 
 Turn = tuple[int, int]  # new prompt tokens, output tokens
@@ -25,7 +25,7 @@ Turn = tuple[int, int]  # new prompt tokens, output tokens
 
 @dataclass(slots=True)
 class Arrival:
-    """A request as it comes in. `following`: the turns of the conversation after this one."""
+    """A request at its arrival time. `following`: the later turns of its conversation."""
 
     time: float
     token_ids: list[int]
@@ -35,7 +35,7 @@ class Arrival:
     following: Sequence[Turn] = ()
 
     def next_turn(self, history: list[int], now: float) -> Arrival:
-        """What is asked next, behind all that was said."""
+        """Return the next turn, whose prompt begins with the conversation so far."""
         (own, output), *following = self.following
         prompt = history + [FILLER] * own
         return Arrival(now, prompt, output, self.tenant, self.priority, following)
@@ -43,22 +43,22 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked of the fleet. A length is fixed:N, uniform:LOW-HIGH or lognormal:MEAN,SIGMA.
+    """The requests that a fleet gets. A length is fixed:N, uniform:LOW-HIGH or lognormal:MEAN,SIGMA.
 
-    requests: how many, the later turns of conversations included.
-    rate: requests a second; inf lets all come at once. With turns, conversations begin at rate / turns.
+    requests: number of requests, including the later turns of conversations.
+    rate: requests per second; inf lets all arrive at once. With turns, conversations begin at rate / turns.
     arrivals: "poisson", or "bursty": intervals from a gamma distribution.
-    burstiness: shape of that distribution; 1 is poisson, the smaller the burstier. Default 0.25.
-    input_len: prompt tokens of a request, without the prefix it shares and the turns before.
+    burstiness: shape of that distribution; 1 is poisson, smaller is burstier. Default 0.25.
+    input_len: prompt tokens of a request, without its shared prefix and earlier turns.
     output_len: output tokens of a request.
     prefixes: number of system prompts, used with weights 1, 1/2, 1/3, ...; 0 for none.
-    prefix_len: tokens of a system prompt, or of what a trace's lines with the same prefix_id share.
-    turns: requests of a conversation, each with all that was said before in its prompt.
+    prefix_len: tokens of a system prompt, or of the prefix that a trace's lines with one prefix_id share.
+    turns: requests of a conversation; the prompt of each contains all earlier turns.
     think_time: seconds from an answer to the next turn.
     tenants: shares of the requests, such as a=3,b=1.
     trace: a JSONL file to take the requests from. Lines have timestamp in seconds, output_tokens, either
-        input_tokens or prompt_token_ids, and if they like tenant, priority (the lowest first) and prefix_id.
-    seed: of everything random.
+        input_tokens or prompt_token_ids, and optionally tenant, priority (the lowest first) and prefix_id.
+    seed: seed of all random numbers.
 
     Raises ConfigError naming the value and what is allowed; RequestError for a trace's line.
     """
@@ -91,10 +91,10 @@ class Workload:
             new_length(name, getattr(self, name), random.Random())
         for tenant, share in self.tenants.items():
             check_number(ConfigError, f"the share of tenant {tenant!r}", share, 0.0, above=True)
-        self._check_of_use()
+        self._check_has_effect()
 
-    def _check_of_use(self) -> None:
-        """Nothing is given that would change nothing."""
+    def _check_has_effect(self) -> None:
+        """Raise ConfigError for an option that would change nothing."""
         conditions = {
             "arrivals": (self.rate < math.inf, "a finite rate"),
             "burstiness": (self.arrivals == "bursty", "arrivals 'bursty'"),
@@ -103,13 +103,16 @@ class Workload:
         }
         for name in changed(self):
             if self.trace is not None and name not in ("trace", "prefix_len", "seed"):
-                raise ConfigError(f"the trace says all about requests; {name} goes without one")
+                raise ConfigError(f"the trace determines the requests; {name} must be left out with it")
             holds, condition = conditions.get(name, (True, ""))
             if not holds:
                 raise ConfigError(f"{name} goes with {condition}; leave it out, or give that")
 
     def open(self) -> tuple[int, Iterator[Arrival]]:
-        """How many requests there are, and those that nobody has to wait for, by time."""
+        """Return the number of requests, and an iterator over the arrivals by time.
+
+        Later turns of a conversation are not among the arrivals: see `Arrival.following`.
+        """
         if self.trace is None:
             return self.requests, self._synthetic()
         lines = read_trace(Path(self.trace))
@@ -146,7 +149,7 @@ def _shared(number: int, length: int) -> list[int]:
 
 
 def _interval(workload: Workload, rng: random.Random) -> Callable[[], float]:
-    """Seconds from one conversation to the next."""
+    """Return a source of the seconds from one conversation to the next."""
     if workload.rate == math.inf:
         return lambda: 0.0
     rate = workload.rate / workload.turns
@@ -164,7 +167,7 @@ def _replay(lines: list[TraceLine], prefix_len: int) -> Iterator[Arrival]:
             tokens = _own(number, line.input_tokens)
             if line.prefix_id is not None:
                 prefix = _shared(numbers.setdefault(line.prefix_id, len(numbers)), prefix_len)
-                # Whatever is shared, the last token is a request's own.
+                # The last token always differs between requests.
                 tokens = prefix[: line.input_tokens - 1] + tokens[: max(1, line.input_tokens - prefix_len)]
         yield Arrival(line.timestamp, tokens, line.output_tokens, line.tenant, line.priority)
 
@@ -186,7 +189,7 @@ _FORMS = {
 
 
 def new_length(name: str, text: str, rng: random.Random) -> Callable[[], int]:
-    """A source of lengths of at least 1, from a text such as "lognormal:500,0.8".
+    """Return a source of lengths of at least 1, from a text such as "lognormal:500,0.8".
 
     sigma is the standard deviation of the logarithm. Raises ConfigError.
     """
@@ -212,7 +215,7 @@ def new_length(name: str, text: str, rng: random.Random) -> Callable[[], int]:
 
 
 def read_shares(name: str, texts: Sequence[str]) -> dict[str, float]:
-    """Numbers by tenant, from texts such as "a=3,b=1". Raises ConfigError."""
+    """Return numbers by tenant, from texts such as "a=3,b=1". Raises ConfigError."""
     shares: dict[str, float] = {}
     text = ",".join(texts)
     for part in text.split(","):

@@ -172,6 +172,6 @@ def test_fp8_is_refused_on_a_gpu_without_it(monkeypatch):
         new_engine(checkpoint("llama"), kv_cache_dtype="fp8", **options)
     new_engine(checkpoint("llama"), kv_cache_dtype="int8", **options)
     fp8 = EngineConfig(model="demo", kv_cache_dtype="fp8")
-    with pytest.raises(ConfigError, match="'fp8' cannot be had on A100-80G; take 'int8'"):
+    with pytest.raises(ConfigError, match="'fp8' is not supported on A100-80G; take 'int8'"):
         Fleet(FleetConfig(gpu="A100-80G"), fp8)
     Fleet(FleetConfig(gpu="L4"), fp8)

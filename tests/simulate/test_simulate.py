@@ -410,8 +410,11 @@ def refused(argv, message):
         (["--prefix-len", 64], "prefix_len goes with prefixes, or a trace; leave it out"),
         (["--think-time", 1], "think_time goes with turns above 1; leave it out"),
         (["--arrivals", "bursty", "--rate", "inf"], "arrivals goes with a finite rate"),
-        (["--coefficients", "fit.json", "--flops-efficiency", 0.5], "flops_efficiency goes without them"),
-        (["--coefficients", "fit.json", "--step-overhead", 2], "step_overhead goes without them"),
+        (
+            ["--coefficients", "fit.json", "--flops-efficiency", 0.5],
+            "flops_efficiency must be left out with them",
+        ),
+        (["--coefficients", "fit.json", "--step-overhead", 2], "step_overhead must be left out with them"),
         (["--max-model-len", 4096], "max_model_len 4096 is more than the 2048 of the model"),
     ],
     ids=str,
@@ -437,7 +440,9 @@ def test_bad_line_of_a_trace(tmp_path, line, message):
     trace = tmp_path / "trace.jsonl"
     trace.write_text(f'{{"timestamp": 0, "input_tokens": 5, "output_tokens": 5}}\n\n{line}\n')
     refused(["--trace", trace], rf"trace\.jsonl:3: {message}")
-    refused(["--trace", trace, "--rate", 5], "the trace says all about requests; rate goes without one")
+    refused(
+        ["--trace", trace, "--rate", 5], "the trace determines the requests; rate must be left out with it"
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"token_s": 1}', '{"step_s": -1}', '{"step_s": 1, "x": 1}'])
