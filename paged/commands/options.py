@@ -64,7 +64,7 @@ def option_type(owner: type[Any], name: str) -> Any:
 
 
 def _parameter(owner: type[Any], name: str) -> inspect.Parameter:
-    kind = option_type(owner, name)
+    kind: Any = option_type(owner, name)
     annotation = Annotated[kind | None, option(owner, name)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

@@ -16,8 +16,8 @@ from .trace import TraceLine, read_trace
 
 ARRIVALS = ("poisson", "bursty")
 DEFAULT_BURSTINESS = 0.25
-# Token ids are placeholders. A prompt's own part begins with a unique id, which makes all blocks from there on
-# unique: the digest of a block depends on all tokens before it.
+# Token ids are placeholders. A prompt's own part begins with a unique id, so no later block is shared:
+# the digest of a block depends on all tokens before it.
 SAMPLED, FILLER, FIRST_OWN = -1, 0, -3
 
 Turn = tuple[int, int]  # new prompt tokens, output tokens
