@@ -99,8 +99,8 @@ class EngineCore:
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:
         """Record the results of a step. Return the requests that got a token or an error."""
         num_finished = self.scheduler.counters.num_finished
-        output.book_reports()  # both by position, so that a step which is computed again overwrites them
-        output.book_logprobs(schedule)
+        output.record_reports()  # both by position, so that a step which is computed again overwrites them
+        output.record_logprobs(schedule)
         advanced = self.scheduler.update(schedule, output.tokens, output.errors)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         # Most steps finish no request, and the search is skipped.

@@ -1,4 +1,4 @@
-"""One engine, many readers: each gets his own, whoever leaves, is slow, or breaks it."""
+"""AsyncLLMEngine: each reader gets its own outputs, whichever others leave, are slow, or break the engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shared_engine() -> LLMEngine:
 
 @pytest.fixture
 def sync(shared_engine) -> Iterator[LLMEngine]:
-    """The engine itself, which is to be as it was after every test."""
+    """Yield the synchronous engine; no request may be left after a test."""
     yield shared_engine
     assert_all_free(shared_engine)
     assert not shared_engine.core.groups
@@ -60,7 +60,7 @@ def engine(sync) -> Iterator[AsyncLLMEngine]:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result, in an event loop of its own, within a time that no test needs."""
+    """Run a coroutine in an event loop of its own, with a generous timeout."""
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
@@ -69,7 +69,7 @@ async def read(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 def said(outputs: list[RequestOutput], kind: RequestOutputKind = CUMULATIVE) -> list[int]:
-    """The tokens of all outputs of a request."""
+    """Collect the tokens of all outputs of a request."""
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
     outputs = outputs if kind is DELTA else outputs[-1:]
     return [token for output in outputs for token in output.outputs[0].token_ids]
@@ -81,7 +81,7 @@ def expected(engine: LLMEngine, prompts: Any, params: Any) -> list[list[int]]:
 
 @contextlib.contextmanager
 def patched_execute(engine: LLMEngine, before: Callable[[], object]) -> Iterator[None]:
-    """Call something on the engine's thread before every forward."""
+    """Call a function on the engine's thread before every forward pass."""
     execute = engine.runner.execute
 
     def patched(schedule):
@@ -97,7 +97,7 @@ def patched_execute(engine: LLMEngine, before: Callable[[], object]) -> Iterator
 
 @contextlib.contextmanager
 def unhurried(engine: LLMEngine) -> Iterator[None]:
-    """Steps of a tenth of a second meanwhile: no request ends before something else is done with it."""
+    """Make every step take at least 0.1 s, so that no request ends before the test is done with it."""
     is_over = threading.Event()
     with patched_execute(engine, lambda: is_over.wait(0.1)):
         try:
@@ -119,7 +119,7 @@ def test_64_streams_get_what_each_gets_alone_and_sync(sync, kind):
         loop = asyncio.get_running_loop()
 
         def readers_turn() -> None:
-            # Else a quick engine may be done before anybody reads, who then gets everything at once.
+            # A fast engine could be done before the first read, which would get everything at once.
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0.001), loop).result(30)
 
         async with AsyncLLMEngine.from_engine(sync, stream_interval_s=0.0) as engine:
@@ -136,13 +136,13 @@ def test_64_streams_get_what_each_gets_alone_and_sync(sync, kind):
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA], ids=str)
 def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monkeypatch):
-    monkeypatch.setattr("paged.engine.thread.SHOW_SHARE", 1e-12)  # else it may show them at any time
+    monkeypatch.setattr("paged.engine.thread.SHOW_SHARE", 1e-12)  # otherwise tokens may be shown at any time
     params = replace(LONG, output_kind=kind)
     is_joined, is_shown = threading.Event(), threading.Event()
     execute = sync.runner.execute
 
     def held(schedule: Schedule) -> StepOutput:
-        # Slow steps until somebody joins: none ends before.
+        # Slow steps until the second request joins, so that the first does not end before.
         if is_joined.wait(0.1) and not schedule.is_decode:
             assert is_shown.wait(30)
         return execute(schedule)
@@ -154,7 +154,7 @@ def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monk
             stream = engine.generate(PROMPTS[1], params)
             seen = [await anext(stream)]
             while sync.scheduler.running[0].num_output_tokens < 3:
-                await asyncio.sleep(0)  # else there is nothing to show yet
+                await asyncio.sleep(0)  # otherwise there is nothing to show yet
             async with asyncio.TaskGroup() as others:
                 others.create_task(read(engine.generate(PROMPTS[2], GREEDY)))
                 is_joined.set()
@@ -242,13 +242,13 @@ def test_who_leaves_frees_his_blocks_within_a_step_and_harms_nobody(engine, sync
                 break
             if end == "timeout":
                 with contextlib.suppress(TimeoutError):
-                    while True:  # a step takes longer
+                    while True:  # a step takes longer than this
                         await asyncio.wait_for(anext(stream), 1e-4)
                 break
 
     async def main() -> None:
         with unhurried(sync):
-            # One that goes on: without it nothing would say that the engine still runs.
+            # This request goes on and shows that the engine still runs.
             neighbour = asyncio.create_task(read(engine.generate(PROMPTS[1], LONG, "stays")))
             arrived = asyncio.Event()
             task = asyncio.create_task(leave(engine.generate(PROMPTS[0], LONG, "leaves"), arrived))
@@ -257,7 +257,7 @@ def test_who_leaves_frees_his_blocks_within_a_step_and_harms_nobody(engine, sync
                 task.cancel()
             await asyncio.wait([task])
             assert task.cancelled() == (end == "cancel")
-            # What is called next comes after the abort, between the same two steps.
+            # The next call runs after the abort, between the same two steps.
             assert await engine.call(lambda e: [*e.core.groups]) == ["stays"]
             used, held = await engine.call(
                 lambda e: (e.block_manager.pool.num_used, e.scheduler.running[0].blocks.num_blocks)
@@ -474,7 +474,7 @@ def test_long_prompt_is_encoded_beside_the_event_loop():
             long = asyncio.create_task(read(engine.generate("x = 1\n" * 10_000, GREEDY)))
             while not entered.is_set():
                 await asyncio.sleep(0)
-            # While that is at it, others are served.
+            # Meanwhile other requests are served.
             await read(engine.generate("x", GREEDY))
             go_on.set()
             with pytest.raises(RequestError, match="tokens, more than max_model_len 2048"):
@@ -531,7 +531,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("function", COMPILED)
 def test_what_was_compiled_is_not_compiled_again_between_steps(monkeypatch, function):
-    """Also where so many requests came that the caches have forgotten it."""
+    """This holds even if so many requests came in between that the caches have evicted it."""
     module, _, name = function.rpartition(".")
     module = importlib.import_module(f"paged.{module}")
     sync = new_engine("demo", skip_tokenizer_init=False, num_blocks=32)
@@ -563,7 +563,7 @@ def test_what_was_compiled_is_not_compiled_again_between_steps(monkeypatch, func
 
 
 def test_engine_is_made_on_a_thread_that_ends(monkeypatch):
-    """Another's workers would have to sleep between the operations of the thread that steps."""
+    """OpenMP workers of another living thread would sleep between the operations of the engine's thread."""
     threads = []
 
     def made(*_, **__):

@@ -1,4 +1,4 @@
-"""Beam search against transformers, whose beams and scores it must find, in all that a scheduler may do."""
+"""Beam search finds the beams and scores of transformers, whatever the scheduler does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = ragged_prompts([1, 9, 33])
 
 @functools.cache
 def expected(name: str, prompt: tuple[int, ...], eos: tuple[int, ...], **options: Any) -> tuple[Any, Tensor]:
-    """What transformers finds: all beams' generated tokens, up to EOS, and their scores."""
+    """Return what transformers finds: the generated tokens of all beams, up to EOS, and their scores."""
     model = copy.deepcopy(reference(name).model)
     found = model.generate(
         torch.tensor([prompt]),
@@ -48,7 +48,7 @@ def expected(name: str, prompt: tuple[int, ...], eos: tuple[int, ...], **options
 
 @pytest.fixture(scope="module")
 def eos() -> tuple[int, ...]:
-    """Tokens that end some beams early and others never: of those which beams of transformers have."""
+    """Two EOS ids that end some beams of transformers early and others never."""
     rows, _ = expected("llama", tuple(PROMPTS[1]), (), num_beams=6, max_new_tokens=12)
     return (rows[0][4], rows[5][8])
 
@@ -103,7 +103,7 @@ def test_beams_are_those_of_transformers(eos, length_penalty, early_stopping):
         check(outputs, "llama", PROMPTS, eos, params)
         ended += sum(s.finish_reason == "stop" for output in outputs for s in output.sequences)
         assert_all_free(engine)
-    assert ended or length_penalty > 2  # the longer ones win
+    assert ended or length_penalty > 2  # longer beams win
 
 
 def test_one_beam_is_greedy():
@@ -129,7 +129,7 @@ def search(engine: LLMEngine, prompts: Any = PROMPTS, **params: Any) -> list[Bea
     ids=["tiny", "no cache", "swap", "few seats", "window", "mixed"],
 )
 def test_beams_are_the_same_when_the_scheduler_gets_in_their_way(eos, name, options):
-    """Beams are preempted, wait for places, and are beside requests that generate."""
+    """Beams are preempted, wait for a place, and run beside requests that generate."""
     engine = with_eos(new_engine(checkpoint(name), block_size=8, watermark=0.0, **options), eos)
     beside = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     engine.add_request("beside", PROMPTS[1], beside)
@@ -154,7 +154,7 @@ def test_beams_share_blocks_and_copy_only_the_last(monkeypatch):
     monkeypatch.setattr(engine.scheduler, "update", lambda *args: most.append(pool.num_used) or update(*args))
     (prompt,) = ragged_prompts([65])
     search(engine, [prompt], beam_width=5, max_tokens=6)
-    # Eight blocks of the prompt are shared; of the ninth each beam has its own.
+    # The eight full blocks of the prompt are shared; each beam has a copy of the ninth.
     assert max(most) <= 8 + 5 + 1
     assert engine.scheduler.counters.num_prefill_tokens == 65
     assert_all_free(engine)
@@ -183,7 +183,7 @@ def test_interrupted_search_leaves_nothing_behind(monkeypatch, where):
 
 def test_beam_that_is_not_finite_ends_its_search_alone(monkeypatch):
     engine = new_engine(checkpoint("llama"))
-    monkeypatch.setattr(engine.runner, "graphs", None)  # which does not call what is replaced here
+    monkeypatch.setattr(engine.runner, "graphs", None)  # a recorded step would not call the replaced method
     logits, calls = engine.runner.model.logits, iter(range(1000))
 
     def broken(hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""engine.chat: conversations through the checkpoint's own template, and encoded as it says."""
+"""engine.chat renders conversations by the checkpoint's template and encodes them without a second BOS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TALK = [*HELLO, {"role": "assistant", "content": "return"}, {"role": "user", "co
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """The demo model with a chat template, and a tokenizer that puts BOS before every text."""
+    """Make the demo model with a chat template and a tokenizer that puts BOS before every text."""
     directory = tmp_path_factory.mktemp("chatty")
     for file in DEMO.iterdir():
         if file.suffix in (".json", ".safetensors"):
@@ -48,7 +48,7 @@ def test_a_conversation_is_generated_from_its_rendered_text(engine):
     (output,) = engine.chat(HELLO, GREEDY, use_tqdm=False)
     text = "# user\ndef f(x):\n# assistant\n"
     assert output.prompt == BOS + text
-    # The tokenizer's own BOS would come before the template's.
+    # With special tokens the tokenizer's own BOS would precede the template's.
     ids = engine.tokenizer.encode(text)
     assert ids[0] == 0
     assert output.prompt_token_ids == ids

@@ -1,4 +1,4 @@
-"""Embeddings against transformers' last_hidden_state: in chunks, preempted, beside requests that generate."""
+"""Embeddings equal transformers' last_hidden_state: chunked, preempted, beside requests that generate."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LENGTHS = (1, 2, 17, 64, 100)
 
 
 def hidden_states(name: str, prompt: list[int]) -> Tensor:
-    """f32[n, hidden_size], behind the last norm."""
+    """Return f32[n, hidden_size], after the last norm."""
     model = copy.deepcopy(reference(name).model.model)
     return model(torch.tensor([prompt])).last_hidden_state[0].detach()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "llama-dynamic"])
 def test_embeddings_match_transformers(name, monkeypatch):
-    """Prompts longer than a step, of which some are cached, beside a request that generates."""
+    """Prompts are longer than a step, some are cached, and another request generates."""
     engine = new_engine(checkpoint(name), block_size=8, max_num_batched_tokens=40)
     prompts = ragged_prompts(LENGTHS)
     engine.generate(prompts[2:4], SamplingParams(max_tokens=1), use_tqdm=False)
@@ -40,7 +40,7 @@ def test_embeddings_match_transformers(name, monkeypatch):
             assert (output.finished, output.prompt_token_ids) == (True, prompt)
             cached = (len(prompt) - 1) // 8 * 8 if pooling == "last" and prompt in prompts[2:4] else 0
             assert output.num_cached_tokens == cached
-    assert sum(num_logits) == 5  # of the one that generates
+    assert sum(num_logits) == 5  # of the request that generates
     (beside,) = engine.step()
     assert beside.outputs[0].token_ids == reference(name).greedy(prompts[0], 5)[0]
     assert_all_free(engine)
@@ -55,7 +55,7 @@ def test_embeddings_are_normalised():
 
 
 def test_preempted_mean_counts_every_row_once(monkeypatch):
-    """Requests that decode take the blocks of one amid its prompt, and steps fail after rows are booked."""
+    """Decoding requests preempt one within its prompt, and steps fail after its rows are recorded."""
     engine = new_engine(
         checkpoint("llama"), block_size=8, num_blocks=14, long_prefill_token_threshold=3, watermark=0.0
     )

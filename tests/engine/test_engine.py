@@ -1,4 +1,4 @@
-"""The engine as its users see it: prompts, stopping, streaming, and that one bad request harms nobody."""
+"""The engine's public behaviour: prompts, stopping, streaming, aborts, and isolation of bad requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def demo_engine() -> LLMEngine:
 
 
 def check_and_clear(engine: LLMEngine) -> None:
-    """A test leaves nothing behind; where it failed, the next one still starts clean."""
+    """Check that a test leaves no request behind; clean up after one that failed."""
     try:
         assert_all_free(engine)
     finally:
@@ -59,21 +59,21 @@ def check_and_clear(engine: LLMEngine) -> None:
 
 @pytest.fixture
 def tiny(tiny_engine) -> Iterator[LLMEngine]:
-    """Random weights, token ids only."""
+    """An engine with random weights and without a tokenizer."""
     yield tiny_engine
     check_and_clear(tiny_engine)
 
 
 @pytest.fixture
 def demo(demo_engine) -> Iterator[LLMEngine]:
-    """The checkpoint that ships, with its tokenizer."""
+    """Make an engine of the demo checkpoint with its tokenizer."""
     yield demo_engine
     check_and_clear(demo_engine)
 
 
 @pytest.fixture(scope="module")
 def greedy_tokens() -> list[list[int]]:
-    """What transformers makes of PROMPTS."""
+    """Return the tokens of transformers for PROMPTS."""
     return [reference("llama").greedy(prompt, 12)[0] for prompt in PROMPTS]
 
 
@@ -86,7 +86,7 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    """Step until nothing is left. Returns what each request was shown, in order."""
+    """Step until no request is left. Return the outputs of each request, in order."""
     seen: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -177,7 +177,7 @@ def test_text_is_right_for_characters_of_several_bytes(demo):
 @pytest.mark.parametrize("budget", [512, 7])
 def test_nothing_is_padded(budget):
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=budget)
-    engine.runner.graphs = None  # which calls no hooks
+    engine.runner.graphs = None  # a recorded step calls no hooks
     rows: dict[Linear, int] = {}
 
     def count(module, inputs, _output):
@@ -193,7 +193,7 @@ def test_nothing_is_padded(budget):
     # The last token of an output is sampled and never computed.
     num_computed = sum(map(len, PROMPTS)) + num_sampled - len(PROMPTS)
     assert len(linears) == 1 + 2 * 4
-    # In the last layer other tokens stop at their queries, K and V.
+    # In the last layer all other tokens stop after q, k and v.
     last = model.layers[-1]
     of_sampled = {model.head, last.attention.output, last.mlp.gate_up, last.mlp.down}
     assert rows == {module: num_sampled if module in of_sampled else num_computed for module in linears}
@@ -245,7 +245,7 @@ def test_top_k_of_one_is_greedy_and_defaults_sample(tiny, greedy_tokens):
 
 @pytest.fixture
 def with_eos(tmp_path):
-    """The directory of the tiny model with these EOS ids in generation_config.json."""
+    """Return a copy of the tiny model with these EOS ids in generation_config.json."""
 
     def make(*eos: int, config_eos: int | None = None) -> Path:
         shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
@@ -257,7 +257,7 @@ def with_eos(tmp_path):
 
 
 def first_seen(tokens: list[int], after: int) -> int:
-    """The first index from `after` on of a token that was not there before."""
+    """Return the first index from `after` on whose token does not occur earlier."""
     return next(i for i in range(after, len(tokens)) if tokens[i] not in tokens[:i])
 
 
@@ -287,7 +287,7 @@ def test_min_tokens_holds_eos_off(with_eos, greedy_tokens):
     (output,) = generate(engine, PROMPTS[0], params)
     assert len(output.outputs[0].token_ids) >= 4
     assert tokens[0] not in output.outputs[0].token_ids[:4]
-    # Others in the batch are not held.
+    # Other requests of the batch may end earlier.
     assert tokens_of(generate(engine, [PROMPTS[0]] * 2, [params, GREEDY]))[1] == tokens[:1]
 
 
@@ -318,7 +318,7 @@ def demo_output(demo_engine) -> CompletionOutput:
 
 @pytest.fixture
 def pieces(demo_engine, demo_output) -> list[str]:
-    """The text of the demo's output, token by token."""
+    """Return the text of the demo's output after each token."""
     ids = demo_output.token_ids
     ends = [len(demo_engine.tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
     return [demo_output.text[start:end] for start, end in itertools.pairwise(ends)]
@@ -326,7 +326,7 @@ def pieces(demo_engine, demo_output) -> list[str]:
 
 @pytest.fixture
 def stop(demo_output, pieces) -> str:
-    """Six characters that are nowhere else before: the last one begins a token, the others end another."""
+    """The stop string has six characters: the last one begins a token, the others end the one before."""
     text = demo_output.text
     borders = [end for end in itertools.accumulate(map(len, pieces)) if 12 < end < len(text)]
     return next(text[b - 5 : b + 1] for b in borders if text.find(text[b - 5 : b + 1]) == b - 5)
@@ -343,7 +343,7 @@ def test_stop_string_ends_the_text_before_itself(demo, demo_output, stop):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.token_ids == demo_output.token_ids[: len(completion.token_ids)]
     assert stop in demo.tokenizer.decode(completion.token_ids)
-    # With the last token allowed, it is a stop and no matter of length.
+    # At the last allowed token the finish reason is still "stop", not "length".
     last_token = with_stop(stop, max_tokens=len(completion.token_ids))
     assert generate(demo, DEMO_PROMPT, last_token)[0].outputs[0] == completion
 
@@ -355,7 +355,7 @@ def test_requests_that_stop_in_the_same_step_all_stop(demo, stop):
     for params in (with_stop(stop), with_stop(stop, max_tokens=length)):
         together = generate(demo, [DEMO_PROMPT] * 3, params)
         assert [output.outputs[0] for output in together] == [alone.outputs[0]] * 3
-    assert demo.scheduler.counters.num_finished == num_finished + 7  # each of them once
+    assert demo.scheduler.counters.num_finished == num_finished + 7  # each request is counted once
 
 
 def test_min_tokens_holds_off_stop_strings_too(demo, demo_output, stop):
@@ -370,7 +370,7 @@ def test_min_tokens_holds_off_stop_strings_too(demo, demo_output, stop):
 
 @pytest.mark.parametrize("others", [[], ["never, seen"]], ids=str)
 def test_stop_string_counts_if_it_ends_behind_min_tokens(demo, pieces, others):
-    """One that the last token of min_tokens begins counts, one that it completes does not."""
+    """A stop string that the last of min_tokens tokens begins counts; one that it completes does not."""
     text = "".join(pieces)
     ends = list(itertools.accumulate(map(len, pieces)))
     n = next(i for i, end in enumerate(ends) if i > 4 and text.find(text[end - 2 : end + 1]) == end - 2)
@@ -388,7 +388,7 @@ def test_stop_string_counts_if_it_ends_behind_min_tokens(demo, pieces, others):
 def test_earliest_of_several_stop_strings_counts(demo, demo_output, pieces):
     text = demo_output.text
     ends = list(itertools.accumulate(map(len, pieces)))
-    # Two that the same token completes.
+    # Two stop strings that the same token completes.
     first, second = next(
         (text[e - 4 : e - 2], text[e - 2 : e])
         for e, piece in zip(ends, pieces, strict=True)
@@ -407,7 +407,7 @@ def test_stop_string_is_never_shown_in_part(demo, demo_output, stop):
     texts = [output.outputs[0].text for output in seen["a"]]
     assert all(final.startswith(text) for text in texts)
     assert texts[-1] == final
-    # One that does not come: the text streams, and what was held back is shown in the end.
+    # A stop string that never comes: the text streams, and text that was held back is shown at the end.
     texts = [output.outputs[0].text for output in seen["b"]]
     assert len(set(texts)) > 10
     assert texts[-1] == demo_output.text
@@ -565,7 +565,7 @@ def test_request_that_can_never_fit_the_pool_is_refused(num_prompt, max_tokens, 
     with pytest.raises(PagedError, match=rf"{named}.*KV cache of 64 tokens; raise num_blocks"):
         engine.add_request("a", prompt, SamplingParams(max_tokens=max_tokens))
     assert_all_free(engine)
-    # Not even if the context ends where its next token would be.
+    # Not even if the context ends right before its next token.
     short = new_engine(checkpoint("llama"), num_blocks=3, block_size=8, max_model_len=25)
     with pytest.raises(PagedError, match="KV cache of 24 tokens"):
         short.add_request("a", [1] * 25)
@@ -708,7 +708,7 @@ def test_logits_that_are_not_finite_end_a_request_with_an_error_and_no_text(valu
     engine = new_engine(checkpoint("llama"))
     poisoned = next(i for i in range(VOCAB_SIZE) if all(i not in ids for ids in PROMPTS + greedy_tokens))
     engine.runner.model.embedding.form.weight[poisoned] = value
-    for _ in range(2):  # again, in the blocks where the NaN was
+    for _ in range(2):  # again, in the blocks that held the NaN
         bad, good = generate(engine, [[*PROMPTS[0], poisoned, 3], PROMPTS[1]], [params, GREEDY])
         assert bad.finished
         assert (bad.outputs[0].finish_reason, bad.outputs[0].text, bad.outputs[0].token_ids) == (

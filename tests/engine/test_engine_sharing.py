@@ -1,4 +1,4 @@
-"""Samples, forks, preemption and deadlines in the engine; tokens are those of an undisturbed run."""
+"""Samples, forks, preemption, deadlines and failures in the engine change no tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sampled(max_tokens: int = 12, **options: Any) -> SamplingParams:
 
 
 def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
-    """Step until nothing is left, every invariant checked after each. Returns what finished."""
+    """Step until no request is left and check invariants after each step. Return the finished outputs."""
     finished = {}
     while engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in engine.step() if output.finished}
@@ -45,15 +45,15 @@ def test_samples_share_the_prompt_and_are_what_they_are_alone(prompt_len):
     (prompt,) = ragged_prompts([prompt_len])
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=16)
     rows: list[int] = []
-    engine.runner.graphs = None  # which calls no hooks
+    engine.runner.graphs = None  # a recorded step calls no hooks
     engine.runner.model.embedding.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     (output,) = engine.generate([prompt], sampled(n=4, seed=7), use_tqdm=False)
-    # The prompt once, then a token each of all four.
+    # The prompt is computed once, then one token of each sample.
     assert sum(rows) == prompt_len + 4 * 11
     assert [c.index for c in output.outputs] == [0, 1, 2, 3]
     samples = samples_of(output)
     assert len(set(map(tuple, samples))) == 4
-    # The first is what n=1 gives, and neighbours change none of them.
+    # The first sample equals that of n=1, and neighbours change none.
     alone = new_engine(checkpoint("llama"))
     assert samples_of(alone.generate([prompt], sampled(seed=7), use_tqdm=False)[0]) == samples[:1]
     busy = alone.generate([*PROMPTS, prompt], [*[sampled()] * 7, sampled(n=4, seed=7)], use_tqdm=False)
@@ -65,9 +65,9 @@ def test_samples_copy_only_the_last_block():
     engine = new_engine(checkpoint("llama"), num_blocks=64)
     engine.add_request("a", ragged_prompts([40])[0], sampled(n=4))
     engine.step()
-    assert engine.stats().num_used_blocks == 3  # 40 tokens, whoever reads them
+    assert engine.stats().num_used_blocks == 3  # 40 tokens, shared by all samples
     engine.step()
-    assert engine.stats().num_used_blocks == 2 + 4  # and one block each to write
+    assert engine.stats().num_used_blocks == 2 + 4  # and one block for each sample to write to
     finish(engine)
 
 
@@ -85,9 +85,9 @@ def test_fork_goes_on_as_a_request_of_its_own(num_blocks):
     assert set(finished) == {"a", *names}
     for name in ("a", *names[:2]):
         assert samples_of(finished[name]) == [expected]
-        # Of the prompt, not of what the parent had generated.
+        # Prompt tokens only, none that the parent generated.
         assert finished[name].num_cached_tokens <= len(prompt)
-    # The third one has what was there, and then its own.
+    # The third has the shared tokens, then its own.
     other = samples_of(finished[names[2]])[0]
     assert other[:5] == expected[:5]
     assert len(other) == 9
@@ -204,7 +204,7 @@ def test_swapping_goes_over_to_recomputing_when_the_host_is_full():
 
 
 def test_window_layers_give_their_blocks_back():
-    """A long sequence of a model with windows in half of its layers."""
+    """A long sequence of a model with a sliding window in half of its layers is swapped."""
     (prompt,) = ragged_prompts([400])
     expected, _ = reference("qwen2-mixed").greedy(prompt, 8)
     engine = new_engine(checkpoint("qwen2-mixed"), block_size=8, max_num_batched_tokens=32)
@@ -217,7 +217,7 @@ def test_window_layers_give_their_blocks_back():
     windows = [group.window for group in engine.model_config.layer_groups]
     assert None in windows
     (window,) = set(windows) - {None}
-    # The full group keeps 51 blocks; each other what its window and a chunk touch.
+    # The full group keeps 51 blocks; each other group the blocks that its window and a chunk touch.
     assert most <= 51 + (len(windows) - 1) * (-(-(window + 32) // 8) + 1)
 
 
@@ -251,7 +251,7 @@ def test_generate_takes_terms_for_all_prompts_or_for_each():
     [
         {"priority": "high"},
         {"priority": float("nan")},
-        {"priority": 1},  # which nobody would look at
+        {"priority": 1},  # without effect, as the policy is fcfs
         {"tenant": 3},
         {"timeout_s": 0},
         {"timeout_s": -1.0},
@@ -295,7 +295,7 @@ def test_full_queue_refuses_and_generate_waits_its_turn():
 
 @pytest.mark.parametrize("params", [{}, {"prompt_logprobs": 1}], ids=str)
 def test_as_many_samples_as_the_prompt_has_tokens(params):
-    """A step with as many samples as tokens is no decode, though the counts are the same."""
+    """A step with as many samples as tokens need not be a decode step."""
     (prompt,) = ragged_prompts([4])
     engine = new_engine(checkpoint("llama"), enable_prefix_caching=False)
     likeliest = SamplingParams(n=4, temperature=1e-9, max_tokens=3, **params)
@@ -320,7 +320,7 @@ def test_samples_beside_a_prompt_that_is_only_read():
 
 
 def test_step_that_fails_loses_nothing(monkeypatch):
-    """Whatever a broken forward leaves in the blocks is forgotten, and everybody is computed again."""
+    """Contents that a broken forward leaves in blocks are dropped, and all requests are computed again."""
     expected = [reference("llama").greedy(prompt, 8)[0] for prompt in PROMPTS]
     engine = new_engine(checkpoint("llama"), max_num_batched_tokens=64)
     for i, prompt in enumerate(PROMPTS):
@@ -351,7 +351,7 @@ def test_step_that_fails_loses_nothing(monkeypatch):
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("where", ["expire", "schedule", "execute", "update", "release_finished"])
 def test_exception_anywhere_in_a_step_changes_no_tokens_and_loses_nobody(monkeypatch, where, late):
-    """Before and after each part of a step: prompts, decodes, samples, stop strings, last tokens."""
+    """Raise before and after each part of a step: prompts, decodes, samples, stop strings, last tokens."""
     options = {"skip_tokenizer_init": False, "block_size": 8, "num_blocks": 24, "max_num_batched_tokens": 48}
     engine = new_engine("demo", **options)
     prompts = ["import os\n", "def add(a, b):\n", "class Stack:\n    def push(self, item):", "x"]
@@ -426,7 +426,7 @@ def test_output_that_cannot_be_made_comes_with_the_next_step(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_combination_gives_the_tokens_of_an_undisturbed_run(seed):
-    """Preemption, swapping, prefix hits, chunks, samples, forks and aborts, with the model that ships."""
+    """Preemption, swapping, prefix hits, chunks, samples, forks and aborts, with the demo model."""
     rng = random.Random(seed)
     quiet = new_engine("demo", skip_tokenizer_init=False, num_blocks=512)
     system = quiet.tokenizer.encode(
@@ -477,7 +477,7 @@ def test_any_combination_gives_the_tokens_of_an_undisturbed_run(seed):
         elif (
             live and rng.random() < 0.2 and (name := rng.choice(live)).isdigit() and params[int(name)].n == 1
         ):
-            # With the same seed: the very same tokens are to come.
+            # With the same seed the same tokens must follow.
             forks[engine.fork(name, f"fork-{name}-{rng.random()}", params[int(name)])] = name
         finished |= {output.request_id: output for output in engine.step() if output.finished}
         engine.scheduler.check()

@@ -1,4 +1,4 @@
-"""No parameter is ignored: every field of SamplingParams, changed alone, changes what comes back."""
+"""No parameter is ignored: changing any field of SamplingParams alone changes the output."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.support.checkpoints import new_engine
 
 PROMPT = "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"
 EOS = 0
-# What all of them have in common, so that a change of one token shows.
+# Common to all requests, chosen so that a change of one token shows.
 BASE: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_tokens": 24, "ignore_eos": True}
 
 
 def _never(_tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """A processor under which only token 7 is left."""
+    """Allow only token 7."""
     return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor([7]), 0.0)
 
 
-# For each field: what it is changed to, and what else both requests have.
+# For each field: its changed value, and the other parameters of both requests.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "n": (2, {}),
     "best_of": (4, {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY}),
@@ -75,12 +75,12 @@ def engine() -> LLMEngine:
 
 
 def observed(engine: LLMEngine, params: SamplingParams) -> Any:
-    """All that the owner of a request sees of it, beside a neighbour that came before."""
+    """Return everything that is visible of a request that arrives after a neighbour."""
     engine.reset_prefix_cache()
     engine.generate(
         [PROMPT], SamplingParams(max_tokens=1), use_tqdm=False
-    )  # something to be found in the cache
-    # It fills the engine, and only a smaller priority number goes before it.
+    )  # so that the prefix cache has something
+    # It fills the engine; only a lower priority number precedes it.
     neighbour = SamplingParams(max_tokens=9, ignore_eos=True, n=4, seed=0)
     engine.add_request("neighbour", "x", neighbour)
     engine.step()
@@ -102,7 +102,7 @@ def test_every_field_has_a_case():
 
 @pytest.fixture(scope="module")
 def unchanged(engine) -> Callable[[dict[str, Any]], Any]:
-    """What is seen of a request before anything is changed; many have the same one."""
+    """Return the output before the change; many fields share one."""
     known: dict[str, Any] = {}
 
     def look(default: dict[str, Any]) -> Any:

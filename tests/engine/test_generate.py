@@ -1,4 +1,4 @@
-"""generate, generate_iter and stream: any number of prompts in bounded memory, and nothing left behind."""
+"""generate, generate_iter and stream take any number of prompts in bounded memory and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, r
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 PROMPTS = ragged_prompts([5, 40, 1, 17])
-SMALL = 64  # prompts of a window
+SMALL = 64  # prompts per window
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def shared_engine() -> LLMEngine:
 
 @pytest.fixture
 def engine(shared_engine, monkeypatch) -> Iterator[LLMEngine]:
-    """Random weights and a small window."""
+    """Yield an engine with random weights and a small window."""
     monkeypatch.setattr(generation, "WINDOW", SMALL)
     yield shared_engine
     assert_all_free(shared_engine)
@@ -35,7 +35,7 @@ def engine(shared_engine, monkeypatch) -> Iterator[LLMEngine]:
 
 
 class Source:
-    """Prompts without a length, that know how many of them were taken."""
+    """An iterator over prompts without a length that counts how many were read."""
 
     def __init__(self, prompts: Any) -> None:
         self.prompts, self.num_taken = iter(prompts), 0
@@ -58,7 +58,7 @@ def test_many_prompts_are_taken_a_window_ahead(engine, monkeypatch):
         return StepOutput([r.inputs.prompt_token_ids[0] for r in schedule.sampled_requests])
 
     monkeypatch.setattr(engine.runner, "execute", execute)
-    # The first of every 100 lasts long, and holds those behind it back.
+    # The first of every 100 prompts runs long and delays the outputs of those after it.
     source = Source([i % 200] for i in range(2_000))
     params = (SamplingParams(temperature=0.0, max_tokens=1 if i % 100 else 30) for i in range(2_000))
     timeouts = (1e6 + i for i in range(2_000))
@@ -96,7 +96,7 @@ def test_progress_bar_counts_what_has_no_length(engine, capsys):
 @pytest.mark.parametrize("bad", [3, SMALL + 30], ids=["first-window", "later"])
 @pytest.mark.parametrize("kind", ["prompt", "params", "source"])
 def test_error_comes_in_its_place(engine, bad, kind):
-    """In the first window before anything runs, later behind the outputs of those before it."""
+    """In the first window it raises before anything runs, later after the outputs of earlier prompts."""
 
     def prompts() -> Iterator[Any]:
         for i in range(SMALL * 3):
@@ -146,7 +146,7 @@ def test_end_before_the_end_aborts_what_is_left_and_nothing_else(engine, call, e
 
 
 def test_iterators_and_requests_side_by_side_all_get_their_own(engine):
-    """Whoever runs the steps: nobody's outputs go to somebody else."""
+    """Each output goes to the iterator that asked for it, whichever iterator runs the step."""
     prompts, params = PROMPTS * 5, [SamplingParams(temperature=0.0, max_tokens=n) for n in range(1, 21)]
     expected = tokens_of(engine.generate(prompts, params, use_tqdm=False))
     first, second = engine.generate_iter(prompts, params), engine.stream(prompts, params)

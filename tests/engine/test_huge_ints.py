@@ -1,4 +1,4 @@
-"""Ints of thousands of digits, which Python refuses to print: each is an error that names the field."""
+"""An int of thousands of digits, which Python refuses to print, is an error that names the field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def around(hint: Any, value: Any) -> Any:
-    """The value in the form of a field of this type, or the value itself."""
+    """Return the value in the form that a field of this type takes."""
     for member in typing.get_args(hint):
         kind = typing.get_origin(member)
         if kind is Sequence:

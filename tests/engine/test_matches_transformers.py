@@ -42,7 +42,7 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 @contextmanager
 def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[int, ...], Tensor]]:
-    """Logits by the tokens that they follow."""
+    """Record logits by the tokens that they follow."""
     logits_after: dict[tuple[int, ...], Tensor] = {}
     sample = Sampler.sample
 
@@ -74,7 +74,7 @@ def assert_matches(
 
 
 def lengths_for(name: str, count: int) -> list[int]:
-    """Prompt lengths from 1 to 400; for the stretched ropes around and beyond max_position_embeddings 64."""
+    """Return prompt lengths from 1 to 400; for stretched ropes some around max_position_embeddings 64."""
     rng = random.Random(count)
     if name in STRETCHED:
         return [1, 58, 64, 65, *(rng.randint(2, 240) for _ in range(count - 4))][:count]
@@ -102,10 +102,10 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
     assert_matches(new_engine(checkpoint("qwen2-mixed")), reference("qwen2-mixed"), prompts, 6, monkeypatch)
 
 
-# Every architecture; between them biases, norms, tied embeddings, stretched rope, layers with a window.
+# Every architecture. Together they have biases, norms, tied embeddings, stretched rope and windows.
 @pytest.mark.parametrize("name", ["llama-llama3", "mistral", "qwen2-mixed", "qwen3"])
 def test_triton_kernels_match_transformers(name, monkeypatch):
-    # On a CPU the kernels run in Triton's interpreter, a thousand times slower: few and short.
+    # On a CPU the kernels run in Triton's interpreter, a thousand times slower: few short prompts.
     engine = new_engine(checkpoint(name), device="auto", attention_backend="triton", num_blocks=24)
     assert engine.runner.model.kernels.name == "triton"
     assert_matches(engine, reference(name), ragged_prompts([1, 17, 30]), 3, monkeypatch)
@@ -154,7 +154,7 @@ def test_stop_strings_and_ids_end_where_those_of_transformers_do():
 
 def test_demo_model_has_learned():
     engine = new_engine("demo", skip_tokenizer_init=False)
-    # Python that it was not trained on. Guessing all 4096 tokens alike would cost 8.3 nats a token.
+    # Python that it was not trained on. Guessing uniformly would cost 8.3 nats per token.
     text = Path(__file__).read_text(encoding="utf-8")[:4000]
     ids = torch.tensor([engine.tokenizer.encode(text)])
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_demo_model_has_learned():
     assert loss < 4.5
 
 
-# Everything that may differ between two runs of one request, and must not show.
+# Options that must not change the tokens of a request.
 VARIANTS: dict[str, dict[str, Any]] = {
     "budget1": {"max_num_batched_tokens": 1},
     "budget7": {"max_num_batched_tokens": 7},
@@ -182,7 +182,7 @@ def test_tokens_do_not_depend_on(variant, name):
     prompts = ragged_prompts([30, 1, 61, 8, 16, 17, 63])
     expected = [reference(name).greedy(prompt, 20)[0] for prompt in prompts]
     options = VARIANTS[variant]
-    if "num_blocks" in options:  # each layer group takes its own
+    if "num_blocks" in options:  # each layer group needs as many
         options = {**options, "num_blocks": options["num_blocks"] * NUM_GROUPS[name]}
     engine = new_engine(checkpoint(name), **options)
     outputs = engine.generate(prompts, greedy(20), use_tqdm=False)
@@ -199,7 +199,7 @@ def test_tokens_do_not_depend_on_neighbours(name):
     engine = new_engine(checkpoint(name))
     assert [tokens_of(engine.generate(p, greedy(20), use_tqdm=False))[0] for p in prompts] == expected
     assert tokens_of(engine.generate(prompts[::-1], greedy(20), use_tqdm=False)) == expected[::-1]
-    # One by one, each a few steps after the one before it.
+    # Added one by one, a few steps apart.
     finished = {}
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, greedy(20))

@@ -1,4 +1,4 @@
-"""Sampling parameters through the engine: with preemption, with n > 1, forked, aborted, and refused."""
+"""Sampling parameters in the engine: with preemption, with n > 1, forked, aborted, and refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paged import LLMEngine, SamplingParams
 from paged.errors import RequestError
 from tests.support.checkpoints import VOCAB_SIZE, assert_all_free, checkpoint, new_engine, ragged_prompts
 
-# Every parameter whose effect depends on the tokens so far, and draws.
+# Random sampling with every parameter whose effect depends on earlier tokens.
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
     {"presence_penalty": 1.0, "top_k": 20},
@@ -39,7 +39,7 @@ def check_histories(engine: LLMEngine) -> None:
 
 
 def run(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    """What came out, with the sampler's histories looked at after every step."""
+    """Return the outputs; check the sampler's token histories after every step."""
     for i, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(i), prompt, chosen)
     outputs = {}
@@ -76,7 +76,7 @@ def test_parameters_compose_with_samples_of_one_prompt_and_preemption():
     assert engine.scheduler.counters.num_recomputed > 0
 
 
-# Those that are about text, or about which samples are returned.
+# Parameters of the text, or of which samples are returned.
 TEXT_PARAMS: list[dict[str, Any]] = [
     {"bad_words": ["self", "return", " "]},
     {"stop": ["self.", ")\n"], "min_tokens": 4},
@@ -210,7 +210,7 @@ def test_bad_words_are_never_completed():
     engine = LLMEngine("demo", num_blocks=64)
     prompt, greedy = "def add(a, b):\n    return", {"temperature": 0.0, "max_tokens": 12}
     free = engine.generate([prompt], SamplingParams(**greedy), use_tqdm=False)[0].outputs[0].token_ids
-    # One token, and a sequence that is spelled as it was generated.
+    # One token, and a sequence spelled as it was generated.
     encode, decode = engine.tokenizer.encode_bare, engine.tokenizer.hf.decode
     windows = (free[i : i + n] for n in (2, 3) for i in range(len(free) - n))
     words = [decode(free[5:6]), next(decode(w) for w in windows if w == encode(decode(w).lstrip()))]

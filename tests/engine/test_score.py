@@ -1,4 +1,4 @@
-"""Scores of continuations against transformers, and what they share."""
+"""Scores of continuations equal those of transformers and share the prompt's blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, r
 
 
 def expected_logprobs(model: Any, prompt: list[int], continuation: list[int]) -> torch.Tensor:
-    """f32[len(continuation)]"""
+    """Return f32[len(continuation)]."""
     rows = copy.deepcopy(model)(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 : -1]
     return rows.log_softmax(-1).gather(-1, torch.tensor(continuation)[:, None])[:, 0].detach()
 
@@ -31,7 +31,7 @@ def check(outputs: list[ScoreOutput], model: Any, prompt: list[int], continuatio
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-mixed", "llama-dynamic"])
 def test_scores_match_transformers(name, caching):
-    """Some are longer than a step; one goes beyond the context that the rope was trained for."""
+    """Some continuations are longer than a step; one exceeds the context that the rope was trained for."""
     engine = new_engine(
         checkpoint(name), block_size=8, max_num_batched_tokens=48, enable_prefix_caching=caching
     )
@@ -54,7 +54,7 @@ def test_prompt_is_computed_once_and_only_continuations_have_logits(monkeypatch)
     monkeypatch.setattr(engine.runner.reporter, "head", lambda rows: num_rows.append(len(rows)) or head(rows))
     engine.score(prompt, continuations, use_tqdm=False)
     assert num_rows == [3 + 4 + 5]
-    # The others find four of the prompt's five blocks: its last row tells of their first token.
+    # The others hit four of the prompt's five blocks: its last token must be computed again for a logit.
     counters = engine.scheduler.counters
     assert (counters.num_prefill_tokens, counters.num_steps) == (40 + 3 + 8 + 4 + 8 + 5, 1)
     assert_all_free(engine)
