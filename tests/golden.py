@@ -40,13 +40,13 @@ Results = dict[str, str]
 
 
 def instruction_set() -> str:
-    """The instructions that decide the bits of a CPU kernel's results."""
+    """Name the instructions that decide the bits of a CPU kernel's results."""
     has = {"dot": HAS_DOT, "lookup": HAS_LOOKUP, "halves": HAS_HALVES, "tiles": HAS_TILES}
     return "-".join([f"{8 * VECTOR_BYTES}", *(name for name, value in has.items() if value)])
 
 
 def public_names() -> list[str]:
-    """What `import paged` offers."""
+    """Return what `import paged` offers."""
     return sorted(paged.__all__)
 
 
@@ -76,7 +76,7 @@ def parameter_set(number: int) -> SamplingParams:
 
 
 def tokens() -> dict[str, list[list[int]]]:
-    """The demo model's tokens for every parameter set, all in one ragged batch, by the set's number."""
+    """Generate the demo model's tokens for every parameter set in one ragged batch."""
     engine = LLMEngine("demo", device="cpu", dtype="float32", num_blocks=600)
     sets = [parameter_set(i) for i in range(NUM_PARAMETER_SETS)]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(NUM_PARAMETER_SETS)]
@@ -85,7 +85,7 @@ def tokens() -> dict[str, list[list[int]]]:
 
 
 def kernel_results() -> Results:
-    """A hash of what each CPU kernel computes of inputs that are the same on every machine."""
+    """Hash the results of each CPU kernel for inputs that are the same on every machine."""
     return {name: _hash(results) for name, results in _kernel_cases()}
 
 
@@ -168,7 +168,7 @@ def _attention_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
-    """The last shape is large enough for bfloat16 weights to be kept in 12 bits."""
+    """Use a small shape and one large enough for bfloat16 weights to be kept in 12 bits."""
     for out_features, in_features in ((80, 96), (1040, 512)):
         for kept in dict.fromkeys((dtype, torch.bfloat16)):  # float32 that bfloat16 holds is kept as such
             weight = (_numbers(out_features, in_features, seed=9) / 16).to(kept).to(dtype)
@@ -226,13 +226,13 @@ def _hash(results: list[Tensor]) -> str:
 
 
 def recorded() -> dict[str, Any]:
-    """The record as it was committed."""
+    """Load the committed record."""
     found: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return found
 
 
 def differences(known: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What the record and this tree do not agree on, by name."""
+    """Name what differs between the record and this tree."""
     names = [] if known.get("public_names") == found["public_names"] else ["public_names"]
     here = instruction_set()
     pairs = {

@@ -348,7 +348,7 @@ MUTANTS = {
 
 
 def planted(file: str, name: str, old: str, new: str) -> str:
-    """A file's text with a bug in it."""
+    """Return a file's text with a bug in it."""
     text = (ROOT / "paged" / f"{file}.py").read_text()
     found = text.count(old)
     assert found == 1, f"mutant {name!r} is stale: {old!r} occurs {found} times in {file}.py"
@@ -383,7 +383,7 @@ def run(folder: Path, *arguments: object) -> str | None:
 
 
 def failure(folder: Path, what: str, *arguments: int) -> str | None:
-    """The first world or test that fails in a copy; None if none does."""
+    """Find the first world or test that fails in a copy; None if none does."""
     if what == "worlds":
         said = run(folder, "-c", WORLDS, *arguments)
     else:
@@ -399,7 +399,7 @@ def failure(folder: Path, what: str, *arguments: int) -> str | None:
 
 
 def failures(file: str | None, text: str, all_looks: bool) -> list[str]:
-    """What fails with this text in the place of a file's, or, if it is None, without."""
+    """Find what fails with this text in place of a file's; if `file` is None, without any change."""
     found: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         copy_project(Path(name))

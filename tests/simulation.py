@@ -61,14 +61,14 @@ class Truth:
         return cls(array("I", [zlib.crc32(request.inputs.namespace)]))
 
     def at(self, request: Request, num_tokens: int) -> array[int]:
-        """The values of a namespace and num_tokens slots."""
+        """Return the values of a namespace and num_tokens slots."""
         for token in request.token_ids[len(self.values) - 1 : num_tokens]:
             self.values.append(slot_value(self.values[-1], token))
         return self.values
 
 
 def slot_value(before: int, token: int) -> int:
-    """What the made-up model writes for a token behind the slot that holds `before`."""
+    """Return what the made-up model writes for a token after the slot that holds `before`."""
     return zlib.crc32(token.to_bytes(4, "little"), before)
 
 
@@ -172,7 +172,7 @@ class World:
         return self.manager.num_matched(request.blocks, request.token_ids)
 
     def run(self, num_steps: int) -> int:
-        """Steps with arrivals, then as many as it takes until everybody is done. Returns how many."""
+        """Run steps with arrivals, then until every request is done. Return how many."""
         while self.num_steps < num_steps:
             for _ in range(int(self.arrivals + self.rng.random())):
                 if len(self.live) < 16:
@@ -194,7 +194,7 @@ class World:
         return self.num_steps
 
     def work(self, request: Request) -> int:
-        """The most steps that a request can be computed in."""
+        """Return the most steps in which a request is computed."""
         most = request.inputs.max_total_tokens * (self.max_preemptions + 1)
         return most * (1 + len(request.siblings)) * self.depth
 
@@ -225,7 +225,7 @@ class World:
         self.live.update((r.request_id, (r, Truth.begin(r))) for r in requests)
 
     def new_request(self, name: str, prompt: list[int], max_total: int, namespace: bytes) -> Request:
-        """A request with somebody's priority, tenant and perhaps a deadline."""
+        """Make a request with a random priority, tenant and perhaps a deadline."""
         rng = self.rng
         priority, tenant = rng.randint(0, 2), rng.choice("abc")
         inputs = RequestInputs(
@@ -429,7 +429,7 @@ class World:
         assert seen == values[first + 1 : end + 1].tobytes(), "a slot holds something else"
 
     def sample(self, request: Request, value: int) -> int | None:
-        """A fixed function of the prefix and of whose sample it is."""
+        """Draw a token as a fixed function of the prefix and the sample's number."""
         chosen = zlib.crc32(request.request_id.encode(), value)
         if chosen % 211 == 0:
             return None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+DEMO = Path(__file__).parents[1] / "demo"  # the checkpoint that model="demo" stands for
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def from_hf(hf: Config) -> ModelConfig:
     _, defaults, declare = ARCHITECTURES[architecture]
     if missing := [name for name in REQUIRED if hf.get(name) is None]:
         raise CheckpointError(f"{missing[0]} is missing")
-    hf = {**COMMON, **defaults, **hf}
+    hf = {**_COMMON, **defaults, **hf}
     if hf["hidden_act"] != "silu":
         raise UnsupportedModelError(f"hidden_act {shown(hf['hidden_act'])} is not supported; 'silu' is")
     num_heads, hidden_size = _size(hf, "num_attention_heads"), _size(hf, "hidden_size")
@@ -229,7 +229,7 @@ def _above_zero(hf: Config, name: str) -> float:
 
 
 # The defaults of transformers' classes, for keys that config.json leaves out.
-COMMON = {
+_COMMON = {
     "num_key_value_heads": None,  # as many as query heads
     "head_dim": None,  # hidden_size / num_attention_heads
     "hidden_act": "silu",
@@ -261,7 +261,7 @@ class Architecture(NamedTuple):
     """One entry of ARCHITECTURES: a family of models that the one decoder computes."""
 
     model_type: str
-    defaults: Config  # for keys of config.json, beside COMMON
+    defaults: Config  # for keys of config.json, beside _COMMON
     declare: Callable[[Config], dict[str, Any]]  # the fields of ModelConfig that the families differ in
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.cpu.linear import linear as numba_linear
 from ..kernels.cpu.linear.linear import Panels, can_pair
 from ..kernels.cpu.linear.pack_bf12 import pack_bf12
-from ..kernels.cpu.products.int4 import GROUP
+from ..kernels.cpu.products.int4 import INT4_GROUP
 from ..kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
 from .linear import PlainWeight
 from .quantization import Int8Weight, int4_codes
@@ -88,7 +88,7 @@ class PanelInt8Weight(PanelWeight):
 class PanelInt4Weight(PanelWeight):
     """int4 with a scale and a zero for every GROUP inputs: see Int4Weight. It cannot be looked up."""
 
-    GROUP = GROUP
+    GROUP = INT4_GROUP
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         codes, scales, zeros = int4_codes(weight.view(len(weight), -1, self.GROUP))

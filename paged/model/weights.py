@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..validation import shown
+from .config import DEMO
 from .hf_config import read_json
 
-DEMO = Path(__file__).parents[1] / "demo"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 HEADER_CEILING = 100 * 2**20

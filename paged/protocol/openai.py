@@ -27,7 +27,7 @@ BAD_REQUEST, NOT_FOUND, TIMED_OUT, FAILED = 400, 404, 408, 500
 
 # Fields that a body shares with SamplingParams. A response consists of text, so detokenize is none.
 SAME = frozenset(SAMPLING_FIELDS) - {"logprobs", "prompt_logprobs", "detokenize"}
-COMMON = SAME | {"model", "user", "stream", "response_format"}
+_COMMON = SAME | {"model", "user", "stream", "response_format"}
 CHAT_ONLY = frozenset(
     {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice"}
     | {"add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"}
@@ -78,7 +78,7 @@ class ChatCall(Call):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ChatCall:
         """Parse a body. Raises RequestError or UnknownArgumentError naming the field."""
-        given = _given(body, "/v1/chat/completions", COMMON | CHAT_ONLY)
+        given = _given(body, "/v1/chat/completions", _COMMON | CHAT_ONLY)
         if "messages" not in given:
             raise RequestError("messages is missing")
         sampling = {name: given[name] for name in SAME if name in given}
@@ -128,7 +128,7 @@ class CompletionCall(Call):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> CompletionCall:
         """Parse a body. Raises RequestError or UnknownArgumentError naming the field."""
-        given = _given(body, "/v1/completions", COMMON | COMPLETION_ONLY)
+        given = _given(body, "/v1/completions", _COMMON | COMPLETION_ONLY)
         if "prompt" not in given:
             raise RequestError("prompt is missing")
         sampling = {name: given[name] for name in SAME | {"logprobs"} if name in given}

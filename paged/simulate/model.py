@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..model.config import ModelConfig
+from ..model.config import DEMO, ModelConfig
 from ..model.hf_config import read_config
-
-DEMO = Path(__file__).parents[1] / "demo"
 
 
 def read_model(model: str) -> ModelConfig:

@@ -23,7 +23,7 @@ from ..simd.vectors import function
 from .machine_code import MachineCode, machine_code
 
 # The first fields of every record: two counters, and what all threads share.
-COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
+_COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
 NEXT_UNIT, NEXT_THREAD = 0, 8  # byte offsets of the counters
 
 
@@ -33,9 +33,9 @@ class Task:
     def __init__(self, pointers: Sequence[str], ints: Sequence[str] = (), floats: Sequence[str] = ()) -> None:
         ints, self.pointers = (*pointers, *ints), tuple(pointers)
         own = [*((name, "i8") for name in ints), *((name, "f8") for name in floats)]
-        self.record = np.dtype(COMMON + own)
+        self.record = np.dtype(_COMMON + own)
         self.fields: tuple[str, ...] = self.record.names or ()
-        self._layout = struct.Struct(f"={len(COMMON) + len(ints)}q{len(floats)}d")
+        self._layout = struct.Struct(f"={len(_COMMON) + len(ints)}q{len(floats)}d")
         self._local = threading.local()
         self._call: Any = None
         self.address = 0

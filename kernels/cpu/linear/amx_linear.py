@@ -32,7 +32,7 @@ from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES, add, function, multiply, silu
 
 THIRDS = 3
-DEPTH = 128  # most steps of a panel at a time: 16 KiB
+_DEPTH = 128  # most steps of a panel at a time: 16 KiB
 _FEW_ROWS = 64  # up to these take half as many: they leave little to do while panels come from memory
 _FEW_UNPACKED = 112  # the same if panels are unpacked into the L1 cache
 _TOGETHER = 2  # panels that rows are multiplied by while they are in the L1 cache
@@ -57,7 +57,7 @@ _RECORD = TILES.record
 def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int) -> int:
     """Return the scratch memory for units of this size: accumulators, unpacked panels and thirds."""
     rows = unit_rows * thirds
-    return LINE + _TOGETHER * DEPTH * _WIDTH + rows * (unit_panels * _WIDTH + thirds_stride)
+    return LINE + _TOGETHER * _DEPTH * _WIDTH + rows * (unit_panels * _WIDTH + thirds_stride)
 
 
 def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
@@ -176,7 +176,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     # Equal parts of whole groups. A single block unpacks on the way instead.
     is_unpacked = kind != BFLOAT16_PAIRS and num_blocks > 1
     few = _FEW_UNPACKED if is_unpacked else _FEW_ROWS
-    most = DEPTH // 2 if together > 1 and rows <= few else DEPTH
+    most = _DEPTH // 2 if together > 1 and rows <= few else _DEPTH
     step = -(-args.depth // (-(-args.depth // most) * STEPS)) * STEPS
     is_whole = num_blocks == 1 and (kind != BFLOAT16_PAIRS or args.apart > 1)
     if is_whole:
@@ -198,7 +198,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
             factors = args.scales + group_bytes(kind, panel * args.depth + start) + near * factors_far
             b_kind, b_stride, b_far = kind, stride, far
             if is_unpacked:
-                b_kind, b_stride, b_far = BFLOAT16_PAIRS, _WIDTH, DEPTH * _WIDTH
+                b_kind, b_stride, b_far = BFLOAT16_PAIRS, _WIDTH, _DEPTH * _WIDTH
                 for p in range(some):
                     own = factors + p * factors_far
                     unpack(kind, unpacked + p * b_far, b + p * far, stride, own, depth)
@@ -253,7 +253,7 @@ if HAS_TILES:
         args, counters = carray(record, 1, _RECORD)[0], address_of(record)
         scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
         sums = args.unit_panels * args.unit_rows * args.thirds
-        thirds = scratch + LINE + (_TOGETHER * DEPTH + sums) * _WIDTH
+        thirds = scratch + LINE + (_TOGETHER * _DEPTH + sums) * _WIDTH
         brought, configured = -1, 0
         unit, end = take_run(counters, args.all_units, args.num_threads)
         while unit < args.all_units:

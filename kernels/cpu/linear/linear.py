@@ -19,7 +19,7 @@ from ..launch.huge_pages import in_huge_pages
 from ..launch.runs import num_runs, take_run
 from ..launch.tasks import NEXT_THREAD, Task
 from ..products.amx import HAS_TILES, INPUTS
-from ..products.int4 import GROUP, PAIR_STEPS
+from ..products.int4 import INT4_GROUP, PAIR_STEPS
 from ..products.kinds import (
     BF12,
     BF12_PAIRS,
@@ -41,7 +41,7 @@ from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 from .amx_linear import TILES, is_read_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
 
-DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
+_DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
 UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
 ROWS = 64  # of a unit of work
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -79,7 +79,7 @@ class Panels(NamedTuple):
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]. int4: uint8 with
     # LANES instead of PANEL, in pairs in the order of Int4Pairs. bfloat16 not in pairs: outputs i and i +
-    # LANES alternate. bf12: i16[num_panels, num_groups, bf12.GROUP_BYTES / 2], in pairs with a last
+    # LANES alternate. bf12: i16[num_panels, num_groups, BF12_GROUP_BYTES / 2], in pairs with a last
     # dimension of 1.
     weight: Tensor
     # f32[num_panels * PANEL], for int8 in pairs divided by INT8_UNIT. int4: scales and zeros,
@@ -160,11 +160,12 @@ def pack_int4(
 ) -> Panels:
     """Pack a weight of scale * (code - 8) + zero into panels; see `pack`.
 
-    codes: uint8[out_features, in_features], 0 to 15. scales, zeros: bf16[out_features, in_features // GROUP].
+    codes: uint8[out_features, in_features], 0 to 15. scales, zeros:
+        bf16[out_features, in_features // INT4_GROUP].
     """
     _check_pairs(pairs)
     out_features, in_features = codes.shape
-    num_panels, num_groups = _num_panels(out_features, gated), in_features // GROUP
+    num_panels, num_groups = _num_panels(out_features, gated), in_features // INT4_GROUP
     shape = num_panels, in_features // (1 + pairs), LANES, 1 + pairs
     panels = in_huge_pages(codes.new_empty(shape)).zero_()
     factors = scales.new_zeros(num_panels, num_groups, 2, PANEL)
@@ -270,7 +271,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
         units = unit_rows, unit_panels, apart, thirds, stride, num_units, num_threads
         TILES.run(num_runs(num_units, num_threads), *fields, *units, scratch_size=size)
     else:
-        size = (ROWS + 1 + DEPTH) * _WIDTH
+        size = (ROWS + 1 + _DEPTH) * _WIDTH
         num_units = num_panels * -(-num_rows // ROWS)
         LINEAR.run(num_runs(num_units, num_threads), *fields, num_units, num_threads, scratch_size=size)
     return out
@@ -288,7 +289,7 @@ def _linear(args, unit, next_unit, scratch):
     pace = -(-stride // -(-rows // MOST_TILE_ROWS))
     # Unpacked once if several register tiles would each do so.
     is_unpacked = rows > MOST_TILE_ROWS and UNPACKED[kind] != kind
-    most = UNPACKED_DEPTH if is_unpacked and kind != BF12 else DEPTH
+    most = UNPACKED_DEPTH if is_unpacked and kind != BF12 else _DEPTH
     # Equal parts of whole groups.
     whole = PART_STEPS[kind]
     step = -(-args.depth // (-(-args.depth // most) * whole)) * whole

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Task
-from ..products.bf12 import GROUP, GROUP_BYTES, HEAD_BYTES, PART, PART_BYTES, PARTS, TABLE_BYTES
+from ..products.bf12 import BF12_GROUP, BF12_GROUP_BYTES, HEAD_BYTES, PART, PART_BYTES, PARTS, TABLE_BYTES
 from ..products.kinds import BF12, BF12_PAIRS, BFLOAT16_PAIRS, FORMATS
 from ..products.reader import PANEL
 from ..simd.memory import get_byte, get_int, set_byte, set_int, set_long
@@ -40,7 +40,7 @@ def pack_bf12(panels: Panels) -> Panels:
     if encoded is None or not encoded.is_supported or not is_large or panels.depth % encoded.part_steps:
         return panels
     num_groups = panels.depth // encoded.part_steps
-    shape = num_panels, num_groups, GROUP_BYTES
+    shape = num_panels, num_groups, BF12_GROUP_BYTES
     groups = in_huge_pages(panels.weight.new_empty(shape, dtype=torch.uint8))
     addresses = panels.weight.data_ptr(), groups.data_ptr()
     PACK_BF12.run(num_panels, *addresses, num_groups, scratch_size=(4 + 1 + 1) * _VALUES)
@@ -52,7 +52,7 @@ def pack_bf12(panels: Panels) -> Panels:
     numbers[:, 0] = count.cumsum(0) - count
     flat[:, TABLE_BYTES:_HEAD_END] = numbers.view(torch.uint8)
     flat[:, _HEAD_END:HEAD_BYTES] = 0
-    upper = panels.weight.view(torch.uint8).view(-1, GROUP, 2)[..., 1]
+    upper = panels.weight.view(torch.uint8).view(-1, BF12_GROUP, 2)[..., 1]
     with_some = count.nonzero().squeeze(1).split(_GROUPS_AT_A_TIME)
     exceptions = [_exceptions(upper[own], flat[own, :TABLE_BYTES]) for own in with_some]
     weight = groups.view(torch.int16)
@@ -61,7 +61,7 @@ def pack_bf12(panels: Panels) -> Panels:
 
 
 def _exceptions(upper: Tensor, tables: Tensor) -> Tensor:
-    """Return the upper bytes [groups, GROUP] that tables [groups, TABLE_BYTES] lack, with their offsets."""
+    """Return upper bytes [groups, BF12_GROUP] that tables [groups, TABLE_BYTES] lack, with offsets."""
     is_known = torch.zeros(len(upper), _VALUES, dtype=torch.bool, device="cpu")
     is_known.scatter_(1, tables.long(), True)
     group, place = is_known.gather(1, upper.long()).logical_not_().nonzero(as_tuple=True)
@@ -74,8 +74,8 @@ def _make_table(source, entry, counts, codes, found):
 
     counts: an int32 0 for each byte value, and left as that. found: memory for the values that occur.
     """
-    number, left, last = 0, GROUP, 0
-    for i in range(GROUP):
+    number, left, last = 0, BF12_GROUP, 0
+    for i in range(BF12_GROUP):
         value = get_byte(source + 2 * i + 1) & 255
         count = get_int(counts + 4 * value)
         if not count:
@@ -121,8 +121,8 @@ def _encode_panel(args, panel, scratch):
     for at in range(5 * _VALUES):
         set_byte(scratch + at, 0)
     for group in range(panel * args.num_groups, (panel + 1) * args.num_groups):
-        source = args.panels + group * 2 * GROUP
-        to = args.encoded + group * GROUP_BYTES
+        source = args.panels + group * 2 * BF12_GROUP
+        to = args.encoded + group * BF12_GROUP_BYTES
         _make_table(source, to, counts, codes, found)
         for part in range(PARTS):
             _encode_part(source + 2 * part * PART, to + HEAD_BYTES + part * PART_BYTES, codes)

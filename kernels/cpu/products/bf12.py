@@ -13,13 +13,13 @@ from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES
 from .reader import PANEL, Bfloat16, Bfloat16Pairs, Reader, step_place, store_step
 
-GROUP = 1024  # numbers that share a table
+BF12_GROUP = 1024  # numbers that share a table
 TABLE_BYTES = 16
 HEAD_BYTES = 32 if LANES == 16 else 64  # in front of a group, so that a step has a whole number of bytes
 PART = 2 * PANEL  # numbers that are unpacked together, to two vectors
 PART_BYTES = 3 * PANEL
-PARTS = GROUP // PART
-GROUP_BYTES = HEAD_BYTES + PARTS * PART_BYTES
+PARTS = BF12_GROUP // PART
+BF12_GROUP_BYTES = HEAD_BYTES + PARTS * PART_BYTES
 _TOGETHER = 2  # parts of a group that are gone through at a time: with AVX-512 they fill lines
 
 
@@ -40,7 +40,7 @@ class Bf12(Reader):
         super().__init__(plain.kind)
         self.plain, self.in_pairs = plain, plain.in_pairs
         self.step = 2 * PANEL if plain.in_pairs else PANEL  # numbers
-        self.group_steps = self.at_a_time = GROUP // self.step
+        self.group_steps = self.at_a_time = BF12_GROUP // self.step
 
     def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
         """Return the address of the exceptions, which all groups share."""
@@ -53,7 +53,7 @@ class Bf12(Reader):
 
         A group with exceptions, which few have, is unpacked to the stack first.
         """
-        memory = cgutils.alloca_once(builder, ir.ArrayType(emit.I8, 2 * GROUP))
+        memory = cgutils.alloca_once(builder, ir.ArrayType(emit.I8, 2 * BF12_GROUP))
         memory.align = VECTOR_BYTES
         number = builder.load(emit.pointer(builder, I64, place, int64(TABLE_BYTES + 8)), align=1)
         is_whole = builder.icmp_signed("==", number, int64(0))
@@ -116,7 +116,7 @@ class Bf12(Reader):
         """Restore the panel in the format of `plain`; see Reader."""
         parts, steps = int64(PARTS), int64(self.group_steps)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:
-            start = builder.mul(groups.index, int64(GROUP_BYTES))
+            start = builder.mul(groups.index, int64(BF12_GROUP_BYTES))
             group, first = builder.add(panel, start), builder.mul(groups.index, parts)
 
             def keep(index: Any, part: list[Any], first: Any = first) -> None:

@@ -1,4 +1,4 @@
-"""int4: 4 bits a weight, with a scale and a zero in bfloat16 for each GROUP of an output's inputs."""
+"""int4: 4 bits a weight, with a scale and a zero in bfloat16 for each INT4_GROUP of an output's inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +11,15 @@ from ..simd.numbers import BFLOAT16, INT8, ITEM_SIZES
 from ..simd.vectors import LANES, VECTOR_BYTES
 from .reader import PANEL, Reader
 
-GROUP = 32  # inputs that share a scale and a zero
-GROUP_BYTES = 2 * PANEL * ITEM_SIZES[BFLOAT16]  # of a group's scales and zeros
+INT4_GROUP = 32  # inputs that share a scale and a zero
+_GROUP_BYTES = 2 * PANEL * ITEM_SIZES[BFLOAT16]  # of a group's scales and zeros
 PAIR_STEPS = 8  # steps of Int4Pairs in a vector
 
 
 class Int4(Reader):
     """Codes of 4 bits for scale * (code - 8) + zero; a byte has those of outputs i and i + LANES."""
 
-    group_steps, group_bytes = GROUP, GROUP_BYTES
+    group_steps, group_bytes = INT4_GROUP, _GROUP_BYTES
     offset = 8  # that `read` adds to a code
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Int4Pairs(Int4):
     """
 
     in_pairs = True
-    group_steps, at_a_time = GROUP // 2, PAIR_STEPS
+    group_steps, at_a_time = INT4_GROUP // 2, PAIR_STEPS
     offset = 16 + 8
 
     def factors(self, builder: Any, address: Any) -> list[tuple[Any, Any]]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, HAS_LOOKUP, LANES, dispatch, function, missing
-from .bf12 import GROUP_BYTES, Bf12
-from .int4 import GROUP, Int4, Int4Pairs
+from .bf12 import BF12_GROUP_BYTES, Bf12
+from .int4 import INT4_GROUP, Int4, Int4Pairs
 from .reader import PANEL, Bfloat16, Bfloat16Pairs, Int8Pairs, Reader
 
 # Formats of single numbers have the kinds of `simd.numbers`, the others these.
@@ -41,22 +41,22 @@ _BF12, _BF12_PAIRS = Bf12(Bfloat16()), Bf12(Bfloat16Pairs())
 _BF12_STEPS, _BF12_PAIR_STEPS = _BF12.group_steps, _BF12_PAIRS.group_steps
 # fmt: off
 FORMATS = {
-    FLOAT32: Format("float32", Reader(FLOAT32), 4 * PANEL, GROUP, FLOAT32, (), "float32"),
-    FLOAT16: Format("float16", Reader(FLOAT16), 2 * PANEL, GROUP, FLOAT16, (),
+    FLOAT32: Format("float32", Reader(FLOAT32), 4 * PANEL, INT4_GROUP, FLOAT32, (), "float32"),
+    FLOAT16: Format("float16", Reader(FLOAT16), 2 * PANEL, INT4_GROUP, FLOAT16, (),
                     "float16, and float32 that it holds exactly"),
-    BFLOAT16: Format("bfloat16", Bfloat16(), 2 * PANEL, GROUP, BFLOAT16, (),
+    BFLOAT16: Format("bfloat16", Bfloat16(), 2 * PANEL, INT4_GROUP, BFLOAT16, (),
                      "bfloat16, and float32 that it holds exactly"),
-    INT8: Format("int8", Reader(INT8), PANEL, GROUP, INT8, (), "int8"),
-    INT4: Format("int4", Int4(), LANES, GROUP, FLOAT32, (), "int4"),
-    BF12: Format("bf12", _BF12, GROUP_BYTES // _BF12_STEPS, _BF12_STEPS, BFLOAT16, (_LOOKUP,),
+    INT8: Format("int8", Reader(INT8), PANEL, INT4_GROUP, INT8, (), "int8"),
+    INT4: Format("int4", Int4(), LANES, INT4_GROUP, FLOAT32, (), "int4"),
+    BF12: Format("bf12", _BF12, BF12_GROUP_BYTES // _BF12_STEPS, _BF12_STEPS, BFLOAT16, (_LOOKUP,),
                  "large weights in bfloat16"),
-    BFLOAT16_PAIRS: Format("bfloat16 pairs", Bfloat16Pairs(), 4 * PANEL, GROUP, BFLOAT16_PAIRS, (_DOT,),
+    BFLOAT16_PAIRS: Format("bfloat16 pairs", Bfloat16Pairs(), 4 * PANEL, INT4_GROUP, BFLOAT16_PAIRS, (_DOT,),
                            "bfloat16 for x in bfloat16, with AMX also in float32"),
-    INT8_PAIRS: Format("int8 pairs", Int8Pairs(), 2 * PANEL, GROUP, BFLOAT16_PAIRS, (_DOT,),
+    INT8_PAIRS: Format("int8 pairs", Int8Pairs(), 2 * PANEL, INT4_GROUP, BFLOAT16_PAIRS, (_DOT,),
                        "int8 for x in bfloat16, with AMX also in float32"),
-    INT4_PAIRS: Format("int4 pairs", Int4Pairs(), 2 * LANES, GROUP, BFLOAT16_PAIRS, (_DOT,),
+    INT4_PAIRS: Format("int4 pairs", Int4Pairs(), 2 * LANES, INT4_GROUP, BFLOAT16_PAIRS, (_DOT,),
                        "int4 for x in bfloat16"),
-    BF12_PAIRS: Format("bf12 pairs", _BF12_PAIRS, GROUP_BYTES // _BF12_PAIR_STEPS, _BF12_PAIR_STEPS,
+    BF12_PAIRS: Format("bf12 pairs", _BF12_PAIRS, BF12_GROUP_BYTES // _BF12_PAIR_STEPS, _BF12_PAIR_STEPS,
                        BFLOAT16_PAIRS, (_DOT, _LOOKUP), "large weights in bfloat16 pairs"),
 }
 # fmt: on
