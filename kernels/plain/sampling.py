@@ -28,7 +28,7 @@ from .selection import (
 )
 from .splitmix import mixed, nth, splitmix64, uniforms
 
-_SMALLEST = 1e-30  # stands for a probability that a float32 rounds to 0
+SMALLEST = 1e-30  # stands for a probability that a float32 rounds to 0
 _LN_2 = math.log(2)
 
 
@@ -192,7 +192,7 @@ def _draw_from_few(rows: _Rows) -> Tensor:  # i64[n]
     if (top_k < rows.logits.shape[1]).any():
         weights = weights.where(_before(values, (weights > 0.0).double()) < top_k, 0.0)
     if (rows.top_p < 1.0).any():
-        top_p = rows.top_p.double().clamp_(min=_SMALLEST)[:, None]
+        top_p = rows.top_p.double().clamp_(min=SMALLEST)[:, None]
         within = _before(values, weights) < top_p * left_to_right(weights)
         weights = weights.where(within | (top_p >= 1.0), 0.0)
     return tokens.gather(1, _race(weights, nth(rows.bits[:, None], tokens)))[:, 0]
@@ -268,8 +268,8 @@ def _drop_untypical(weights: Tensor, means: Tensor, rows: _Rows) -> Tensor:
     """
     sums = torch.empty_like(rows.maxima)
     for part, mean, typical_p, total in chunks(weights, means, rows.typical_p, sums):
-        distance = part.clamp(min=_SMALLEST).log2_().sub_(mean).abs_()
-        bound = smallest_bound(distance, part, row_sums(part) * typical_p.clamp(min=_SMALLEST))
+        distance = part.clamp(min=SMALLEST).log2_().sub_(mean).abs_()
+        bound = smallest_bound(distance, part, row_sums(part) * typical_p.clamp(min=SMALLEST))
         kept = torch.le(distance, bound, out=distance)
         torch.maximum(kept, torch.ge(part, 1.0, out=torch.empty_like(part)), out=kept)
         total.copy_(column_sums(part.mul_(kept)))
@@ -290,7 +290,7 @@ def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tens
     A token is excluded if those whose logarithm is nearer to the mean hold typical_p already. So are then all
     that are not nearer, but the most likely: the next token is drawn from the others.
     """
-    limit = left_to_right(sums) * rows.typical_p[:, None].clamp(min=_SMALLEST)
+    limit = left_to_right(sums) * rows.typical_p[:, None].clamp(min=SMALLEST)
     of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
     while True:
         own = weights.gather(1, latest[:, None])
@@ -315,7 +315,7 @@ def _redraw_improbable(tokens: Tensor, weights: Tensor, sums: Tensor, rows: _Row
 
     With a token all that are not more likely are excluded: the next one is drawn from the others.
     """
-    limit = left_to_right(sums)[:, 0] * rows.top_p.double().clamp_(min=_SMALLEST)
+    limit = left_to_right(sums)[:, 0] * rows.top_p.double().clamp_(min=SMALLEST)
     # In float32 the sum without the lightest tokens may equal the whole; top_p = 1 keeps these all the same.
     limit.masked_fill_(rows.top_p >= 1.0, torch.inf)
     of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits

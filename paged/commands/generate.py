@@ -29,14 +29,14 @@ PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends
 line with prompt or prompt_token_ids, and optionally sampling parameters by their API names and tenant. Blank
 lines are skipped."""
 LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output."
-OUTPUT_HELP = "Write the results of --prompts to this file instead of stdout, as JSON lines."
+_OUTPUT_HELP = "Write the results of --prompts to this file instead of stdout, as JSON lines."
 
 
 @with_options(common.SAMPLING, common.ENGINE)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete; without it, stdin.")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
-    output: Annotated[Path | None, typer.Option(help=OUTPUT_HELP)] = None,
+    output: Annotated[Path | None, typer.Option(help=_OUTPUT_HELP)] = None,
     live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
     model: common.Model = "demo",
     json_schema: common.JsonSchema = None,

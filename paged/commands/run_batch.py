@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
 /v1/chat/completions or /v1/completions."""
-OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it already has
+_OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it already has
 are skipped, so that starting an interrupted run again continues it."""
 NAME_HELP = "The model's name in the request bodies; the value of --model by default."
 
@@ -32,7 +32,7 @@ NAME_HELP = "The model's name in the request bodies; the value of --model by def
 @with_options(common.ENGINE, (EngineConfig, ["seed"]))
 def run_batch(
     input_file: Annotated[Path, typer.Argument(help=INPUT_HELP)],
-    output_file: Annotated[Path, typer.Argument(help=OUTPUT_HELP)],
+    output_file: Annotated[Path, typer.Argument(help=_OUTPUT_HELP)],
     model: common.Model = "demo",
     chat_template: common.ChatTemplate = None,
     served_model_name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,

@@ -34,7 +34,7 @@ def engine():
 
 @pytest.fixture
 def loaded(engine, monkeypatch):
-    """The engine, in place of one that is loaded for each run."""
+    """Provide one engine in place of a load for each run."""
     monkeypatch.setattr(common, "start", lambda _: engine)
     yield engine
     engine.scheduler.check()

@@ -51,7 +51,7 @@ def line(custom_id, url=COMPLETIONS, **body):
 
 
 def text_line(i: int) -> dict:
-    """Ends after as many tokens as its number says, so that lines are not done in their order."""
+    """Vary max_tokens by the line's number, so that lines do not finish in order."""
     return line(f"t{i}", prompt=f"def f{i}(x):", max_tokens=1 + 5 * i % 6, n=1 + i % 2, ignore_eos=True)
 
 

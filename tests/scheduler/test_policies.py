@@ -47,7 +47,7 @@ def popped(policy: Policy) -> str | None:
 
 
 def order(policy: Policy) -> str:
-    """The names of those who wait, in the order in which they run."""
+    """Return the names of the waiting requests in the order in which they run."""
     return "".join(iter(lambda: popped(policy), None))
 
 

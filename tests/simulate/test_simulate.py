@@ -57,7 +57,7 @@ def request(num_computed, num_tokens):
 
 
 def step(*decodes, prompts=(), **moved):
-    """A schedule: decodes with so many tokens computed, then prompts of (computed, new) tokens."""
+    """Make a schedule: decodes with so many tokens computed, then prompts of (computed, new) tokens."""
     pairs = [*((n, 1) for n in decodes), *prompts]
     return Schedule(
         [request(computed, computed + new) for computed, new in pairs],

@@ -86,7 +86,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
-    """A float32 model whose every parameter matters.
+    """Make a float32 model whose every parameter matters.
 
     transformers' own initialisation has zero biases, unit norms and attention so flat that a wrong window or
     rotation would pass.
@@ -113,7 +113,7 @@ def _root() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def checkpoint(name: str) -> Path:
-    """The directory of one of CONFIGS, written once a session."""
+    """Return the directory of one of CONFIGS, written once a session."""
     directory = Path(_root().name) / name
     random_model(CONFIGS[name]()).save_pretrained(directory)
     return directory
@@ -144,7 +144,7 @@ class Reference:
         self._known: dict[tuple[tuple[int, ...], int], tuple[list[int], Tensor]] = {}
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], Tensor]:
-        """The tokens that follow, and the logits that each was chosen from: f32[max_tokens, vocab_size]."""
+        """Return the tokens that follow, and the logits of each: f32[max_tokens, vocab_size]."""
         key = (tuple(prompt), max_tokens)
         if key not in self._known:
             # A fresh model: the dynamic rope of transformers remembers the longest sequence it has seen.
@@ -165,12 +165,12 @@ class Reference:
 
 @functools.cache
 def reference(name: str) -> Reference:
-    """transformers on one of CONFIGS; what it generated is remembered."""
+    """Load transformers' model of one of CONFIGS; its outputs are cached."""
     return Reference(checkpoint(name))
 
 
 def new_engine(model: str | Path, **options: Any) -> LLMEngine:
-    """A float32 engine without a tokenizer on the CPU, unless `options` say otherwise, full of poison."""
+    """Make a float32 engine on the CPU without a tokenizer, its KV cache full of poison."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",

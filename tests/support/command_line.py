@@ -38,12 +38,12 @@ class Run:
         return left.value.code or 0, out, err
 
     def refused(self, *argv: Any, stdin: str | None = None) -> str:
-        """The one line of an error that was found before the model was loaded."""
+        """Return the one line of an error found before the model was loaded."""
         self.monkeypatch.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
         return self.fails(*argv, stdin=stdin)
 
     def fails(self, *argv: Any, stdin: str | None = None) -> str:
-        """The one line of an error."""
+        """Return the one line of an error."""
         code, out, err = self(*argv, stdin=stdin)
         assert (code, out) == (2, "")
         *before, line = err.splitlines()
@@ -55,13 +55,13 @@ class Run:
 
 @contextmanager
 def running(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """A Run, after which Ctrl-C means what it did before."""
+    """Run a command, and restore the handler of Ctrl-C."""
     handler = signal.getsignal(signal.SIGINT)  # which main() gives back to the system
     yield Run(monkeypatch, capsys)
     signal.signal(signal.SIGINT, handler)
 
 
 def write(path: Path, *lines: Any) -> Path:
-    """A file of these lines; what is no text is written as JSON."""
+    """Write lines to a file; values that are not text as JSON."""
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path

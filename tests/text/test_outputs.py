@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 def served(
     tokenizer: Tokenizer, ids: Sequence[int], eos: int | None = None, **params: Any
 ) -> list[CompletionOutput]:
-    """The output after each token, as an engine makes it that generates these ids, until the request ends."""
+    """Return the output after each of these generated ids, until the request ends."""
     sampling = SamplingParams(**params)
     stops = stop_strings(tuple(sampling.stop)) if sampling.stop else None
     ends = frozenset(() if eos is None else [eos])
@@ -182,7 +182,7 @@ def engine() -> LLMEngine:
 
 
 def outputs_of(engine: LLMEngine, **params: Any) -> list[list[CompletionOutput]]:
-    """What the samples of one prompt were, in each output."""
+    """Return the samples of one prompt in each output."""
     engine.add_request("a", "def add(a, b):\n", SamplingParams(max_tokens=12, ignore_eos=True, **params))
     seen = []
     while engine.has_unfinished_requests():

@@ -86,7 +86,7 @@ def way(request):
 
 
 def shown(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: bool) -> list[str]:
-    """The text before the first token and after each one, and what the end adds."""
+    """Return the text before the first token, after each one, and what the end adds."""
     detokenizer = Detokenizer(tokenizer, prompt, **options)
     texts = [*itertools.accumulate(map(detokenizer.append, ids), initial="")]
     return [*texts, detokenizer.finish()]
@@ -113,7 +113,7 @@ def test_token_by_token_equals_decoding_at_once(kind, way, before, text, request
 
 
 def repaired(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """The ids with replacement characters in the place of byte tokens that are no UTF-8.
+    """Decode with replacement characters in place of byte tokens that are not UTF-8.
 
     Decoding at once also spoils the characters beside these, which may have been shown already.
     """

@@ -13,8 +13,8 @@ from ..launch.runs import take_run
 from ..launch.tasks import NEXT_THREAD, Task
 from ..products.amx import (
     AHEAD_BYTES,
-    BLOCK,
     HAS_TILES,
+    ROW_BLOCK,
     STEPS,
     Block,
     Supply,
@@ -93,7 +93,7 @@ def panels_of_unit(
     """
     if is_read_apart(num_rows, num_panels, in_features, thirds):
         return _TOGETHER
-    if kind != BFLOAT16_PAIRS and unit_rows * thirds <= BLOCK:
+    if kind != BFLOAT16_PAIRS and unit_rows * thirds <= ROW_BLOCK:
         return 1
     blocks = -(-num_rows // unit_rows)
 
@@ -116,7 +116,7 @@ def is_read_apart(num_rows: int, num_panels: int, in_features: int, thirds: int)
     once.
     """
     is_large = num_panels * PANEL * in_features >= _LEAST_WEIGHTS and in_features >= _LEAST_INPUTS
-    return is_large and num_rows * thirds <= BLOCK // _TOGETHER
+    return is_large and num_rows * thirds <= ROW_BLOCK // _TOGETHER
 
 
 @operation(types.void, *[types.int64] * 4)
@@ -170,7 +170,7 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
     far, factors_far = args.apart * size, args.apart * group_bytes(kind, args.depth)
     c_stride = int(_WIDTH)  # an int64, where numba would take the constant for a type of its own
     together = min(_TOGETHER, args.unit_panels)
-    block = BLOCK // together
+    block = ROW_BLOCK // together
     num_blocks = -(-rows * args.thirds // block)
     pace = -(-stride * STEPS // num_blocks // LINE) * LINE
     # Equal parts of whole groups. A single block unpacks on the way instead.
@@ -206,9 +206,9 @@ def _multiply(args, unit, next_unit, scratch, a, a_stride, configured):
             c, x = sums + near * panel_sums, a + 4 * start
             for row in range(0, rows * args.thirds, block):
                 left = min(rows * args.thirds - row, block)
-                if left + some * BLOCK != configured:
+                if left + some * ROW_BLOCK != configured:
                     configure_rows(scratch, left, some)
-                    configured = left + some * BLOCK
+                    configured = left + some * ROW_BLOCK
                 product = Block(c, c_stride, int(start == 0), x, a_stride, b, b_stride, depth // STEPS)
                 supply = Supply(ahead, pace, unpacked, factors, factors_far, panel_sums, b_far, far)
                 multiply_block(b_kind, left, some, product, supply)

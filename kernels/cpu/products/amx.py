@@ -29,7 +29,7 @@ TILE_ROWS = 16  # of LINE bytes
 STEPS = 16  # of the depth in a tile product, of two inputs each
 INPUTS = 2 * STEPS
 _WIDTH = 4 * PANEL
-BLOCK = 2 * TILE_ROWS
+ROW_BLOCK = 2 * TILE_ROWS
 # The prefetch distance within a weight, half of it in each of two panels. It is short, so that the hardware
 # prefetcher, which takes few of the fill buffers, follows.
 AHEAD_BYTES = 6 * 1024 + 512
