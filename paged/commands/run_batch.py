@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
 /v1/chat/completions or /v1/completions."""
-_OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it already has
-are skipped, so that starting an interrupted run again continues it."""
+_OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it has
+already are skipped, so that starting an interrupted run again continues it."""
 NAME_HELP = "The model's name in the request bodies; the value of --model by default."
 
 

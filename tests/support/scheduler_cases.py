@@ -27,7 +27,7 @@ def new_request(name: str, prompt_len: int, max_tokens: int, **inputs: Any) -> R
 
 
 def hash_token(name: str, position: int) -> int:
-    """Return the made-up model's token at a position: a fixed function, so that recomputing changes nothing."""
+    """Return the made-up model's token at a position: a fixed function of both."""
     return random.Random(f"{name}/{position}").randrange(100)
 
 
