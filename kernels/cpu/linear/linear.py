@@ -24,7 +24,6 @@ from ..products.kinds import (
     BF12,
     BF12_PAIRS,
     BFLOAT16_PAIRS,
-    FORMATS,
     INT4,
     INT4_PAIRS,
     INT8_PAIRS,
@@ -105,12 +104,8 @@ class Panels(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """The format, a key of FORMATS. Raises ValueError if this CPU lacks its instructions."""
-        kind = (_PAIR_KINDS if self.in_pairs else _KINDS)[self.weight.dtype]
-        row = FORMATS[kind]
-        if not row.is_supported:
-            raise ValueError(f"a weight in {row.name} takes a CPU with {' and '.join(row.needs)}")
-        return kind
+        """The format, a key of FORMATS in `products.kinds`."""
+        return (_PAIR_KINDS if self.in_pairs else _KINDS)[self.weight.dtype]
 
 
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:

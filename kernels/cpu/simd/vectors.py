@@ -34,28 +34,14 @@ def missing(*_args):
     raise NotImplementedError("this CPU lacks the instructions for a kernel that was called")
 
 
-def _either(own: int, chosen: Any, others: Any) -> Any:
-    @function
-    def call(kind, *args):
-        if kind == own:
-            chosen(*args)
-        else:
-            others(kind, *args)
-
-    return call
-
-
 def dispatch(functions: dict[int, Any]) -> Any:
     """Return call(kind, *args), which calls the function of that kind; the last one takes all other kinds."""
-    (*others, last) = functions.values()
-
-    @function
-    def call(_kind, *args):
-        last(*args)
-
-    for kind, own in reversed([*zip(functions, others, strict=False)]):
-        call = _either(kind, own, call)
-    return call
+    # One flat function: of functions that call each other LLVM makes slower code.
+    *kinds, last = functions
+    lines = [f" if kind == {kind}:\n  return _{kind}(*args)" for kind in kinds]
+    scope = {f"_{kind}": own for kind, own in functions.items()}
+    exec("\n".join(["def call(kind, *args):", *lines, f" return _{last}(*args)"]), scope)
+    return function(scope["call"])
 
 
 class Vector(types.Type):  # type: ignore[misc]
