@@ -1,11 +1,11 @@
-"""Seeded bugs: does anything notice?
+"""Mutation tests: seeded bugs that the simulation or a test must catch.
 
     python -m tests.mutants             # all of them: a table, and exit code 1 if one survives
-    python -m tests.mutants --all       # what the simulation and the tests each say
-    python -m tests.mutants copy fair   # those with such names
+    python -m tests.mutants --all       # the findings of both the simulation and the tests
+    python -m tests.mutants copy fair   # only mutants with one of these words in their names
 
-Each is one text put in the place of another in a copy of the package, where it must occur exactly once. On
-that copy run worlds of the simulation and the tests that need nothing but Python, until one fails.
+A mutant replaces one text, which must occur exactly once, by another in a copy of the package. Worlds of the
+simulation and the tests that need only Python run on that copy until one fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ for seed in range(*map(int, sys.argv[1:])):
     except AssertionError as error:
         sys.exit(f"world {seed}: {str(error).split('): ', 1)[1]}")
 """
-# In this order the whole takes least: most fail in the first worlds.
+# In this order the whole takes the least time: most mutants fail in the first worlds.
 LOOKS = (("worlds", 0, 16), ("tests",), ("worlds", 16, 100))
 
 # File: (name, old, new).
@@ -177,12 +177,12 @@ MUTANTS = {
         ("ignores max_num_partial_prefills", "= max_num_partial_prefills or max_num_seqs", "= max_num_seqs"),
         ("ignores max_waiting", "if self.max_waiting is not None and", "if False and"),
         (
-            "a failed step reverses who ran",
+            "a failed step reverses what ran",
             "reversed(self._running.remove_all())",
             "self._running.remove_all()",
         ),
         ("the shortest must fit beside a pin", "longest = max(", "longest = min("),
-        ("admits before those who run", "promised += self._running.num_reserved_blocks()", "promised = 0"),
+        ("admits before running requests", "promised += self._running.num_reserved_blocks()", "promised = 0"),
         ("what is pinned is still needed", "self._queue.reconsider()  # pinned", "pass  # pinned"),
         (
             "searches the queue without a seat",
@@ -208,7 +208,7 @@ MUTANTS = {
         ("steps never end", "self.block_manager.end_step()\n        now", "now"),
     ],
     "scheduler/preemption": [
-        ("makes room for a priority beside nobody", "room = room.minus(running.claim(request))", "pass"),
+        ("makes room for a priority beside no request", "room = room.minus(running.claim(request))", "pass"),
         (
             "makes room for a priority with what is shared",
             "for block in blocks})\n        for c",
@@ -226,7 +226,7 @@ MUTANTS = {
             "if candidate.ready:\n                return",
         ),
         (
-            "preempts who is in flight",
+            "preempts what is in flight",
             "if candidate.ready and not candidate.protected:\n                return",
             "if not candidate.protected:\n                return",
         ),
@@ -283,7 +283,7 @@ MUTANTS = {
             "(self._num_changes, 0)",
         ),
         (
-            "whoever comes is not looked at while blocks lack",
+            "arrivals are not looked at while blocks lack",
             "(self._num_changes, self._manager.pool.last_serial)",
             "(0, self._manager.pool.last_serial)",
         ),
@@ -299,12 +299,12 @@ MUTANTS = {
         ("the removed are kept", "if self._num_removed > len(self._heap) // 2:", "if False:"),
         ("a removed one is kept", "for r in self if r is not request", "for r in self"),
         (
-            "whoever ran before resets the overtakes",
+            "a request that ran resets the overtakes",
             "== request.arrival and not request.ran_before",
             "== request.arrival",
         ),
         (
-            "whoever ran before overtakes",
+            "a request that ran overtakes",
             "self._num_overtakes += not request.ran_before",
             "self._num_overtakes += 1",
         ),
@@ -323,7 +323,7 @@ MUTANTS = {
             "max(self.service.get(tenant, 0.0), floor)",
             "self.service.get(tenant, 0.0)",
         ),
-        ("fair: whoever comes back is noted twice", "if tenant not in self._in_heap:", "if True:"),
+        ("fair: a tenant that comes back is noted twice", "if tenant not in self._in_heap:", "if True:"),
         ("fair: goes by old counters", "elif counter != self.service[tenant]:", "elif False:"),
         ("fair: the preempted are charged again", "if not request.ran_before:", "if True:"),
         (
@@ -332,14 +332,18 @@ MUTANTS = {
             "pass",
         ),
         ("fair: tenants are not forgotten", "if len(self.service) > self._forget_at:", "if False:"),
-        ("fair: who got more is forgotten too", "if t in self._queues or c > floor", "if t in self._queues"),
+        (
+            "fair: tenants above the floor are forgotten",
+            "if t in self._queues or c > floor",
+            "if t in self._queues",
+        ),
         (
             "fair: the forgotten begin at nothing",
             "self.service[tenant] = self._floor()",
             "self.service[tenant] = 0.0",
         ),
         (
-            "fair: whose tenant's name is first",
+            "fair: the first tenant by name goes first",
             "(self.service[tenant], request.arrival, tenant)",
             "(self.service[tenant], 0, tenant)",
         ),
@@ -356,7 +360,7 @@ def planted(file: str, name: str, old: str, new: str) -> str:
 
 
 def copy_project(folder: Path) -> None:
-    """Copy what the pure Python part needs."""
+    """Copy what the pure Python folders need."""
     shutil.copytree(
         ROOT / "paged", folder / "paged", ignore=shutil.ignore_patterns("kernels", "demo", "__pycache__")
     )
@@ -364,7 +368,7 @@ def copy_project(folder: Path) -> None:
 
 
 def run(folder: Path, *arguments: object) -> str | None:
-    """Run Python in a copy. Returns what it says; None if it says nothing for too long."""
+    """Run Python in a copy. Return its output if it fails, "" if not, None if it takes too long."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     try:
         done = subprocess.run(
@@ -377,13 +381,13 @@ def run(folder: Path, *arguments: object) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return None
-    if done.returncode not in (0, 1):  # killed, or never begun: that says nothing about the mutant
+    if done.returncode not in (0, 1):  # killed or never started, which says nothing about the mutant
         raise RuntimeError(f"exit code {done.returncode} of {arguments}: {done.stderr[-2000:]}")
     return done.stdout + done.stderr if done.returncode else ""
 
 
 def failure(folder: Path, what: str, *arguments: int) -> str | None:
-    """Find the first world or test that fails in a copy; None if none does."""
+    """Return the first world or test that fails in a copy; None if none does."""
     if what == "worlds":
         said = run(folder, "-c", WORLDS, *arguments)
     else:
@@ -399,7 +403,7 @@ def failure(folder: Path, what: str, *arguments: int) -> str | None:
 
 
 def failures(file: str | None, text: str, all_looks: bool) -> list[str]:
-    """Find what fails with this text in place of a file's; if `file` is None, without any change."""
+    """Return what fails if a file has this text; for None, what fails without a mutant."""
     found: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         copy_project(Path(name))
@@ -417,7 +421,7 @@ def main() -> None:
     """Try every mutant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutants with one of these in their names")
-    parser.add_argument("--all", action="store_true", help="go on looking where one look has seen it")
+    parser.add_argument("--all", action="store_true", help="run everything, even after something has failed")
     args = parser.parse_args()
     chosen = [
         (name, file, planted(file, name, old, new))

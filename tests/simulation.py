@@ -1,14 +1,14 @@
-"""Deterministic simulation: the real scheduler and block manager under a made-up model, clock and users.
+"""Deterministic simulation: the real scheduler and block manager with a made-up model, clock and users.
 
     python -m tests.simulation                         # 2 million steps
     python -m tests.simulation --steps 100_000_000
     python -m tests.simulation --seed 1234             # one world again, the one that failed
 
 A world is a seed: it fixes every size, option, arrival, abort, fork and pin. The made-up model writes into
-each slot a hash of the token and of what it reads, through the block table, in the slot before; the next
-token is a hash of all slots it sees. So one block lost, shared wrongly, reused early or not copied changes
-what is read, and everything that is read is compared with what an endless memory would hold. After each step
-every invariant is checked.
+each slot a hash of the token and of the slot before, which it reads through the block table; the next token
+is a hash of all slots that it sees. So a block that is lost, shared wrongly, reused early or not copied
+changes what is read, and everything that is read is compared with the content of an endless memory. After
+each step every invariant is checked.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def weak_hash(parent: bytes, tokens: bytes) -> bytes:
 
 @dataclass
 class Truth:
-    """What an endless memory would hold for a request: its slots' contents, and the next token."""
+    """What an endless memory would hold for a request: the values of its slots."""
 
     values: array[int]
 
     @classmethod
     def begin(cls, request: Request) -> Truth:
-        """Nothing computed yet."""
+        """Return the truth of a request of which nothing is computed."""
         return cls(array("I", [zlib.crc32(request.inputs.namespace)]))
 
     def at(self, request: Request, num_tokens: int) -> array[int]:
-        """Return the values of a namespace and num_tokens slots."""
+        """Return the value of the namespace, then those of num_tokens slots."""
         for token in request.token_ids[len(self.values) - 1 : num_tokens]:
             self.values.append(slot_value(self.values[-1], token))
         return self.values
@@ -73,25 +73,25 @@ def slot_value(before: int, token: int) -> int:
 
 
 class WatchedManager(BlockManager):
-    """Knows whether anything has changed since it was found sound; in two steps of three nothing has."""
+    """Checks itself only if something has changed since the last check; in two steps of three nothing has."""
 
     found_sound = b""
 
     def check(self) -> None:
-        """Every invariant of what is not known to be sound."""
+        """Assert every invariant, unless this state is known to be sound."""
         state = self.state()
         if state != self.found_sound:
             super().check()
             self.found_sound = state
 
     def state(self) -> bytes:
-        """All that its check reads, and more."""
+        """Return everything that the check reads."""
         sequences = [(seq.capacity, seq.num_dropped, seq.tables) for seq in self._sequences]
         pools = (state_of(vars(self.pool)), state_of(vars(self.host_pool)))
         return marshal.dumps((pools, sequences, self._pins, dict(self._pinned)), 2)
 
 
-# But for the time, which alone changes nothing.
+# Without the number of steps, which alone changes nothing.
 state_of = operator.itemgetter(*sorted(vars(BlockPool(1)).keys() - {"_steps_begun", "_steps_ended"}))
 
 
@@ -113,7 +113,7 @@ class WatchedScheduler(Scheduler):
 
 
 class World:
-    """One scheduler with its users; everything follows from the seed."""
+    """One scheduler with its users; everything depends on the seed alone."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -141,7 +141,7 @@ class World:
         self.max_preemptions = rng.choice((1, 2, 8))
         self.max_num_seqs = rng.randint(1, 6)
         self.policy_name = rng.choice(POLICIES)
-        self.has_order = self.policy_name in ("fcfs", "priority")  # where nobody overtakes
+        self.has_order = self.policy_name in ("fcfs", "priority")  # where no request overtakes another
         self.scheduler = WatchedScheduler(
             self.manager,
             max_num_seqs=self.max_num_seqs,
@@ -172,7 +172,7 @@ class World:
         return self.manager.num_matched(request.blocks, request.token_ids)
 
     def run(self, num_steps: int) -> int:
-        """Run steps with arrivals, then until every request is done. Return how many."""
+        """Run steps with arrivals, then steps until all requests are done. Return how many steps."""
         while self.num_steps < num_steps:
             for _ in range(int(self.arrivals + self.rng.random())):
                 if len(self.live) < 16:
@@ -189,19 +189,19 @@ class World:
         for name in self.pins:
             self.manager.unpin(name)
         self.scheduler.check()
-        assert not self.manager.pool.num_used, "blocks are held for nobody"
+        assert not self.manager.pool.num_used, "blocks are held without a request"
         assert self.manager.host_pool.num_free == self.manager.host_pool.num_blocks, "host blocks are lost"
         return self.num_steps
 
     def work(self, request: Request) -> int:
-        """Return the most steps in which a request is computed."""
+        """Return the most steps in which a request can be computed."""
         most = request.inputs.max_total_tokens * (self.max_preemptions + 1)
         return most * (1 + len(request.siblings)) * self.depth
 
     # Users
 
     def arrive(self) -> None:
-        """Somebody sends a prompt, which others may have begun alike."""
+        """Add a request, whose prompt may share a prefix with others."""
         rng, self.num_requests = self.rng, self.num_requests + 1
         prompt_len = rng.randint(1, self.longest)
         prefix = rng.choice(self.prefixes)[: rng.randint(0, prompt_len)]
@@ -215,7 +215,7 @@ class World:
         ]
         leader = requests[0]
         if not self.manager.fits(leader.inputs.max_total_tokens - 1):
-            return  # pins leave too little; an engine says so
+            return  # pins leave too few blocks; an engine would refuse the request
         leader.siblings = requests[1:]
         try:
             self.scheduler.add(leader)
@@ -225,7 +225,7 @@ class World:
         self.live.update((r.request_id, (r, Truth.begin(r))) for r in requests)
 
     def new_request(self, name: str, prompt: list[int], max_total: int, namespace: bytes) -> Request:
-        """Make a request with a random priority, tenant and perhaps a deadline."""
+        """Make a request with a random priority and tenant, and perhaps a deadline."""
         rng = self.rng
         priority, tenant = rng.randint(0, 2), rng.choice("abc")
         inputs = RequestInputs(
@@ -241,7 +241,7 @@ class World:
         return Request(inputs)
 
     def disturb(self) -> None:
-        """Abort, fork, pin, unpin or forget."""
+        """Abort or fork a request, pin or unpin a prefix, or reset the prefix cache."""
         rng = self.rng
         candidates = [r for r, _ in self.live.values() if r.arrival >= 0]
         match rng.randrange(6):
@@ -262,7 +262,7 @@ class World:
         self.scheduler.check()
 
     def fork(self, parent: Request) -> None:
-        """Somebody goes on twice."""
+        """Fork a request."""
         self.num_requests += 1
         name, max_total = f"{self.num_requests}-f", parent.inputs.max_total_tokens
         child = self.new_request(name, parent.inputs.prompt_token_ids, max_total, parent.inputs.namespace)
@@ -276,7 +276,7 @@ class World:
         self.live[name] = (child, Truth.begin(child))
 
     def pin(self) -> None:
-        """Somebody wants a prefix to stay, if everybody else still fits beside it."""
+        """Pin a prefix, if all live requests still fit beside it."""
         self.num_requests += 1
         name, prefix = str(self.num_requests), self.rng.choice(self.prefixes)
         if self.scheduler.pin(name, prefix, b""):
@@ -285,7 +285,7 @@ class World:
     # Steps
 
     def step(self) -> None:
-        """Launch a step; end the oldest if there are as many in flight as there may be."""
+        """Launch a step, and end the oldest if `depth` steps are in flight."""
         self.num_steps += 1
         self.now += 1.0
         for request in self.scheduler.expire():
@@ -302,39 +302,39 @@ class World:
         schedule = self.scheduler.schedule()
         self.scheduler.check()
         self.check_order(waiting, ready)
-        # Who was preempted, and runs again in the same step, found what others write in it.
+        # Requests preempted and admitted again in this step: they begin with blocks that others write in it.
         self.again = {id(r.blocks) for r, before in ready if r.metrics.num_preemptions > before}
         assert len(self.scheduler.running) <= self.max_num_seqs, "too many run"
         if not schedule.is_empty:
             self.launch(schedule)
         elif self.live:
-            assert self.in_flight, "nothing runs although somebody waits"
+            assert self.in_flight, "nothing runs although a request waits"
         if self.in_flight and (schedule.is_empty or len(self.in_flight) >= self.depth):
             self.finish_step()
 
     def check_order(self, waiting: list[Request], ready: list[tuple[Request, int]]) -> None:
-        """Nobody overtook those who waited, and the last were preempted first."""
+        """Assert that no waiting request was overtaken, and that the highest ranks were preempted first."""
         if waiting:
             started = [self.place(r) for r in waiting if r.status is RequestStatus.RUNNING]
             left = [self.place(r) for r in waiting if r.status is RequestStatus.WAITING]
-            assert not started or not left or max(started) < min(left), "somebody was overtaken"
-        # Nobody makes room in vain; blocks of steps in flight come back later. Where keys collide, the blocks
-        # that a victim leaves may take the place of those that the other was to begin with.
+            assert not started or not left or max(started) < min(left), "a request was overtaken"
+        # A request for which others were preempted runs in the same step, unless blocks of steps in flight
+        # come back later. If digests collide, a victim's blocks may replace those it was to begin with.
         favoured = self.scheduler.favoured
         if favoured is not None and not self.in_flight and not self.collides:
-            assert favoured.status is RequestStatus.RUNNING, "room was made in vain"
-        # For somebody with priority nobody gives way who would be protected by it.
+            assert favoured.status is RequestStatus.RUNNING, "others were preempted in vain"
+        # For a request with priority none is preempted that this would protect.
         last_time = self.max_preemptions - 1 if self.policy_name == "priority" else self.max_preemptions
         kept = [self.place(r) for r, n in ready if r.metrics.num_preemptions == n < last_time]
         preempted = [self.place(r) for r, before in ready if r.metrics.num_preemptions > before]
-        assert not kept or not preempted or max(kept) < min(preempted), "the wrong one was preempted"
+        assert not kept or not preempted or max(kept) < min(preempted), "the wrong request was preempted"
 
     def place(self, request: Request) -> tuple[float, int]:
-        """Where a request should stand among those who run, or wait."""
+        """Return the rank that a request should have."""
         return (request.inputs.priority if self.policy_name == "priority" else 0.0, request.arrival)
 
     def holders(self) -> dict[int, set[int]]:
-        """Which sequences hold each block that is shared."""
+        """Return which sequences hold each shared block."""
         pool, held = self.manager.pool, dict[int, set[int]]()
         references = pool.references()
         if len(set(references)) == len(references):
@@ -347,9 +347,9 @@ class World:
         return held
 
     def launch(self, schedule: Schedule) -> None:
-        """Copy blocks and write new slots. They are read when the step ends, as late as can be."""
+        """Copy blocks and write new slots. They are read as late as possible, when the step ends."""
         assert sum(schedule.num_new_tokens) == schedule.num_tokens <= self.budget
-        assert len(set(map(id, schedule.requests))) == len(schedule.requests), "somebody is twice in a step"
+        assert len(set(map(id, schedule.requests))) == len(schedule.requests), "a request is twice in a step"
         for pairs, source, target in (
             (schedule.swap_out, self.memory, self.host),
             (schedule.swap_in, self.host, self.memory),
@@ -373,7 +373,7 @@ class World:
         reads = []
         for request, row in zip(schedule.sampled_requests, schedule.sampled, strict=True):
             reads.append((request, ends[schedule.requests[row].request_id]))
-        # What a step computes is read by the request's own later tokens, so by the last of this step too.
+        # Requests without a sampled token read their slots too, up to the last token of this step.
         sampled = {id(r) for r in schedule.sampled_requests}
         reads += [(r, ends[r.request_id]) for r in schedule.requests if id(r) not in sampled]
         tables = [[table[:] for table in request.blocks.tables] for request, _ in reads]
@@ -392,7 +392,7 @@ class World:
                 # Others may have joined for this step: they read it in the same step, after it is written.
                 both = self.before.get(block, set()) & self.now_held[block]
                 assert both - self.again <= {id(request.blocks)}, (
-                    f"block {block} is written under somebody's hands"
+                    f"block {block} is written while another sequence holds it"
                 )
             assert (block, at) not in self.written, "a slot is written twice in a step"
             self.written.add((block, at))
@@ -400,7 +400,7 @@ class World:
             self.memory[block][at : at + 4] = value.to_bytes(4, "little")
 
     def finish_step(self) -> None:
-        """Read what the oldest step in flight reads, and hand out its tokens."""
+        """Read what the oldest step in flight reads, and give its tokens to the scheduler."""
         schedule, reads, tables = self.in_flight.popleft()
         truths = []
         for (request, end), own_tables in zip(reads, tables, strict=True):
@@ -420,16 +420,16 @@ class World:
                 del self.live[request.request_id]
 
     def read(self, table: array[int], window: int | None, end: int, values: array[int]) -> None:
-        """All slots that the last token sees are what they would be in an endless memory."""
+        """Assert that all slots that the last token sees hold what an endless memory would."""
         size = self.block_size
         first = 0 if window is None else max(0, end - window)
         block = first // size
         data = b"".join(self.memory[b] for b in table[block : -(-end // size)])
         seen = data[4 * (first - block * size) : 4 * (end - block * size)]
-        assert seen == values[first + 1 : end + 1].tobytes(), "a slot holds something else"
+        assert seen == values[first + 1 : end + 1].tobytes(), "a slot holds another value"
 
     def sample(self, request: Request, value: int) -> int | None:
-        """Draw a token as a fixed function of the prefix and the sample's number."""
+        """Return the next token, a fixed function of the prefix and the request; None for an error."""
         chosen = zlib.crc32(request.request_id.encode(), value)
         if chosen % 211 == 0:
             return None
@@ -437,7 +437,7 @@ class World:
 
 
 def run_world(seed: int, num_steps: int = 300) -> int:
-    """Run one world; an error names its seed. Returns the number of steps."""
+    """Run one world; an error names its seed. Return the number of steps."""
     try:
         return World(seed).run(num_steps)
     except Exception as error:
@@ -450,13 +450,13 @@ def _run_range(seeds: tuple[int, int]) -> int:
 
 
 def worlds(first_seed: int, num_steps: int, processes: int) -> Iterator[int]:
-    """Run worlds until so many steps are done. Yields how many so far."""
+    """Run worlds until num_steps are done. Yield how many are done so far."""
     chunk, done = 10, 0
     with get_context("spawn").Pool(processes) as pool:
         starts = iter(range(first_seed, sys.maxsize, chunk))
         ranges = ((start, start + chunk) for start in starts)
         while done < num_steps:
-            # A world has some 450 steps. All that are missing at once: between two batches processes wait.
+            # A world has some 450 steps. One large batch, as processes are idle between two batches.
             batch = [next(ranges) for _ in range(-(-(num_steps - done) // (450 * chunk)))]
             for steps in pool.imap_unordered(_run_range, batch):
                 done += steps

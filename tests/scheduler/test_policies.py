@@ -1,4 +1,4 @@
-"""Who goes first: each policy's order, its bounds, and what keeps the last from waiting for ever."""
+"""Each policy's order and its bounds, which keep any request from waiting for ever."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def popped(policy: Policy) -> str | None:
 
 
 def order(policy: Policy) -> str:
-    """Return the names of the waiting requests in the order in which they run."""
+    """Pop all waiting requests, and return their names in order."""
     return "".join(iter(lambda: popped(policy), None))
 
 
 def again(policy: Policy, request: Request) -> None:
-    """Somebody who ran waits once more."""
+    """Queue a request that ran before."""
     request.num_cached_tokens = 0
     policy.push(request)
 
@@ -63,7 +63,7 @@ def gone(policy: Policy, request: Request) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_equals_go_in_order_of_arrival_and_the_preempted_before_those_who_came_later(name):
+def test_equals_run_in_order_of_arrival_and_preempted_requests_before_later_ones(name):
     policy = new_policy(name, lambda _: 0)
     a, b, c, d = queued(policy, *(new_request(n) for n in "abcd"))
     assert (popped(policy), popped(policy)) == ("a", "b")
@@ -79,7 +79,7 @@ def test_equals_go_in_order_of_arrival_and_the_preempted_before_those_who_came_l
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_queue_may_empty_from_outside(name):
+def test_aborts_may_empty_a_queue(name):
     policy = new_policy(name, lambda _: 0)
     a, b = queued(policy, new_request("a"), new_request("b"))
     gone(policy, a)
@@ -90,11 +90,11 @@ def test_a_queue_may_empty_from_outside(name):
 
 
 class Watched(Request):
-    """A request that one can see go."""
+    """A request with weak references, which show when it is deleted."""
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_is_aborted_behind_a_head_that_waits_is_not_kept(name):
+def test_aborted_requests_behind_a_waiting_head_are_not_kept(name):
     policy = new_policy(name, lambda _: 0)
     queued(policy, new_request("a", tenant="one"), new_request("b", tenant="two"))
     watched = []
@@ -117,7 +117,7 @@ def test_lower_priority_number_goes_first():
 # Longest prefix match
 
 
-def test_longest_match_goes_first_as_far_as_it_is_looked_for():
+def test_longest_match_within_the_window_goes_first():
     cached = {"b": 8, "c": 16, "d": 8}
     policy = LongestPrefixMatch(lambda request: cached.get(request.request_id, 0))
     queued(policy, *(new_request(n) for n in "abcd"))
@@ -127,7 +127,7 @@ def test_longest_match_goes_first_as_far_as_it_is_looked_for():
     assert popped(policy) == "c"
 
 
-def test_the_oldest_is_overtaken_so_often_and_no_more():
+def test_the_oldest_is_overtaken_max_overtakes_times():
     policy = LongestPrefixMatch(lambda request: request.request_id == "lucky")
     queued(policy, new_request("first"), new_request("second"))
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_the_oldest_is_overtaken_so_often_and_no_more():
 
 
 @pytest.mark.parametrize("end", ["runs", "is aborted"])
-def test_the_oldest_is_overtaken_no_more_often_when_somebody_who_ran_before(end):
+def test_a_request_that_ran_before_does_not_reset_the_count_of_overtakes(end):
     policy = LongestPrefixMatch(lambda request: request.request_id == "lucky")
     (before,) = queued(policy, new_request("before"))
     assert popped(policy) == "before"
@@ -166,7 +166,7 @@ def served(policy: Fair, request: Request, num_tokens: int) -> None:
         policy.generated([request])
 
 
-def test_tenant_that_got_least_goes_first_each_in_its_own_order():
+def test_tenant_with_the_least_service_goes_first_in_its_own_order():
     policy = Fair()
     a, *_ = queued(policy, *(new_request(n, 10, tenant="one") for n in "abc"))
     queued(policy, *(new_request(n, 4, tenant="two") for n in "xyz"))
@@ -178,7 +178,7 @@ def test_tenant_that_got_least_goes_first_each_in_its_own_order():
     assert policy.service == {"one": 32.0, "two": 12.0}
 
 
-def test_weights_count_and_the_preempted_are_charged_once():
+def test_weights_count_and_a_preempted_request_is_charged_once():
     policy = Fair({"heavy": 4.0})
     (request,) = queued(policy, new_request("a", 12, tenant="heavy"))
     popped(policy)
@@ -198,7 +198,9 @@ def test_time_away_earns_no_credit():
     assert policy.service["new"] == policy.service["old"] == 100.0
     assert Counter(popped(policy) for _ in range(6)) == {"a": 3, "b": 3}
     order(policy)
-    queued(policy, new_request("c", 10, tenant="late"))  # nobody waits: level with who left last
+    queued(
+        policy, new_request("c", 10, tenant="late")
+    )  # the queue is empty: level with the tenant that left last
     assert policy.service["late"] == policy.service["old"]
 
 
@@ -219,7 +221,7 @@ def test_tenant_whose_fork_never_waited_is_charged():
 
 
 @pytest.mark.parametrize("end", ["run", "are aborted"])
-def test_tenants_who_would_come_back_at_the_floor_are_forgotten(end):
+def test_tenants_that_would_come_back_at_the_floor_are_forgotten(end):
     policy = Fair()
     ahead, _ = queued(policy, new_request("a", 1000, tenant="ahead"), new_request("b", 1, tenant="behind"))
     assert popped(policy) == "a"
@@ -234,7 +236,7 @@ def test_tenants_who_would_come_back_at_the_floor_are_forgotten(end):
     assert policy.service["ahead"] == 1002.0
 
 
-def test_tenant_who_came_first_goes_first_however_many_come_level_with_it():
+def test_of_tenants_with_equal_service_the_first_to_arrive_goes_first():
     policy = Fair()
     queued(policy, new_request("last by name", tenant="z"), new_request("visitor", tenant="a"))
     assert popped(policy) == "last by name"
@@ -245,7 +247,7 @@ def test_tenant_who_came_first_goes_first_however_many_come_level_with_it():
     assert popped(policy) == "last by name"
 
 
-def test_arrival_looks_at_few_of_the_tenants_who_wait():
+def test_arrival_reads_the_counters_of_few_waiting_tenants():
     class Counters(dict[str, float]):
         num_read = 0
 
@@ -284,11 +286,11 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(weights
         for request in scheduler.running:
             if request.request_id not in charged:
                 charged.add(request.request_id)
-                service[request.inputs.tenant] += request.num_prompt_tokens / weights.get(
-                    request.inputs.tenant, 1.0
-                )
+                tenant = request.inputs.tenant
+                service[tenant] += request.num_prompt_tokens / weights.get(tenant, 1.0)
         for request in schedule.sampled_requests:
-            service[request.inputs.tenant] += 2.0 / weights.get(request.inputs.tenant, 1.0)
+            tenant = request.inputs.tenant
+            service[tenant] += 2.0 / weights.get(tenant, 1.0)
         scheduler.update(schedule, [1] * len(schedule.sampled))
         assert abs(service["long"] - service["short"]) <= bound
     assert min(service[tenant] for tenant in lengths) > 20 * bound
@@ -298,7 +300,7 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(weights
 # By name
 
 
-def test_policy_by_name_and_what_is_wrong_with_others():
+def test_policy_by_name_and_wrong_names_and_weights():
     assert [type(new_policy(name, len)).__name__ for name in POLICIES] == [
         "FirstComeFirstServed",
         "Priority",
@@ -315,8 +317,8 @@ def test_policy_by_name_and_what_is_wrong_with_others():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_scheduler_goes_by_the_policy_it_is_given(name):
-    """An empty policy has a length of 0, which must not make it none."""
+def test_scheduler_uses_the_policy_it_is_given(name):
+    """An empty policy has length 0 and is false; it must not be replaced by the default."""
     policy = new_policy(name, lambda _: 0)
     assert (
         Scheduler(BlockManager(1, 1), max_num_seqs=1, max_num_batched_tokens=1, policy=policy).policy

@@ -1,4 +1,4 @@
-"""Who gives way to whom, swapped or recomputed, and what steps in flight hold back; computed by hand."""
+"""Which request is preempted, by swap or recompute, and which blocks steps in flight defer; by hand."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.scheduler_cases import (
 )
 
 
-def test_youngest_is_preempted_first_and_admitted_again_before_later_ones():
+def test_highest_rank_is_preempted_first_and_admitted_again_before_later_requests():
     scheduler = new_scheduler(num_blocks=6)
     a, b, c, d = added(scheduler, *(new_request(name, 15, 16) for name in "abcd"))
     assert run_step(scheduler) == {"a": 15, "b": 15, "c": 15}
     assert run_step(scheduler) == {"a": 1, "b": 1, "c": 1}
-    # All three need a third block and none is free: c, the youngest, gives back two.
+    # All three need a third block and none is free: c has the highest rank and gives back two.
     assert run_step(scheduler) == {"a": 1, "b": 1}
     assert names(scheduler.waiting()) == ["c", "d"]
     assert (c.num_computed_tokens, c.num_output_tokens, c.status) == (0, 2, RequestStatus.WAITING)
@@ -38,7 +38,7 @@ def test_youngest_is_preempted_first_and_admitted_again_before_later_ones():
     ]
 
 
-def test_after_max_preemptions_it_runs_once_all_its_blocks_are_set_aside():
+def test_after_max_preemptions_a_request_runs_once_all_its_blocks_are_reserved():
     scheduler = new_scheduler(num_blocks=4, max_preemptions=1)
     a, b = added(scheduler, new_request("a", 15, 18), new_request("b", 15, 18))  # four blocks each in the end
     run_until(scheduler, lambda: b.metrics.num_preemptions)
@@ -53,13 +53,13 @@ def test_after_max_preemptions_it_runs_once_all_its_blocks_are_set_aside():
     finish(scheduler)
 
 
-def test_blocks_set_aside_are_not_taken_by_those_who_grow():
+def test_reserved_blocks_are_not_taken_by_growing_requests():
     scheduler = new_scheduler(num_blocks=6, max_preemptions=1)
     _, b = added(scheduler, new_request("a", 15, 18), new_request("b", 15, 26))  # four and five blocks
     run_until(scheduler, lambda: b.metrics.num_preemptions)
     run_until(scheduler, lambda: b.status is RequestStatus.RUNNING)
     assert b.blocks.num_blocks == 4
-    # One is set aside for b, one is left for c, which waits for its second until b is done.
+    # One is reserved for b, one is left for c, which waits for its second until b is done.
     (c,) = added(scheduler, new_request("c", 7, 20))
     run_until(scheduler, lambda: b.status is RequestStatus.FINISHED)
     assert (c.num_computed_tokens, c.metrics.num_preemptions, b.metrics.num_preemptions) == (8, 0, 1)
@@ -77,7 +77,7 @@ def test_blocks_set_aside_are_not_taken_by_those_who_grow():
     ],
     ids=["pays", "does-not-pay", "host-is-full", "never"],
 )
-def test_preempted_is_swapped_or_recomputed(num_host_blocks, pays, swapped):
+def test_a_preempted_request_is_swapped_or_recomputed(num_host_blocks, pays, swapped):
     scheduler = new_scheduler(num_blocks=6, num_host_blocks=num_host_blocks, swap_pays=pays)
     requests = added(scheduler, *(new_request(name, 15, 16) for name in "abc"))
     c = requests[2]
@@ -100,7 +100,7 @@ def test_preempted_is_swapped_or_recomputed(num_host_blocks, pays, swapped):
     assert c.output_token_ids == [hash_token("c", i) for i in range(15, 31)]
 
 
-def test_lower_priority_number_goes_first_and_takes_the_place_of_higher_ones():
+def test_lower_priority_number_goes_first_and_preempts_higher_ones():
     scheduler = new_scheduler(num_blocks=4, policy=Priority())
     added(scheduler, new_request("low", 14, 10, priority=5), new_request("lowest", 14, 10, priority=6))
     assert run_step(scheduler) == {"low": 14, "lowest": 14}
@@ -136,7 +136,7 @@ def test_priority_takes_seats_of_higher_numbers_only():
         "one prompt at a time",
     ],
 )
-def test_nobody_makes_room_for_a_priority_that_cannot_run_yet(options, prompt_len):
+def test_no_request_is_preempted_for_a_priority_that_cannot_run_yet(options, prompt_len):
     scheduler = new_scheduler(**{"num_blocks": 120, "budget": 256, "policy": Priority(), **options})
     low, high = new_request("low", 470, 30, priority=5), new_request("high", prompt_len, 2, priority=0)
     added(scheduler, low)
@@ -149,7 +149,7 @@ def test_nobody_makes_room_for_a_priority_that_cannot_run_yet(options, prompt_le
     assert len(steps) >= 4  # while the prompt of `high` is computed
 
 
-def test_priority_makes_no_room_that_a_known_prefix_saves():
+def test_priority_preempts_nothing_for_blocks_that_a_cached_prefix_saves():
     scheduler = new_scheduler(num_blocks=11, budget=128, policy=Priority())
     added(scheduler, new_request("same", 33, 4, priority=0), new_request("low", 33, 9, priority=5))
     run_step(scheduler)
@@ -160,7 +160,7 @@ def test_priority_makes_no_room_that_a_known_prefix_saves():
     finish(scheduler)
 
 
-def test_priority_that_fits_only_alone_has_all_others_make_room():
+def test_priority_that_fits_only_alone_preempts_all_others():
     scheduler = new_scheduler(num_blocks=10, watermark=0.1, policy=Priority())
     added(scheduler, *(new_request(name, 9, 9, priority=5) for name in "ab"))
     run_step(scheduler)
@@ -169,9 +169,9 @@ def test_priority_that_fits_only_alone_has_all_others_make_room():
     finish(scheduler)
 
 
-def test_blocks_that_several_share_make_room_once():
+def test_shared_blocks_make_room_once():
     scheduler = new_scheduler(num_blocks=10, policy=Priority())
-    # The two hold seven blocks, five of them both. With the one that is free that is not enough for nine.
+    # The two hold seven blocks, of which they share five. With the free one that is not enough for nine.
     added(scheduler, *(new_request("same", 44, 3, priority=2) for _ in range(2)))
     added(scheduler, new_request("first", 15, 9, priority=0))
     run_step(scheduler)
@@ -181,11 +181,11 @@ def test_blocks_that_several_share_make_room_once():
     finish(scheduler)
 
 
-def test_blocks_that_a_priority_shares_make_no_room_for_it():
+def test_blocks_that_a_priority_begins_with_make_no_room_for_it():
     scheduler = new_scheduler(num_blocks=10, policy=Priority())
     low, _ = added(scheduler, new_request("low", 33, 4, priority=2), new_request("first", 9, 8, priority=0))
     run_step(scheduler)
-    # It needs nine blocks. Three are free, and of low's five it shares four already: they make no room.
+    # It needs nine blocks. Three are free, and it begins with four of low's five: they make no room.
     alike = new_request("high", 64, 2, priority=1)
     alike.token_ids[:32] = low.inputs.prompt_token_ids[:32]
     added(scheduler, alike)
@@ -196,7 +196,7 @@ def test_blocks_that_a_priority_shares_make_no_room_for_it():
 # Steps in flight
 
 
-def test_steps_overlap_without_what_is_in_flight():
+def test_overlapping_steps_leave_out_what_is_in_flight():
     scheduler = new_scheduler()
     a, b = added(scheduler, new_request("a", 4, 3), new_request("b", 4, 2))
     scheduler.max_num_batched_tokens = 4
@@ -212,7 +212,7 @@ def test_steps_overlap_without_what_is_in_flight():
     finish(scheduler)
 
 
-def test_blocks_given_back_are_not_used_before_the_steps_that_read_them_end():
+def test_freed_blocks_are_not_used_before_the_steps_that_read_them_end():
     scheduler = new_scheduler(num_blocks=2)
     a, b = added(scheduler, new_request("a", 9, 3), new_request("b", 9, 3))
     schedule = scheduled(scheduler)
@@ -226,7 +226,7 @@ def test_blocks_given_back_are_not_used_before_the_steps_that_read_them_end():
     assert b.finish_reason == "length"
 
 
-def test_blocks_that_come_back_when_a_step_ends_are_enough_room_for_a_priority():
+def test_no_more_is_preempted_where_deferred_blocks_make_room_for_a_priority():
     scheduler, steps = new_scheduler(num_blocks=8, policy=Priority()), []
     for name in "abc":
         added(scheduler, new_request(name, 9, 9, priority=5))
@@ -244,10 +244,10 @@ def test_blocks_that_come_back_when_a_step_ends_are_enough_room_for_a_priority()
     finish(scheduler)
 
 
-def test_head_that_lacked_blocks_is_looked_at_again_when_there_are_more():
+def test_head_that_lacked_blocks_is_tried_again_when_there_are_more():
     scheduler = new_scheduler(num_blocks=5)
     added(scheduler, new_request("a", 15, 2), new_request("b", 15, 10), new_request("c", 15, 2))
     assert run_step(scheduler) == {"a": 15, "b": 15}
     assert run_step(scheduler) == {"a": 1, "b": 1}
-    assert run_step(scheduler) == {"b": 1, "c": 15}  # of the three that are free b takes one
+    assert run_step(scheduler) == {"b": 1, "c": 15}  # b takes one of the three free blocks
     finish(scheduler)

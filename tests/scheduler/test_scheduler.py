@@ -1,4 +1,4 @@
-"""Schedules computed by hand: budget, order, admission, who shares what, and how requests end."""
+"""Schedules computed by hand: budget, order, admission, sharing, and how requests end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.scheduler_cases import (
 # Tokens
 
 
-def test_one_rule_computes_prompts_in_chunks_and_then_token_by_token():
+def test_one_rule_computes_chunks_of_prompts_and_then_single_tokens():
     scheduler = new_scheduler(budget=10)
     a, b = added(scheduler, new_request("a", 4, 3), new_request("b", 17, 2))
     steps = finish(scheduler)
@@ -43,7 +43,7 @@ def test_one_rule_computes_prompts_in_chunks_and_then_token_by_token():
     assert scheduler.block_manager.pool.num_used == 0
 
 
-def test_decodes_go_first_and_a_long_prompt_takes_no_more_than_its_share():
+def test_decodes_go_first_and_a_long_prompt_is_chunked():
     scheduler = new_scheduler(budget=7, long_prefill_token_threshold=4)
     added(scheduler, new_request("long", 20, 2), new_request("b", 2, 5), new_request("c", 9, 2))
     steps = [scheduled(scheduler)]
@@ -63,7 +63,7 @@ def test_budget_of_decodes():
     assert run_step(scheduler) == {"c": 1}
 
 
-def test_so_many_prompts_are_in_part_at_once():
+def test_max_num_partial_prefills_bounds_unfinished_prompts():
     scheduler = new_scheduler(budget=16, long_prefill_token_threshold=4, max_num_partial_prefills=1)
     added(scheduler, new_request("a", 9, 2), new_request("b", 3, 2), new_request("c", 9, 2))
     assert run_step(scheduler) == {"a": 4, "b": 3}
@@ -71,7 +71,7 @@ def test_so_many_prompts_are_in_part_at_once():
     assert run_step(scheduler) == {"a": 1, "c": 4}  # a's last chunk makes room for c's first
 
 
-def test_prompt_found_in_the_cache_is_not_computed_but_for_its_last_block():
+def test_of_a_cached_prompt_only_the_last_block_is_computed():
     scheduler = new_scheduler()
     added(scheduler, new_request("a", 24, 1))
     assert run_step(scheduler) == {"a": 24}
@@ -109,7 +109,7 @@ def test_max_num_seqs_run_at_once():
 
 
 @pytest.mark.parametrize(("watermark", "num_running"), [(0.0, 5), (0.2, 4), (0.3, 3)])
-def test_watermark_stays_free_when_somebody_is_admitted(watermark, num_running):
+def test_watermark_stays_free_on_admission(watermark, num_running):
     scheduler = new_scheduler(num_blocks=10, budget=100, watermark=watermark)
     added(scheduler, *(new_request(name, 15, 17) for name in "abcde"))  # two blocks each
     run_step(scheduler)
@@ -124,7 +124,7 @@ def test_request_that_can_never_fit_is_refused():
         scheduler.add(new_request("too long", 17, 1))
 
 
-def test_no_more_wait_than_may():
+def test_max_waiting_bounds_the_queue():
     scheduler = new_scheduler(max_num_seqs=1, max_waiting=2)
     added(scheduler, new_request("a", 4, 4))
     run_step(scheduler)
@@ -134,8 +134,8 @@ def test_no_more_wait_than_may():
     finish(scheduler)
 
 
-def test_no_prompt_is_begun_that_the_running_ones_leave_no_room_for():
-    # A pool for 3 of 16 long prompts: without a look ahead each is computed many times over.
+def test_a_prompt_is_admitted_only_if_running_requests_leave_blocks_for_all_of_it():
+    # The pool holds 3 of 16 long prompts: without looking ahead each would be computed many times.
     scheduler = new_scheduler(num_blocks=200, max_num_seqs=16, budget=256)
     requests = added(scheduler, *(new_request(str(i), 400, 100) for i in range(16)))
     num_computed = sum(sum(step.values()) for step in finish(scheduler))
@@ -143,16 +143,16 @@ def test_no_prompt_is_begun_that_the_running_ones_leave_no_room_for():
     assert num_computed < 1.5 * needed
 
 
-def test_prefix_that_becomes_known_lets_who_waits_for_blocks_run():
+def test_prefix_that_becomes_cached_lets_a_request_run_that_waits_for_blocks():
     scheduler = new_scheduler(num_blocks=16, long_prefill_token_threshold=16)
     a, b = added(scheduler, new_request("same", 96, 32), new_request("same", 96, 2))
     run_until(scheduler, lambda: b.status is not RequestStatus.WAITING)
-    # Both will need 13 blocks. When they share ten of 16, there is room for what each lacks.
+    # Both need 13 blocks in the end. Once they share ten of 16, there is room for the others.
     assert (a.num_computed_tokens, b.num_cached_tokens) == (80, 80)
     finish(scheduler)
 
 
-def test_prefix_that_is_pinned_is_no_block_that_who_waits_still_needs():
+def test_pinned_prefix_counts_for_a_waiting_request():
     scheduler = new_scheduler(num_blocks=8)
     (prefix,) = added(scheduler, new_request("prefix", 17, 1))
     run_step(scheduler)
@@ -162,15 +162,15 @@ def test_prefix_that_is_pinned_is_no_block_that_who_waits_still_needs():
     waits = new_request("waits", 41, 2)
     waits.token_ids = longer.copy()
     added(scheduler, waits)
-    assert run_step(scheduler) == {"a": 1, "b": 1}  # it needs six blocks, and five are left
+    assert run_step(scheduler) == {"a": 1, "b": 1}  # it needs six blocks and five are left
     assert scheduler.pin("prefix", longer[:16], b"") == 16
-    assert run_step(scheduler) == {"a": 1, "b": 1}  # four of three
+    assert run_step(scheduler) == {"a": 1, "b": 1}  # it needs four and three are left
     scheduler.abort(b)
     assert run_step(scheduler) == {"a": 1, "waits": 25}
 
 
 @pytest.mark.parametrize("short_of", ["seats", "seats for samples", "blocks"])
-def test_queue_is_not_searched_again_while_nothing_changes_for_its_head(short_of):
+def test_queue_is_searched_again_only_when_something_changes_for_its_head(short_of):
     searched = []
     policy = LongestPrefixMatch(lambda request: searched.append(request) or 0)
     num_blocks = 4 if short_of == "blocks" else 32
@@ -188,7 +188,7 @@ def test_queue_is_not_searched_again_while_nothing_changes_for_its_head(short_of
     finish(scheduler)
 
 
-def test_pin_is_refused_where_a_live_request_would_not_fit_beside_it():
+def test_pin_is_refused_if_a_live_request_would_not_fit_beside_it():
     scheduler = new_scheduler(num_blocks=4)
     (first,) = added(scheduler, new_request("prefix", 17, 1))
     run_step(scheduler)
@@ -202,7 +202,7 @@ def test_pin_is_refused_where_a_live_request_would_not_fit_beside_it():
     assert second.finish_reason == "length"
 
 
-def test_pin_costs_the_same_however_many_are_alive():
+def test_cost_of_a_pin_does_not_depend_on_the_number_of_live_requests():
     scheduler, asked = new_scheduler(num_blocks=400, max_num_seqs=200), []
     added(scheduler, *(new_request(str(i), 9, 1 + i) for i in range(100)))
     run_step(scheduler)
@@ -231,14 +231,14 @@ def test_samples_share_the_prompt_and_all_but_one_copy_its_last_block():
     assert (computed(first), first.sampled_requests) == ({"s0": 10}, [])
     updated(scheduler, first)
     schedule = scheduled(scheduler)
-    assert computed(schedule) == {"s0": 4}  # and nobody else: two seats are promised
+    assert computed(schedule) == {"s0": 4}  # and no other: two seats are promised
     assert (schedule.sampled_requests, schedule.sampled) == (samples, [0, 0, 0])
     assert scheduler.running == samples
     assert scheduler.block_manager.pool.num_used == 2
     assert updated(scheduler, schedule) == samples
     schedule = scheduled(scheduler)
     assert computed(schedule) == {"s0": 1, "s1": 1, "s2": 1}
-    partial = samples[2].blocks.tables[0][1]  # the last to write is alone with it
+    partial = samples[2].blocks.tables[0][1]  # the last to write need not copy it
     assert [source for source, _ in schedule.copies] == [partial, partial]
     assert scheduler.block_manager.pool.num_used == 4
     updated(scheduler, schedule)
@@ -293,7 +293,7 @@ def test_fork_goes_on_with_the_same_blocks():
 
 
 @pytest.mark.parametrize("reason", ["no seat", "in flight", "no block"])
-def test_fork_waits_where_it_cannot_run(reason):
+def test_fork_waits_if_it_cannot_run(reason):
     scheduler = new_scheduler(
         num_blocks=2 if reason == "no block" else 16, max_num_seqs=1 if reason == "no seat" else 8
     )
@@ -367,7 +367,7 @@ def test_abort_at_any_stage_frees_blocks(stage):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_whoever_ran_in_a_step_that_failed_keeps_the_place_and_is_charged_once(name):
+def test_requests_of_a_failed_step_keep_their_place_and_are_charged_once(name):
     policy = new_policy(name, lambda _: 0)
     scheduler = new_scheduler(max_num_seqs=2, policy=policy)
     requests = added(scheduler, *(new_request(n, 4, 3, tenant="t") for n in "abcd"))
@@ -384,7 +384,7 @@ def test_whoever_ran_in_a_step_that_failed_keeps_the_place_and_is_charged_once(n
         assert policy.service["t"] == 4 * (4 * policy.INPUT_COST + 3 * policy.OUTPUT_COST)
 
 
-def test_deadline_ends_whoever_runs_or_waits():
+def test_deadline_ends_running_and_waiting_requests():
     now = 0.0
     scheduler = new_scheduler(max_num_seqs=2, clock=lambda: now)
     a, b, c, d = added(

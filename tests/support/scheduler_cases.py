@@ -27,7 +27,7 @@ def new_request(name: str, prompt_len: int, max_tokens: int, **inputs: Any) -> R
 
 
 def hash_token(name: str, position: int) -> int:
-    """Return the made-up model's token at a position: a fixed function of both."""
+    """Return the made-up model's token at a position: a fixed function, so recomputing changes nothing."""
     return random.Random(f"{name}/{position}").randrange(100)
 
 
@@ -74,7 +74,7 @@ def run_step(scheduler: Scheduler) -> dict[str, int]:
 
 
 def run_until(scheduler: Scheduler, reached: Callable[[], object]) -> list[dict[str, int]]:
-    """Run steps until something is so. Returns what each computed."""
+    """Run steps until a condition holds. Return what each step computed."""
     steps = []
     while not reached():
         steps.append(run_step(scheduler))
@@ -83,7 +83,7 @@ def run_until(scheduler: Scheduler, reached: Callable[[], object]) -> list[dict[
 
 
 def finish(scheduler: Scheduler) -> list[dict[str, int]]:
-    """Run steps until nobody is left, and nothing held for anybody."""
+    """Run steps until all requests are finished, and assert that no block is held."""
     steps = run_until(scheduler, lambda: not scheduler.has_unfinished())
     assert scheduler.block_manager.pool.num_used == 0
     assert scheduler.block_manager.host_pool.num_used == 0
