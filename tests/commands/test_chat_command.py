@@ -1,4 +1,4 @@
-"""`paged chat`: turns from a terminal or a pipe, and what Ctrl-C does."""
+"""`paged chat`: turns from a terminal or a pipe, commands, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loaded(engine, monkeypatch):
 
 
 class Talk:
-    """What an engine says, with all that was said before."""
+    """Return the engine's answers when each prompt contains the whole conversation."""
 
     def __init__(self, engine, **params):
         self.engine, self.params = engine, SamplingParams(**{"temperature": 0, "max_tokens": 5, **params})
@@ -77,7 +77,7 @@ def test_a_pipe_is_a_turn_a_line(run, loaded):
     assert run(*argv, stdin="a")[1] == talk.say("a") + "\n"
 
 
-def test_what_fails_through_a_pipe_ends_it(run, loaded):  # those behind it may depend on it
+def test_what_fails_through_a_pipe_ends_it(run, loaded):  # later turns may depend on it
     answer = Talk(loaded).say("a")
     code, out, err = run(*ARGV, stdin="a\nbad\nb\n")
     assert (code, out) == (2, answer + "\n")
@@ -110,7 +110,7 @@ def test_commands_of_the_conversation(run, loaded, tmp_path):
     assert code == 0
     shown = out.split(">>> ")
     assert shown[4] == "... " + answers[0] + "\n"
-    assert shown[6:8] == [answers[1] + "\n"] * 2  # greedy: the same again
+    assert shown[6:8] == [answers[1] + "\n"] * 2  # greedy, so the retry is equal
     assert "/retry          another answer" in shown[12]
     assert len(shown) == 14
     assert json.loads(file.read_text()) == talk.messages
@@ -141,13 +141,13 @@ def test_a_context_that_is_full_is_said(run):
     way_out = "the context has 60 tokens: /reset forgets the conversation, --max-model-len and --num-blocks"
     _, out, err = run(*argv, typed="a\nb\n/reset\na\n")
     _, first, second, _, again, _ = out.split(">>> ")
-    assert (first, second) == (again, "")  # the turn that had no room is forgotten too
+    assert (first, second) == (again, "")  # the turn that had no room is removed too
     cut, refused, cut_again = err.splitlines()[1:]
     assert cut == cut_again
     assert cut.startswith(f"paged: the answer fills the context; {way_out}")
     assert "more than max_model_len 60; " + way_out in refused
     assert run(*argv, stdin="a\nb\n")[0] == 2
-    # What has nothing to do with the context has no such way out.
+    # Other errors do not suggest a shorter conversation.
     code, _, err = run(*argv, "--stop-token-ids", "9999", stdin="a\n")
     assert code == 2
     assert err.splitlines()[-1] == "paged: stop_token_ids[0] is 9999; the vocabulary is 0 to 4095"
@@ -171,7 +171,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(run, loaded, monkeypatch)
     talk = Talk(loaded, max_tokens=3, ignore_eos=True)
     _, first, second, _ = out.split(">>> ")
     assert first == talk.say("a") + "\n"
-    # What there was of it is part of the conversation.
+    # The interrupted answer stays in the conversation.
     talk.params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     assert second == talk.say("b") + "\n"
 
@@ -240,7 +240,7 @@ def test_a_template_is_named_or_there_is_none(run, loaded, tmp_path):
 
 
 def test_keys_of_a_real_terminal():
-    """Ctrl-C reaches the whole foreground group: the process that renders templates must survive it too."""
+    """Ctrl-C reaches the whole foreground group, and the process that renders templates must survive it."""
     master, slave = pty.openpty()
     code = "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv[0] = 'paged'; "
     code += "runpy.run_module('paged', run_name='__main__')"

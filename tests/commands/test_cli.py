@@ -1,4 +1,4 @@
-"""The command line, run in this process but for what only a fresh one can show."""
+"""The command line, run in this process except where only a fresh one can show the behaviour."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from paged.scheduler.schedule import StepOutput
 from tests.support.command_line import running, write
 
 SMALL = ("--num-blocks", "64", "--device", "cpu")
-LONG_GRAMMAR = f'root ::= "{"b" * 300}"'  # longer than a file's name may be
+LONG_GRAMMAR = f'root ::= "{"b" * 300}"'  # longer than a file name may be
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 
 
@@ -34,7 +34,7 @@ def engine():
 
 @pytest.fixture
 def loaded(engine, monkeypatch):
-    """Provide one engine in place of a load for each run."""
+    """Share one engine between runs instead of loading one for each."""
     monkeypatch.setattr(common, "start", lambda _: engine)
     yield engine
     engine.scheduler.check()
@@ -86,10 +86,10 @@ def test_every_option_of_the_api_is_a_flag(run):
     flags = names - set(common.NO_FLAGS) | {"json_schema", "json_object", "regex", "choice", "grammar"}
     for name in flags:
         assert f"\n  --{name.replace('_', '-')} " in help_text
-    # What is none is refused, not taken for something else.
+    # Fields without an option are refused, not taken for another option.
     for name in common.NO_FLAGS:
         assert "No such option" in run.refused("generate", "x", f"--{name.replace('_', '-')}", "1")
-    # Help and defaults are those of the API; the width of the terminal breaks the lines.
+    # Help and defaults are those of the API; lines are wrapped to the width of the terminal.
     words = " ".join(help_text.split())
     assert "0 or -1 keeps all. [default: 0]" in words
     assert "[default: 256]" in words
@@ -98,7 +98,7 @@ def test_every_option_of_the_api_is_a_flag(run):
     assert """May be given several times. [default: '\\n' ':' '"' '*']""" in words
 
 
-# A flag for every field, with a value that is not its default.
+# An option for every field, with a value that is not its default.
 FLAGS = {
     "n": (["--n", "2"], 2),
     "best_of": (["--best-of", "3"], 3),
@@ -155,7 +155,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     run("generate", "x")
     wanted = [given, {"stop": ["a", "b,c"]}, {"detokenize": False}, {}]
     assert seen == [({"model": "demo"}, "x", SamplingParams(**params)) for params in wanted]
-    # The other languages, as text or in a file.
+    # The other kinds of structured outputs, as text or in a file.
     schema, grammar = write(tmp_path / "s.json", {"type": "null"}), write(tmp_path / "g", 'root ::= "a"')
     seen.clear()
     flags = [
@@ -223,7 +223,7 @@ def test_file_of_texts(run, loaded, tmp_path):
 
 
 def test_file_of_objects_in_order(run, loaded, tmp_path):
-    # The first takes longest, and its result still comes first.
+    # The first prompt takes longest, and its result still comes first.
     lines = [
         {"prompt": "def a(x):", "max_tokens": 20, "ignore_eos": True},
         {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "ignore_eos": True},
@@ -231,7 +231,7 @@ def test_file_of_objects_in_order(run, loaded, tmp_path):
     ]
     output = tmp_path / "results.jsonl"
     prompts = write(tmp_path / "prompts.jsonl", *lines)
-    # A line's own options go before those of the command line.
+    # Parameters of a line override those of the command line.
     flags = ("--temperature", "0", "--max-tokens", "3")
     code, out, _ = run("generate", "--prompts", prompts, "--output", output, *flags)
     assert (code, out) == (0, "")
@@ -489,7 +489,7 @@ def paged_process(*argv, **options):
 
 
 def test_as_a_module_without_torch():
-    """Nobody waits seconds for torch to be told about a typing error."""
+    """A mistyped option is reported without importing torch, which takes seconds."""
     code = "import sys, runpy; sys.argv[1:] = ['generate', '--foo']\n"
     code += "try: runpy.run_module('paged', run_name='__main__')\n"
     code += "finally: print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
@@ -518,7 +518,7 @@ def test_interrupt_is_quiet():
         assert process.stdout.read(9) == "def f(x):"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    # A shell shows it as 130.
+    # A shell reports it as 130.
     assert process.returncode == -signal.SIGINT
     assert err.count("\n") == 1
     assert "Traceback" not in err

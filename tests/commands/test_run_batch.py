@@ -1,4 +1,4 @@
-"""`paged run-batch`: OpenAI's bodies, a line for each request whatever is wrong with others, and kills."""
+"""`paged run-batch`: OpenAI's bodies, one result per line whatever is wrong with others, and kills."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def line(custom_id, url=COMPLETIONS, **body):
 
 
 def text_line(i: int) -> dict:
-    """Vary max_tokens by the line's number, so that lines do not finish in order."""
+    """Return a line whose number of tokens depends on i, so that lines do not finish in order."""
     return line(f"t{i}", prompt=f"def f{i}(x):", max_tokens=1 + 5 * i % 6, n=1 + i % 2, ignore_eos=True)
 
 
 def results(file: Path) -> dict[str, dict]:
-    """Results by identity: each is there once."""
+    """Return the results by identity; check that each occurs once."""
     found = [json.loads(text) for text in file.read_text().splitlines()]
     for result in found:
         assert set(result) == {"id", "custom_id", "response", "error"}
         result["response"]["body"].pop("created", None)
         for usage in [result["response"]["body"].get("usage", {})]:
-            usage.pop("prompt_tokens_details", None)  # what is cached depends on what ran before
+            usage.pop("prompt_tokens_details", None)  # cached tokens depend on what ran before
     assert len({result["id"] for result in found}) == len(found)
     return {result["id"]: result for result in found}
 
@@ -149,7 +149,7 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
         "body": ({"custom_id": "body", "url": CHAT, "body": []}, "body must be an object, got []"),
         "range": (line("range", prompt="x", temperature=-1), "temperature must be at least 0, got -1"),
         "tokens": (line("tokens", prompt=[10**6]), "the vocabulary is 0 to 4095"),
-        # The first of its prompts is in the engine already.
+        # The line's first prompt is in the engine already.
         "second": (line("second", prompt=[[1, 2], [10**6]]), "the vocabulary is 0 to 4095"),
         "template": (line("template", CHAT, messages=HELLO), "this checkpoint has no chat template"),
         "role": (line("role", CHAT, messages=[{}], chat_template="plain"), 'messages[0] must have a "role"'),
@@ -199,7 +199,7 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
     )
     assert first["response"]["status_code"] == 200
     assert "custom_id 'good' is that of an earlier line" in second["error"]["message"]
-    # A second run has nothing to do, and needs no model for it.
+    # A second run has nothing to do and loads no model.
     content = output.read_bytes()
     run.monkeypatch.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
     assert run("run-batch", source, output)[0] == 1
@@ -242,13 +242,13 @@ def test_lines_are_read_as_they_are_needed(run, loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "read_lines", counting)
     assert run("run-batch", source, output)[0] == 0
     assert len(ahead) == 40
-    # Those that run, those that wait, and the next one.
+    # Lines that run, lines that wait, and the next one.
     assert max(ahead) <= 2 * loaded.config.max_num_seqs + 1
 
 
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory):
-    """27 lines, good and bad."""
+    """Return 27 lines, valid and invalid."""
     lines = [*map(text_line, range(24)), line("bad", prompt="x", n=0), text_line(3), '{"custom_id"']
     return write(tmp_path_factory.mktemp("batch") / "in.jsonl", *lines)
 
@@ -281,7 +281,7 @@ def test_a_run_that_was_cut_anywhere_is_completed(run, tmp_path):
 
 @pytest.mark.usefixtures("loaded")
 def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
-    # One is long, so that not all are done when the kill comes.
+    # One is long, so that not all are done at the kill.
     long = line("long", prompt="x", max_tokens=400, ignore_eos=True)
     batch = write(tmp_path / "in.jsonl", long, batch.read_text())
     output, expected = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
@@ -327,7 +327,7 @@ def test_nothing_else_is_written_over(run, tmp_path):
 
 
 def test_a_set_of_identities_is_a_set():
-    # Some want the same place, and there are more than the table has to begin with.
+    # Some identities collide, and there are more than the initial table holds.
     identities = [f"{5:016x}{i:016x}" for i in range(1, 40)]
     identities += [hashlib.sha256(b"%d" % i).hexdigest()[:32] for i in range(900)]
     some, plain = IdentitySet(), set()

@@ -1,4 +1,4 @@
-"""AsyncLLMEngine: each reader gets its own outputs, whichever others leave, are slow, or break the engine."""
+"""AsyncLLMEngine: each reader gets its own outputs, even if others leave, are slow, or break the engine."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def expected(name: str, prompt: tuple[int, ...], eos: tuple[int, ...], **options
 
 @pytest.fixture(scope="module")
 def eos() -> tuple[int, ...]:
-    """Two EOS ids that end some beams of transformers early and others never."""
+    """Return two EOS ids that end some beams of transformers early and others never."""
     rows, _ = expected("llama", tuple(PROMPTS[1]), (), num_beams=6, max_new_tokens=12)
     return (rows[0][4], rows[5][8])
 

@@ -59,7 +59,7 @@ def check_and_clear(engine: LLMEngine) -> None:
 
 @pytest.fixture
 def tiny(tiny_engine) -> Iterator[LLMEngine]:
-    """Make an engine with random weights and without a tokenizer."""
+    """Yield an engine with random weights and without a tokenizer."""
     yield tiny_engine
     check_and_clear(tiny_engine)
 
@@ -326,7 +326,7 @@ def pieces(demo_engine, demo_output) -> list[str]:
 
 @pytest.fixture
 def stop(demo_output, pieces) -> str:
-    """Use a stop string of six characters: the last begins a token, the others end the one before."""
+    """Return six characters of which the last one begins a token and the others end the one before."""
     text = demo_output.text
     borders = [end for end in itertools.accumulate(map(len, pieces)) if 12 < end < len(text)]
     return next(text[b - 5 : b + 1] for b in borders if text.find(text[b - 5 : b + 1]) == b - 5)

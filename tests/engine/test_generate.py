@@ -1,4 +1,4 @@
-"""generate, generate_iter and stream take any number of prompts in bounded memory, and leak nothing."""
+"""generate, generate_iter and stream take any number of prompts in bounded memory and leave nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paged simulate`: the figures are those one would work out by hand, and errors are one line."""
+"""`paged simulate`: figures equal those computed by hand, and errors are one line."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ from paged.simulate.model import DEMO, read_model
 from paged.simulate.timeline import Timeline
 from paged.simulate.workload import Workload
 
-MODEL = read_model("demo")  # 4 layers, hidden 256, MLP 512, 8 heads of 64, 2 of them for K and V, 4096 tokens
+MODEL = read_model("demo")  # 4 layers, hidden 256, MLP 512, 8 heads of 64, 2 KV heads, 4096 tokens
 LAYER_PARAMS = 4 * (256 * 8 * 64 + 2 * 256 * 2 * 64 + 8 * 64 * 256 + 3 * 256 * 512)
 HEAD_PARAMS = 4096 * 256
 KV_BYTES = 2 * 4 * 2 * 64 * 2
@@ -37,7 +37,7 @@ SMALL = {"requests": 200, "rate": 100.0, "input_len": "uniform:1-200", "output_l
 
 
 def run(workload, fleet=None, **options):
-    """Simulate, and look for anything left over."""
+    """Simulate and check that nothing is left over. Return the statistics."""
     options = {"num_blocks": 500, "swap_space": 0.0, **options}
     simulated = Fleet(FleetConfig(**(fleet or {})), EngineConfig(model="demo", **options))
     _, arrivals = workload.open()
@@ -57,7 +57,7 @@ def request(num_computed, num_tokens):
 
 
 def step(*decodes, prompts=(), **moved):
-    """Make a schedule: decodes with so many tokens computed, then prompts of (computed, new) tokens."""
+    """Make a schedule: decodes by their computed tokens, then prompts by their (computed, new) tokens."""
     pairs = [*((n, 1) for n in decodes), *prompts]
     return Schedule(
         [request(computed, computed + new) for computed, new in pairs],
@@ -80,12 +80,12 @@ class TestCost:
         return StepCost(roofline, MODEL, sheet, 16 * KV_BYTES).seconds(schedule)
 
     def test_step_bound_by_memory(self):
-        # Decodes behind 99 and 49 tokens read 100 and 50, and write one each.
+        # Decodes after 99 and 49 tokens read 100 and 50, and write one each.
         moved = 2 * (LAYER_PARAMS + HEAD_PARAMS) + KV_BYTES * (100 + 50 + 2)
         assert self.seconds(step(99, 49)) == pytest.approx(0.25 + moved / 0.8e9)
 
     def test_step_bound_by_compute(self):
-        # Tokens 11 to 14 of a prompt see 11 + 12 + 13 + 14 keys; the decode sees 8.
+        # Tokens 11 to 14 of a prompt attend to 11 + 12 + 13 + 14 keys, the decode to 8.
         flops = 2 * LAYER_PARAMS * 5 + 2 * HEAD_PARAMS * 2 + 4 * 64 * 8 * 4 * (11 + 12 + 13 + 14 + 8)
         sheet = DataSheet(1, 1e9, 1, 0.5)
         assert self.seconds(step(7, prompts=[(10, 4)]), sheet) == pytest.approx(0.25 + flops / 0.5e12)
@@ -97,17 +97,17 @@ class TestCost:
         assert self.seconds(moved) == pytest.approx(self.seconds(step(9)) + extra)
 
     def test_window(self):
-        # In a window of 4: tokens 3 to 6 see 3, 4, 4 and 4 keys and read 1 to 6; the decode reads 4.
+        # Window of 4: tokens 3 to 6 attend to 3, 4, 4 and 4 keys and read 1 to 6; the decode reads 4.
         work = work_of(step(9, prompts=[(2, 4)]), [(4, 1.0)])
         assert (work.context, work.pairs) == (4 + 6, 4 + 3 + 4 + 4 + 4)
-        # Tokens 6 and 7 see 4 each, and read 3 to 7.
+        # Tokens 6 and 7 attend to 4 keys each and read 3 to 7.
         work = work_of(step(prompts=[(5, 2)]), [(4, 1.0)])
         assert (work.context, work.pairs) == (5, 8)
         half = work_of(step(9, prompts=[(2, 4)]), [(4, 0.5), (None, 0.5)])
         assert (half.context, half.pairs) == ((10 + 16) / 2, (19 + 10 + 3 + 4 + 5 + 6) / 2)
 
     def test_memory(self):
-        assert num_params(MODEL) == LAYER_PARAMS + HEAD_PARAMS  # tied
+        assert num_params(MODEL) == LAYER_PARAMS + HEAD_PARAMS  # tied embeddings
         sheet = DATA_SHEETS["L4"]
         free = 24 * 2**30 * 0.5 - 2 * (LAYER_PARAMS + HEAD_PARAMS)
         assert blocks_that_fit(MODEL, sheet, 0.5, 16 * KV_BYTES) == free // (16 * KV_BYTES)
@@ -120,7 +120,7 @@ class TestCost:
 
 
 def test_one_request_on_an_idle_replica(tmp_path):
-    """Its prompt of 5 takes chunks of 2, 2 and 1; then come 3 decodes."""
+    """A prompt of 5 takes chunks of 2, 2 and 1; 3 decodes follow."""
     file = tmp_path / "fit.json"
     file.write_text('{"step_s": 1, "token_s": 0.1, "context_s": 0.001}')
     trace = tmp_path / "trace.jsonl"
@@ -135,7 +135,7 @@ def test_one_request_on_an_idle_replica(tmp_path):
     assert latencies.e2e[0] == found.duration == pytest.approx(ttft + decodes)
     summary = found.summary()
     assert summary["output_tokens_per_s"] == pytest.approx(4 / found.duration)
-    # One of two replicas, all the time; and one block of its 500.
+    # One of two replicas is busy all the time, with one of its 500 blocks.
     assert summary["busy_share"] == pytest.approx(1 / 2)
     assert summary["block_share_mean"] == pytest.approx(1 / 1000)
     assert (summary["block_share_peak"], summary["steps"], summary["tokens_per_step"]) == (1 / 500, 6, 8 / 6)
@@ -143,7 +143,7 @@ def test_one_request_on_an_idle_replica(tmp_path):
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "longest-prefix-match", "fair"])
 def test_everybody_finishes(policy):
-    """In a pool that is too small for all: preempted, and still every token is there, once."""
+    """In a pool that is too small for all, requests are preempted and every token is counted once."""
     crowd = {**SMALL, "rate": 5000.0, "turns": 3, "think_time": 0.1}
     workload = Workload(**crowd, prefixes=4, prefix_len=40, tenants={"a": 3, "b": 1})
     fleet = {"replicas": 2, "router": "prefix-aware", "gpu": "L4"}
@@ -154,7 +154,7 @@ def test_everybody_finishes(policy):
     assert summary["preemptions"] > 0
     assert 0 < summary["hit_rate"] < 1
     assert 0 < summary["block_share_mean"] < summary["block_share_peak"] <= 1
-    # As many as the workload asks for, whatever was recomputed.
+    # As many as the workload asks for, however much was recomputed.
     _, arrivals = workload.open()
     wanted = [turn for a in arrivals for turn in [(0, a.num_output_tokens), *a.following]]
     assert summary["output_tokens"] == sum(output for _, output in wanted)
@@ -207,7 +207,7 @@ def test_a_conversation_hits_what_was_said():
         requests=4, turns=4, rate=1.0, input_len="fixed:32", output_len="fixed:17", think_time=5
     )
     found = run(workload)
-    # Turn k begins with k - 1 times 49 tokens; those of full blocks are hits, but for the last token sampled.
+    # Turn k begins with k - 1 times 49 tokens; those of full blocks are hits, except the last sampled token.
     assert found.num_prompt_tokens == sum(32 + 49 * k for k in range(4))
     assert found.num_cached_tokens == sum((49 * k - 1) // 16 * 16 for k in range(1, 4))
     assert found.duration > 15
@@ -227,7 +227,7 @@ class TestRouters:
         assert router.choose([0, *shared], [0, 5]) == 0
         busy = router.MAX_EXTRA + 1
         assert router.choose([*shared, 11], [0, busy]) == 0
-        assert router.choose([*shared, 12], [6, 5]) == 1  # now both know it
+        assert router.choose([*shared, 12], [6, 5]) == 1  # now both have it
 
     def test_prefix_aware_hits_more(self):
         workload = Workload(**SMALL, prefixes=16, prefix_len=128)
@@ -263,7 +263,7 @@ def test_priorities_and_prefixes_of_a_trace(tmp_path):
     found = run(Workload(trace=str(trace), prefix_len=64), max_num_seqs=1, scheduling_policy="priority")
     ttft = {tenant: latencies.ttft[0] for tenant, latencies in found.latencies.items()}
     assert ttft["first"] < ttft["high"] < ttft["low"]
-    assert ttft["late"] < ttft["high"]  # it comes a second later
+    assert ttft["late"] < ttft["high"]  # it arrives a second later
     assert found.num_cached_tokens == 2 * 64
 
 
@@ -311,7 +311,7 @@ def test_sweep(command):
 
 
 def test_sweep_over_files(command, tmp_path, monkeypatch):
-    """A value is what its option takes: here a name, though it looks like a number."""
+    """A value has the type of its option: here a name that looks like a number."""
     monkeypatch.chdir(tmp_path)
     for name, num_tokens in (("1", 10), ("2", 20)):
         line = {"timestamp": 0, "input_tokens": num_tokens, "output_tokens": num_tokens}
@@ -338,7 +338,7 @@ def test_picture_does_not_replace_what_is_read(tmp_path):
 
 
 def test_timeline():
-    """However long it gets, nothing is lost; a step counts where it was."""
+    """However long the simulation gets, no sum is lost, and a step counts in its intervals."""
     timeline = Timeline(interval=1.0)
     timeline.add(0.5, 1.5, used=4, running=2, waiting=1, num_tokens=10)
     assert (timeline.used_blocks[:3], timeline.tokens[:3]) == ([2, 2, 0], [5, 5, 0])
@@ -359,10 +359,10 @@ def test_plot(command, tmp_path):
         pictures.append(imread(file))
     third = len(pictures[0]) // 3
     one, other = (picture[:third] for picture in pictures)
-    assert (one == other).all()  # as many requests at a time
+    assert (one == other).all()  # equally many requests at any time
     assert one.min() < one.max()
     one, other = (picture[-third:] for picture in pictures)
-    assert (one != other).any()  # who hold another share of the blocks
+    assert (one != other).any()  # which hold another share of the blocks
 
 
 def test_plot_without_matplotlib(monkeypatch, tmp_path):
@@ -453,7 +453,7 @@ def test_bad_coefficients(tmp_path, text):
 
 
 def test_configs_from_hub_and_damaged(tmp_path):
-    """What transformers would fill in is filled in; what nobody can is named."""
+    """Defaults of transformers are filled in; a required key that is missing is named."""
     hf = json.loads((DEMO / "config.json").read_text())
     file = tmp_path / "config.json"
     qwen = {**hf, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 128}
@@ -467,7 +467,7 @@ def test_configs_from_hub_and_damaged(tmp_path):
 
 
 def test_no_torch():
-    """Neither the command line's start nor a simulation waits for torch."""
+    """Neither the start of the command line nor a simulation imports torch."""
     code = (
         "import sys, paged.commands.simulate as c; c.simulate(requests=3, as_json=True); "
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib', 'numpy')))"

@@ -1,4 +1,4 @@
-"""Small random checkpoints, written by transformers, and what its own `generate` makes of them."""
+"""Small random checkpoints, written by transformers, and the output of its own `generate`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from paged import LLMEngine
 from paged.scheduler.schedule import Schedule
 
-# torch keeps the constructors that obey `with torch.device(...)` as they are at its first use: it must come
+# torch looks up the constructors that obey `with torch.device(...)` at the first such block. That must happen
 # before conftest wraps torch.empty, or a model built on the meta device would be allocated.
 with torch.device("cpu"):
     torch.empty(0)
 
-# Where there is no NaN; in a quantised cache the scales are NaN besides.
+# For dtypes without NaN. In a quantized cache the scales are NaN as well.
 POISON = {torch.int8: 99}
 VOCAB_SIZE = 211  # a prime: no tile or vector divides it
-# Rope scaling that stretches: longer than max_position_embeddings, shorter than these times its factor.
+# Rope scaling for contexts longer than max_position_embeddings, shorter than that times the factor.
 STRETCHED = ("llama-linear", "llama-dynamic")
 
-# Every head has 16 dimensions where hidden_size / num_heads is 12: a model may choose them freely.
+# head_dim is 16 where hidden_size / num_heads is 12, as a model may choose it freely.
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -113,7 +113,7 @@ def _root() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def checkpoint(name: str) -> Path:
-    """Return the directory of one of CONFIGS, written once a session."""
+    """Return the directory of one of CONFIGS, written once per session."""
     directory = Path(_root().name) / name
     random_model(CONFIGS[name]()).save_pretrained(directory)
     return directory
@@ -127,7 +127,7 @@ def edit_json(file: Path, **values: Any) -> None:
 
 
 def ragged_prompts(lengths: Sequence[int], vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:
-    """Random token ids, one prompt for each length."""
+    """Return random token ids, one prompt for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
@@ -139,12 +139,12 @@ class Reference:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        # Else generate() would never choose EOS before min_new_tokens.
+        # Otherwise generate() would never choose EOS before min_new_tokens.
         self.model.generation_config.eos_token_id = None
         self._known: dict[tuple[tuple[int, ...], int], tuple[list[int], Tensor]] = {}
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], Tensor]:
-        """Return the tokens that follow, and the logits of each: f32[max_tokens, vocab_size]."""
+        """Return the generated tokens and the logits of each: f32[max_tokens, vocab_size]."""
         key = (tuple(prompt), max_tokens)
         if key not in self._known:
             # A fresh model: the dynamic rope of transformers remembers the longest sequence it has seen.
@@ -165,12 +165,12 @@ class Reference:
 
 @functools.cache
 def reference(name: str) -> Reference:
-    """Load transformers' model of one of CONFIGS; its outputs are cached."""
+    """Return transformers on one of CONFIGS. Its generated tokens are cached."""
     return Reference(checkpoint(name))
 
 
 def new_engine(model: str | Path, **options: Any) -> LLMEngine:
-    """Make a float32 engine on the CPU without a tokenizer, its KV cache full of poison."""
+    """Make a poisoned engine: by default float32, on the CPU, without a tokenizer."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",
@@ -183,18 +183,18 @@ def new_engine(model: str | Path, **options: Any) -> LLMEngine:
 
 
 def poison(engine: LLMEngine) -> None:
-    """Fill every slot that nobody owns with NaN: those of now, and those of every block handed out later."""
+    """Fill all free slots with NaN, and every block that is allocated later."""
     runner, pool = engine.runner, engine.block_manager.pool
     tensors, allocate, copy_blocks = runner.kv_cache.tensors.values(), pool.allocate, runner._copy_blocks
     fresh: list[int] = []
 
-    def allocate_and_note(n: int) -> Any:
+    def allocate_and_record(n: int) -> Any:
         blocks = allocate(n)
         fresh.extend(blocks or ())
         return blocks
 
     def poison_and_copy(schedule: Schedule) -> None:
-        # What is swapped out may lie in blocks that have new owners since.
+        # Blocks that are swapped out may already be allocated again.
         copy_blocks(Schedule(swap_out=schedule.swap_out))
         for tensor in tensors:
             tensor[:, :, fresh] = POISON.get(tensor.dtype, math.nan)
@@ -206,18 +206,18 @@ def poison(engine: LLMEngine) -> None:
         try:
             return load_prefix(path)
         finally:
-            fresh.clear()  # these are filled
+            fresh.clear()  # these are filled now
 
     for tensor in tensors:
         tensor.fill_(POISON.get(tensor.dtype, math.nan))
     load_prefix = engine.load_prefix
     engine.load_prefix = load_and_keep  # type: ignore[method-assign]
-    pool.allocate = allocate_and_note  # type: ignore[method-assign]
+    pool.allocate = allocate_and_record  # type: ignore[method-assign]
     runner._copy_blocks = poison_and_copy  # type: ignore[method-assign]
 
 
 def assert_all_free(engine: LLMEngine) -> None:
-    """Nothing runs, waits or holds a block."""
+    """Assert that no request runs, waits or holds a block."""
     engine.scheduler.check()
     assert engine.block_manager.pool.num_used == engine.block_manager.num_pinned
     assert not engine.has_unfinished_requests()

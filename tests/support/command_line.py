@@ -1,4 +1,4 @@
-"""Runs `paged` in this process, and says what it wrote."""
+"""Runs `paged` in this process and captures its output."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from paged.commands import cli, common
 
 
 class Terminal(io.StringIO):
-    """Typed lines."""
+    """Standard input that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 class Run:
-    """Runs `paged` with these arguments: exit code, stdout and stderr."""
+    """Runs `paged` with arguments. Returns exit code, stdout and stderr."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys
@@ -38,7 +38,7 @@ class Run:
         return left.value.code or 0, out, err
 
     def refused(self, *argv: Any, stdin: str | None = None) -> str:
-        """Return the one line of an error found before the model was loaded."""
+        """Return the one line of an error that is found before the model is loaded."""
         self.monkeypatch.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
         return self.fails(*argv, stdin=stdin)
 
@@ -55,13 +55,13 @@ class Run:
 
 @contextmanager
 def running(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Run a command, and restore the handler of Ctrl-C."""
-    handler = signal.getsignal(signal.SIGINT)  # which main() gives back to the system
+    """Yield a Run, then restore the handler of Ctrl-C."""
+    handler = signal.getsignal(signal.SIGINT)  # main() resets it
     yield Run(monkeypatch, capsys)
     signal.signal(signal.SIGINT, handler)
 
 
 def write(path: Path, *lines: Any) -> Path:
-    """Write lines to a file; values that are not text as JSON."""
+    """Write lines to a file, those that are not strings as JSON. Return its path."""
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path

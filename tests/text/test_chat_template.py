@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers makes of them, and an end for those that are bombs."""
+"""Chat templates render to the text of transformers, and templates that exhaust resources are stopped."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_bombs_end_in_an_error(bounded, bomb):
         bounded.render(TALK, chat_template=bomb)
     assert BOMBS[bomb] in str(refused.value)
     assert time.process_time() - started < 0.2, "it was this process that worked"
-    # The next one is none the worse.
+    # The next rendering works.
     assert bounded.render(TALK, chat_template="{{ messages[0].role }}") == "system"
 
 

@@ -1,4 +1,4 @@
-"""What the owner of a request sees: stop strings held back, deltas, and nothing that is taken back."""
+"""Outputs of a request: held-back stop strings, deltas, and text that never changes once shown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 def served(
     tokenizer: Tokenizer, ids: Sequence[int], eos: int | None = None, **params: Any
 ) -> list[CompletionOutput]:
-    """Return the output after each of these generated ids, until the request ends."""
+    """Yield the output after each of these token ids, as an engine makes it, until the request ends."""
     sampling = SamplingParams(**params)
     stops = stop_strings(tuple(sampling.stop)) if sampling.stop else None
     ends = frozenset(() if eos is None else [eos])
@@ -70,7 +70,7 @@ def longest_beginning(text: str, stops: Sequence[str]) -> int:
     st.integers(0, 8),
 )
 def test_stop_strings_are_those_of_a_search_through_everything(stops, pieces, num_skipped):
-    """The match that ends first counts, of several the longest, and one in what is skipped does not."""
+    """The match that ends first counts, of several the longest; matches in skipped text do not."""
     automaton, state, text = StopStrings(tuple(stops)), 0, ""
     for i, piece in enumerate(pieces):
         found = None
@@ -113,7 +113,7 @@ def test_include_stop_str_in_output(tokenizer, include):
     ids = tokenizer.encode("one two three")
     outputs = served(tokenizer, ids, stop="wo t", include_stop_str_in_output=include)
     assert outputs[-1].text == ("one two t" if include else "one t")
-    # A token that ends the request is text of its own, unless it is special and these are left out.
+    # The token that ends the request has text, unless it is special and special tokens are left out.
     stop_id, eos = ids[-1], tokenizer.hf.eos_token_id
     last = served(tokenizer, ids, stop_id, include_stop_str_in_output=include, max_tokens=99)[-1]
     assert (last.text, last.finish_reason) == (tokenizer.decode(ids[: len(ids) - (not include)]), "stop")
@@ -133,7 +133,7 @@ def test_min_tokens_holds_stop_strings_off_and_not_those_that_begin_in_it(tokeni
         assert (last.text, len(last.token_ids)) == (text, num_tokens)
     last = served(tokenizer, ids, stop="a b c", min_tokens=6, max_tokens=99)[-1]
     assert last.text == "a b a b "
-    # One that came too early is shown: nothing can come of it.
+    # A stop string that came too early is shown, as it cannot end the text any more.
     texts = [c.text for c in served(tokenizer, ids, stop=["b", "c"], min_tokens=6, max_tokens=99)]
     assert texts[:6] == [*itertools.accumulate(pieces)][:6]
 
@@ -148,7 +148,7 @@ def test_ten_thousand_stop_strings(tokenizer):
 
 
 def test_text_with_a_stop_string_always_open_is_taken_once(tokenizer, monkeypatch):
-    """However long it is; a copy of all of it for every token would make the cost quadratic."""
+    """The cost per token does not grow with the text: a copy for every token would make it quadratic."""
     taken, since = [], Transcript.since
 
     def counted(transcript, start):
@@ -166,7 +166,7 @@ def test_text_with_a_stop_string_always_open_is_taken_once(tokenizer, monkeypatc
 
 def test_odd_stop_strings_are_served(tokenizer):
     ids = tokenizer.encode("a\0b\x00 c")
-    for stop in ("\ud800", "\udfff\0", "\U0010ffff"):  # no text has these
+    for stop in ("\ud800", "\udfff\0", "\U0010ffff"):  # these occur in no text
         last = served(tokenizer, ids, stop=stop)[-1]
         assert (last.text, last.finish_reason) == ("a\0b\x00 c", "length")
     last = served(tokenizer, ids, stop=["\0b\0"])[-1]
@@ -201,7 +201,7 @@ def test_the_three_kinds_say_the_same(engine):
         shown, pieces, whole = [c[sample] for c in cumulative], [c[sample] for c in deltas], final[sample]
         assert shown[-1] == whole
         assert [len(c.token_ids) for c in pieces] == [1] * 12
-        # What was seen is as it was when it was seen.
+        # Earlier outputs have not changed.
         for n, (completion, piece) in enumerate(zip(shown, pieces, strict=True), start=1):
             assert completion.token_ids == whole.token_ids[:n]
             assert completion.logprobs == whole.logprobs[:n]
@@ -219,7 +219,7 @@ def test_the_three_kinds_say_the_same(engine):
 
 
 def test_deltas_hold_what_came_while_nobody_looked(engine):
-    """generate() steps everybody, and only makes what it returns."""
+    """generate() advances all requests but makes only the outputs that it returns."""
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, output_kind=DELTA)
     (whole,) = engine.generate("def add(a, b):\n", params, use_tqdm=False)
     engine.add_request("a", "def add(a, b):\n", params)
@@ -253,7 +253,7 @@ def test_special_tokens_are_shown_where_they_are_not_skipped(tokenizer):
 
 
 class Counted(list):
-    """A list that knows how many items were taken of it."""
+    """A list that counts how many items were read."""
 
     num_taken = 0
 
@@ -268,7 +268,7 @@ class Counted(list):
 
 
 def test_every_log_probability_is_added_up_once(tokenizer):
-    """However often somebody looks; and one without a token, which a step that failed has left, is not."""
+    """The sum does not depend on how often outputs are made, nor on entries that a failed step has left."""
     params = SamplingParams(logprobs=0, output_kind=DELTA)
     request = Request(RequestInputs(prompt_token_ids=[1], params=params, max_total_tokens=10_000))
     request.sampling.logprobs = logprobs = Counted()

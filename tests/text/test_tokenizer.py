@@ -1,4 +1,4 @@
-"""Text from tokens, a few at a time: never half a character, and in the end what decoding at once gives."""
+"""Incremental decoding never shows partial characters and ends with the text of decoding at once."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def byte_level():
-    """GPT-2's kind: tokens are bytes, spaces belong to words."""
+    """Make a tokenizer like GPT-2's: tokens are bytes, spaces belong to words."""
     return Tokenizer(DEMO)
 
 
 def sentencepiece(directory, decoder):
-    """Llama 2's kind: a leading space vanishes at the start of a text, unknown characters become bytes."""
+    """Make one like Llama 2's: a text's leading space is dropped, unknown characters become bytes."""
     special = ["<unk>", "<s>", "</s>"]
     pieces = [
         *special,
@@ -73,7 +73,7 @@ def metaspace(tmp_path_factory):
 
 @pytest.fixture(params=["bytes", "window"])
 def way(request):
-    """Text by the bytes of tokens, and as it is made where nobody knows these."""
+    """Run a test with the bytes of tokens, and as if these were unknown."""
 
     def changed(tokenizer):
         tokenizer = copy.copy(tokenizer)
@@ -86,7 +86,7 @@ def way(request):
 
 
 def shown(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: bool) -> list[str]:
-    """Return the text before the first token, after each one, and what the end adds."""
+    """Return the text before the first token and after each one, and the text that `finish` adds."""
     detokenizer = Detokenizer(tokenizer, prompt, **options)
     texts = [*itertools.accumulate(map(detokenizer.append, ids), initial="")]
     return [*texts, detokenizer.finish()]
@@ -102,7 +102,7 @@ def whole_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **option
 def test_token_by_token_equals_decoding_at_once(kind, way, before, text, request):
     tokenizer = way(request.getfixturevalue(kind))
     prompt = tokenizer.encode(before)
-    # Without the space that a Llama puts before a text: characters made of bytes then follow one another.
+    # Without the space that a Llama puts before a text, so that characters of bytes are adjacent.
     ids = tokenizer.encode(text)[kind == "llama" :]
     whole = tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
     *texts, rest = shown(tokenizer, prompt, ids)
@@ -113,9 +113,9 @@ def test_token_by_token_equals_decoding_at_once(kind, way, before, text, request
 
 
 def repaired(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Decode with replacement characters in place of byte tokens that are not UTF-8.
+    """Replace byte tokens that are not valid UTF-8 by replacement characters.
 
-    Decoding at once also spoils the characters beside these, which may have been shown already.
+    Decoding at once would also replace valid characters beside them, which may have been shown already.
     """
     result = list[int]()
     pairs = zip(tokenizer.hf.convert_ids_to_tokens(ids), ids, strict=True)
@@ -132,10 +132,10 @@ def repaired(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_random_tokens_equal_decoding_at_once(kind, data, request):
-    """With special tokens and without, after any prompt, whatever the bytes are."""
+    """Random tokens, with special tokens and without, after any prompt, also as invalid UTF-8."""
     tokenizer = request.getfixturevalue(kind)
     assert tokenizer.token_bytes is not None
-    # Bytes and special tokens are few among the tokens of a model, and what matters.
+    # Byte and special tokens are rare in a vocabulary, so they are drawn more often.
     last = len(tokenizer.hf) - 1
     token = st.integers(0, min(280, last)) | st.integers(0, last)
     prompt, ids = data.draw(st.lists(token, max_size=12)), data.draw(st.lists(token, max_size=30))
@@ -147,7 +147,7 @@ def test_random_tokens_equal_decoding_at_once(kind, data, request):
         tokenizer.decode(repaired(tokenizer, part), skip_special_tokens=False)
         for part in (prompt, prompt + ids)
     )
-    if not before.endswith(REPLACEMENT):  # else what follows may complete it
+    if not before.endswith(REPLACEMENT):  # otherwise the next bytes may complete it
         assert before + "".join(texts[-2:]) == whole
 
 
@@ -159,7 +159,7 @@ def test_half_a_character_waits_and_is_a_replacement_only_at_the_end(kind, way, 
     *texts, rest = shown(tokenizer, prompt, ids[:-1])
     assert set(texts) == {""}
     assert set(rest) == {REPLACEMENT}
-    # Its beginning may be in the prompt.
+    # The character may begin in the prompt.
     if tokenizer.token_bytes is not None:
         assert whole_text(tokenizer, prompt + ids[:-1], ids[-1:]) == "🙂"
 
@@ -188,12 +188,12 @@ def test_space_after_a_special_token_stays(llama, way):
     special = tokenizer.hf.eos_token_id
     ids = [*tokenizer.encode("a"), special, special, *tokenizer.encode("b")]
     assert whole_text(tokenizer, tokenizer.encode("d"), ids) == " a b"
-    # At the beginning of everything there is none.
+    # At the beginning of a text there is none.
     assert whole_text(tokenizer, [special], ids) == "a b"
 
 
 def test_long_text_costs_linear_time(byte_level, monkeypatch):
-    """Where tokens have to be decoded, each is decoded a few times, however long the text is."""
+    """Each token is decoded a bounded number of times, however long the text is."""
     tokenizer, decoded = copy.copy(byte_level), 0
     tokenizer.token_bytes = None
 
@@ -227,7 +227,7 @@ def test_tokens_that_depend_on_their_neighbours_are_decoded_together(decoder, tm
 
 
 def words(directory, **parts):
-    """One token for each word of a's, and one for any other."""
+    """Make a tokenizer with one token for a word of a's and one for any other word."""
     backend = Backend(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     for name, part in parts.items():
         setattr(backend, name, part)
@@ -249,7 +249,7 @@ def test_text_of_far_too_many_tokens_is_seen_at_its_beginning(kind, request, mon
     num_tokens = len(encode(text))
     assert 1000 < tokenizer.least_tokens(text, 1000) < num_tokens
     assert sum(seen) < len(text) / 50
-    # Never said of a text that fits, nor of one that may be only a little too long.
+    # Never refused: a text that fits, or one that may be only a little too long.
     for most in (num_tokens, num_tokens + 1, num_tokens * 9 // 10):
         assert tokenizer.least_tokens(text, most) == 0
 
@@ -306,7 +306,7 @@ def test_several_tokens_at_once_say_what_each_says(kind, skip, way, request):
     tokenizer = way(request.getfixturevalue(kind))
     rng = random.Random(skip)
     for prompt in ([], tokenizer.encode("a")):
-        # Characters of several tokens, and a special token in a fifth of the places.
+        # Characters of several tokens, and a special token at a fifth of the positions.
         ids = [i for text in TEXTS for i in tokenizer.encode_bare(text)]
         special = [*tokenizer.special_token_ids]
         ids = [rng.choice(special) if rng.random() < 0.2 else i for i in ids]
