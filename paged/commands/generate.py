@@ -54,7 +54,7 @@ def generate(
     params = SamplingParams(**sampling)
     if prompts is None:
         if live:
-            raise CliError("--live shows many requests at once: it goes with --prompts and --output")
+            raise CliError("--live shows many requests at once: it needs --prompts and --output")
         if output is not None:
             raise CliError("--output takes the results of --prompts; the text of one prompt goes to stdout")
         _check_shows_text(params)

@@ -188,7 +188,7 @@ class EngineCore:
                 # The scheduler has not got it yet. The other samples wait for its prompt and end with it.
                 for waiting in group.samples:
                     waiting.finish("abort", now)
-        # A reader of another outbox waits for a last output. The caller of `step` is the one who aborts.
+        # A reader of another outbox waits for a last output; the core's outbox belongs to the caller.
         if group.outbox is not self.outbox:
             group.outbox.put(self.outputs.output(group))
         self._forget(group)

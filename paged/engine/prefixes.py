@@ -160,7 +160,7 @@ def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cac
                 known.append(None)
                 continue
             allocated = pool.allocate(1)
-            assert allocated is not None, "a free block cannot be had"
+            assert allocated is not None, "a free block was not allocated"
             loaded += allocated
             # Filled before it can be found: the copy may fail or be interrupted.
             for name, tensor in kv_cache.tensors.items():

@@ -66,7 +66,7 @@ def _parse(line: bytes) -> TraceLine:
     if prefix_id is not None and not isinstance(prefix_id, str | int):
         raise RequestError(f"prefix_id must be a string or an int, got {prefix_id!r}")
     if prefix_id is not None and tokens is not None:
-        raise RequestError("prompt_token_ids already shows shared prefixes; prefix_id goes with input_tokens")
+        raise RequestError("prompt_token_ids already shows shared prefixes; prefix_id needs input_tokens")
     return TraceLine(
         timestamp=check_number(RequestError, "timestamp", value["timestamp"], -math.inf),
         input_tokens=check_int(RequestError, "input_tokens", num_tokens, 1, MAX_TOKENS),

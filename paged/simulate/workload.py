@@ -106,7 +106,7 @@ class Workload:
                 raise ConfigError(f"the trace determines the requests; {name} must be left out with it")
             holds, condition = conditions.get(name, (True, ""))
             if not holds:
-                raise ConfigError(f"{name} goes with {condition}; leave it out, or give that")
+                raise ConfigError(f"{name} needs {condition}; leave it out, or give that")
 
     def open(self) -> tuple[int, Iterator[Arrival]]:
         """Return the number of requests, and an iterator over the arrivals by time.
@@ -117,7 +117,7 @@ class Workload:
             return self.requests, self._synthetic()
         lines = read_trace(Path(self.trace))
         if "prefix_len" in changed(self) and all(line.prefix_id is None for line in lines):
-            raise ConfigError("prefix_len goes with lines of the trace that have a prefix_id; leave it out")
+            raise ConfigError("prefix_len needs lines of the trace with a prefix_id; leave it out")
         return len(lines), _replay(lines, self.prefix_len)
 
     def _synthetic(self) -> Iterator[Arrival]:

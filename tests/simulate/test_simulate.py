@@ -318,7 +318,7 @@ def test_sweep_over_files(command, tmp_path, monkeypatch):
         (tmp_path / name).write_text(json.dumps(line))
     rows = json.loads(command("--num-blocks 99 --sweep trace=1,2 --json"))["rows"]
     assert [(row["trace"], row["output_tokens"]) for row in rows] == [("1", 10), ("2", 20)]
-    refused(["--trace", tmp_path / "1", "--prefix-len", 7], "lines of the trace that have a prefix_id")
+    refused(["--trace", tmp_path / "1", "--prefix-len", 7], "lines of the trace with a prefix_id")
 
 
 def test_tenants_in_one_text_or_in_several(command):
@@ -386,7 +386,7 @@ def refused(argv, message):
         (["--router", "random"], "router must be one of round-robin, .*; got 'random'"),
         (["--gpu", "H900"], "gpu must be one of A100-80G, .*; got 'H900'"),
         (["--arrivals", "tidal"], "arrivals must be one of poisson, bursty"),
-        (["--burstiness", 2], "burstiness goes with arrivals 'bursty'"),
+        (["--burstiness", 2], "burstiness needs arrivals 'bursty'"),
         (["--tenants", "a=-1"], "share of tenant 'a' must be above 0"),
         (["--tenants", "a"], "such as a=3,b=1; got 'a'"),
         (["--policy", "fair", "--tenant-weights", "a=-1"], "weight of tenant 'a' must be above 0"),
@@ -407,9 +407,9 @@ def refused(argv, message):
         (["--sweep", "rate=1", "--plot", "x.png"], "leave it out of a --sweep"),
         (["--policy", "fair", "--tenant-weights", "a=1,a=2"], "a number for each tenant .* got 'a=1,a=2'"),
         (["--policy", "fair", "--tenant-weights", "a=1", "--tenant-weights", "a=2"], "got 'a=1,a=2'"),
-        (["--prefix-len", 64], "prefix_len goes with prefixes, or a trace; leave it out"),
-        (["--think-time", 1], "think_time goes with turns above 1; leave it out"),
-        (["--arrivals", "bursty", "--rate", "inf"], "arrivals goes with a finite rate"),
+        (["--prefix-len", 64], "prefix_len needs prefixes, or a trace; leave it out"),
+        (["--think-time", 1], "think_time needs turns above 1; leave it out"),
+        (["--arrivals", "bursty", "--rate", "inf"], "arrivals needs a finite rate"),
         (
             ["--coefficients", "fit.json", "--flops-efficiency", 0.5],
             "flops_efficiency must be left out with them",
