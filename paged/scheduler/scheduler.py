@@ -94,72 +94,6 @@ class Scheduler:
         """Return whether there is anything left to do."""
         return bool(self.running) or self.num_waiting > 0
 
-    def add(self, request: Request) -> None:
-        """Queue a request. It must fit into the pool when it is alone.
-
-        Raises QueueFullError if max_waiting requests wait already.
-        """
-        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
-            raise QueueFullError(
-                f"{self.num_waiting} requests wait already and max_waiting is {self.max_waiting}; "
-                "try again later or raise it"
-            )
-        # The last token is only sampled, never computed.
-        assert self.block_manager.fits(request.inputs.max_total_tokens - 1), "a request that can never fit"
-        assert 1 + len(request.siblings) <= self.max_num_seqs, "more samples than can run at once"
-        request.blocks = self.block_manager.open(request.token_ids, request.inputs.namespace)
-        self._enter(request)
-        self._queue.push(request)
-
-    def fork(self, request: Request, child: Request) -> None:
-        """Start a child of a live request, with the same tokens so far, the newest perhaps excepted.
-
-        It shares the request's blocks, or waits if there is no seat.
-        """
-        if request.status is RequestStatus.FINISHED:
-            raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
-        # Its own copy of the last block must not be one of the reserved blocks.
-        spare = self.block_manager.pool.num_available - self._running.num_reserved_blocks() > 0
-        if not (request.ready and self._running.num_seats > 0 and spare):
-            self.add(child)
-            return
-        self._enter(child)
-        self._share(request, child, request.num_computed_tokens)
-        child.ready = True
-
-    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes) -> int:
-        """Pin the cached blocks of a prefix, if every live request still fits beside them.
-
-        Return how many tokens they hold; 0 if none is cached or they do not fit: then nothing is pinned.
-        """
-        manager = self.block_manager
-        num_tokens = manager.pin(name, token_ids, namespace)
-        self._queue.reconsider()  # pinned blocks are no longer needed from the pool
-        live = itertools.chain(self.running, self.waiting())
-        longest = max((request.inputs.max_total_tokens for request in live), default=1)
-        spare = manager.pool.num_available - self._running.num_reserved_blocks()
-        if num_tokens and manager.fits(longest - 1) and spare >= 0:
-            return num_tokens
-        manager.unpin(name)
-        return 0
-
-    def abort(self, request: Request, message: str | None = None) -> None:
-        """End a request, running or waiting, and free its blocks."""
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        else:
-            self._queue.remove(request)
-        for ended in (request, *request.siblings):
-            ended.finish("abort", self.clock(), message)
-        self.block_manager.release(request.blocks)
-
-    def expire(self) -> list[Request]:
-        """Abort and return the requests whose deadline has passed."""
-        expired = self._deadlines.take_expired(self.clock())
-        for request in expired:
-            self.abort(request, message="timeout_s has passed")
-        return expired
-
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         schedule = Schedule()
@@ -177,72 +111,11 @@ class Scheduler:
             raise AssertionError("an idle step with work to do")
         return schedule
 
-    def update(
-        self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, str] = NO_ERRORS
-    ) -> list[Request]:
-        """Record the results of a finished step, the oldest in flight.
-
-        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
-        errors: the error messages by rows of sampled; by default that the logits were not finite.
-
-        Return those requests, without the ones aborted meanwhile, and then the requests that ended with the
-        report on their prompt.
-        """
-        self.block_manager.end_step()
-        now, num_finished, num_aborted = self.clock(), 0, 0
-        advanced, num_decodes = schedule.sampled_requests, schedule.num_decode_tokens
-        reported = []
-        for row in range(num_decodes, len(schedule.requests)):
-            request = schedule.requests[row]
-            request.num_computed_tokens += schedule.num_new_tokens[row]
-            request.ready = True
-            if request.report is not None and schedule.end_reported(row, now):
-                reported.append(request)
-        # This loop and `_schedule_decodes` are most of a step's cost on the host: method calls are inlined.
-        for row, (request, token) in enumerate(zip(advanced, sampled, strict=True)):
-            if row < num_decodes:
-                request.num_computed_tokens += 1
-            if request.finish_reason is not None:  # aborted in flight
-                num_aborted += 1
-                continue
-            request.ready = True
-            if token is None:
-                request.finish("error", now, errors.get(row, NOT_FINITE))
-                num_finished += 1
-                continue
-            token_ids = request.token_ids
-            token_ids.append(token)
-            if len(token_ids) >= request.alert_at or token in request.inputs.stop_ids:
-                request.on_token(token, now)
-                num_finished += request.finish_reason is not None
-        self.counters.count(schedule)
-        if num_finished or reported:
-            self.release_finished()
-        if num_aborted:
-            advanced = [r for r in advanced if r.finish_reason != "abort"]
-        self.policy.generated(advanced)
-        return advanced + reported if reported else advanced
-
-    def cancel(self) -> None:
-        """Discard the steps in flight after a failure: what they wrote or copied is unknown.
-
-        All running requests wait again and are recomputed, and the prefix cache is emptied.
-        """
-        while self.block_manager.pool.num_steps_in_flight:
-            self.block_manager.end_step()
-        # Each goes to the front of its queue, so the first is pushed last.
-        for request in reversed(self._running.remove_all()):
-            self.preemption.wait_again(request)
-        for request in self.waiting():
-            self.block_manager.release(request.blocks)
-            request.num_computed_tokens = 0
-        self.block_manager.reset_prefix_cache()
-
-    def release_finished(self) -> None:
-        """Free the blocks of finished requests."""
-        for request in self._running.remove_finished():
-            self.counters.num_finished += 1
-            self.preemption.free(request)
+    def _whole_step(self) -> Room:
+        """Return what a step has at most, the blocks that come back soon included."""
+        pool = self.block_manager.pool
+        num_blocks = pool.num_available + pool.num_deferred
+        return Room(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_partial_prefills, num_blocks)
 
     def _schedule_decodes(self, schedule: Schedule) -> list[Request]:
         """Schedule one token for each request that needs exactly one. Return the requests that need more."""
@@ -330,6 +203,16 @@ class Scheduler:
         self._compute(request, num_new, schedule)
         return request
 
+    def _run(self, request: Request, num_computed: int) -> None:
+        """Move a request from the queue to the running ones."""
+        self._queue.pop(request)
+        request.num_computed_tokens = num_computed
+        if not request.ran_before:
+            request.num_cached_tokens = num_computed
+            self.counters.num_cached_tokens += num_computed
+            self.counters.num_queried_tokens += request.num_tokens
+        self._running.join(request)
+
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens of a request, whose blocks are allocated, into the step."""
         end = request.num_computed_tokens + num_new
@@ -351,13 +234,105 @@ class Scheduler:
     def _budget_left(self, schedule: Schedule) -> int:
         return self.max_num_batched_tokens - schedule.num_tokens
 
-    # Blocks
+    def update(
+        self, schedule: Schedule, sampled: Sequence[int | None], errors: Mapping[int, str] = NO_ERRORS
+    ) -> list[Request]:
+        """Record the results of a finished step, the oldest in flight.
 
-    def _whole_step(self) -> Room:
-        """Return what a step has at most, the blocks that come back soon included."""
-        pool = self.block_manager.pool
-        num_blocks = pool.num_available + pool.num_deferred
-        return Room(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_partial_prefills, num_blocks)
+        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
+        errors: the error messages by rows of sampled; by default that the logits were not finite.
+
+        Return those requests, without the ones aborted meanwhile, and then the requests that ended with the
+        report on their prompt.
+        """
+        self.block_manager.end_step()
+        now, num_finished, num_aborted = self.clock(), 0, 0
+        advanced, num_decodes = schedule.sampled_requests, schedule.num_decode_tokens
+        reported = []
+        for row in range(num_decodes, len(schedule.requests)):
+            request = schedule.requests[row]
+            request.num_computed_tokens += schedule.num_new_tokens[row]
+            request.ready = True
+            if request.report is not None and schedule.end_reported(row, now):
+                reported.append(request)
+        # This loop and `_schedule_decodes` are most of a step's cost on the host: method calls are inlined.
+        for row, (request, token) in enumerate(zip(advanced, sampled, strict=True)):
+            if row < num_decodes:
+                request.num_computed_tokens += 1
+            if request.finish_reason is not None:  # aborted in flight
+                num_aborted += 1
+                continue
+            request.ready = True
+            if token is None:
+                request.finish("error", now, errors.get(row, NOT_FINITE))
+                num_finished += 1
+                continue
+            token_ids = request.token_ids
+            token_ids.append(token)
+            if len(token_ids) >= request.alert_at or token in request.inputs.stop_ids:
+                request.on_token(token, now)
+                num_finished += request.finish_reason is not None
+        self.counters.count(schedule)
+        if num_finished or reported:
+            self.release_finished()
+        if num_aborted:
+            advanced = [r for r in advanced if r.finish_reason != "abort"]
+        self.policy.generated(advanced)
+        return advanced + reported if reported else advanced
+
+    def release_finished(self) -> None:
+        """Free the blocks of finished requests."""
+        for request in self._running.remove_finished():
+            self.counters.num_finished += 1
+            self.preemption.free(request)
+
+    def cancel(self) -> None:
+        """Discard the steps in flight after a failure: what they wrote or copied is unknown.
+
+        All running requests wait again and are recomputed, and the prefix cache is emptied.
+        """
+        while self.block_manager.pool.num_steps_in_flight:
+            self.block_manager.end_step()
+        # Each goes to the front of its queue, so the first is pushed last.
+        for request in reversed(self._running.remove_all()):
+            self.preemption.wait_again(request)
+        for request in self.waiting():
+            self.block_manager.release(request.blocks)
+            request.num_computed_tokens = 0
+        self.block_manager.reset_prefix_cache()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. It must fit into the pool when it is alone.
+
+        Raises QueueFullError if max_waiting requests wait already.
+        """
+        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait already and max_waiting is {self.max_waiting}; "
+                "try again later or raise it"
+            )
+        # The last token is only sampled, never computed.
+        assert self.block_manager.fits(request.inputs.max_total_tokens - 1), "a request that can never fit"
+        assert 1 + len(request.siblings) <= self.max_num_seqs, "more samples than can run at once"
+        request.blocks = self.block_manager.open(request.token_ids, request.inputs.namespace)
+        self._enter(request)
+        self._queue.push(request)
+
+    def fork(self, request: Request, child: Request) -> None:
+        """Start a child of a live request, with the same tokens so far, the newest perhaps excepted.
+
+        It shares the request's blocks, or waits if there is no seat.
+        """
+        if request.status is RequestStatus.FINISHED:
+            raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
+        # Its own copy of the last block must not be one of the reserved blocks.
+        spare = self.block_manager.pool.num_available - self._running.num_reserved_blocks() > 0
+        if not (request.ready and self._running.num_seats > 0 and spare):
+            self.add(child)
+            return
+        self._enter(child)
+        self._share(request, child, request.num_computed_tokens)
+        child.ready = True
 
     def _enter(self, request: Request) -> None:
         """Give a new request its arrival, rank and deadline."""
@@ -366,21 +341,44 @@ class Scheduler:
         request.rank = self.policy.rank(request)
         self._deadlines.add(request, len(self.running) + self.num_waiting)
 
-    def _run(self, request: Request, num_computed: int) -> None:
-        """Move a request from the queue to the running ones."""
-        self._queue.pop(request)
-        request.num_computed_tokens = num_computed
-        if not request.ran_before:
-            request.num_cached_tokens = num_computed
-            self.counters.num_cached_tokens += num_computed
-            self.counters.num_queried_tokens += request.num_tokens
-        self._running.join(request)
-
     def _share(self, request: Request, child: Request, num_computed: int) -> None:
         """Run a child with the blocks of a request."""
         child.blocks = self.block_manager.fork(request.blocks, num_computed)
         child.num_computed_tokens = child.num_cached_tokens = num_computed
         self._running.join(child)
+
+    def abort(self, request: Request, message: str | None = None) -> None:
+        """End a request, running or waiting, and free its blocks."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        else:
+            self._queue.remove(request)
+        for ended in (request, *request.siblings):
+            ended.finish("abort", self.clock(), message)
+        self.block_manager.release(request.blocks)
+
+    def expire(self) -> list[Request]:
+        """Abort and return the requests whose deadline has passed."""
+        expired = self._deadlines.take_expired(self.clock())
+        for request in expired:
+            self.abort(request, message="timeout_s has passed")
+        return expired
+
+    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes) -> int:
+        """Pin the cached blocks of a prefix, if every live request still fits beside them.
+
+        Return how many tokens they hold; 0 if none is cached or they do not fit: then nothing is pinned.
+        """
+        manager = self.block_manager
+        num_tokens = manager.pin(name, token_ids, namespace)
+        self._queue.reconsider()  # pinned blocks are no longer needed from the pool
+        live = itertools.chain(self.running, self.waiting())
+        longest = max((request.inputs.max_total_tokens for request in live), default=1)
+        spare = manager.pool.num_available - self._running.num_reserved_blocks()
+        if num_tokens and manager.fits(longest - 1) and spare >= 0:
+            return num_tokens
+        manager.unpin(name)
+        return 0
 
     def check(self) -> None:
         """Check the invariants of the scheduler and its block manager."""
