@@ -30,7 +30,7 @@ class Preemption:
         swap_pays: Callable[[int], bool] | None,
     ) -> None:
         self._manager, self._running, self._queue = block_manager, running, queue
-        self._counters, self._max_preemptions, self._swap_pays = counters, max_preemptions, swap_pays
+        self._counters, self._max_preemptions, self.swap_pays = counters, max_preemptions, swap_pays
 
     def make_room(self, request: Request, end: int, schedule: Schedule) -> bool:
         """Preempt others until a running request has blocks for its tokens up to `end`.
@@ -60,7 +60,7 @@ class Preemption:
     def preempt(self, victim: Request, schedule: Schedule) -> None:
         """Swap a request's blocks out or free them, and put it back into the queue."""
         manager, computed = self._manager, victim.num_computed_tokens
-        pays = self._swap_pays is not None and self._swap_pays(computed)
+        pays = self.swap_pays is not None and self.swap_pays(computed)
         if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
             self._counters.num_swapped += 1
         else:

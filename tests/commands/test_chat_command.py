@@ -111,7 +111,7 @@ def test_commands_of_the_conversation(run, loaded, tmp_path):
     shown = out.split(">>> ")
     assert shown[4] == "... " + answers[0] + "\n"
     assert shown[6:8] == [answers[1] + "\n"] * 2  # greedy, so the retry is equal
-    assert "/retry          another answer" in shown[12]
+    assert "/retry          replace the last answer by another one" in shown[12]
     assert len(shown) == 14
     assert json.loads(file.read_text()) == talk.messages
     assert err.splitlines() == [

@@ -30,9 +30,8 @@ def test_defaults_of_a_device(device, budget, space):
     )
     assert (found.block_bytes, found.max_useful_blocks) == (BLOCK_BYTES, 256 * 128)
     assert found.num_host_blocks == space * 2**30 // BLOCK_BYTES
-    assert found.new_scheduler(found.new_block_manager(9, found.num_host_blocks)).swap_pays == (
-        found.swap_pays if space else None
-    )
+    scheduler = found.new_scheduler(found.new_block_manager(9, found.num_host_blocks))
+    assert scheduler.preemption.swap_pays == (found.swap_pays if space else None)
 
 
 def test_options_override_defaults():
