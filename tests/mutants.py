@@ -83,13 +83,13 @@ MUTANTS = {
         ),
         (
             "evicts the most recently used",
-            "block = self._newer[self.num_blocks]\n        self._u",
-            "block = self._older[self.num_blocks]\n        self._u",
+            "evicted = self._newer[self.num_blocks]",
+            "evicted = self._older[self.num_blocks]",
         ),
         (
             "an evicted block keeps its name",
-            "self._drop_from_index(block)\n        return block",
-            "return block",
+            "self._drop_from_index(evicted)\n",
+            "pass\n",
         ),
         ("reset frees what is held", "idle = self._refcounts[block] == 0 and", "idle ="),
     ],

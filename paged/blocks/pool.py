@@ -47,9 +47,7 @@ class BlockPool:
         self._index: dict[int, BlockId] = {}  # by digest; those of group g are g modulo num_groups
         self._digests = array("q", bytes(8 * num_blocks))
         self._serials = array("I", bytes(4 * num_blocks))  # 0: not in the index
-        self._parents = array(
-            "I", bytes(4 * num_blocks)
-        )  # serial of the block before it, 0 for a first block
+        self._parents = array("I", bytes(4 * num_blocks))  # serials of predecessors, 0 for a first block
         self._tokens = bytearray(4 * num_blocks * block_size)
         self._namespaces: dict[BlockId, bytes] = {}  # of first blocks, where not empty
         self._next_serial = 1
@@ -109,7 +107,10 @@ class BlockPool:
             del free[cut:]
             blocks.reverse()
             while len(blocks) < n:
-                blocks.append(self._evict())
+                evicted = self._newer[self.num_blocks]
+                self._unlink(evicted)
+                self._drop_from_index(evicted)
+                blocks.append(evicted)
         for block in blocks:
             refcounts[block] = 1
         return blocks
@@ -133,7 +134,12 @@ class BlockPool:
                 raise UsageError(f"block {block} is free already")
             refcounts[block] = count - 1
             if count == 1:
-                self._defer_or_settle(block)
+                step = self._steps_begun + (block in self._kept)
+                if step > self._steps_ended:
+                    self._deferred.setdefault(step, []).append(block)
+                    self._deferred_until[block] = step
+                else:
+                    self._settle(block)
 
     def keep_for_step(self, block: BlockId) -> None:
         """Keep this block from reuse until the step that is being scheduled has ended."""
@@ -213,10 +219,8 @@ class BlockPool:
         digest, size = self._in_group(digest, group), 4 * self.block_size
         known = self._index.get(digest)
         if known is not None:
-            same = (
-                self._parents[known] == parent and self._tokens[known * size : (known + 1) * size] == tokens
-            )
-            if same and (parent or self._namespaces.get(known, b"") == namespace):
+            same = self._parents[known] == parent and self.tokens(known) == tokens
+            if same and (parent or self.namespace(known) == namespace):
                 return known
             self._forget(known)  # a collision, or its predecessor is gone: no match reaches it
         serial = self._next_serial
@@ -269,16 +273,8 @@ class BlockPool:
             raise UsageError(f"block {block} does not exist; the pool has {self.num_blocks}")
         return block
 
-    def _defer_or_settle(self, block: BlockId) -> None:
-        step = self._steps_begun + (block in self._kept)
-        if step > self._steps_ended:
-            self._deferred.setdefault(step, []).append(block)
-            self._deferred_until[block] = step
-        else:
-            self._settle(block)
-
     def _settle(self, block: BlockId) -> None:
-        """Make a block cached or free that has no references and is not read by a step."""
+        """Make a block without references, which no step reads, cached or free."""
         if self._serials[block]:
             end = self.num_blocks
             newest = self._older[end]
@@ -292,13 +288,6 @@ class BlockPool:
         older, newer = self._older[block], self._newer[block]
         self._newer[older], self._older[newer] = newer, older
         self.num_cached -= 1
-
-    def _evict(self) -> BlockId:
-        """Take the least recently used cached block."""
-        block = self._newer[self.num_blocks]
-        self._unlink(block)
-        self._drop_from_index(block)
-        return block
 
     def _forget(self, block: BlockId) -> None:
         """Remove a block from the index; it becomes free if it was cached."""

@@ -47,11 +47,8 @@ def check_possible(
             f"would let that be the {place} token"
         )
     left = possible if allowed is None else possible.intersection(allowed)
-    if not left:
-        raise _impossible("structured_outputs", {"allowed_token_ids"}, place)
     if all(token in banned for token in left):
-        names = {banned[token] for token in left}
-        names |= set() if allowed is None else {"allowed_token_ids"}
+        names = {banned[token] for token in left} | (set() if allowed is None else {"allowed_token_ids"})
         raise _impossible("structured_outputs", names, place)
 
 

@@ -251,27 +251,19 @@ class Request:
 
     def on_token(self, token_id: int, now: float) -> None:
         """Record the time of the first token, and finish the request if token_id, the newest, ends it."""
-        inputs = self.inputs
+        inputs, params = self.inputs, self.inputs.params
+        # Without stop tokens, the output may end where the grammar is complete.
+        grammar = None if inputs.stop_ids else self.sampling.grammar
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-            self.alert_at = self.num_tokens + 1 if self._ends_by_grammar else inputs.max_total_tokens
-        if token_id in inputs.stop_ids and self.num_output_tokens > inputs.params.min_tokens:
+            self.alert_at = inputs.max_total_tokens if grammar is None else self.num_tokens + 1
+        if token_id in inputs.stop_ids and self.num_output_tokens > params.min_tokens:
             # As in vLLM, stop_reason is None for EOS.
-            self.finish("stop", now, token_id if token_id in inputs.params.stop_token_ids else None)
-        elif self._ends_by_grammar and self._is_complete():
+            self.finish("stop", now, token_id if token_id in params.stop_token_ids else None)
+        elif grammar and self.num_output_tokens >= params.min_tokens and grammar.is_complete(self):
             self.finish("stop", now)
         elif len(self.token_ids) >= inputs.max_total_tokens:
             self.finish("length", now)
-
-    @property
-    def _ends_by_grammar(self) -> bool:
-        """Whether only the grammar can end the output, as no token does."""
-        return self.sampling.grammar is not None and not self.inputs.stop_ids
-
-    def _is_complete(self) -> bool:
-        grammar = self.sampling.grammar
-        assert grammar is not None
-        return self.num_output_tokens >= self.inputs.params.min_tokens and grammar.is_complete(self)
 
     @property
     def ended_by_token(self) -> bool:

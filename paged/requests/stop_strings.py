@@ -80,7 +80,4 @@ class StopStrings:
         return shorter
 
 
-@lru_cache(maxsize=4)  # requests with the same strings share an automaton
-def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """Return the automaton of these strings."""
-    return StopStrings(strings)
+stop_strings = lru_cache(maxsize=4)(StopStrings)  # requests with the same strings share an automaton

@@ -24,10 +24,11 @@ class Policy(Protocol):
     preempts: whether a waiting request may take the place of a running one whose priority number is higher.
     """
 
-    preempts: bool
+    preempts: bool = False
 
     def rank(self, request: Request) -> Rank:
-        """Return the place of a request among the running ones; fixed while it lives."""
+        """Return the place of a request among the running ones, by arrival; fixed while it lives."""
+        return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
         """Queue a request, for the first time or again."""
@@ -51,18 +52,12 @@ class Policy(Protocol):
         """Iterate over the waiting requests."""
 
 
-class FirstComeFirstServed:
+class FirstComeFirstServed(Policy):
     """The order of arrival, which preempted requests keep."""
-
-    preempts = False
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, Request]] = []
         self._num_removed = 0
-
-    def rank(self, request: Request) -> Rank:
-        """Rank by arrival."""
-        return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
         """Add a request."""
@@ -109,14 +104,13 @@ class Priority(FirstComeFirstServed):
         return (request.inputs.priority, request.arrival)
 
 
-class LongestPrefixMatch:
+class LongestPrefixMatch(Policy):
     """The request with the most cached prompt tokens first, as in SGLang; then by arrival.
 
     Only the WINDOW oldest are looked at, so that a long queue costs nothing. The oldest is overtaken at most
     MAX_OVERTAKES times; requests that ran before stand in front of it.
     """
 
-    preempts = False
     WINDOW = 64
     MAX_OVERTAKES = 256
 
@@ -124,10 +118,6 @@ class LongestPrefixMatch:
         self._num_cached = num_cached
         self._queue: OrderedDict[int, Request] = OrderedDict()  # by arrival
         self._num_overtakes = 0
-
-    def rank(self, request: Request) -> Rank:
-        """Rank by arrival."""
-        return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
         """Add a request, at the front if it ran before."""
@@ -166,7 +156,7 @@ class LongestPrefixMatch:
         return iter(self._queue.values())
 
 
-class Fair:
+class Fair(Policy):
     """The tenant with the least service for its weight first.
 
     This is the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024,
@@ -177,7 +167,6 @@ class Fair:
     (theorem 4.4), where a prompt token is worth INPUT_COST and a generated one OUTPUT_COST.
     """
 
-    preempts = False
     INPUT_COST, OUTPUT_COST = 1.0, 2.0
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -192,10 +181,6 @@ class Fair:
         self._last_to_leave = ""
         self._num_waiting = 0
         self._forget_at = 64
-
-    def rank(self, request: Request) -> Rank:
-        """Rank by arrival."""
-        return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
         """Add a request to its tenant's queue; a tenant gets no credit for time without requests."""
