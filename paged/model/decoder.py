@@ -148,8 +148,8 @@ class Decoder(nn.Module):
 
 
 def _with_prefix(prefix: str, part: nn.Module) -> dict[str, Tensor]:
-    assert isinstance(part, Embedding | RMSNorm | Linear | DecoderLayer)
-    return {prefix + name: tensor.detach() for name, tensor in part.hf_tensors().items()}
+    tensors = part.hf_tensors() if isinstance(part, DecoderLayer) else dict(part.named_parameters())
+    return {prefix + name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _allocate(part: nn.Module, device: torch.device) -> None:

@@ -236,16 +236,8 @@ _COMMON = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-_LLAMA = {
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_MISTRAL = {
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-}
+_LLAMA = {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 _QWEN2 = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,

@@ -33,10 +33,6 @@ class Embedding(nn.Module):
         self.form = form(self.weight.detach())
         del self.weight
 
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the parameter under its Hugging Face name."""
-        return {"weight": self.weight}
-
 
 class RMSNorm(nn.Module):
     """Root mean square normalisation, see `kernels.rms_norm`."""
@@ -49,10 +45,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps, residual)
-
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the parameter under its Hugging Face name."""
-        return {"weight": self.weight}
 
 
 class RotaryEmbedding(nn.Module):
@@ -118,8 +110,7 @@ def scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # f32[head_d
     # Llama 3.1: interpolate long wavelengths, keep short ones, blend those between.
     wavelength = 2 * math.pi / frequencies
     turns = rope.original_max_position_embeddings / wavelength
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
+    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
@@ -199,10 +190,10 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
-        self.split_sizes = [config.intermediate_size] * 2
         inner = config.intermediate_size
+        self.split_sizes = [inner, inner]
         self.gate_up = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias, gated=True)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.gate_up(hidden)

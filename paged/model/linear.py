@@ -51,10 +51,6 @@ class Linear(nn.Module):
         self.form = form(self.weight.detach())
         del self.weight
 
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the weight of a linear layer that is not fused, under its Hugging Face name."""
-        return {"weight": self.weight}
-
 
 class PlainWeight:
     """The weight as it was loaded."""
@@ -68,5 +64,4 @@ class PlainWeight:
         return F.linear(x, self.weight, bias)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """See TableForm."""
         return F.embedding(indices, self.weight)

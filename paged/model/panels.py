@@ -45,7 +45,6 @@ class Table(PlainWeight):
         self.is_narrowed = self.weight.dtype != weight.dtype
 
     def rows(self, indices: Tensor) -> Tensor:
-        """See TableForm."""
         take = widen_rows if self.is_narrowed else take_rows
         return take(self.weight, indices)
 
@@ -67,13 +66,11 @@ class PanelWeight:
         return pack_bf12(numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See WeightForm."""
         if bias is not None and self._bias is None:  # it never changes
             self._bias = numba_linear.pad(bias, gated=self.gated)
         return numba_linear.linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """See TableForm."""
         return take_panel_rows(self.panels, indices, self.dtype)
 
 

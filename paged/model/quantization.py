@@ -47,12 +47,10 @@ class Int8Weight:
             self.codes[rows] = codes.clamp_(-self.MAX_CODE, self.MAX_CODE)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See WeightForm."""
         out = self.by_kernel(x) if self._kernel_takes(x) else self.by_tiles(x)
         return out if bias is None else out.add_(bias)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """See TableForm."""
         return F.embedding(indices, self.codes) * self.scale[indices, None]
 
     def dequantized(self) -> Tensor:  # [out_features, in_features]
@@ -101,7 +99,9 @@ class Int4Weight:
     KERNEL_ROWS = INT4_KERNEL_ROWS
 
     def __init__(self, weight: Tensor) -> None:
-        (self.num_outputs, num_inputs), self.dtype, half = weight.shape, weight.dtype, _panel_half()
+        (self.num_outputs, num_inputs), self.dtype = weight.shape, weight.dtype
+        # Half the outputs of a panel, which has four float32 vectors of them in torch's layout.
+        half = 32 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 16
         self.num_groups = num_inputs // self.GROUP
         weight = F.pad(weight, (0, 0, 0, -self.num_outputs % (2 * half)))
         halves = weight.view(2, -1, half, num_inputs)
@@ -118,7 +118,6 @@ class Int4Weight:
             self.packed[panels] = packed.view(-1, num_inputs, half)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See WeightForm."""
         takes = x.dtype == torch.bfloat16 and len(x) <= self.KERNEL_ROWS
         out = self.by_kernel(x) if takes else self.by_tiles(x)
         return out if bias is None else out.add_(bias)
@@ -234,11 +233,6 @@ def _product_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return dtype
-
-
-def _panel_half() -> int:
-    """Return half the outputs of a panel in torch's int4 layout, which has four float32 vectors of them."""
-    return 32 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 16
 
 
 def _tiles(num_rows: int, row_elements: int, multiple: int = 16) -> Iterator[slice]:

@@ -89,14 +89,11 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
     The operations are private to torch, so they are tried out rather than assumed.
     """
-    if device.type != "cpu" or dtype == torch.float16 or not _has_onednn():
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if device.type != "cpu" or dtype == torch.float16 or not has_onednn:
         return False
     x = torch.arange(64, dtype=dtype).view(2, 32)
     try:
         return torch.equal(PackedWeight(torch.eye(32, dtype=dtype))(x, None), x)
     except (AttributeError, RuntimeError, TypeError):
         return False
-
-
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
