@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from ..errors import ConfigError
 from ..model.config import ModelConfig
@@ -99,13 +99,6 @@ def _attention(
     return context, pairs
 
 
-class ComputeCost(Protocol):
-    """A model of the time that a step's work takes."""
-
-    def seconds(self, work: Work) -> float:
-        """Return the seconds from the begin to the end of the step."""
-
-
 class Roofline:
     """The roofline model of Williams et al., 2009: overhead + max(flops / peak, bytes / bandwidth).
 
@@ -191,7 +184,9 @@ class Coefficients:
 class StepCost:
     """The time of a whole step: its computation and the blocks it swaps and copies."""
 
-    def __init__(self, compute: ComputeCost, model: ModelConfig, sheet: DataSheet, block_bytes: int) -> None:
+    def __init__(
+        self, compute: Roofline | Coefficients, model: ModelConfig, sheet: DataSheet, block_bytes: int
+    ) -> None:
         self._compute, self._windows = compute, window_shares(model)
         self._block_bytes = block_bytes
         self._link_bytes_per_s = sheet.link_gb_per_s * 1e9
@@ -229,12 +224,11 @@ def blocks_that_fit(model: ModelConfig, sheet: DataSheet, utilization: float, bl
 
     utilization: the share of the GPU's memory that may be used.
     """
-    free = sheet.memory_gib * GIB * utilization - num_params(model) * element_bytes(model)
-    num_blocks = math.floor(free / block_bytes)
+    usable_gib, weights = sheet.memory_gib * utilization, num_params(model) * element_bytes(model)
+    num_blocks = math.floor((sheet.memory_gib * GIB * utilization - weights) / block_bytes)
     if num_blocks < 1:
-        weights = num_params(model) * element_bytes(model) / GIB
         raise ConfigError(
-            f"no block fits beside {weights:.1f} GiB of weights in {sheet.memory_gib * utilization:.1f} GiB; "
+            f"no block fits beside {weights / GIB:.1f} GiB of weights in {usable_gib:.1f} GiB; "
             "take a larger GPU, or give num_blocks"
         )
     return num_blocks

@@ -9,18 +9,10 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..requests.request import Request
 from ..routing.router import ROUTERS, new_router
 from ..runner.sizes import Sizes
 from ..validation import changed, check_int, check_number
-from .cost import (
-    DATA_SHEETS,
-    Coefficients,
-    ComputeCost,
-    Roofline,
-    StepCost,
-    blocks_that_fit,
-)
+from .cost import DATA_SHEETS, Coefficients, Roofline, StepCost, blocks_that_fit
 from .model import read_model
 from .replica import Replica
 from .statistics import Statistics
@@ -76,7 +68,7 @@ class FleetConfig:
     def step_cost(self, sizes: Sizes) -> StepCost:
         """Return the cost model of a step on one of these GPUs."""
         sheet = DATA_SHEETS[self.gpu]
-        compute: ComputeCost
+        compute: Coefficients | Roofline
         if self.coefficients is not None:
             compute = Coefficients.read(Path(self.coefficients))
         else:
@@ -100,16 +92,17 @@ class Fleet:
         if sizes.kv_dtype == "float8_e4m3fn" and not DATA_SHEETS[fleet.gpu].has_e4m3:
             asked = f"kv_cache_dtype {engine.kv_cache_dtype!r}"
             raise ConfigError(f"{asked} is not supported on {fleet.gpu}; take 'int8'")
-        self.num_blocks = engine.num_blocks or _num_blocks_that_fit(fleet, sizes)
+        self.num_blocks = engine.num_blocks or min(
+            blocks_that_fit(model, DATA_SHEETS[fleet.gpu], engine.gpu_memory_utilization, sizes.block_bytes),
+            sizes.max_useful_blocks,
+        )
         cost = fleet.step_cost(sizes)
         self.replicas = [Replica(sizes, self.num_blocks, cost) for _ in range(fleet.replicas)]
         self._router = new_router(fleet.router, engine.block_size)
         self._loads = [0] * fleet.replicas  # tokens of each replica's unfinished requests
         self._events: list[Event] = []
         self._num_requests = 0
-        self._conversations: dict[
-            str, Arrival
-        ] = {}  # by request id: unfinished turns that another turn follows
+        self._conversations: dict[str, Arrival] = {}  # unfinished turns with a following one, by request id
         self.statistics = Statistics(self.num_blocks, fleet.replicas, timeline)
 
     def run(
@@ -128,7 +121,9 @@ class Fleet:
                 if replica.step is not None:
                     done(self._end_step(number, now, think_time))
                 if replica.scheduler.has_unfinished():
-                    self._begin_step(number, now)
+                    seconds = replica.begin_step(now)
+                    self.statistics.step(replica, now, seconds)
+                    heapq.heappush(self._events, (now + seconds, STEP, number, None))
                 else:
                     replica.awake = False
                 continue
@@ -161,12 +156,6 @@ class Fleet:
             heapq.heappush(self._events, (arrival.time, STEP, number, None))
         return True
 
-    def _begin_step(self, number: int, now: float) -> None:
-        replica = self.replicas[number]
-        seconds = replica.begin_step(now)
-        self.statistics.step(replica, now, seconds)
-        heapq.heappush(self._events, (now + seconds, STEP, number, None))
-
     def _end_step(self, number: int, now: float, think_time: float) -> int:
         """End the step of a replica. Return how many requests finished."""
         num_sampled, finished = self.replicas[number].end_step(now)
@@ -174,17 +163,8 @@ class Fleet:
         for request in finished:
             self._loads[number] -= request.num_tokens
             self.statistics.finish(request)
-            self._schedule_next_turn(request, now + think_time)
+            arrival = self._conversations.pop(request.request_id, None)
+            if arrival is not None:
+                turn = arrival.next_turn(request.token_ids, now + think_time)
+                heapq.heappush(self._events, (turn.time, NEXT_TURN, int(request.request_id), turn))
         return len(finished)
-
-    def _schedule_next_turn(self, request: Request, now: float) -> None:
-        arrival = self._conversations.pop(request.request_id, None)
-        if arrival is not None:
-            turn = arrival.next_turn(request.token_ids, now)
-            heapq.heappush(self._events, (now, NEXT_TURN, int(request.request_id), turn))
-
-
-def _num_blocks_that_fit(fleet: FleetConfig, sizes: Sizes) -> int:
-    utilization = sizes.config.gpu_memory_utilization
-    fitting = blocks_that_fit(sizes.model, DATA_SHEETS[fleet.gpu], utilization, sizes.block_bytes)
-    return min(fitting, sizes.max_useful_blocks)

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..validation import changed, check_int, check_number
@@ -172,37 +171,20 @@ def _replay(lines: list[TraceLine], prefix_len: int) -> Iterator[Arrival]:
         yield Arrival(line.timestamp, tokens, line.output_tokens, line.tenant, line.priority)
 
 
-# Distributions of lengths
-
-
-class _Form(NamedTuple):
-    separator: str
-    num_values: int
-    text: str
-
-
-_FORMS = {
-    "fixed": _Form(",", 1, "fixed:N"),
-    "uniform": _Form("-", 2, "uniform:LOW-HIGH"),
-    "lognormal": _Form(",", 2, "lognormal:MEAN,SIGMA"),
-}
-
-
 def new_length(name: str, text: str, rng: random.Random) -> Callable[[], int]:
     """Return a source of lengths of at least 1, from a text such as "lognormal:500,0.8".
 
     sigma is the standard deviation of the logarithm. Raises ConfigError.
     """
     kind, _, rest = text.partition(":")
-    wanted = ", ".join(form.text for form in _FORMS.values())
-    form = _FORMS.get(kind)
-    parts = rest.split(form.separator) if form else []
+    parts = rest.split("-" if kind == "uniform" else ",")
     try:
         values = [float(part) if kind == "lognormal" else int(part) for part in parts]
     except ValueError:
         values = []
-    if form is None or len(values) != form.num_values:
-        raise ConfigError(f"{name} must be one of {wanted}; got {text!r}")
+    if len(values) != {"fixed": 1, "uniform": 2, "lognormal": 2}.get(kind):
+        forms = "fixed:N, uniform:LOW-HIGH, lognormal:MEAN,SIGMA"
+        raise ConfigError(f"{name} must be one of {forms}; got {text!r}")
     first, last = check_number(ConfigError, name, values[0], 1.0), values[-1]
     if kind == "fixed":
         return lambda: int(first)

@@ -34,11 +34,7 @@ PLAIN_TEMPLATE = """\
 """
 # Marks where a message is to be continued. Its final space shows whether the template strips messages.
 MARK = "\ue000the answer goes on here\ue000 "
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names that templates use for a message's reasoning
+REASONING = ("reasoning_content", "thinking", "reasoning")  # as templates name a message's reasoning
 NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
@@ -299,15 +295,13 @@ class _Worker:
         self.close()
         if process.returncode == -signal.SIGPROF:
             return {"error": f"the chat template takes more than {self.limits.time_s:g} s"}
-        return {
-            "error": f"the chat template ended the process that renders it (exit code {process.returncode})"
-        }
+        code = process.returncode
+        return {"error": f"the chat template ended the process that renders it (exit code {code})"}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        limits = self.limits
-        numbers = (limits.time_s, limits.memory, limits.characters)
+        limits = (self.limits.time_s, self.limits.memory, self.limits.characters)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), *map(str, numbers)],
+            [sys.executable, "-P", str(WORKER), *map(str, limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # So that it finds jinja2 where this process does.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from .token_bytes import TokenBytes
 from .tokenizer import Tokenizer
@@ -45,7 +44,7 @@ class Detokenizer:
         self._after_special = False
         context = self._end_of(prompt_token_ids)
         token_bytes = tokenizer.token_bytes
-        self._text: _Text = (
+        self._text: _ByteText | _WindowText = (
             _WindowText(tokenizer, context) if token_bytes is None else _ByteText(token_bytes, context)
         )
 
@@ -85,18 +84,8 @@ class Detokenizer:
         return end[::-1]
 
 
-class _Text(Protocol):
-    """The text of all tokens, special ones too."""
-
-    def append(self, token_id: int) -> str: ...
-
-    def extend(self, token_ids: Sequence[int]) -> str: ...
-
-    def finish(self) -> str: ...
-
-
 class _ByteText:
-    """The bytes of tokens, decoded as UTF-8."""
+    """The text of all tokens, special ones too: their bytes, decoded as UTF-8."""
 
     def __init__(self, table: TokenBytes, context: list[int]) -> None:
         self._table = table
@@ -128,7 +117,7 @@ class _ByteText:
 
 
 class _WindowText:
-    """The text of tokens, decoded together with a few tokens before them.
+    """The text of all tokens, special ones too, each decoded together with a few tokens before it.
 
     A character may need several tokens, and a token's text may depend on the one before it. So each step
     decodes from a few tokens before the new ones, and waits while the text ends within a character.

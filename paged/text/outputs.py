@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, overload
 
-from ..requests.request import (
-    CompletionOutput,
-    Logprob,
-    Request,
-    RequestGroup,
-    RequestOutput,
-    TokenLogprobs,
-)
+from ..requests.request import CompletionOutput, Logprob, Request, RequestGroup, RequestOutput, TokenLogprobs
 from ..sampling_params import RequestOutputKind
 from .tokenizer import Tokenizer
 from .transcript import Transcript
@@ -109,7 +102,9 @@ class OutputProcessor:
             return []
         if params.best_of is not None and not group.finished:
             return []  # the best are not known yet
-        completions = [self._completion(sample) for sample in group.samples]
+        is_delta = params.output_kind is RequestOutputKind.DELTA
+        progresses = map(self._progress_of, group.samples)
+        completions = [own.delta() if is_delta else own.cumulative() for own in progresses]
         if params.best_of is None:
             return completions
         best = sorted(completions, key=_by_likelihood)[: params.n]
@@ -124,22 +119,14 @@ class OutputProcessor:
             self._prompt_logprobs[group] = [None, *(_readable(row, tokenizer) for row in report.logprobs)]
         return self._prompt_logprobs[group]
 
-    def _completion(self, request: Request) -> CompletionOutput:
-        progress = self._progress_of(request)
-        if request.inputs.params.output_kind is RequestOutputKind.DELTA:
-            return progress.delta()
-        return progress.cumulative()
-
 
 class _Progress:
     """The text and log-probabilities of one request, and how much of them was returned."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        self.transcript: Transcript | None = None
-        self._tokenizer = tokenizer if request.inputs.params.detokenize else None
-        if self._tokenizer is not None:
-            self.transcript = Transcript(self._tokenizer, request)
         self._request = request
+        self._tokenizer = tokenizer if request.inputs.params.detokenize else None
+        self.transcript = None if self._tokenizer is None else Transcript(self._tokenizer, request)
         self._logprobs: list[dict[int, Logprob]] = []
         # The sum of the first _num_summed log-probabilities, extended by each output.
         self._cumulative, self._num_summed = 0.0, 0
@@ -150,11 +137,10 @@ class _Progress:
         self._catch_up()
         request = self._request
         text = self.transcript.visible if self.transcript is not None else ""
-        start, end = request.num_prompt_tokens, request.num_tokens
         if request.finish_reason is not None:
             return self._completion(text, request.output_token_ids, self._logprobs)
-        logprobs = View(self._logprobs, 0, len(self._logprobs))
-        return self._completion(text, View(request.token_ids, start, end), logprobs)
+        token_ids = View(request.token_ids, request.num_prompt_tokens, request.num_tokens)
+        return self._completion(text, token_ids, View(self._logprobs, 0, len(self._logprobs)))
 
     def delta(self) -> CompletionOutput:
         """Return what is new since the last call."""

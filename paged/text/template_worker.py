@@ -47,11 +47,6 @@ def raise_exception(message: Any) -> None:
     raise Raised(str(message))
 
 
-def strftime_now(form: str) -> str:
-    """Return the local time in this format."""
-    return datetime.now().strftime(form)
-
-
 def tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -69,7 +64,8 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
 )
 ENVIRONMENT.filters["tojson"] = tojson
-ENVIRONMENT.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+ENVIRONMENT.globals["raise_exception"] = raise_exception
+ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
 
 @lru_cache(maxsize=16)
@@ -139,9 +135,7 @@ def main(time_limit_s: float, memory_limit: int, most_characters: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     for line in sys.stdin.buffer:
         try:
-            signal.setitimer(
-                signal.ITIMER_PROF, time_limit_s
-            )  # SIGPROF ends the process, even within a C call
+            signal.setitimer(signal.ITIMER_PROF, time_limit_s)  # SIGPROF ends the process, even in a C call
             reply = json.dumps(render(**json.loads(line), most_characters=most_characters))
         except MemoryError:
             reply = "{}"

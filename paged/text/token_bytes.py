@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,12 +92,8 @@ def _replacements(steps: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def _fallback_byte(token: str) -> bytes | None:
     """Return the byte of a token such as <0x0A>; None for any other token."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes.fromhex(token[3:5])
-        except ValueError:
-            return None
-    return None
+    match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
+    return None if match is None else bytes.fromhex(match[1])
 
 
 def _byte_level_characters() -> dict[str, int]:
