@@ -13,7 +13,7 @@ MAX_BREAKERS = 64
 MAX_BREAKER_LENGTH = 40
 
 Encode = Callable[[str], list[int]]  # without special tokens
-# tokens after the first -> possible first tokens; under () those that are breakers alone.
+# The tokens of breakers after the first -> the possible first tokens; () -> those that are breakers alone.
 Breakers = Mapping[tuple[int, ...], Set[int]]
 
 
@@ -82,8 +82,8 @@ def _spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
 def _breakers(strings: Sequence[str], encode: Encode, token_texts: Callable[[], list[str]]) -> Breakers:
     """Find every way in which tokens can contain one of these strings, as llama.cpp does.
 
-    One token may contain the string, or end with a prefix of it that others complete; or its own tokens are
-    no text one by one.
+    One token may contain the string, or end with a prefix of it that later tokens complete. The tokens of
+    the string itself are added because each may be only a part of a character, which no text shows.
     """
     if len(strings) > MAX_BREAKERS or max(map(len, strings)) > MAX_BREAKER_LENGTH:
         raise RequestError(

@@ -26,7 +26,6 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:  # noqa: ARG002
-        """Return the replica after the last chosen one."""
         chosen = self._next
         self._next = (chosen + 1) % len(loads)
         return chosen
@@ -36,14 +35,13 @@ class LeastLoaded:
     """Chooses the replica with the lowest load, the first of equals."""
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:  # noqa: ARG002
-        """Return the replica with the lowest load."""
         return loads.index(min(loads))
 
 
 class PrefixAware:
-    """Chooses the replica that got the longest prefix of the prompt before, or the least loaded one.
+    """Chooses the replica that was sent the longest prefix of the prompt before.
 
-    The latter if the former's load is more than MAX_RATIO times the lowest load plus MAX_EXTRA tokens.
+    If its load is more than MAX_RATIO times the lowest load plus MAX_EXTRA tokens, chooses the least loaded.
 
     As in SGLang's and llm-d's routers, the choice rests on what was sent to each replica, not on what the
     replica still caches: the MAX_PREFIXES most recently used blocks of block_size tokens are remembered.
@@ -58,7 +56,6 @@ class PrefixAware:
         self._holders: OrderedDict[int, set[int]] = OrderedDict()
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:
-        """Return the replica that should have most of the prompt cached, unless its load is too high."""
         keys = self._keys(token_ids)
         known: set[int] = set()
         for key in keys:

@@ -41,17 +41,14 @@ def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
     others.
     """
     dtype = checkpoint if requested == "auto" else requested
-    if device.type != "cpu" or not _is_slow_on_cpu(dtype):
+    is_slow_on_cpu = dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
+    if device.type != "cpu" or not is_slow_on_cpu:
         return dtype
     if requested == "auto":
         logger.info("dtype float32 instead of the checkpoint's %s, in which this CPU is slow", checkpoint)
         return "float32"
     _warn_of_slow(dtype)
     return dtype
-
-
-def _is_slow_on_cpu(dtype: str) -> bool:
-    return dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
 
 
 @cache  # once for all engines

@@ -112,7 +112,7 @@ def _largest_step(sizes: Sizes) -> list[int]:
 
 
 def _max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
-    """Return what the partial results of split decodes take at most; the measured step has hardly any."""
+    """Return the most bytes that partial results of split decodes take; the measured step has few."""
     if not kernels.needs_partials:
         return 0
     from ..kernels.gpu.attention.split_kv import most_partial_bytes

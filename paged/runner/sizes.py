@@ -24,7 +24,7 @@ SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
 
 
 class HostRates(NamedTuple):
-    """A rough estimate of a device's speed: half of what the slowest of its kind promise."""
+    """A rough estimate of a device's speed: half of what the slowest device of its kind promises."""
 
     flops_per_s: float
     bytes_per_s: float  # to or from the host

@@ -57,8 +57,9 @@ def usable_cores() -> int:
     Not hardware threads, as those of one core share its multipliers. A virtual machine may present two cores
     as two threads of one, which cannot be detected; set num_threads there.
     """
-    cpus = _affinity()
-    return max(1, min(_num_cores(cpus), math.ceil(min(cpu_quota(CGROUPS, _memberships()), len(cpus)))))
+    cpus, memberships = _affinity(), Path("/proc/self/cgroup")
+    quota = cpu_quota(CGROUPS, memberships.read_text() if memberships.exists() else "")
+    return max(1, min(_num_cores(cpus), math.ceil(min(quota, len(cpus)))))
 
 
 def num_cores(cpus: set[int], topology: Path) -> int | None:
@@ -123,8 +124,3 @@ def _affinity() -> set[int]:
     if hasattr(os, "sched_getaffinity"):  # Linux
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
-
-
-def _memberships() -> str:
-    file = Path("/proc/self/cgroup")
-    return file.read_text() if file.exists() else ""

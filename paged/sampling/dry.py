@@ -18,8 +18,8 @@ from ..requests.request import Request
 # The largest penalty, far below the largest float32: longer repetitions cost no more than this.
 MAX_LOG_PENALTY = math.log(1e30)
 # The columns of a place: the token before it (-1 before the first), its token, its position in its text, the
-# text's number, the place before it, and its reach. A breaker also has -1 before it, as it never costs
-# anything: its reach is 0, which changes no later one, as repetitions count from the breaker on.
+# text's number, the place before it, and its reach. A breaker never costs anything, so it too has -1 before
+# it, and its reach is 0. That changes no later reach, because repetitions count from the breaker on.
 PRIOR, TOKEN, POSITION, OWNER, BEFORE, REACH = range(6)
 
 

@@ -61,7 +61,8 @@ class Grammars:
         Raises RequestError if the grammar is wrong or cannot be compiled within bounds, or if the library or
         the tokenizer is missing.
         """
-        kind, text = params.kind, _text(params)
+        kind, value = params.kind, getattr(params, params.kind)
+        text = value if isinstance(value, str) else json.dumps(value)
         if self._tokenizer is None:
             raise RequestError(
                 f"structured_outputs {kind} needs the tokenizer, which skip_tokenizer_init=True left out"
@@ -104,11 +105,9 @@ class _Vocabulary:
             ) from error
         num_tokens = len(tokenizer.hf)
         ends = [i for i in sorted(eos_token_ids) if i < num_tokens]
-        # The library needs one. If the model has none, any special token will do: it is masked.
-        ends = (
-            ends
-            or [i for i in (tokenizer.hf.eos_token_id, *tokenizer.hf.all_special_ids) if i is not None][:1]
-        )
+        if not ends:  # The library needs one. Any special token will do: it is masked.
+            special = (tokenizer.hf.eos_token_id, *tokenizer.hf.all_special_ids)
+            ends = [i for i in special if i is not None][:1]
         if not ends:
             raise RequestError("structured_outputs needs a tokenizer with at least one special token")
         try:
@@ -121,6 +120,7 @@ class _Vocabulary:
         self.num_words = -(-self.tokens.vocab_size // WORD_BITS)
         # i32[num_words]: the bits of tokens that have a logit
         self.in_logits = _bits(range(vocab_size), self.num_words)
+        self.not_ends = ~_bits(ends, self.num_words)  # i32[num_words]: the bits of all tokens but `ends`
 
     def allowed(self, matcher: Any) -> NDArray[np.int32]:
         """Return the bits of tokens that may follow, i32[num_words]."""
@@ -167,11 +167,6 @@ def _library_grammar(kind: str, text: str) -> Any:
         strings = " | ".join(json.dumps(s, ensure_ascii=False) for s in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
     return grammar_from("regex" if kind == "regex" else "grammar", text)
-
-
-def _text(params: StructuredOutputsParams) -> str:
-    value = getattr(params, params.kind)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
@@ -240,7 +235,7 @@ class GrammarState:
     def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that may come next, if these stop tokens end an output."""
         vocabulary = self.vocabulary
-        row = vocabulary.allowed(self.matcher) & ~_bits(vocabulary.ends, vocabulary.num_words)
+        row = vocabulary.allowed(self.matcher) & vocabulary.not_ends
         if self.matcher.is_accepting():
             row |= _bits(stop_ids, vocabulary.num_words)
         flags = np.unpackbits(row.view(np.uint8), bitorder="little")
@@ -250,8 +245,7 @@ class GrammarState:
         """Return whether the output is complete and nothing can follow it."""
         if not self.follow(request) or not self.matcher.is_accepting():
             return False
-        vocabulary = self.vocabulary
-        return not (vocabulary.allowed(self.matcher) & ~_bits(vocabulary.ends, vocabulary.num_words)).any()
+        return not (self.vocabulary.allowed(self.matcher) & self.vocabulary.not_ends).any()
 
 
 class GrammarMasks:
@@ -344,7 +338,7 @@ class GrammarMasks:
 
     def _set_ends(self, i: int, request: Request, state: GrammarState) -> None:
         row, ends = self._bits[i], _bits(request.inputs.stop_ids, self._bits.shape[1])
-        row &= ~_bits(state.vocabulary.ends, len(row))
+        row &= state.vocabulary.not_ends
         if request.num_output_tokens < request.inputs.params.min_tokens:
             row &= ~ends
         elif state.matcher.is_accepting():

@@ -20,9 +20,7 @@ class TokenHistory:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in prompt or output
-        self.slots = torch.zeros(
-            0, dtype=torch.int64, device=device
-        )  # of the current requests, in their order
+        self.slots = torch.zeros(0, dtype=torch.int64, device=device)  # of the requests, in their order
         self._slots: dict[Request, int] = {}
         self._known: dict[Request, int] = {}  # how many tokens are counted
 

@@ -60,7 +60,6 @@ class FirstComeFirstServed(Policy):
         self._num_removed = 0
 
     def push(self, request: Request) -> None:
-        """Add a request."""
         heapq.heappush(self._heap, (request.rank, request))
 
     def peek(self) -> Request | None:
@@ -72,12 +71,10 @@ class FirstComeFirstServed(Policy):
         return self._heap[0][1] if self._heap else None
 
     def pop(self, request: Request) -> None:
-        """Remove the head."""
         _, head = heapq.heappop(self._heap)
         assert head is request, "another request was at the head of the queue"
 
     def remove(self, request: Request) -> None:
-        """Remove a request from anywhere."""
         self._num_removed += 1
         # Behind a head that waits for long, removed requests would pile up.
         if self._num_removed > len(self._heap) // 2:
@@ -135,12 +132,10 @@ class LongestPrefixMatch(Policy):
         return max(oldest, key=self._num_cached)  # of equals, the first
 
     def pop(self, request: Request) -> None:
-        """Remove the request that runs now."""
         self._num_overtakes += not request.ran_before
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request."""
         # Behind a request that ran before, the oldest is still the same.
         if next(iter(self._queue)) == request.arrival and not request.ran_before:
             self._num_overtakes = 0
@@ -222,7 +217,6 @@ class Fair(Policy):
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request from anywhere."""
         tenant = request.inputs.tenant
         del self._queues[tenant][request.arrival]
         self._num_waiting -= 1

@@ -99,7 +99,7 @@ class Preemption:
         for request in running.requests:
             room = room.minus(running.claim(request))
         victims = list[Request]()
-        # The cached blocks that the head begins with are not freed: it holds them then.
+        # The cached blocks that the head begins with do not become available: it will hold them.
         gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
         for candidate in reversed(running.requests):
             if room.first_chunk(need, max_chunk):

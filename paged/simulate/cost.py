@@ -134,7 +134,7 @@ class Roofline:
         self._overhead = overhead
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds from the begin to the end of the step."""
+        """Return how many seconds the step takes."""
         flops = (
             self._flops_per_token * work.num_tokens
             + self._flops_per_sample * work.num_sampled
@@ -176,7 +176,7 @@ class Coefficients:
         return cls(**given)
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds from the begin to the end of the step."""
+        """Return how many seconds the step takes."""
         computed = self.token_s * work.num_tokens + self.seq_s * work.num_seqs
         return self.step_s + computed + self.context_s * work.context + self.pair_s * work.pairs
 
@@ -193,7 +193,7 @@ class StepCost:
         self._memory_bytes_per_s = sheet.memory_gb_per_s * 1e9
 
     def seconds(self, schedule: Schedule) -> float:
-        """Return the seconds from the begin to the end of the step."""
+        """Return how many seconds the step takes."""
         seconds = 0.0
         if schedule.requests:
             seconds = self._compute.seconds(work_of(schedule, self._windows))

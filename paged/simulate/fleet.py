@@ -130,7 +130,9 @@ class Fleet:
             if kind == ARRIVAL:
                 self._expect(arrivals)
             if not self._admit(arrival):
-                done(1 + len(arrival.following))
+                num_refused = 1 + len(arrival.following)  # later turns of the conversation too
+                self.statistics.num_refused += num_refused
+                done(num_refused)
         return self.statistics
 
     def _expect(self, arrivals: Iterator[Arrival]) -> None:
@@ -146,7 +148,6 @@ class Fleet:
         self._num_requests += 1
         request = replica.add(request_id, arrival)
         if request is None:
-            self.statistics.refuse(1 + len(arrival.following))
             return False
         self._loads[number] += request.num_prompt_tokens
         if arrival.following:

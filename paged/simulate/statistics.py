@@ -52,10 +52,6 @@ class Statistics:
         self.duration = self.busy_seconds = self.used_block_seconds = 0.0
         self.num_step_tokens = self.peak_used_blocks = 0
 
-    def refuse(self, num_requests: int) -> None:
-        """Count refused requests: one, or all remaining turns of a conversation."""
-        self.num_refused += num_requests
-
     def step(self, replica: Replica, start: float, seconds: float) -> None:
         """Count a step that a replica begins."""
         assert replica.step is not None, "no step is in flight"

@@ -34,7 +34,7 @@ PLAIN_TEMPLATE = """\
 """
 # Marks where a message is to be continued. Its final space shows whether the template strips messages.
 MARK = "\ue000the answer goes on here\ue000 "
-REASONING = ("reasoning_content", "thinking", "reasoning")  # as templates name a message's reasoning
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 

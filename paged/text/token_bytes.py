@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 
@@ -16,14 +15,16 @@ class TokenBytes(dict[int, bytes]):
         self._backend = backend
         kinds = {step["type"] for step in steps}
         self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self._replacements = dict(_replacements(steps))
         self._strips_first = any(step["type"] == "Strip" and step["start"] for step in steps)
-        # Metaspace drops its marks from the first token of a text.
-        self._dropped = "".join(
-            step["replacement"]
-            for step in steps
-            if step["type"] == "Metaspace" and step["prepend_scheme"] != "never"
-        )
+        self._replacements: dict[str, str] = {}
+        self._dropped = ""  # the marks that Metaspace drops from the first token of a text
+        for step in steps:
+            if step["type"] == "Replace":
+                self._replacements[step["pattern"]["String"]] = step["content"]
+            elif step["type"] == "Metaspace":
+                self._replacements[step["replacement"]] = " "
+                if step["prepend_scheme"] != "never":
+                    self._dropped += step["replacement"]
 
     @classmethod
     def of(cls, backend: Any) -> TokenBytes | None:
@@ -80,14 +81,6 @@ def _is_understood(steps: list[dict[str, Any]]) -> bool:
         ):
             return False
     return bool({"Replace", "Metaspace", "Fuse"} & set(kinds))
-
-
-def _replacements(steps: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    for step in steps:
-        if step["type"] == "Replace":
-            yield step["pattern"]["String"], step["content"]
-        elif step["type"] == "Metaspace":
-            yield step["replacement"], " "
 
 
 def _fallback_byte(token: str) -> bytes | None:

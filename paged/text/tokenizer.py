@@ -76,7 +76,7 @@ class Tokenizer:
             ) from error
 
     def least_tokens(self, text: str, most: int) -> int:
-        """Return a lower bound above `most` of a text's number of tokens; 0 if the text may have fewer.
+        """Return a lower bound of a text's number of tokens if that is more than `most`; otherwise 0.
 
         The cost depends on `most`, not on the text, so that refusing ten megabytes does not delay the other
         requests. Raises RequestError as `encode` does.
