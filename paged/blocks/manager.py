@@ -153,7 +153,7 @@ class BlockManager:
         """Allocate blocks for the tokens [start, end), or allocate none and return False.
 
         Blocks outside the window of the token at `start` are freed. A shared block is copied before it is
-        written (copy-on-write): the step must do what is added to `copies` before anything else.
+        written (copy-on-write): the step must make the copies added to `copies` before anything else.
         """
         if end <= seq.capacity:
             return True
@@ -204,7 +204,7 @@ class BlockManager:
         seq.register_at = (num_full + REGISTER_EVERY) * self.block_size
 
     def fork(self, seq: SequenceBlocks, num_computed: int) -> SequenceBlocks:
-        """Return a second sequence that shares all blocks; the first to write into the last one copies it."""
+        """Return a second sequence that shares all blocks. The first write into the last block copies it."""
         copy = SequenceBlocks(len(self.windows), seq.chain and seq.chain.fork())
         self._sequences.add(copy)
         copy.tables = [table[:] for table in seq.tables]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """Where in a piece of text a stop string ends, and its length: it may begin before the piece."""
+    """The end of a stop string in a piece of text, and its length; it may begin before the piece."""
 
     end: int
     length: int
@@ -47,7 +47,7 @@ class StopStrings:
         return state
 
     def num_open(self, state: int) -> int:
-        """Return how many last characters may begin a stop string that is not complete yet."""
+        """Return how many of the last characters may begin a stop string that is not complete yet."""
         while state and not self._next[state]:
             state = self._shorter[state]
         return self._depth[state]

@@ -38,13 +38,13 @@ class Reporter:
     ) -> list[tuple[AskedRows, Reported]]:
         """Return each report's results: log-probabilities by row, or a sum, f64[hidden_size] on the CPU."""
         parts = hidden.split_with_sizes([rows.end - rows.start for rows in asked])
-        told = [i for i, rows in enumerate(asked) if rows.report.num_top is not None]
+        scored = [i for i, rows in enumerate(asked) if rows.report.num_top is not None]
         summed = [i for i, rows in enumerate(asked) if rows.report.num_top is None]
         found: dict[int, Reported] = {}
-        if told:
-            chosen = hidden if not summed else torch.cat([parts[i] for i in told])
-            logprobs = iter(self._logprobs([asked[i] for i in told], chosen))
-            found |= {i: [*itertools.islice(logprobs, len(parts[i]))] for i in told}
+        if scored:
+            chosen = hidden if not summed else torch.cat([parts[i] for i in scored])
+            logprobs = iter(self._logprobs([asked[i] for i in scored], chosen))
+            found |= {i: [*itertools.islice(logprobs, len(parts[i]))] for i in scored}
         if summed:
             # One transfer from the GPU.
             sums = torch.stack([parts[i].sum(0, dtype=torch.float64) for i in summed]).cpu()

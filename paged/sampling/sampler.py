@@ -83,7 +83,7 @@ class Sampler:
 
 
 class _Batch:
-    """What is computed once for the requests of a batch: their parameters as tensors."""
+    """The parameters of a batch's requests as tensors, computed once."""
 
     def __init__(self, requests: Sequence[Request], sampler: Sampler) -> None:
         self.requests, self.kernels, self.device = requests, sampler.kernels, sampler.device
@@ -140,8 +140,8 @@ class _Batch:
         if raw is None:
             return {}
         num_tops = [self.requests[row].inputs.params.logprobs or 0 for row in self._asked]
-        told = token_logprobs(self.kernels, raw, [tokens[row] for row in self._asked], num_tops)
-        return dict(zip(self._asked, told, strict=True))
+        logprobs = token_logprobs(self.kernels, raw, [tokens[row] for row in self._asked], num_tops)
+        return dict(zip(self._asked, logprobs, strict=True))
 
 
 def _greedy(tokens: list[int | None], highest: list[float]) -> StepOutput:

@@ -38,7 +38,7 @@ COMPILE_TIMEOUT_S = 10.0
 # The library follows chains of rules by recursion, where a stack overflow would end the process. All rules
 # that fit MAX_CHARACTERS need less than this; stack that is not touched takes no memory.
 COMPILE_STACK_BYTES = 512 * 2**20
-# One space, or a line break and indentation. Without a bound, a model may write blanks for ever.
+# One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
 WORD_BITS = 32
 

@@ -67,7 +67,7 @@ class Schedule:
         return asked
 
     def end_reported(self, row: int, now: float) -> bool:
-        """Finish a row's request if its report failed, or is complete and all it asked for."""
+        """Finish a row's request if its report failed, or is complete and the request generates nothing."""
         request = self.requests[row]
         if request.finish_reason is not None:  # aborted in flight
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class Statistics:
 
     def __init__(self, num_blocks: int, num_replicas: int, timeline: Timeline | None = None) -> None:
         self.num_blocks, self.num_replicas, self.timeline = num_blocks, num_replicas, timeline
-        self.latencies: dict[str, Latencies] = {}  # by tenant
+        self.latencies = defaultdict[str, Latencies](Latencies)  # by tenant
         self.num_refused = self.num_finished = self.num_steps = self.num_preemptions = 0
         self.num_prompt_tokens = self.num_output_tokens = self.num_cached_tokens = 0
         self.duration = self.busy_seconds = self.used_block_seconds = 0.0
@@ -75,10 +76,7 @@ class Statistics:
         self.num_output_tokens += request.num_output_tokens
         self.num_cached_tokens += request.num_cached_tokens or 0
         self.num_preemptions += request.metrics.num_preemptions
-        latencies = self.latencies.get(request.inputs.tenant)
-        if latencies is None:
-            latencies = self.latencies[request.inputs.tenant] = Latencies()
-        latencies.add(request)
+        self.latencies[request.inputs.tenant].add(request)
 
     def summary(self) -> dict[str, Any]:
         """Return all figures by name. Times are in seconds, shares from 0 to 1."""

@@ -23,7 +23,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-JOINT = "\n"  # between the text parts of a message
 MOST_MESSAGE = 1000  # characters of an error message that comes from a template
 
 
@@ -94,11 +93,11 @@ def is_content(node: nodes.Node, names: set[str]) -> bool:
 
 
 def joined(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its text parts joined."""
+    """Return the message with its text parts joined by line breaks."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return message | {"content": JOINT.join(part["text"] for part in content)}
+    return message | {"content": "\n".join(part["text"] for part in content)}
 
 
 def render(source: str, variables: dict[str, Any], most_characters: int) -> dict[str, str]:
