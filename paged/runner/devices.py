@@ -41,8 +41,10 @@ def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
     others.
     """
     dtype = checkpoint if requested == "auto" else requested
-    is_slow_on_cpu = dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
-    if device.type != "cpu" or not is_slow_on_cpu:
+    is_slow = device.type == "cpu" and (
+        dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
+    )
+    if not is_slow:
         return dtype
     if requested == "auto":
         logger.info("dtype float32 instead of the checkpoint's %s, in which this CPU is slow", checkpoint)
