@@ -16,7 +16,7 @@ _START, _END = "<!-- formats: python -m tests.support.cpu_table --write -->\n", 
 def table() -> str:
     """Return the table, which is the same on every CPU."""
     lines = [
-        "| format | bits a weight | needs | in registers | for many rows first unpacked to | use |",
+        "| format | bits a weight | needs | in registers | unpacked to, for large batches | use |",
         "|---|---:|---|---|---|---|",
     ]
     for kind, row in FORMATS.items():
@@ -25,7 +25,7 @@ def table() -> str:
         bits = int(8 * num_bytes / (PANEL * inputs))  # bf12 has a part of a bit more, for its groups' tables
         registers = "pairs of bfloat16" if reader.in_pairs else "float32"
         unpacked = FORMATS[UNPACKED[kind]].name if UNPACKED[kind] != kind else ""
-        needs = ", ".join(row.needs)
+        needs = " and ".join(f"({n})" if " or " in n and len(row.needs) > 1 else n for n in row.needs)
         lines.append(f"| {row.name} | {bits} | {needs} | {registers} | {unpacked} | {row.use} |")
     return "".join(f"{line}\n" for line in lines)
 
