@@ -1,7 +1,7 @@
 """Policies: the order in which requests wait, and the rank by which running ones are preempted.
 
 A policy is the queue of waiting requests. `rank` orders the running ones: the highest rank is preempted
-first, and only for a request of a lower rank.
+first. A request takes blocks from higher ranks only, unless it is protected.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Preemption:
 
     def choose_victim(self, request: Request) -> Request | None:
         """Return the running request to preempt for another one; None if there is none."""
-        # The highest rank has the least computed work to lose. A protected request takes from any rank.
+        # By policy, the highest rank yields first. A protected request takes from any rank.
         for candidate in reversed(self._running.requests):
             if candidate is request and not request.protected:
                 return None
