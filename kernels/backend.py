@@ -26,29 +26,12 @@ class Kernels(Protocol):
     operations, and has the shapes of their parameters.
     """
 
-    @property
-    def name(self) -> BackendName:
-        """The name for messages. What callers decide by is one of the capabilities below."""
-
-    @property
-    def head_dims(self) -> range:
-        """The head dimensions that attention takes."""
-
-    @property
-    def has_linear(self) -> bool:
-        """Whether there are batch-invariant kernels for linear layers, with weights in panels."""
-
-    @property
-    def records_steps(self) -> bool:
-        """Whether the launches of a step can be recorded, and replayed without Python between them."""
-
-    @property
-    def compiles_at_launch(self) -> bool:
-        """Whether a kernel is compiled when it is first launched, so that an engine should warm up."""
-
-    @property
-    def needs_partials(self) -> bool:
-        """Whether attention allocates partial results of split decodes, which grow with the batch."""
+    name: str  # for messages; callers decide by the capabilities below
+    head_dims: range  # what attention takes
+    has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
+    records_steps: bool  # the launches of a step can be recorded, and replayed without Python between them
+    compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
+    needs_partials: bool  # attention allocates partial results of split decodes, which grow with the batch
 
     def check_cache_dtype(self, dtype: torch.dtype) -> None:
         """Raise ValueError if the current device cannot read a cache of this dtype."""
