@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.costs import copy_blocks_cost, rms_norm_cost, rotary_store_kv_cost, silu_and_mul_cost
 from benchmarks.shapes import AttentionShape
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions, AttentionPlan
@@ -136,16 +137,11 @@ TINY_LAYER = LayerShape(4, 2, 32, 16, 64, 96, 2)
 
 def layer_costs(shape: LayerShape, num_tokens: int, element_size: int) -> dict[str, tuple[int, int]]:
     """Return (bytes, FLOPs) of the kernels around attention, by operation."""
-    from paged.kernels.gpu.copy_blocks import copy_blocks_cost
-    from paged.kernels.gpu.rms_norm import rms_norm_cost
-    from paged.kernels.gpu.rotary_store_kv import rotary_store_kv_cost
-    from paged.kernels.gpu.silu_and_mul import silu_and_mul_cost
-
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     return {
-        "rms_norm": rms_norm_cost(num_tokens, shape.hidden_size, element_size, residual=True),
+        "rms_norm": rms_norm_cost(num_tokens, shape.hidden_size, element_size),
         "silu_and_mul": silu_and_mul_cost(num_tokens, shape.intermediate_size, element_size),
-        "rotary_store_kv": rotary_store_kv_cost(num_tokens, heads, kv_heads, dim, element_size, norm=True),
+        "rotary_store_kv": rotary_store_kv_cost(num_tokens, heads, kv_heads, dim, element_size),
         "copy_blocks": copy_blocks_cost(
             num_tokens // 16, 2 * shape.num_layers, shape.block_size, kv_heads, dim, element_size
         ),

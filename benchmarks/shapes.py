@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from benchmarks.costs import paged_attention_cost
+
 # The batches on which comparators that compile for half a minute are measured.
 WITH_SLOW = (
     "decode 64 x 8k, block 16",
@@ -35,8 +37,6 @@ class AttentionShape:
 
     def cost(self, element_size: int) -> tuple[int, int]:
         """Return the least (bytes, FLOPs) that any kernel needs."""
-        from paged.kernels.gpu.attention.paged_attention import paged_attention_cost
-
         # One byte, and its share of the float32 scale of a token and head.
         kv_bytes = None if self.cache is None else 1 + 4 / self.head_dim
         return paged_attention_cost(

@@ -82,11 +82,3 @@ def copy_blocks(
         CHUNK=_CHUNK,
         num_warps=4,
     )
-
-
-def copy_blocks_cost(
-    num_pairs: int, num_planes: int, block_size: int, num_kv_heads: int, head_dim: int, element_size: int
-) -> tuple[int, int]:
-    """Return (bytes, flops): a block read and written in every plane, two numbers read a pair."""
-    block = block_size * num_kv_heads * head_dim * element_size
-    return num_pairs * (2 * num_planes * block + 16), 0

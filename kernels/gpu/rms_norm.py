@@ -113,9 +113,3 @@ def rms_norm(
         num_warps=min(16, max(4, block_size // 1024)),
     )
     return out
-
-
-def rms_norm_cost(num_rows: int, size: int, element_size: int, *, residual: bool) -> tuple[int, int]:
-    """Return (bytes, flops): x read and the norm written, and a residual read and written."""
-    passes = 4 if residual else 2
-    return (passes * num_rows + 1) * size * element_size, (5 if residual else 4) * num_rows * size

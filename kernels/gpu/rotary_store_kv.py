@@ -270,15 +270,3 @@ def rotary_store_kv(
         num_warps=2,
     )
     return qkv[:, :num_heads]
-
-
-def rotary_store_kv_cost(
-    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, *, norm: bool
-) -> tuple[int, int]:
-    """Return (bytes, flops): qkv read; query, K and V written; cos, sin and a slot read a token.
-
-    3 operations rotate a value of query or key, 4 more normalise it.
-    """
-    moved = 2 * (num_heads + 2 * num_kv_heads) * head_dim * element_size + 4 * head_dim + 8
-    rotated = num_tokens * (num_heads + num_kv_heads) * head_dim
-    return num_tokens * moved + (2 * head_dim * element_size if norm else 0), (7 if norm else 3) * rotated

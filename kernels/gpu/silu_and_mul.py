@@ -48,8 +48,3 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
         x_ptr=x, out_ptr=out, stride_x=x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
     )
     return out
-
-
-def silu_and_mul_cost(num_tokens: int, size: int, element_size: int) -> tuple[int, int]:
-    """Return (bytes, flops): two values read, one written and five operations for each output."""
-    return 3 * num_tokens * size * element_size, 5 * num_tokens * size

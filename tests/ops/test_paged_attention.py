@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.costs import paged_attention_cost
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import choose_config, split_size
-from paged.kernels.gpu.attention.paged_attention import paged_attention_cost
 from paged.kernels.gpu.attention.split_kv import MAX_SPLITS, plan_decodes
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import SAME_IN_FLOAT64, assert_exact_enough
@@ -316,13 +316,8 @@ def test_skewed_batch_costs_at_most_a_fifth_more_than_its_bytes(where):
     """1 sequence of 64k beside 63 of 500: bytes with partial results, and those of the busiest SM."""
     seq_lens = [500] * 63
     seq_lens.insert(0 if where == "first" else 63, 65536)
-    config, num_kv_heads, group, dim, num_sms = (
-        choose_config(128, 8, torch.bfloat16, "decode", "sm_90"),
-        4,
-        8,
-        128,
-        132,
-    )
+    config = choose_config(128, 8, torch.bfloat16, "decode", "sm_90")
+    num_kv_heads, group, dim, num_sms = 4, 8, 128, 132
     sizes = {"max_keys": 65536, "decode_q": 1, "window": 0, "tile": config.TILE, "split": split_size("sm_90")}
     plan = plan_decodes(
         torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), cu_seqlens([1] * 64), **sizes
@@ -370,18 +365,6 @@ def test_config_depends_on_the_model_alone():
         choose_config(577, 4, torch.bfloat16, "decode", "sm_90")
     with pytest.raises(ValueError, match="group must be between 1 and 128, got 129"):
         choose_config(64, 129, torch.bfloat16, "decode", "sm_90")
-
-
-def test_cost():
-    # Two keys for the decode's 4 heads; a chunk of 2 tokens at positions 1 and 2 sees 2 + 3 keys.
-    values = (2 * 4 + 2 * 2 * 2) * 8 + (2 * 2 * 4 + 2 * 3 * 2) * 8
-    assert paged_attention_cost([1, 2], [2, 3], 4, 2, 8, 2) == (values * 2, 4 * (2 + 5) * 4 * 8)
-    assert paged_attention_cost([1], [9], 1, 1, 1, 1, sliding_window=4) == (2 + 8, 16)
-    # A quantised cache; a prefix of 8 keys that two decodes share; values of half the size.
-    assert paged_attention_cost([1], [9], 1, 1, 1, 2, kv_bytes=1.5) == (4 + 27, 36)
-    assert (
-        paged_attention_cost([1, 1], [9, 10], 1, 1, 2, 1, value_dim=1, shared_prefix_len=8)[0] == 6 + 3 * 11
-    )
 
 
 @pytest.mark.gpu

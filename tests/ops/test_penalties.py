@@ -3,7 +3,7 @@ import torch
 
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
-from paged.kernels.gpu.sampling.penalties import apply_penalties, apply_penalties_cost
+from paged.kernels.gpu.sampling.penalties import apply_penalties
 from tests.support.kernel_cases import DEVICE
 
 NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -106,7 +106,3 @@ def test_debug_mode_checks_rows_and_slots(monkeypatch, rows, slots, message):
     values = penalties((1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
     with pytest.raises(ValueError, match=message):
         apply_penalties(torch.randn(2, 5, device=DEVICE), rows, slots, *history(1, 5, 1.0), **values)
-
-
-def test_cost():
-    assert apply_penalties_cost(3, 8) == (3 * (13 * 8 + 28), 120)

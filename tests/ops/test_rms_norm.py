@@ -3,7 +3,6 @@ import torch
 
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
-from paged.kernels.gpu.rms_norm import rms_norm_cost
 from tests.support.error_bounds import SAME_IN_FLOAT64, assert_norm
 from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS
 
@@ -108,8 +107,3 @@ def test_wrong_eps_is_named(name, eps):
         kernels.rotary_store_kv(
             torch.randn(2, 3, 32, device=DEVICE), x[:, :16], x[:, :16], *caches, slots, eps=eps
         )
-
-
-def test_cost():
-    assert rms_norm_cost(3, 8, 2, residual=False) == ((2 * 3 + 1) * 8 * 2, 4 * 24)
-    assert rms_norm_cost(3, 8, 2, residual=True) == ((4 * 3 + 1) * 8 * 2, 5 * 24)

@@ -3,7 +3,6 @@ import torch
 
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
-from paged.kernels.gpu.rotary_store_kv import rotary_store_kv_cost
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_rotated, in_float64
 from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS
@@ -260,11 +259,6 @@ def test_odd_head_dim_is_named():
     case |= {name: case[name][..., :15] for name in ("qkv", "key_cache", "value_cache")}
     with pytest.raises(ValueError, match="head_dim must be a multiple of the two halves, got 15 and 2"):
         load_kernels("triton").rotary_store_kv(**case)
-
-
-def test_cost():
-    assert rotary_store_kv_cost(3, 5, 2, 8, 2, norm=False) == (3 * (2 * 9 * 8 * 2 + 32 + 8), 3 * 3 * 7 * 8)
-    assert rotary_store_kv_cost(3, 5, 2, 8, 2, norm=True) == (3 * (2 * 9 * 8 * 2 + 40) + 32, 7 * 3 * 7 * 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)

@@ -10,9 +10,9 @@ import triton.language as tl
 from paged.kernels import gumbel, reference
 from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.sampling import sample_tokens as sample_tokens_module
-from paged.kernels.gpu.sampling.filter_logits import filter_cost, filter_logits
+from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.sample_tokens import gumbel as gumbel_kernel
-from paged.kernels.gpu.sampling.sample_tokens import sample_tokens, sample_tokens_cost
+from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
 from tests.support.kernel_cases import DEVICE
 
 FILTERS = {"min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_k": 1 << 20, "top_p": 1.0}
@@ -315,8 +315,3 @@ def test_no_rows():
     params = dict.fromkeys(FILTERS) | {"temperature": torch.empty(0, device=DEVICE)}
     assert sample_tokens(logits, none, none, **params).tolist() == []
     filter_logits(logits, **params)
-
-
-def test_cost():
-    assert sample_tokens_cost(3, 8) == (8 * 24, 66 * 24)
-    assert filter_cost(3, 8) == (12 * 24, 24 * 24)

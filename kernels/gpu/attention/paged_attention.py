@@ -7,7 +7,6 @@ batch-invariant.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,36 +320,3 @@ def _tiles(config: AttentionConfig) -> dict[str, Any]:
 def _num_head_blocks(arguments: dict[str, Any], config: AttentionConfig) -> int:
     layer: Layer = arguments["layer"]
     return layer.NUM_HEADS // layer.GROUP * -(-layer.GROUP // config.BLOCK_G)
-
-
-def paged_attention_cost(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    element_size: int,
-    sliding_window: int | None = None,
-    *,
-    value_dim: int | None = None,
-    kv_bytes: float | None = None,
-    shared_prefix_len: int = 0,
-) -> tuple[int, int]:
-    """Return (bytes, flops): queries in, outputs out, each visible K and V once; two products a
-    visible pair.
-
-    kv_bytes: of one element of the cache with its share of the scales, element_size where None.
-    shared_prefix_len: keys that all sequences have in common, read once.
-    """
-    both = head_dim + (value_dim or head_dim)
-    queries = keys = pairs = 0
-    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
-        window = sliding_window or seq_len
-        first = seq_len - query_len
-        queries += query_len
-        keys += seq_len - max(0, first - window + 1) if query_len else 0
-        pairs += sum(min(pos + 1, window) for pos in range(first, seq_len))
-    keys -= shared_prefix_len * max(0, len(seq_lens) - 1)
-    moved = queries * num_heads * both * element_size
-    moved += round(keys * num_kv_heads * both * (element_size if kv_bytes is None else kv_bytes))
-    return moved, 2 * pairs * num_heads * both

@@ -300,17 +300,3 @@ def filter_logits(
         num_warps=4,
         enable_fp_fusion=False,
     )
-
-
-def filter_cost(n: int, vocab_size: int) -> tuple[int, int]:
-    """Return the most (bytes, flops) of finding the limits, without the passes over the list.
-
-    The row is read for the maxima and once more, mostly from the L2; the blocks in which something may be
-    kept a third time: 12 bytes a token. The mass of a token is 8 flops, its comparison with 8 pivots 16. At
-    4.3 TB/s, 64 rows of 128k tokens take 8 microseconds a read; one row is 0.5 MB, and its four launches
-    take longer than its bytes. A pass over the list of one row is one program's: at most 60 instructions a
-    token on one SM are 0.3 microseconds for 1000 tokens. With typical_p, or where most of a flat row lies in
-    top_p, the list is as long as the vocabulary, and a pass over 128k tokens 35: 0.2 ms in all, which waits
-    for no other row.
-    """
-    return 12 * n * vocab_size, 24 * n * vocab_size

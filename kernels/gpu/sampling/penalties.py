@@ -123,12 +123,3 @@ def apply_penalties(
         num_warps=8,
         enable_fp_fusion=False,
     )
-
-
-def apply_penalties_cost(num_rows: int, vocab_size: int) -> tuple[int, int]:
-    """Return the most (bytes, flops): history read, logits read and written, 28 bytes a row.
-
-    A chunk without history costs one byte a token. At 4.3 TB/s, 64 rows of a 128k vocabulary take at most
-    26 microseconds, less if the logits are still in the L2.
-    """
-    return num_rows * (13 * vocab_size + 28), 5 * num_rows * vocab_size

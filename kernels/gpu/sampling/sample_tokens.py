@@ -197,15 +197,3 @@ def sample_tokens(
         num_warps=4,
     )
     return out
-
-
-def sample_tokens_cost(n: int, vocab_size: int) -> tuple[int, int]:
-    """Return (bytes, flops) without filters: two reads of the row, the second mostly from the L2, and noise.
-
-    The noise of a token takes some 66 flops, none fused, with Philox 150 instructions (SASS of sm_90): on
-    the 132 SMs of an H200 at 1.75 GHz, 64 rows of 128k tokens take 42 microseconds of issue slots, three
-    times as long as their two reads at 4.3 TB/s; one row, on 126 programs, less than a launch. Blocks
-    more than 50 below the highest logit take none, nor do those below the lowest kept one: with filters,
-    nearly all of them.
-    """
-    return 8 * n * vocab_size, 66 * n * vocab_size
