@@ -62,7 +62,7 @@ def layout_of(
     seq_lens: Tensor,
     options: AttentionOptions,
 ) -> tuple[object, ...]:
-    """Return what layers must have in common to share a plan: shapes, dtypes, strides and numbers."""
+    """Return what layers that share a plan agree in: shapes, dtypes, strides, options that are no tensors."""
     return (
         query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype, key_cache.stride(),
         value_cache.shape, value_cache.stride(), block_tables.shape, block_tables.stride(), seq_lens.shape,

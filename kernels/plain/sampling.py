@@ -166,7 +166,7 @@ def _have_few(rows: _Rows) -> Tensor:  # bool[n]
 
 
 def _most_few(rows: _Rows) -> int:
-    """Return the largest top_k by which a row is reduced to candidates."""
+    """Return the largest top_k for which only candidate tokens, not the whole row, are sorted."""
     return rows.logits.shape[1] // torch_selection.HEIGHT
 
 

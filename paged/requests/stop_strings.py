@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """The end of a stop string in a piece of text, and its length; it may begin before the piece."""
+    """A found stop string: where it ends in the piece just read, and its length.
+
+    It may have begun in an earlier piece.
+    """
 
     end: int
     length: int

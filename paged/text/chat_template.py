@@ -258,7 +258,10 @@ class _Worker:
         self._lock = threading.Lock()  # one request at a time
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Return the rendered text. Raises RequestError if rendering fails."""
+        """Return the rendered text.
+
+        Raises RequestError if the input is not JSON or too long, or if rendering fails.
+        """
         try:
             line = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:

@@ -237,7 +237,11 @@ def merge_splits(
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1]
     plan: DecodePlan,
 ) -> None:
-    """out = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s for every decode of more than one split."""
+    """Merge the splits of every decode that has more than one, and write its rows of `out`.
+
+    A row is sum_s(w_s * partial_s) / sum_s(w_s * partial_sum_s) over its splits s, where
+    w_s = 2 ** (partial_max_s - max_s(partial_max_s)).
+    """
     _, partial_q, num_heads, value_dim = partial.shape
     _merge_kernel[(cu_seqlens_q.shape[0] - 1, num_heads, partial_q)](
         partial_ptr=partial,
