@@ -83,4 +83,7 @@ class StopStrings:
         return shorter
 
 
-stop_strings = lru_cache(maxsize=4)(StopStrings)  # requests with the same strings share an automaton
+@lru_cache(maxsize=4)
+def stop_strings(strings: tuple[str, ...]) -> StopStrings:
+    """Return an automaton, which requests with the same strings share."""
+    return StopStrings(strings)
