@@ -72,7 +72,10 @@ class Int4Pairs(Int4):
             body(builder.add(first, int64(step)), (numbers, factors))
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
-        """Return the two vectors of a step, whose codes come with the factors."""
+        """Dequantize a step: return its two vectors of bfloat16 pairs.
+
+        The codes were read by `some_steps` and are in `factors`.
+        """
         quarters = [emit.fma(builder, number, *own) for number, own in zip(*factors, strict=True)]
         return [emit.narrow(builder, *quarters[:2]), emit.narrow(builder, *quarters[2:])]
 

@@ -137,7 +137,10 @@ pair_rows = dispatch({kind: _pairer(kind) for kind in (BFLOAT16, INT8, FLOAT8)})
 
 @function
 def copy_row(to_kind, to, from_kind, source, columns, factor):
-    """Copy factor times a row of at least LANES numbers; the last twice unless they fill whole vectors."""
+    """Store factor times a row of at least LANES numbers.
+
+    If its length is no multiple of LANES, the last vector overlaps the one before.
+    """
     times = splat(factor)
     for column in range(0, columns, LANES):
         d = min(column, columns - LANES)
