@@ -1,4 +1,4 @@
-"""Does everything work on a GPU, and how fast? One command, under nine minutes.
+"""Does everything work on a GPU, and how fast? One command, 510 seconds by default.
 
     python -m benchmarks.gpu                # needs a CUDA or ROCm GPU
     python -m benchmarks.gpu --report       # rewrites benchmarks/README.md from the existing results
