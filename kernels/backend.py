@@ -27,7 +27,7 @@ class Kernels(Protocol):
     """
 
     name: str  # for messages; callers decide by the capabilities below
-    head_dims: range  # what attention takes
+    head_dims: range  # the head dimensions that attention takes
     has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
     records_steps: bool  # the launches of a step can be recorded, and replayed without Python between them
     compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up

@@ -106,13 +106,10 @@ def paged_attention(
 
     Options other than scale, window and scales are left to the reference: no model here needs them fast.
     """
-    key_scales, value_scales, sliding_window = (
-        options.key_scales,
-        options.value_scales,
-        options.sliding_window,
-    )
+    key_scales, value_scales = options.key_scales, options.value_scales
+    scale, sliding_window = options.scale, options.sliding_window
     check_scales(key_cache, key_scales, value_scales, query.dtype)
-    check_positive("scale", options.scale)
+    check_positive("scale", scale)
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
     if sliding_window is not None:
@@ -122,7 +119,6 @@ def paged_attention(
         return reference.paged_attention(
             query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options, plan
         )
-    scale = options.scale
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads

@@ -128,9 +128,8 @@ def places_where(mask: Tensor) -> Tensor:  # bool[n, size] -> i64[num_places]
 def _rectangle(row: Tensor, num: int) -> tuple[Tensor, int]:  # i64[m], ascending -> i64[m]
     """Return the column of each in a rectangle of `num` rows, and its width."""
     counts = torch.bincount(row, minlength=num)
-    return torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row], max(
-        1, int(counts.max())
-    )
+    column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    return column, max(1, int(counts.max()))
 
 
 def row_sums(x: Tensor) -> Tensor:  # f32[n, vocab_size] -> f64[n]

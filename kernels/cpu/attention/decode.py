@@ -7,7 +7,7 @@ prompts do, where many rows share them, would take as long as to read them.
 from ..products.kinds import BFLOAT16_PAIRS
 from ..simd.memory import get_long, set_long
 from ..simd.numbers import BFLOAT16, FLOAT32
-from ..simd.vectors import LANES, function
+from ..simd.vectors import LANES, function, padded
 from .block_table import write_next_addresses
 from .decode_tiles import (
     add_bfloat,
@@ -19,7 +19,7 @@ from .decode_tiles import (
     score_int8,
     score_pairs,
 )
-from .softmax import TILE, TILE_BYTES, padded, softmax_step
+from .softmax import TILE, TILE_BYTES, softmax_step
 from .units import BY_FLOATS
 
 _BLOCK = 8  # keys whose V is added for all heads before the next keys' V: it lies in few pages of memory

@@ -14,11 +14,11 @@ from ..products.amx import release
 from ..simd.gather import copy_row, copy_words, fetch_rows
 from ..simd.memory import get_float, get_long, item_size, load, set_float, store
 from ..simd.numbers import FLOAT32
-from ..simd.vectors import LANES, VECTOR_BYTES, function
+from ..simd.vectors import LANES, VECTOR_BYTES, function, padded
 from . import amx_attention, decode
 from .block_table import copy_scales, write_addresses
 from .prompt import attend_in_scratch
-from .softmax import TILE, KeyTile, Prefetch, merge_softmax, padded, reset, rows_from, write_output
+from .softmax import TILE, KeyTile, Prefetch, merge_softmax, reset, rows_from, write_output
 from .units import BY_FLOATS, BY_TILES, SPLIT_KEYS, lay_out, read_unit
 
 _ADDRESSES = (

@@ -18,10 +18,11 @@ from ...attention_options import (
     layout_of,
 )
 from ...checks import check_device, in_debug_mode
+from ..launch.tasks import addresses
 from ..products.amx import HAS_TILES
 from ..simd.numbers import KINDS
+from ..simd.vectors import padded
 from .kernel import ATTEND, MERGE
-from .softmax import padded
 from .units import SPLIT_KEYS, scratch_size
 
 UNITS_PER_THREAD = 2  # at least, so that threads end at about the same time
@@ -122,15 +123,9 @@ def paged_attention(
     ATTEND.run(
         len(work.units),
         plan.units,
-        query.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        block_tables.data_ptr(),
-        seq_lens.data_ptr(),
-        cu_seqlens_q.data_ptr(),
-        out.data_ptr(),
-        parts.data_ptr() if parts is not None else 0,
-        *(0 if x is None else x.data_ptr() for x in options[8:]),
+        *addresses(
+            query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, out, parts, *options[8:]
+        ),
         *plan.constants,
         scratch_size=plan.scratch_size,
     )
@@ -138,9 +133,7 @@ def paged_attention(
         MERGE.run(
             len(work.merges),
             work.merges.ctypes.data,
-            parts.data_ptr(),
-            out.data_ptr(),
-            0 if options.sinks is None else options.sinks.data_ptr(),
+            *addresses(parts, out, options.sinks),
             num_heads,
             value_dim,
             KINDS[query.dtype],
@@ -187,9 +180,8 @@ def plan_units(
     group = num_heads // num_kv_heads
     tile = _tile_of_prompts(seq_lens, query_lens, group, limit * num_kv_heads // 2)
     rows, merges, num_parts = [], [], 0
-    max_rows = (
-        tile * group if query_lens.max(initial=0) > 1 else 1
-    )  # the same for all prompts, so that a recorded step fits them
+    # The same for all prompts, so that a recorded step fits them.
+    max_rows = tile * group if query_lens.max(initial=0) > 1 else 1
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
         num_splits = -(-seq_len // SPLIT_KEYS)
         is_split = num_splits > 1 and query_len <= MAX_DECODE and seq_len * query_len > limit * num_kv_heads

@@ -4,9 +4,9 @@ from ..products.amx import configure_rows
 from ..products.tiles import multiply_add, multiply_add_pairs
 from ..simd.gather import copy_pairs, copy_rows, pair_rows
 from ..simd.memory import transpose
-from ..simd.vectors import LANES, VECTOR_BYTES, function
+from ..simd.vectors import LANES, VECTOR_BYTES, function, padded
 from .amx_attention import KEYS, add_values, clear_pairs, multiply_tiles, whole_keys
-from .softmax import TILE, TILE_BYTES, KeyTile, padded, rows_from, softmax_step
+from .softmax import TILE, TILE_BYTES, KeyTile, rows_from, softmax_step
 from .units import AMX_BLOCK, BY_FLOATS, BY_PAIRS, BY_TILES
 
 _ROW_BLOCK = 12  # query rows that go through a key tile together, up to the last key that one of them sees

@@ -26,6 +26,7 @@ from ..simd.vectors import (
     inlined,
     lane_numbers,
     multiply,
+    padded,
     splat,
     subtract,
     where_from,
@@ -71,12 +72,6 @@ class Prefetch(NamedTuple):
     key_bytes: int
     value_offset: int
     value_bytes: int
-
-
-@function
-def padded(dim):
-    """Round up to whole vectors."""
-    return (dim + LANES - 1) // LANES * LANES
 
 
 @function
@@ -127,9 +122,7 @@ def _mask_tree(args, scores, tile, token, new_position):
 
 @inlined
 def _scale_and_mask(scores, width, start, end, factor):
-    """Multiply a row's scores by a factor and set those outside of [start, end) to -inf. Return each lane's
-    maximum.
-    """
+    """Multiply a row's scores by a factor, with -inf outside [start, end). Return each lane's maximum."""
     top, times = splat(MINUS_INFINITY), splat(factor)
     for j in range(0, width, LANES):
         x = load(scores + 4 * j)
@@ -155,8 +148,9 @@ def _exp(scores, maximum):
 
 @inlined
 def _exp_row(scores, width, maximum, in_pairs, scales):
-    """Replace a row's scores by weights, times the scales of V if any; in_pairs: in bfloat16. Return the sum
-    of the weights in each lane, unscaled and unrounded.
+    """Replace a row's scores by weights, times the scales of V if any; in_pairs: in bfloat16.
+
+    Return each lane's sum of the weights, unscaled and unrounded.
     """
     total = splat(ZERO)
     if not in_pairs:

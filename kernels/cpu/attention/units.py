@@ -6,9 +6,9 @@ from ..products.amx import TILE_ROWS
 from ..products.kinds import BFLOAT16_PAIRS
 from ..simd.memory import LINE, get_int, get_long
 from ..simd.numbers import BFLOAT16, FLOAT8, FLOAT32, INT8
-from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function
+from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, padded
 from .amx_attention import KEYS, in_place_bytes
-from .softmax import TILE, TILE_BYTES, WORK_VECTORS, State, padded
+from .softmax import TILE, TILE_BYTES, WORK_VECTORS, State
 
 SPLIT_KEYS = 1024  # keys that one softmax goes over; longer contexts are split and merged (split-KV)
 AMX_BLOCK = 2 * TILE_ROWS  # query rows that AMX multiplies by a key tile at once
@@ -73,8 +73,10 @@ def scratch_size(
 
 @function
 def _choose_arithmetic(args):
-    """Choose how products are computed. By pairs, weights are rounded to bfloat16, as other libraries do in
-    that dtype; int8 and fp8 are exact in it.
+    """Choose how products are computed.
+
+    By pairs and tiles, weights are rounded to bfloat16, as other libraries do in that dtype; int8 and fp8 are
+    exact in it.
     """
     if args.query_kind != BFLOAT16:
         return BY_FLOATS
@@ -87,11 +89,9 @@ def _choose_arithmetic(args):
 
 @function
 def _reads_in_place(args, arithmetic, rows):
-    """Whether a decode with so many rows for each KV head reads keys in the cache."""
+    """Return whether a decode with so many rows for each KV head reads keys in the cache."""
     if arithmetic == BY_TILES:
-        in_place = rows <= TILE_ROWS
-        in_place &= args.cache_kind != BFLOAT16 or args.block_size % TILE_ROWS == 0
-        return in_place
+        return rows <= TILE_ROWS and (args.cache_kind != BFLOAT16 or args.block_size % TILE_ROWS == 0)
     kind = args.cache_kind if arithmetic == BY_FLOATS else BFLOAT16_PAIRS
     is_whole = args.head_dim % LANES == 0 and args.value_dim % LANES == 0
     return rows <= MAX_IN_PLACE_ROWS and is_whole and kind in (FLOAT32, BFLOAT16, INT8, BFLOAT16_PAIRS)

@@ -7,6 +7,7 @@ for the cores between any two operations.
 """
 
 import ctypes
+import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -107,6 +108,11 @@ def note_launches(launches: list[Launch] | None) -> None:
     _local.launches = launches
 
 
+def addresses(*tensors: torch.Tensor | None) -> list[int]:
+    """Return where the tensors start, 0 for None."""
+    return [0 if x is None else x.data_ptr() for x in tensors]
+
+
 def is_plain(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
     """Return whether x is on a CPU, contiguous, of this dtype and size."""
     return x.dtype == dtype and x.numel() == size and x.is_contiguous() and x.is_cpu
@@ -152,11 +158,7 @@ def _loaded_libraries() -> list[str]:
     """Return the paths of this process's OpenMP libraries, on Linux; torch's own come first."""
     try:
         with open("/proc/self/maps") as maps:
-            paths = {
-                line.split()[-1]
-                for line in maps
-                if "libgomp" in line or "libiomp" in line or "libomp" in line
-            }
+            paths = {line.split()[-1] for line in maps if re.search("libgomp|libiomp|libomp", line)}
     except OSError:
         return []
     return sorted(paths, key=lambda path: "torch" not in path)

@@ -10,7 +10,7 @@ from typing import Any
 from numba import carray, types
 
 from ..launch.runs import take_run
-from ..launch.tasks import NEXT_THREAD, Task
+from ..launch.tasks import Task, thread_scratch
 from ..products.amx import (
     AHEAD_BYTES,
     HAS_TILES,
@@ -27,7 +27,7 @@ from ..products.reader import PANEL
 from ..products.unpack import unpack
 from ..simd import emit
 from ..simd.emit import INTS, VECTOR, int64, operation
-from ..simd.memory import LINE, address_of, claim, item_size, load, store_some_as
+from ..simd.memory import LINE, address_of, item_size, load, store_some_as
 from ..simd.numbers import FLOAT32
 from ..simd.vectors import LANES, VECTOR_BYTES, add, function, multiply, silu
 
@@ -251,7 +251,7 @@ if HAS_TILES:
     @TILES.kernel
     def _tiles_kernel(record):
         args, counters = carray(record, 1, _RECORD)[0], address_of(record)
-        scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+        scratch = thread_scratch(args, counters)
         sums = args.unit_panels * args.unit_rows * args.thirds
         thirds = scratch + LINE + (_TOGETHER * _DEPTH + sums) * _WIDTH
         brought, configured = -1, 0

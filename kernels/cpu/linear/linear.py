@@ -17,7 +17,7 @@ from torch import Tensor
 from ...checks import KERNEL_DTYPES, check_dtype, check_shape
 from ..launch.huge_pages import in_huge_pages
 from ..launch.runs import num_runs, take_run
-from ..launch.tasks import NEXT_THREAD, Task
+from ..launch.tasks import Task, addresses, thread_scratch
 from ..products.amx import HAS_TILES, INPUTS
 from ..products.int4 import INT4_GROUP, PAIR_STEPS
 from ..products.kinds import (
@@ -35,7 +35,7 @@ from ..products.kinds import (
 from ..products.reader import INT8_UNIT, PANEL
 from ..products.tiles import GATED, MOST_TILE_ROWS, PanelArgs, multiply_panel
 from ..products.unpack import unpack
-from ..simd.memory import address_of, claim, get_byte, item_size, set_byte, store
+from ..simd.memory import address_of, get_byte, item_size, set_byte, store
 from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 from .amx_linear import TILES, is_read_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
@@ -44,14 +44,7 @@ _DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache w
 UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
 ROWS = 64  # of a unit of work
 OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-_KINDS = {
-    torch.float32: FLOAT32,
-    torch.float16: FLOAT16,
-    torch.bfloat16: BFLOAT16,
-    torch.int8: INT8,
-    torch.uint8: INT4,
-    torch.int16: BF12,
-}
+_KINDS = {**OUT_KINDS, torch.int8: INT8, torch.uint8: INT4, torch.int16: BF12}
 _PAIR_KINDS = {
     torch.bfloat16: BFLOAT16_PAIRS,
     torch.int8: INT8_PAIRS,
@@ -239,11 +232,7 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     rows = x if weight.in_pairs else x.float()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     fields = (
-        rows.data_ptr(),
-        weight.weight.data_ptr(),
-        weight.scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
+        *addresses(rows, weight.weight, weight.scales, bias, out),
         rows.stride(0) * rows.itemsize,
         num_rows,
         weight.depth,
@@ -322,7 +311,7 @@ def _linear(args, unit, next_unit, scratch):
 @LINEAR.kernel
 def _linear_kernel(record):
     args, counters = carray(record, 1, _RECORD)[0], address_of(record)
-    scratch = args.scratch + claim(counters + NEXT_THREAD) * args.scratch_size
+    scratch = thread_scratch(args, counters)
     unit, end = take_run(counters, args.all_units, args.num_threads)
     if unit < args.all_units:  # else the next kernel may use the scratch memory already
         for v in range(0, _WIDTH, VECTOR_BYTES):

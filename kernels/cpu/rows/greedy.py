@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ...plain import ops as torch_ops
-from ..launch.tasks import Task
+from ..launch.tasks import Task, addresses
 from ..simd.memory import get_float, load, set_float, set_long, store
 from ..simd.vectors import LANES, VECTOR_BYTES, greater, splat, total, where_greater, where_nan
 
@@ -48,9 +48,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens, highest = logits.new_empty(num_rows, dtype=torch.int64), logits.new_empty(num_rows)
     GREEDY.run(
         num_rows,
-        logits.data_ptr(),
-        tokens.data_ptr(),
-        highest.data_ptr(),
+        *addresses(logits, tokens, highest),
         size,
         logits.stride(0) * 4,
         scratch_size=2 * VECTOR_BYTES,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...checks import KERNEL_DTYPES, check_eps
 from ...plain import ops as torch_ops
-from ..launch.tasks import Task, is_plain
+from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import LINE, some_of
 from ..simd.numbers import FLOAT32, ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, add, fma, function, multiply, splat, total
@@ -90,8 +90,7 @@ def rms_norm(
 
     More than FEW_ROWS rows of whole pages are padded: the result is not contiguous.
     """
-    size = weight.shape[0]
-    dtype = x.dtype
+    size, dtype = weight.shape[0], x.dtype
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     check_eps(eps)
     regular = (
@@ -112,11 +111,8 @@ def rms_norm(
     num_units, per_unit = units_of_rows(num_rows, size)
     RMS_NORM.run(
         num_units,
-        rows.data_ptr(),
-        weight.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        out.data_ptr(),
-        KINDS[x.dtype],
+        *addresses(rows, weight, residual, out),
+        KINDS[dtype],
         unit_offset,
         num_rows,
         size,

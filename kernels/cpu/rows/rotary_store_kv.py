@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
 from ...plain import ops as torch_ops
-from ..launch.tasks import Task, is_plain
+from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import get_long, item_size, load_some_as, set_float, some_of, store_some_as
 from ..simd.numbers import FLOAT32, INT8, ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, add, fma, function, greater, highest, multiply, splat, subtract, total
@@ -133,7 +133,7 @@ def _rotary_store_kv_unit(args, unit):
 
 
 def _has_its_scales(cache: Tensor, scales: Tensor | None) -> bool:
-    """Whether a quantized cache has a scale for each token and head, and any other cache none."""
+    """Return whether a quantized cache has a scale for each token and head, and any other cache none."""
     if scales is None:
         return cache.dtype in KERNEL_DTYPES
     num_blocks, block_size, num_kv_heads, _ = cache.shape
@@ -203,21 +203,10 @@ def rotary_store_kv(
     num_units, per_unit = units_of_rows(num_tokens, num_rows * head_dim)
     ROTARY_STORE_KV.run(
         num_units,
-        *(x.data_ptr() for x in (qkv, cos, sin, key_cache, value_cache, slot_mapping)),
-        *(
-            0 if x is None else x.data_ptr()
-            for x in (query_norm_weight, key_norm_weight, key_scales, value_scales)
-        ),
-        *(
-            KINDS[qkv.dtype],
-            KINDS[key_cache.dtype],
-            unit_offset,
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-        ),
+        *addresses(qkv, cos, sin, key_cache, value_cache, slot_mapping),
+        *addresses(query_norm_weight, key_norm_weight, key_scales, value_scales),
+        *(KINDS[dtype], KINDS[key_cache.dtype], unit_offset),
+        *(num_tokens, num_heads, num_kv_heads, head_dim, block_size),
         *(stride * qkv.itemsize for stride in qkv.stride()[:2]),
         *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
         *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),

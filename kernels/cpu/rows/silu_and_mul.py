@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...checks import KERNEL_DTYPES
 from ...plain import ops as torch_ops
-from ..launch.tasks import Task
+from ..launch.tasks import Task, addresses
 from ..simd.memory import some_of
 from ..simd.numbers import ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, function, multiply, silu
@@ -47,8 +47,7 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     num_units, per_unit = units_of_rows(num_rows, 2 * size)
     SILU_AND_MUL.run(
         num_units,
-        x.data_ptr(),
-        out.data_ptr(),
+        *addresses(x, out),
         KINDS[x.dtype],
         num_rows,
         size,

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import check_dtype, in_debug_mode
-from ..launch.tasks import Task
+from ...checks import check_dtype, check_indices, in_debug_mode
+from ..launch.tasks import Task, addresses
 from ..linear.linear import Panels
 from ..products.kinds import BF12, BF12_PAIRS, BFLOAT16_PAIRS, INT8_PAIRS, STEP_BYTES, UNPACKED
 from ..products.reader import INT8_UNIT, PANEL
@@ -115,11 +115,10 @@ def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
 
 
 def _take_rows(table: Tensor, indices: Tensor, dtype: torch.dtype, kind: int) -> Tensor:
-    check_dtype("indices", indices, (torch.int64,))
-    _check_range(indices, len(table))
+    _check_indices(indices, len(table))
     out = table.new_empty(len(indices), table.shape[1], dtype=dtype)
     row_bytes = table.shape[1] * table.itemsize
-    TAKE_ROWS.run(len(indices), table.data_ptr(), indices.data_ptr(), out.data_ptr(), row_bytes, kind)
+    TAKE_ROWS.run(len(indices), *addresses(table, indices, out), row_bytes, kind)
     return out
 
 
@@ -136,8 +135,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         rows = weight[indices // PANEL, :, places].flatten(1)
         unit = INT8_UNIT if panels.kind == INT8_PAIRS else 1.0
         return (rows * (unit * panels.scales[indices, None])).to(dtype)
-    check_dtype("indices", indices, (torch.int64,))
-    _check_range(indices, panels.out_features)
+    _check_indices(indices, panels.out_features)
     indices = indices.contiguous()  # bound to a name: its memory must outlive the launch
     out = torch.empty(len(indices), size, dtype=dtype)
     is_bf12 = panels.kind in (BF12_PAIRS, BF12)
@@ -145,10 +143,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         check_dtype("rows", out, (torch.bfloat16, torch.float32))
     TAKE_PANEL_ROWS.run(
         len(indices),
-        weight.data_ptr(),
-        panels.scales.data_ptr(),
-        indices.data_ptr(),
-        out.data_ptr(),
+        *addresses(weight, panels.scales, indices, out),
         size,
         panels.kind,
         KINDS[dtype],
@@ -157,7 +152,7 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     return out
 
 
-def _check_range(indices: Tensor, num_rows: int) -> None:
-    """In debug mode, check that every row exists; otherwise callers ensure it."""
-    if in_debug_mode() and len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < num_rows:
-        raise ValueError(f"indices must be from 0 to {num_rows - 1}, got {indices.tolist()}")
+def _check_indices(indices: Tensor, num_rows: int) -> None:
+    check_dtype("indices", indices, (torch.int64,))
+    if in_debug_mode():
+        check_indices("indices", indices, "the table's rows", num_rows)

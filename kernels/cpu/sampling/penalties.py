@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ...plain import sampling as torch_sampling
-from ..launch.tasks import Task, is_plain
+from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import any_set, get_byte, get_float, get_int, get_long, set_float
 from ..simd.vectors import VECTOR_BYTES, function
 
@@ -67,4 +67,4 @@ def apply_penalties(
         torch_sampling.apply_penalties(logits, rows, slots, output_counts, seen, *columns)
         return
     histories = (logits, rows, slots, output_counts, seen, *columns)
-    PENALTIES.run(num, *(x.data_ptr() for x in histories), size, logits.stride(0) * 4)
+    PENALTIES.run(num, *addresses(*histories), size, logits.stride(0) * 4)

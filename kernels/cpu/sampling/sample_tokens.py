@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...plain import sampling as torch_sampling
 from ...plain import selection as torch_selection
-from ..launch.tasks import Task, is_plain
+from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import (
     get_float,
     get_int,
@@ -34,6 +34,7 @@ from ..simd.vectors import (
     function,
     greater,
     multiply,
+    padded,
     splat,
     subtract,
     total,
@@ -49,7 +50,6 @@ from .selection import (
     count_radius,
     distances,
     mass_radius,
-    padded,
     threshold_for,
 )
 
@@ -317,12 +317,11 @@ def sample_tokens(
     tokens = torch.empty_like(seeds)
     height = torch_selection.HEIGHT
     width = -(-size // height)
-    pitch = -(-width // LANES) * LANES
-    columns = (temperature, min_p, top_n_sigma, typical_p, top_k, top_p)
+    pitch = padded.py_func(width)
     SAMPLE.run(
         num_rows,
-        *(x.data_ptr() for x in (logits, tokens, seeds, positions)),
-        *(0 if x is None else x.data_ptr() for x in columns),
+        *addresses(logits, tokens, seeds, positions),
+        *addresses(temperature, min_p, top_n_sigma, typical_p, top_k, top_p),
         size,
         logits.stride(0) * 4,
         height,

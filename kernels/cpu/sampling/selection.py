@@ -29,6 +29,7 @@ from ..simd.vectors import (
     greater,
     highest,
     lanes_from,
+    padded,
     splat,
     subtract,
     total,
@@ -44,12 +45,6 @@ _MINUS_INFINITY, _NAN = -0x7F800001, 0x7F800001  # see float_at_rank
 _BIN_SHIFT, _FIRST_BIN, NUM_BINS = 15, (127 - 8) * 256, 16 * 256
 _EVERY_LANE = (1 << LANES) - 1
 _INDEX = 0xFFFFFFFF  # the bits of a key that are an index
-
-
-@function
-def padded(size):
-    """Round up to whole vectors."""
-    return -(-size // LANES) * LANES
 
 
 @function

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...plain import logprobs as torch_logprobs
 from ...plain import selection as torch_selection
-from ..launch.tasks import Task, is_plain
+from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import get_float, get_long, load, load_up_to, set_float, set_long
 from ..simd.vectors import (
     LANES,
@@ -18,6 +18,7 @@ from ..simd.vectors import (
     function,
     greater,
     multiply,
+    padded,
     splat,
     subtract,
     total,
@@ -75,7 +76,7 @@ def _token_logprobs(args, row, scratch):
         set_long(args.ranks + 8 * row, 1 + count_above(x, size, own, False))
         return
     bound = threshold_for(columns, width, num_top) if num_top <= width else MINUS_INFINITY
-    keys = scratch + 8 * -(-width // LANES) * LANES
+    keys = scratch + 8 * padded(width)
     count, rank = collect_keys(x, size, bound, keys), 1
     sort(keys, count)
     for i in range(max(count, num_top)):
@@ -103,12 +104,12 @@ def token_logprobs(
     width = -(-size // torch_selection.HEIGHT)
     LOGPROBS.run(
         num_rows,
-        *(x.data_ptr() for x in (logits, tokens, values, ids, ranks)),
+        *addresses(logits, tokens, values, ids, ranks),
         size,
         logits.stride(0) * 4,
         width,
         num_top,
         # Column maxima, and a key of each logit.
-        scratch_size=8 * -(-width // LANES) * LANES + 8 * size,
+        scratch_size=8 * padded.py_func(width) + 8 * size,
     )
     return values, ids, ranks

@@ -8,29 +8,18 @@ from numba import types
 
 from . import emit
 from .emit import INTS, int64, operation
-from .memory import (
-    LINE,
-    get_long,
-    item_size,
-    load,
-    load_as,
-    load_bfloat,
-    load_float8,
-    load_half,
-    load_int8,
-    store,
-    store_as,
-)
+from .memory import LINE, LOADERS, get_long, item_size, load, load_as, store, store_as
 from .numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, ITEM_SIZES
 from .vectors import LANES, dispatch, function, multiply, splat, vector
 
 
-def _copier(load_vector, size):
+def _copier(kind):
     """Make a function that copies rows of K or V of one kind, token by token with all heads of the unit.
 
     That is the order of memory. float32 is copied too: rows that are a power of two apart share few sets of
     the L1 cache, so every register tile would read them from further away.
     """
+    (load_vector, _), size = LOADERS[kind], ITEM_SIZES[kind]
 
     @function
     def copy(to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width):
@@ -48,17 +37,11 @@ def _copier(load_vector, size):
     return copy
 
 
-_copy_float = _copier(load, 4)
+_copy_float = _copier(FLOAT32)
 # copy_rows(kind, to, stride, addresses, offset, skip, count, num_heads, head_stride, columns, width) copies
 # rows of K or V from `skip` to `count` as float32, every head in `width` numbers.
 copy_rows = dispatch(
-    {
-        FLOAT32: _copy_float,
-        BFLOAT16: _copier(load_bfloat, 2),
-        FLOAT16: _copier(load_half, 2),
-        INT8: _copier(load_int8, 1),
-        FLOAT8: _copier(load_float8, 1),
-    }
+    {FLOAT32: _copy_float, **{kind: _copier(kind) for kind in (BFLOAT16, FLOAT16, INT8, FLOAT8)}}
 )
 
 

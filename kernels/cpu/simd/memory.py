@@ -11,8 +11,8 @@ from numba import types
 
 from . import emit
 from .emit import F32, I8, I32, I64, INTS, VECTOR, int64, operation
-from .numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
-from .vectors import HAS_DOT, LANES, function, vector
+from .numbers import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
+from .vectors import HAS_DOT, LANES, dispatch, function, vector
 
 LINE = 64  # bytes of a cache line
 
@@ -47,21 +47,9 @@ def _storers(kind: int) -> tuple[Any, Any]:
     return store, store_some
 
 
-_LOADERS, _STORERS = [_loaders(kind) for kind in range(5)], [_storers(kind) for kind in range(5)]
-(
-    (load, _load_some),
-    (load_half, _load_some_half),
-    (load_bfloat, _load_some_bfloat),
-    (load_int8, _load_some_int8),
-    (load_float8, _load_some_float8),
-) = _LOADERS
-(
-    (store, _store_some),
-    (store_half, _store_some_half),
-    (store_bfloat, _store_some_bfloat),
-    (store_int8, _store_some_int8),
-    (store_float8, _store_some_float8),
-) = _STORERS
+# By kind: of LANES numbers, and of the first `count`.
+LOADERS, STORERS = [_loaders(kind) for kind in range(5)], [_storers(kind) for kind in range(5)]
+(load, _), (store, _) = LOADERS[FLOAT32], STORERS[FLOAT32]
 
 
 def some_of(kind: int) -> tuple[Any, Any]:
@@ -69,7 +57,7 @@ def some_of(kind: int) -> tuple[Any, Any]:
 
     They access LANES numbers, or the first `count` if that is fewer.
     """
-    (load_all, load_first), (store_all, store_first) = _LOADERS[kind], _STORERS[kind]
+    (load_all, load_first), (store_all, store_first) = LOADERS[kind], STORERS[kind]
 
     @function
     def load_up_to(address, count):
@@ -178,45 +166,16 @@ def item_size(kind):
     return 4 if kind == FLOAT32 else 2 if kind == FLOAT16 or kind == BFLOAT16 else 1  # noqa: SIM109
 
 
-@function
-def load_as(kind, address):
-    """Load LANES numbers of that kind."""
-    if kind == FLOAT32:
-        return load(address)
-    if kind == BFLOAT16:
-        return load_bfloat(address)
-    if kind == FLOAT16:
-        return load_half(address)
-    return load_int8(address) if kind == INT8 else load_float8(address)
-
-
-@function
-def store_as(kind, address, x):
-    """Store LANES numbers, rounded to that kind."""
-    if kind == FLOAT32:
-        store(address, x)
-    elif kind == BFLOAT16:
-        store_bfloat(address, x)
-    elif kind == FLOAT16:
-        store_half(address, x)
-    elif kind == INT8:
-        store_int8(address, x)
-    else:
-        store_float8(address, x)
+_ORDER = (FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8)
+# load_as(kind, address) loads LANES numbers of that kind; store_as(kind, address, x) rounds them to it.
+load_as, _load_first_as = (dispatch({kind: LOADERS[kind][i] for kind in _ORDER}) for i in range(2))
+store_as, _store_first_as = (dispatch({kind: STORERS[kind][i] for kind in _ORDER}) for i in range(2))
 
 
 @function
 def load_some_as(kind, address, count):
     """Load LANES numbers of that kind; if there are only `count`, these and zeros."""
-    if count >= LANES:
-        return load_as(kind, address)
-    if kind == FLOAT32:
-        return _load_some(address, count)
-    if kind == BFLOAT16:
-        return _load_some_bfloat(address, count)
-    if kind == FLOAT16:
-        return _load_some_half(address, count)
-    return _load_some_int8(address, count) if kind == INT8 else _load_some_float8(address, count)
+    return load_as(kind, address) if count >= LANES else _load_first_as(kind, address, count)
 
 
 @function
@@ -224,13 +183,5 @@ def store_some_as(kind, address, x, count):
     """Store LANES numbers, rounded to that kind, or the first `count` if that is fewer."""
     if count >= LANES:
         store_as(kind, address, x)
-    elif kind == FLOAT32:
-        _store_some(address, x, count)
-    elif kind == BFLOAT16:
-        _store_some_bfloat(address, x, count)
-    elif kind == FLOAT16:
-        _store_some_half(address, x, count)
-    elif kind == INT8:
-        _store_some_int8(address, x, count)
     else:
-        _store_some_float8(address, x, count)
+        _store_first_as(kind, address, x, count)

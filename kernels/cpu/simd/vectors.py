@@ -57,6 +57,12 @@ class _VectorModel(PrimitiveModel):  # type: ignore[misc]
         super().__init__(dmm, fe_type, VECTOR)
 
 
+@function
+def padded(size):
+    """Round up to whole vectors."""
+    return (size + LANES - 1) // LANES * LANES
+
+
 @operation(vector, types.float32)
 def splat(builder: Any, x: Any) -> Any:
     """Return x in every lane."""

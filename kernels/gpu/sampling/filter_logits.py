@@ -239,16 +239,12 @@ def row_limits(
     limits = torch.empty(n, NUM_LIMITS, device=logits.device)
     # A filter that is not used is never read, but has a type: one binary serves every combination.
     standing_in = [temperature] * 3 + [temperature.view(torch.int32), temperature]
-    pointers = [
-        stand_in if value is None else value for value, stand_in in zip(filters, standing_in, strict=True)
-    ]
+    pointers = zip(PARAMETERS[1:], filters, standing_in, strict=True)
     arguments = {
         "maxima_ptr": maxima,
         "moments_ptr": sums.view(torch.float64) if moments is None else moments,
         "temperature_ptr": temperature,
-        **dict(
-            zip(("min_p_ptr", "sigmas_ptr", "typical_ptr", "top_k_ptr", "top_p_ptr"), pointers, strict=True)
-        ),
+        **{name: stand_in if value is None else value for name, value, stand_in in pointers},
         "sums_ptr": sums,
         "flags": sum(1 << bit for bit, value in enumerate(filters) if value is not None),
         "SIZE": vocab_size,
