@@ -188,6 +188,10 @@ class Request:
     """
 
     inputs: RequestInputs
+    # Copied from the inputs, since they are read in every step. All n samples share the user's request_id.
+    request_id: str = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    generates: bool = field(init=False)
     index: int = 0
     siblings: Sequence[Request] = ()
     token_ids: list[int] = field(init=False)  # prompt, then output
@@ -208,14 +212,11 @@ class Request:
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.perf_counter()))
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.inputs.prompt_token_ids)
+        inputs = self.inputs
+        self.request_id, self.stop_ids, self.generates = inputs.request_id, inputs.stop_ids, inputs.generates
+        self.token_ids = list(inputs.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.alert_at = self.num_prompt_tokens + 1
-
-    @property
-    def request_id(self) -> str:
-        """The user's id of the request, which all n samples share."""
-        return self.inputs.request_id
 
     @property
     def num_tokens(self) -> int:
@@ -253,11 +254,11 @@ class Request:
         """Record the time of the first token, and finish the request if token_id, the newest, ends it."""
         inputs, params = self.inputs, self.inputs.params
         # Without stop tokens, the output may end where the grammar is complete.
-        grammar = None if inputs.stop_ids else self.sampling.grammar
+        grammar = None if self.stop_ids else self.sampling.grammar
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
             self.alert_at = inputs.max_total_tokens if grammar is None else self.num_tokens + 1
-        if token_id in inputs.stop_ids and self.num_output_tokens > params.min_tokens:
+        if token_id in self.stop_ids and self.num_output_tokens > params.min_tokens:
             # As in vLLM, stop_reason is None for EOS.
             self.finish("stop", now, token_id if token_id in params.stop_token_ids else None)
         elif grammar and self.num_output_tokens >= params.min_tokens and grammar.is_complete(self):
@@ -268,7 +269,7 @@ class Request:
     @property
     def ended_by_token(self) -> bool:
         """Whether the last token ended the output and is not part of its text."""
-        return self.finish_reason == "stop" and self.token_ids[-1] in self.inputs.stop_ids
+        return self.finish_reason == "stop" and self.token_ids[-1] in self.stop_ids
 
     def finish(self, reason: FinishReason, now: float, stop_reason: int | str | None = None) -> None:
         """Mark as finished; the scheduler frees the blocks."""

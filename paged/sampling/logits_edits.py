@@ -40,7 +40,7 @@ class LogitsEdits:
         # generated.
         self._banned = [self._flat_index(r, w[0]) for r, _, bad in words for w in bad if len(w) == 1]
         self._words = [(r, q, long) for r, q, bad in words if (long := _by_last_but_one(bad))]
-        self._early = [(r, q, p) for r, q, p in rows if p.min_tokens and q.inputs.stop_ids]
+        self._early = [(r, q, p) for r, q, p in rows if p.min_tokens and q.stop_ids]
         self._biases = self._logit_biases([(r, q, p) for r, q, p in rows if p.logit_bias])
         penalized = [(r, q, p) for r, q, p in rows if p.penalizes]
         history.keep([request for _, request, _ in penalized])
@@ -123,7 +123,7 @@ class LogitsEdits:
         if not self._early:
             return []
         self._early = [(row, q, p) for row, q, p in self._early if q.num_output_tokens < p.min_tokens]
-        return [self._flat_index(row, token) for row, q, _ in self._early for token in q.inputs.stop_ids]
+        return [self._flat_index(row, token) for row, q, _ in self._early for token in q.stop_ids]
 
     def _flat_index(self, row: int, token: int) -> int:
         return row * self.vocab_size + token

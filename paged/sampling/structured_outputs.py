@@ -324,7 +324,7 @@ class GrammarMasks:
     def _finish(self) -> None:
         """Replace the library's end tokens by the requests', and note errors."""
         for i, (request, state) in enumerate(zip(self._requests, self._states, strict=True)):
-            if request.inputs.stop_ids != state.vocabulary.ends or request.inputs.params.min_tokens:
+            if request.stop_ids != state.vocabulary.ends or request.inputs.params.min_tokens:
                 self._set_ends(i, request, state)
         self._bits &= self._states[0].vocabulary.in_logits
         empty = {*np.flatnonzero(~self._bits.any(1)).tolist()}
@@ -337,7 +337,7 @@ class GrammarMasks:
         self._bits[broken] = -1  # their tokens are discarded
 
     def _set_ends(self, i: int, request: Request, state: GrammarState) -> None:
-        row, ends = self._bits[i], _bits(request.inputs.stop_ids, self._bits.shape[1])
+        row, ends = self._bits[i], _bits(request.stop_ids, self._bits.shape[1])
         row &= state.vocabulary.not_ends
         if request.num_output_tokens < request.inputs.params.min_tokens:
             row &= ~ends

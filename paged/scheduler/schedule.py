@@ -76,7 +76,7 @@ class Schedule:
             beside = [q for at, q in zip(self.sampled, self.sampled_requests, strict=True) if at == row]
             for ended in (request, *request.siblings, *beside):
                 ended.finish("error", now, NOT_FINITE)
-        elif not request.inputs.generates and request.num_computed_tokens == request.num_tokens:
+        elif not request.generates and request.num_computed_tokens == request.num_tokens:
             request.finish("length", now)
         return request.finish_reason is not None
 

@@ -125,7 +125,7 @@ class Scheduler:
             if not request.ready:  # in flight, or preempted just now
                 continue
             end = request.num_computed_tokens + 1
-            if end != len(request.token_ids) or request.siblings or not request.inputs.generates:
+            if end != len(request.token_ids) or request.siblings or not request.generates:
                 lacking.append(request)
                 continue
             if scarce and len(requests) == budget:
@@ -222,7 +222,7 @@ class Scheduler:
         schedule.num_new_tokens.append(num_new)
         schedule.num_tokens += num_new
         request.ready = False
-        if end < request.num_tokens or not request.inputs.generates:
+        if end < request.num_tokens or not request.generates:
             return
         samples = [request, *request.siblings]
         schedule.sampled += [row] * len(samples)
@@ -269,7 +269,7 @@ class Scheduler:
                 continue
             token_ids = request.token_ids
             token_ids.append(token)
-            if len(token_ids) >= request.alert_at or token in request.inputs.stop_ids:
+            if len(token_ids) >= request.alert_at or token in request.stop_ids:
                 request.on_token(token, now)
                 num_finished += request.finish_reason is not None
         self.counters.count(schedule)

@@ -98,7 +98,7 @@ class OutputProcessor:
     def _completions(self, group: RequestGroup) -> list[CompletionOutput]:
         """Return one completion per sample, or the n best of best_of samples."""
         params = group.samples[0].inputs.params
-        if not group.samples[0].inputs.generates:
+        if not group.samples[0].generates:
             return []
         if params.best_of is not None and not group.finished:
             return []  # the best are not known yet
