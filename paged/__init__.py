@@ -15,6 +15,8 @@ from .errors import (
     UnsupportedModelError,
     UsageError,
 )
+from .from_vllm import missing as _missing
+from .requests.prompts import TextPrompt, TokensPrompt
 from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -53,6 +55,8 @@ __all__ = [
     "SamplingParams",
     "ScoreOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UnknownArgumentError",
     "UnsupportedModelError",
     "UsageError",
@@ -77,4 +81,8 @@ def __getattr__(name: str) -> Any:
     found = "LLMEngine" if name == "LLM" else name
     if found in _MODULES:
         return getattr(importlib.import_module(f".{_MODULES[found]}", __name__), found)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(_missing("paged", name))
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any, Literal
 
-from .errors import ConfigError, reject_unknown
+from .arguments import strict
+from .errors import ConfigError
+from .from_vllm import ENGINE_ARGS
 from .validation import check_bool, check_int, check_number, shown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -16,6 +19,21 @@ ATTENTION_BACKENDS = ("auto", "triton", "numba", "torch")
 POLICIES = ("fcfs", "priority", "longest-prefix-match", "fair")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+# Options whose default is None in vLLM.
+_NONE_MEANS = {
+    "block_size": 16,
+    "max_num_seqs": 256,
+    "enable_prefix_caching": True,
+    "attention_backend": "auto",
+}
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
+_POLICY_METHODS = ("preempts", "rank", "push", "peek", "pop", "remove", "generated", "__len__", "__iter__")
+_OPTIONAL_TEXTS = {
+    "tokenizer": "a directory or a hub id",
+    "revision": "a branch, tag or commit",
+    "tokenizer_revision": "a branch, tag or commit",
+    "generation_config": "'auto', 'paged', 'vllm' or a directory",
+}
 _OPTIONAL_COUNTS = (
     "max_model_len",
     "max_num_batched_tokens",
@@ -27,15 +45,20 @@ _OPTIONAL_COUNTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@partial(strict, neutral=ENGINE_ARGS, error=ConfigError, name="LLMEngine")
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of an `LLMEngine`.
 
     model: a local directory, a Hugging Face hub id, or "demo" for the checkpoint that ships with `paged`.
     tokenizer: a directory or hub id, if the tokenizer is not beside the model.
+    revision: branch, tag or commit of the model on the hub; None takes the default branch.
+    tokenizer_revision: the same for the tokenizer; None takes revision if the tokenizer is beside the model.
+    generation_config: where the sampling parameters of requests without any come from: "auto" is the
+        checkpoint's generation_config.json; "paged" (or "vllm") is `SamplingParams()`; or a directory.
     dtype: of activations, and of weights unless a narrower type holds the same values; "auto" is the
-        checkpoint's. On a CPU "auto" is float32 instead of float16, and instead of bfloat16 if the CPU has no
-        instructions for it.
+        checkpoint's, "half" is float16, "float" float32, and a torch.dtype goes too. On a CPU "auto" is
+        float32 instead of float16, and instead of bfloat16 if the CPU has no instructions for it.
     quantization: quantize the weights of an unquantized checkpoint while loading, on a CPU: "int8" with a
         scale per output, or "int4" with a scale and a zero per 32 inputs (the output head in int8).
     kv_cache_dtype: of K and V in the cache; "auto" is dtype. "float16" and "bfloat16" also go with dtype
@@ -53,7 +76,7 @@ class EngineConfig:
     enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
         preempt higher ones; "longest-prefix-match", the one with most of its prompt cached; "fair", one of
-        the tenant with the least service.
+        the tenant with the least service; or a `scheduler.policies.Policy`, for this engine alone.
     tenant_weights: for "fair", the relative share of each tenant; 1 by default.
     long_prefill_token_threshold: most prompt tokens of one request in a step; None sets no limit.
     max_num_partial_prefills: most requests with partly computed prompts; None sets no limit.
@@ -77,8 +100,12 @@ class EngineConfig:
     """
 
     model: str
+    _: KW_ONLY
     tokenizer: str | None = None
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    generation_config: str = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] | Any = "auto"
     quantization: Literal["int8", "int4"] | None = None
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3"] = "auto"
     device: str = "auto"
@@ -90,7 +117,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     cpu_memory_utilization: float = 0.4
     enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str | Any = "fcfs"
     tenant_weights: Mapping[str, float] | None = None
     long_prefill_token_threshold: int | None = None
     max_num_partial_prefills: int | None = None
@@ -106,17 +133,13 @@ class EngineConfig:
     seed: int = 0
     skip_tokenizer_init: bool = False
 
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> Self:
-        """Return EngineConfig(**kwargs). Raise UnknownArgumentError for an unknown keyword."""
-        reject_unknown("LLMEngine", kwargs, {field.name for field in fields(cls)})
-        return cls(**kwargs)
-
     def __post_init__(self) -> None:
+        self._take_defaults()
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a directory, a hub id or 'demo', got {shown(self.model)}")
-        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
-            raise ConfigError(f"tokenizer must be a directory or a hub id, got {shown(self.tokenizer)}")
+        for name, wanted in _OPTIONAL_TEXTS.items():
+            if not isinstance(value := getattr(self, name), str | None) or value == "":
+                raise ConfigError(f"{name} must be {wanted}, got {shown(value)}")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be a string such as 'cpu' or 'cuda:0', got {shown(self.device)}")
         for name in ("deterministic", "enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
@@ -129,6 +152,19 @@ class EngineConfig:
         check_policy(self.scheduling_policy, self.tenant_weights)
         _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         self._check_sizes()
+
+    def _take_defaults(self) -> None:
+        """Replace vLLM's spellings of a default, and other names of dtypes, by the usual ones."""
+        for name, default in _NONE_MEANS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        if self.long_prefill_token_threshold == 0:  # vLLM's default: no limit
+            object.__setattr__(self, "long_prefill_token_threshold", None)
+        dtype = self.dtype
+        if type(dtype).__name__ == "dtype":  # torch's, which need not be imported to be named
+            dtype = str(dtype).removeprefix("torch.")
+        if isinstance(dtype, str):
+            object.__setattr__(self, "dtype", _DTYPE_NAMES.get(dtype, dtype))
 
     def _check_sizes(self) -> None:
         size = check_int(ConfigError, "block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
@@ -151,15 +187,23 @@ class EngineConfig:
                 )
 
 
-def check_policy(name: str, weights: object) -> None:
+def check_policy(policy: object, weights: object) -> None:
     """Raise ConfigError for an unknown policy or wrong tenant weights."""
-    _check_choice("scheduling_policy", name, POLICIES)
+    if isinstance(policy, str):
+        _check_choice("scheduling_policy", policy, POLICIES)
+    elif lacking := [name for name in _POLICY_METHODS if not hasattr(policy, name)]:
+        raise ConfigError(
+            f"scheduling_policy must be one of {', '.join(POLICIES)} or a Policy, got {shown(policy)}, "
+            f"which has no {lacking[0]!r}"
+        )
+    elif isinstance(policy, type) or any(True for _ in policy):  # type: ignore[attr-defined]
+        raise ConfigError(f"scheduling_policy must be a new Policy without requests, got {shown(policy)}")
     if weights is None:
         return
     if not isinstance(weights, Mapping):
         raise ConfigError(f"tenant_weights must be a dict of tenants and numbers, got {shown(weights)}")
-    if weights and name != "fair":
-        raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {shown(name)}")
+    if weights and policy != "fair":
+        raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {shown(policy)}")
     for tenant, weight in weights.items():
         check_number(ConfigError, f"the weight of tenant {tenant!r}", weight, 0.0, above=True)
 

@@ -55,11 +55,16 @@ class UsageError(PagedError):
     """A call in the wrong state, such as freeing a block twice."""
 
 
-def reject_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UnknownArgumentError for the first name in `given` that is not in `known`."""
+def reject_unknown(
+    owner: str, given: Iterable[str], known: Iterable[str], neutral: Iterable[str] = ()
+) -> None:
+    """Raise UnknownArgumentError for the first name in `given` that is not in `known`.
+
+    neutral: names of arguments without effect, of which one may be meant.
+    """
     known = sorted(known)
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(name, [*known, *neutral], n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
             raise UnknownArgumentError(f"{owner} got an unknown argument {name!r}; {hint}")

@@ -8,12 +8,16 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Number
 from typing import Any, Self
 
-from .errors import RequestError, reject_unknown
+from .arguments import strict
+from .errors import RequestError
+from .from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS
 from .validation import check_bool, check_int, check_number, plain, shown
 
+DEFAULT_MAX_TOKENS = 16  # as in vLLM and OpenAI's completions
 MAX_LOGPROBS = 1024  # most candidates reported for a token
 MAX_SEED = 2**63 - 1
 # Of all stop strings together, and of all bad words: the automaton takes memory and time for each.
@@ -34,6 +38,7 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = "final_only"  # there is none before the end
 
 
+@partial(strict, neutral=STRUCTURED_OUTPUTS_PARAMS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """The language that an output must belong to; exactly one field is given.
@@ -58,10 +63,6 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-
-    def __new__(cls, **kwargs: Any) -> Self:
-        reject_unknown("StructuredOutputsParams", kwargs, {field.name for field in fields(cls)})
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if self.json_object is not None and not check_bool(RequestError, "json_object", self.json_object):
@@ -91,6 +92,7 @@ class StructuredOutputsParams:
         return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
+@partial(strict, neutral=SAMPLING_PARAMS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling and stopping of one request, with vLLM's names and meanings.
@@ -110,8 +112,8 @@ class SamplingParams:
         probability (Meister et al., 2022), and always the most likely one; 1 keeps all.
     top_n_sigma: keep tokens whose logit is within this many standard deviations of the highest one (Tang et
         al., 2024); 0 keeps all.
-    seed: the same seed gives the same tokens in any batch; None derives one from the engine's seed and the
-        request id.
+    seed: the same seed gives the same tokens in any batch; None, or -1, derives one from the engine's seed
+        and the request id.
     presence_penalty: subtracted from the logit of every token generated before; from -2 to 2.
     frequency_penalty: subtracted once for every time the token was generated; from -2 to 2.
     repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative
@@ -171,7 +173,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
-    max_tokens: int | None = None
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
@@ -188,12 +190,9 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
     structured_outputs: StructuredOutputsParams | None = None
 
-    def __new__(cls, **kwargs: Any) -> Self:
-        # Before __init__, whose own message would not suggest the field that is meant.
-        reject_unknown("SamplingParams", kwargs, {field.name for field in fields(cls)})
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Number) and not isinstance(value, int | float):
@@ -217,6 +216,10 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise RequestError(f"stop {shown(self.stop)} needs text, which detokenize=False leaves out")
+
+    def clone(self) -> Self:
+        """Return these parameters: nothing can change them, so they may be shared."""
+        return self
 
     @property
     def num_samples(self) -> int:

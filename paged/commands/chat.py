@@ -55,15 +55,15 @@ def chat(
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     engine_options = common.engine_options(model, options)
-    params = SamplingParams(**common.sampling_options(options | structured))
-    _check_one_text(params)
+    sampling = common.sampling_options(options | structured)
+    _check_one_text(SamplingParams(**{"max_tokens": None, **sampling}))
     template: dict[str, Any] = {
         "chat_template": common.template_text(chat_template),
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
     engine = common.start(engine_options)
     engine.chat_templates.source(template["chat_template"])  # raises now if there is no template
-    return Chat(engine, params, template, system).run()
+    return Chat(engine, engine.params_of(sampling, max_tokens=None), template, system).run()
 
 
 def _check_one_text(params: SamplingParams) -> None:
@@ -258,13 +258,11 @@ class Chat:
 
     def _request(self) -> str:
         """Add the request for the next answer. Return its id."""
-        prompt = self._engine.chat_templates.render(self.messages, **self._template)
+        prompt = self._engine.render_chat(self.messages, **self._template)
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
-            self._engine.add_request(
-                request_id, {"prompt": prompt, "add_special_tokens": False}, self._turn_params()
-            )
+            self._engine.add_request(request_id, prompt, self._turn_params())
         except PagedError as error:
             # Only these errors go away with a shorter conversation.
             if "max_model_len" in str(error) or "KV cache" in str(error):

@@ -81,7 +81,7 @@ def engine_options(model: str, options: Mapping[str, Any], *more: str) -> dict[s
     result = {"model": model, **given(options, [*ENGINE[1], *more])}
     if "tenant_weights" in result:
         result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])
-    EngineConfig.from_kwargs(**result)
+    EngineConfig(**result)
     return result
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl, one object per
 line with prompt or prompt_token_ids, and optionally sampling parameters by their API names and tenant. Blank
 lines are skipped."""
+DEFAULT_COMPLETION_TOKENS = 256  # by default
 LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output."
 _OUTPUT_HELP = "Write the results of --prompts to this file instead of stdout, as JSON lines."
 
@@ -51,15 +52,15 @@ def generate(
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     engine_options = common.engine_options(model, options)
     sampling = common.sampling_options(options | structured)
-    params = SamplingParams(**sampling)
     if prompts is None:
         if live:
             raise CliError("--live shows many requests at once: it needs --prompts and --output")
         if output is not None:
             raise CliError("--output takes the results of --prompts; the text of one prompt goes to stdout")
-        _check_shows_text(params)
+        _check_shows_text(SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling}))
         text = _read_stdin() if prompt is None else prompt
-        return _stream(common.start(engine_options), text, params)
+        engine = common.start(engine_options)
+        return _stream(engine, text, engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS))
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
     if live and output is None:
@@ -177,7 +178,8 @@ def _outcomes(
         while pending and engine.scheduler.num_waiting < most_waiting:
             index, job = pending.popleft()
             try:
-                engine.add_request(str(index), job.prompt, job.params, tenant=job.tenant)
+                params = engine.params_of(job.sampling, DEFAULT_COMPLETION_TOKENS)
+                engine.add_request(str(index), job.prompt, params, tenant=job.tenant)
             except PagedError as error:
                 yield index, {"error": str(error)}
         for output in engine.step():

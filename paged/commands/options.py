@@ -59,7 +59,8 @@ def option_type(owner: type[Any], name: str) -> Any:
     hint = typing.get_type_hints(owner)[name]
     if _is_list(hint):
         return list[int] if any(get_args(member) == (int,) for member in _members(hint)) else list[str]
-    (kind,) = (member for member in _members(hint) if member is not type(None))
+    # Of several types, such as a policy's name or object, the command line gives the first.
+    kind = next(member for member in _members(hint) if member is not type(None))
     return str if get_origin(kind) is typing.Literal else kind
 
 

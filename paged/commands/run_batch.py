@@ -15,7 +15,8 @@ from ..config import EngineConfig
 from ..errors import PagedError, RequestError
 from ..protocol.batch_file import BatchOutput, Line, count_lines, read_lines
 from ..protocol.openai import BAD_REQUEST, NOT_FOUND, Call, error_body, failure_of
-from ..requests.request import Prompt, RequestOutput
+from ..requests.prompts import Prompt
+from ..requests.request import RequestOutput
 from . import common
 from .options import with_options
 
@@ -128,8 +129,10 @@ class _Run:
         if entry.line.identity not in self._entries:  # another of its prompts was refused
             return
         try:
+            call = entry.call
+            params = self._engine.params_of(call.sampling, call.DEFAULT_MAX_TOKENS)
             self._engine.add_request(
-                entry.request_id(index), entry.prompts[index], entry.call.params, tenant=entry.call.tenant
+                entry.request_id(index), entry.prompts[index], params, tenant=call.tenant
             )
         except PagedError as error:
             for earlier in range(index):

@@ -29,6 +29,8 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from paged.text.chat_template import PLAIN_TEMPLATE
+
 EOS = "<|endoftext|>"  # id 0; stands between files
 VOCAB_SIZE = 4096
 MAX_LEN = 2048
@@ -185,7 +187,9 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     """Write the tokenizer as `AutoTokenizer` reads it."""
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOS)
     limits = {"model_max_length": MAX_LEN, "clean_up_tokenization_spaces": False}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **limits).save_pretrained(out)
+    files = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **limits)
+    files.chat_template = PLAIN_TEMPLATE
+    files.save_pretrained(out)
 
 
 def complete(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: int) -> str:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sized
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-from ..errors import ConfigError, EngineDeadError, UsageError
-from ..requests.request import Prompt, RequestOutput
-from ..sampling_params import SamplingParams
+from ..arguments import show_arguments_of
+from ..config import EngineConfig
+from ..errors import ConfigError, EngineDeadError, UsageError, reject_unknown
+from ..requests.prompts import Prompt
+from ..requests.request import RequestOutput
+from ..sampling_params import RequestOutputKind, SamplingParams
+from ..scheduler.stats import EngineStats
+from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..validation import check_number
 from .engine import LLMEngine
 from .request_factory import RequestSpec
@@ -96,8 +102,68 @@ class AsyncLLMEngine:
         requests wait already, and EngineDeadError if the engine has stopped.
         """
         request_id = self._thread.engine.core.next_id() if request_id is None else request_id
-        params = SamplingParams() if sampling_params is None else sampling_params
-        return RequestStream(self, request_id, RequestSpec(prompt, params, priority, tenant, timeout_s))
+        spec = RequestSpec(prompt, sampling_params, priority, tenant, timeout_s)
+        return RequestStream(self, request_id, spec)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: float | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        **template: Any,
+    ) -> RequestStream:
+        """Return an async iterator over the answers to one conversation, as `generate` does.
+
+        template: tools, add_generation_prompt, continue_final_message, chat_template and chat_template_kwargs
+            of `LLMEngine.chat`.
+
+        Iterating raises RequestError also if the template refuses the conversation.
+        """
+        reject_unknown("chat", template, TEMPLATE_OPTIONS)
+        engine = self._thread.engine
+
+        def render() -> Prompt:
+            return engine.render_chat(messages, **template)
+
+        request_id = engine.core.next_id() if request_id is None else request_id
+        spec = RequestSpec("", sampling_params, priority, tenant, timeout_s)
+        return RequestStream(self, request_id, spec, render=render)
+
+    async def fork(
+        self,
+        request_id: str,
+        new_request_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+    ) -> RequestStream:
+        """Duplicate an unfinished request, as `LLMEngine.fork` does. Return the stream of the new one."""
+        loop = asyncio.get_running_loop()
+
+        def fork(engine: LLMEngine) -> tuple[str, Mailbox]:
+            core = engine.core
+            kind = getattr(sampling_params, "output_kind", None)
+            if kind is None:
+                kind = (
+                    core.groups[request_id].output_kind
+                    if request_id in core.groups
+                    else RequestOutputKind.CUMULATIVE
+                )
+            mailbox = Mailbox(loop, kind, self._thread.news)
+            return core.fork(request_id, new_request_id, sampling_params, mailbox), mailbox
+
+        new_id, mailbox = await self.call(fork)
+        return RequestStream(self, new_id, RequestSpec("", sampling_params), mailbox=mailbox)
+
+    async def stats(self) -> EngineStats:
+        """Return current counts of requests, blocks and tokens, and totals so far."""
+        return await self.call(LLMEngine.stats)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
+        return self._thread.engine.get_tokenizer()
 
     async def abort(self, request_id: str) -> None:
         """End a request, whose reader gets a last output. Do nothing if no unfinished request has this id."""
@@ -138,23 +204,41 @@ class AsyncLLMEngine:
         await asyncio.to_thread(self.shutdown)
 
 
+show_arguments_of(EngineConfig, AsyncLLMEngine.__init__)
+
+
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, for one reader.
 
     request_id: the id in its outputs, and for `AsyncLLMEngine.abort`.
+    render: makes the prompt, before the request begins.
+    mailbox: of a request that has begun already.
+
+    Raises UsageError for a second reader, whose outputs the first one would get.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, request_id: str, spec: RequestSpec) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        request_id: str,
+        spec: RequestSpec,
+        *,
+        render: Callable[[], Prompt] | None = None,
+        mailbox: Mailbox | None = None,
+    ) -> None:
         self.request_id = request_id
         self._owner = engine  # keeps the engine alive while the stream is read
         self._thread, self._spec = engine._thread, spec
-        self._mailbox: Mailbox | None = None
+        self._render, self._mailbox = render, mailbox
         self._adding: Future[None] | None = None
-        self._is_over = False
+        self._is_over = self._is_read = False
 
     async def __anext__(self) -> RequestOutput:
         if self._is_over:
             raise StopAsyncIteration
+        if self._is_read:
+            raise UsageError(f"request {self.request_id!r} has a reader already; a stream takes one")
+        self._is_read = True
         try:
             if self._mailbox is None:
                 self._mailbox = await self._begin()
@@ -162,6 +246,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         except BaseException:  # cancelled, most of all
             self._abort()
             raise
+        finally:
+            self._is_read = False
         self._is_over = output.finished
         return output
 
@@ -175,12 +261,14 @@ class RequestStream(AsyncIterator[RequestOutput]):
     async def _begin(self) -> Mailbox:
         thread, spec = self._thread, self._spec
         thread.check()
+        if self._render is not None:
+            spec = replace(spec, prompt=await asyncio.to_thread(self._render))
         if _is_short(spec):
             spec = thread.prepare(spec)
         else:
             spec = await asyncio.to_thread(thread.prepare, spec)
         # From here on there may be a request to abort.
-        kind = spec.sampling_params.output_kind
+        kind = self._thread.engine.core.factory.params_of(spec).output_kind
         self._mailbox = Mailbox(asyncio.get_running_loop(), kind, thread.news)
         self._adding = thread.add(self.request_id, spec, self._mailbox)
         return self._mailbox

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, NamedTuple
 
-from ..errors import QueueFullError, RequestError, reject_unknown
-from ..requests.request import FinishReason, Prompt, Request, RequestStatus
+from ..arguments import strict
+from ..errors import QueueFullError, RequestError
+from ..from_vllm import BEAM_SEARCH_PARAMS
+from ..requests.prompts import Prompt
+from ..requests.request import FinishReason, Request, RequestStatus
 from ..sampling_params import MAX_LOGPROBS, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
@@ -22,6 +26,7 @@ from ..validation import check_bool, check_int, check_number, plain, shown
 from .request_factory import RequestFactory, RequestSpec
 
 
+@partial(strict, neutral=BEAM_SEARCH_PARAMS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.
@@ -44,10 +49,6 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
-
-    def __new__(cls, **kwargs: Any) -> Self:
-        reject_unknown("BeamSearchParams", kwargs, {field.name for field in fields(cls)})
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):

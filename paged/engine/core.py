@@ -156,8 +156,14 @@ class EngineCore:
         if group.samples[0].inputs.params.stop:
             self._with_stops.add(group)
 
-    def fork(self, request_id: str, new_request_id: str | None, params: SamplingParams | None) -> str:
-        """Duplicate an unfinished request; see `LLMEngine.fork`."""
+    def fork(
+        self,
+        request_id: str,
+        new_request_id: str | None,
+        params: SamplingParams | None,
+        outbox: Outbox | None = None,
+    ) -> str:
+        """Duplicate an unfinished request; see `LLMEngine.fork`. Its outputs go to `outbox`."""
         group = self._unfinished(request_id)
         if group is None or group.finished:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
@@ -170,7 +176,7 @@ class EngineCore:
         now = self.scheduler.clock()
         child = self.factory.new_fork(new_request_id, group.samples[0], params, now)
         self.scheduler.fork(group.samples[0], child.samples[0])
-        self.register(child)
+        self.register(child, outbox)
         return new_request_id
 
     def abort(self, request_id: str) -> None:

@@ -13,13 +13,14 @@ from typing import Any, Self, TypeVar
 from tqdm import tqdm
 
 from ..errors import PagedError, RequestError
-from ..requests.request import Outbox, Prompt, PromptReport, Request, RequestGroup, RequestOutput
-from ..sampling_params import SamplingParams
+from ..requests.prompts import Prompt
+from ..requests.request import Outbox, PromptReport, Request, RequestGroup, RequestOutput
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .request_factory import RequestSpec
 
 T = TypeVar("T")
+Progress = bool | Callable[..., "tqdm[Any]"]
 # How many prompts are read ahead of the outputs that were returned: enough to keep every step full, and so
 # many that lists of usual length are validated as a whole before anything runs.
 WINDOW = 4096
@@ -43,8 +44,12 @@ class RequestSource(Iterator[RequestSpec]):
     ) -> None:
         prompts = as_iterable(prompts)
         self.num_prompts = len(prompts) if isinstance(prompts, Sized) else None
-        params = SamplingParams() if sampling_params is None else sampling_params
-        columns = {"sampling_params": params, "priority": priority, "tenant": tenant, "timeout_s": timeout_s}
+        columns = {
+            "sampling_params": sampling_params,
+            "priority": priority,
+            "tenant": tenant,
+            "timeout_s": timeout_s,
+        }
         self._lists = {name: value for name, value in columns.items() if _is_many(value)}
         for name, value in self._lists.items():
             if self.num_prompts is not None and isinstance(value, Sized) and len(value) != self.num_prompts:
@@ -73,7 +78,7 @@ class Generation:
     prompts before it are done.
     """
 
-    def __init__(self, core: EngineCore, source: RequestSource, *, use_tqdm: bool) -> None:
+    def __init__(self, core: EngineCore, source: RequestSource, *, use_tqdm: Progress) -> None:
         self._core, self._source = core, source
         self._use_tqdm = use_tqdm
         self.window = max(WINDOW, 2 * core.scheduler.max_num_seqs)
@@ -93,9 +98,7 @@ class Generation:
             self._abort()
             raise
         self._started, self._num_tokens = time.perf_counter(), 0
-        self._bar = tqdm(
-            total=self._source.num_prompts, desc="Generating", unit="request", disable=not self._use_tqdm
-        )
+        self._bar = progress_bar(self._use_tqdm, self._source.num_prompts, "Generating", "request")
         return self
 
     def __exit__(
@@ -171,7 +174,7 @@ def run_reports(
     priority: float,
     tenant: str,
     *,
-    use_tqdm: bool,
+    use_tqdm: Progress,
 ) -> list[Request]:
     """Compute prompts for their reports alone. Return the finished requests in order.
 
@@ -186,7 +189,7 @@ def run_reports(
             core.register(group, outbox)
             groups.append(group)
         pending, num_left = deque(groups), len(groups)
-        with tqdm(total=num_left, desc="Computing", unit="prompt", disable=not use_tqdm) as bar:
+        with progress_bar(use_tqdm, num_left, "Computing", "prompt") as bar:
             while num_left:
                 _queue(core, pending)
                 core.step()
@@ -208,7 +211,9 @@ def _queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
             scheduler.add(group.samples[0])
 
 
-def generate_in_order(core: EngineCore, source: RequestSource, *, use_tqdm: bool) -> Iterator[RequestOutput]:
+def generate_in_order(
+    core: EngineCore, source: RequestSource, *, use_tqdm: Progress
+) -> Iterator[RequestOutput]:
     """Yield the last output of each prompt, in the order of the prompts."""
     with Generation(core, source, use_tqdm=use_tqdm) as generation:
         done, index = dict[int, RequestOutput](), 0
@@ -219,12 +224,36 @@ def generate_in_order(core: EngineCore, source: RequestSource, *, use_tqdm: bool
                 index += 1
 
 
+def generate_as_completed(
+    core: EngineCore, source: RequestSource, *, use_tqdm: Progress
+) -> Iterator[RequestOutput]:
+    """Yield the last output of each prompt as soon as it exists."""
+    with Generation(core, source, use_tqdm=use_tqdm) as generation:
+        while generation.is_running():
+            for _, output in generation.step(every_token=False):
+                yield generation.release_output(output)
+
+
 def generate_stream(core: EngineCore, source: RequestSource) -> Iterator[RequestOutput]:
     """Yield every output of every prompt as soon as it exists."""
     with Generation(core, source, use_tqdm=False) as generation:
         while generation.is_running():
             for _, output in generation.step(every_token=True):
                 yield generation.release_output(output)
+
+
+def progress_bar(use_tqdm: Progress, total: int | None, desc: str, unit: str) -> tqdm[Any]:
+    """Return a progress bar, hidden if use_tqdm is False; use_tqdm may also be the class to make it of."""
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc=desc, unit=unit, disable=not use_tqdm)
+
+
+def prompts_of(prompts: Any, prompt_token_ids: Any) -> Any:
+    """Return the one of the two arguments that is given. Raises RequestError if none or both are."""
+    if (prompts is None) == (prompt_token_ids is None):
+        given = "neither" if prompts is None else "both"
+        raise RequestError(f"generate takes either prompts or prompt_token_ids, got {given}")
+    return prompt_token_ids if prompts is None else prompts
 
 
 def as_iterable(prompts: Any) -> Iterable[Prompt]:

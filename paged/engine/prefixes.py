@@ -23,7 +23,7 @@ from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..errors import CheckpointError, RequestError, UsageError
 from ..model.config import ModelConfig
 from ..model.kv_cache import KVCache
-from ..requests.request import Prompt
+from ..requests.prompts import Prompt
 from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore

@@ -13,9 +13,9 @@ from ..blocks.manager import BlockManager
 from ..errors import RequestError
 from ..model.config import ModelConfig
 from ..requests.contradictions import check_possible
+from ..requests.prompts import Prompt
 from ..requests.request import (
     Grammar,
-    Prompt,
     PromptReport,
     Request,
     RequestGroup,
@@ -27,6 +27,7 @@ from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
 from ..sampling.structured_outputs import Grammars
 from ..sampling_params import SamplingParams
+from ..scheduler.policies import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
 from ..text.tokenizer import Tokenizer
 from ..validation import shown
@@ -48,24 +49,15 @@ class RequestSpec:
     """What a caller asks for, as given. `RequestFactory.new_group` validates it.
 
     prompt: as given, or already prepared.
+    sampling_params: None takes the engine's defaults.
     priority, timeout_s: replace those of sampling_params where not None.
     """
 
     prompt: Prompt | Prepared
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams | None
     priority: float | None = None
     tenant: str = ""
     timeout_s: float | None = None
-
-    @property
-    def params(self) -> SamplingParams:
-        """The sampling parameters with priority and timeout_s replaced."""
-        fields: dict[str, Any] = {"priority": self.priority, "timeout_s": self.timeout_s}
-        given = {name: value for name, value in fields.items() if value is not None}
-        # Anything else than SamplingParams is refused later, with a message that names it.
-        if not given or not isinstance(self.sampling_params, SamplingParams):
-            return self.sampling_params
-        return replace(self.sampling_params, **given)
 
 
 class RequestFactory:
@@ -80,13 +72,14 @@ class RequestFactory:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         max_num_seqs: int,
-        scheduling_policy: str,
+        scheduling_policy: str | Policy,
+        default_params: SamplingParams,
         seed: int,
     ) -> None:
         self.model_config, self.block_manager, self.tokenizer = model_config, block_manager, tokenizer
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         self.max_num_seqs, self.seed = max_num_seqs, seed
-        self.scheduling_policy = scheduling_policy
+        self.scheduling_policy, self.default_params = scheduling_policy, default_params
         # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
         self.prompts = PromptParser(model_config, tokenizer, max_model_len)
@@ -97,13 +90,13 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        params, tenant = spec.params, spec.tenant
+        params, tenant = self.params_of(spec), spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         _check_tenant(tenant)
-        if params.priority and self.scheduling_policy != "priority":
+        policy = self.scheduling_policy
+        if params.priority and isinstance(policy, str) and policy != "priority":
             raise RequestError(
-                f"priority {params.priority} needs scheduling_policy='priority'; this engine has "
-                f"{self.scheduling_policy!r}"
+                f"priority {params.priority} needs scheduling_policy='priority'; this engine has {policy!r}"
             )
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
         inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
@@ -121,6 +114,14 @@ class RequestFactory:
             length = len(prepared.prompt.token_ids)
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
+
+    def params_of(self, spec: RequestSpec) -> SamplingParams:
+        """Return the sampling parameters of a request, with its own priority and timeout_s."""
+        params = self.default_params if spec.sampling_params is None else spec.sampling_params
+        options: dict[str, Any] = {"priority": spec.priority, "timeout_s": spec.timeout_s}
+        given = {name: value for name, value in options.items() if value is not None}
+        # Anything else than SamplingParams is refused later, with a message that names it.
+        return replace(params, **given) if given and isinstance(params, SamplingParams) else params
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
         """Do the part of `new_group` that may take long. Runs on any thread. Raises RequestError."""

@@ -139,7 +139,9 @@ class EngineThread:
     def prepare(self, spec: RequestSpec) -> RequestSpec:
         """Do the slow part of making a request, which needs none of the engine's state."""
         assert not isinstance(spec.prompt, Prepared)
-        return replace(spec, prompt=self.engine.core.factory.prepare(spec.prompt, spec.sampling_params))
+        factory = self.engine.core.factory
+        params = factory.params_of(spec)
+        return replace(spec, prompt=factory.prepare(spec.prompt, params), sampling_params=params)
 
     def add(self, request_id: str, spec: RequestSpec, mailbox: Mailbox) -> Future[None]:
         """Queue a prepared request. Its mailbox fails if the engine refuses it."""

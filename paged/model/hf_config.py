@@ -67,19 +67,6 @@ def read_config(directory: Path) -> ModelConfig:
         raise type(error)(f"{file}: {error}") from None
 
 
-def read_eos_token_ids(directory: Path) -> frozenset[int]:
-    """Read the EOS ids from generation_config.json, or else from config.json; there may be several."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        eos = read_json(file).get("eos_token_id") if file.exists() else None
-        if eos is not None:
-            ids = eos if isinstance(eos, list) else [eos]
-            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-                raise CheckpointError(f"{file}: eos_token_id must be an int or a list of ints, got {eos!r}")
-            return frozenset(ids)
-    return frozenset()
-
-
 def from_hf(hf: Config) -> ModelConfig:
     """Reduce the contents of config.json to a ModelConfig, with transformers' defaults.
 

@@ -23,12 +23,17 @@ HEADER_CEILING = 100 * 2**20
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
-def resolve(model: str) -> Path:
-    """Return the directory of a model: "demo", a directory, or a hub id (downloaded to the hub's cache)."""
-    if model == "demo":
-        return DEMO
-    path = Path(model).expanduser()
+def resolve(model: str, revision: str | None = None) -> Path:
+    """Return the directory of a model: "demo", a directory, or a hub id (downloaded to the hub's cache).
+
+    revision: branch, tag or commit on the hub; None takes the default branch.
+    """
+    path = DEMO if model == "demo" else Path(model).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"revision {revision!r} names a version on the hub, but {model} is a directory"
+            )
         return path
     if path.exists():
         raise CheckpointError(f"{model} is a file; give the directory that holds config.json")
@@ -40,7 +45,9 @@ def resolve(model: str) -> Path:
         patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         # Some repositories have the weights a second time, in their author's own layout.
         ignored = ["consolidated*", "original/*"]
-        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=ignored))
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
+        )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(

@@ -25,10 +25,10 @@ SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name 
 
 
 class Job(NamedTuple):
-    """A prompt with its sampling parameters and tenant."""
+    """A prompt with its tenant and the arguments of SamplingParams that are given for it."""
 
     prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
-    params: SamplingParams
+    sampling: dict[str, Any]
     tenant: str
 
 
@@ -149,7 +149,7 @@ def finite(logprob: float) -> float:
 
 
 def _parse_text(line: str, sampling: dict[str, Any]) -> Job:
-    return Job({"prompt": line}, SamplingParams(**sampling), "")
+    return Job({"prompt": line}, _checked(sampling), "")
 
 
 def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
@@ -164,4 +164,10 @@ def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
     if not isinstance(prompt.get("prompt_token_ids", []), list):
         raise RequestError(f"prompt_token_ids must be a list of ints, got {prompt['prompt_token_ids']!r}")
     tenant = value.pop("tenant", "")
-    return Job(prompt, SamplingParams(**{**sampling, **sampling_from_json(value)}), tenant)
+    return Job(prompt, _checked({**sampling, **sampling_from_json(value)}), tenant)
+
+
+def _checked(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of SamplingParams, to which an engine adds its defaults. Raises RequestError."""
+    SamplingParams(**{"max_tokens": None, **sampling})
+    return sampling

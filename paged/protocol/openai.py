@@ -10,10 +10,11 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import RequestError, reject_unknown
-from ..requests.request import CompletionOutput, Logprob, Prompt, RequestOutput
+from ..requests.prompts import Prompt
+from ..requests.request import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import SamplingParams
 from ..validation import check_bool, check_int, shown
 from .jobs import SAMPLING_FIELDS, finite, sampling_from_json
@@ -21,7 +22,6 @@ from .jobs import SAMPLING_FIELDS, finite, sampling_from_json
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
 
-COMPLETION_MAX_TOKENS = 16  # the default of /v1/completions
 MAX_TOP_LOGPROBS = 20
 BAD_REQUEST, NOT_FOUND, TIMED_OUT, FAILED = 400, 404, 408, 500
 
@@ -39,15 +39,38 @@ COMPLETION_ONLY = frozenset({"prompt", "logprobs", "echo", "add_special_tokens"}
 class Call(ABC):
     """A request body, validated as far as possible without a model.
 
+    DEFAULT_MAX_TOKENS: where neither the body nor generation_config.json limits the tokens.
     model: the name of the model; None accepts any.
+    params: those of the body, without the engine's defaults.
+    sampling: the arguments of SamplingParams that the body gives.
     tenant: the body's user.
     stream: whether to answer by server-sent events.
     """
 
+    DEFAULT_MAX_TOKENS: ClassVar[int | None]
     model: str | None
     params: SamplingParams
+    sampling: Mapping[str, Any]
     tenant: str = ""
     stream: bool = False
+
+    @classmethod
+    def _common(cls, given: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+        if (structured := _structured_outputs(given.get("response_format"))) is not None:
+            if "structured_outputs" in sampling:
+                raise RequestError("response_format and structured_outputs say the same; give one of them")
+            sampling["structured_outputs"] = structured
+        sampling = sampling_from_json(sampling)
+        for name in ("model", "user"):
+            if not isinstance(given.get(name, ""), str):
+                raise RequestError(f"{name} must be a string, got {shown(given[name])}")
+        return {
+            "model": given.get("model"),
+            "tenant": given.get("user", ""),
+            "stream": check_bool(RequestError, "stream", given.get("stream", False)),
+            "params": SamplingParams(**{"max_tokens": cls.DEFAULT_MAX_TOKENS, **sampling}),
+            "sampling": sampling,
+        }
 
     @abstractmethod
     def prompts(self, engine: LLMEngine, chat_template: str | None = None) -> Sequence[Prompt]:
@@ -72,6 +95,7 @@ class Call(ABC):
 class ChatCall(Call):
     """A body of /v1/chat/completions."""
 
+    DEFAULT_MAX_TOKENS: ClassVar[int | None] = None  # up to the end of the context
     messages: Any
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -93,13 +117,12 @@ class ChatCall(Call):
             raise RequestError(f"tool_choice must be 'auto' or 'none', got {shown(given['tool_choice'])}")
         if "tools" in given and given.get("tool_choice") != "none":
             options["tools"] = given["tools"]
-        return cls(messages=given["messages"], template_options=options, **_common(given, sampling))
+        return cls(messages=given["messages"], template_options=options, **cls._common(given, sampling))
 
     def prompts(self, engine: LLMEngine, chat_template: str | None = None) -> Sequence[Prompt]:
         """Return the rendered conversation."""
         options = {"chat_template": chat_template, **self.template_options}
-        text = engine.chat_templates.render(self.messages, **options)
-        return [{"prompt": text, "add_special_tokens": False}]
+        return [engine.render_chat(self.messages, **options)]
 
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
@@ -122,6 +145,7 @@ class ChatCall(Call):
 class CompletionCall(Call):
     """A body of /v1/completions."""
 
+    DEFAULT_MAX_TOKENS: ClassVar[int | None] = 16
     listed: Sequence[Prompt]
     echo: bool = False
 
@@ -132,7 +156,6 @@ class CompletionCall(Call):
         if "prompt" not in given:
             raise RequestError("prompt is missing")
         sampling = {name: given[name] for name in SAME | {"logprobs"} if name in given}
-        sampling.setdefault("max_tokens", COMPLETION_MAX_TOKENS)
         listed: list[Prompt] = []
         for prompt in _prompts(given["prompt"]):
             if not isinstance(prompt, str):
@@ -145,7 +168,7 @@ class CompletionCall(Call):
             raise RequestError("echo with logprobs, which asks for those of the prompt, is not supported")
         if echo and not all(isinstance(prompt, Mapping) for prompt in listed):
             raise RequestError("echo needs prompts that are text")
-        return cls(listed=listed, echo=echo, **_common(given, sampling))
+        return cls(listed=listed, echo=echo, **cls._common(given, sampling))
 
     def prompts(
         self,
@@ -209,22 +232,6 @@ def _given(body: Mapping[str, Any], url: str, known: frozenset[str]) -> dict[str
     """Return the fields of the body that are not null. Raises UnknownArgumentError."""
     reject_unknown(url, body, known)
     return {name: value for name, value in body.items() if value is not None}
-
-
-def _common(given: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    if (structured := _structured_outputs(given.get("response_format"))) is not None:
-        if "structured_outputs" in sampling:
-            raise RequestError("response_format and structured_outputs say the same; give one of them")
-        sampling["structured_outputs"] = structured
-    for name in ("model", "user"):
-        if not isinstance(given.get(name, ""), str):
-            raise RequestError(f"{name} must be a string, got {shown(given[name])}")
-    return {
-        "model": given.get("model"),
-        "tenant": given.get("user", ""),
-        "stream": check_bool(RequestError, "stream", given.get("stream", False)),
-        "params": SamplingParams(**sampling_from_json(sampling)),
-    }
 
 
 def _structured_outputs(response_format: Any) -> dict[str, Any] | None:

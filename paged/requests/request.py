@@ -6,7 +6,7 @@ import enum
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -16,9 +16,6 @@ from .stop_strings import StopStrings
 from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may have "cache_salt", and
-# "add_special_tokens": False for text that contains them, such as a chat template's.
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class TokenLogprobs(NamedTuple):

@@ -255,9 +255,9 @@ class Fair(Policy):
 
 
 def new_policy(
-    name: str, num_cached: Callable[[Request], int], weights: Mapping[str, float] | None = None
+    name: str | Policy, num_cached: Callable[[Request], int], weights: Mapping[str, float] | None = None
 ) -> Policy:
-    """Return a new policy by name.
+    """Return a new policy by name, or the policy that is given.
 
     num_cached: returns how many tokens of a waiting request the prefix cache holds.
     weights: of tenants, for "fair".
@@ -265,6 +265,8 @@ def new_policy(
     Raises ConfigError for an unknown name or weights that are not positive.
     """
     check_policy(name, weights)
+    if not isinstance(name, str):
+        return name
     if name == "fcfs":
         return FirstComeFirstServed()
     if name == "priority":

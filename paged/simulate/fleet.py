@@ -87,6 +87,10 @@ class Fleet:
     """Runs all arriving requests to their end, replica by replica and step by step."""
 
     def __init__(self, fleet: FleetConfig, engine: EngineConfig, timeline: Timeline | None = None) -> None:
+        if not isinstance(engine.scheduling_policy, str):
+            raise ConfigError(
+                "scheduling_policy must be a name in a simulation, where every replica has its own"
+            )
         model = read_model(engine.model)
         sizes = Sizes(engine, model, "cuda", model.dtype)
         if sizes.kv_dtype == "float8_e4m3fn" and not DATA_SHEETS[fleet.gpu].has_e4m3:

@@ -55,6 +55,16 @@ class TemplateLimits:
     characters: int = 64 * 2**20
 
 
+# The arguments of `ChatTemplates.render`, besides the conversation.
+TEMPLATE_OPTIONS = (
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+)
+
+
 class ChatTemplates:
     """A checkpoint's chat templates by name; a single template is called "default".
 

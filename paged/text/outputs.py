@@ -127,6 +127,10 @@ class _Progress:
         self._request = request
         self._tokenizer = tokenizer if request.inputs.params.detokenize else None
         self.transcript = None if self._tokenizer is None else Transcript(self._tokenizer, request)
+        # Special tokens before a text do not belong to it.
+        special = tokenizer.special_token_ids if tokenizer is not None else frozenset[int]()
+        wants = request.inputs.params.logprobs is not None
+        self._starts_text = wants and special.issuperset(request.inputs.prompt_token_ids)
         self._logprobs: list[dict[int, Logprob]] = []
         # The sum of the first _num_summed log-probabilities, extended by each output.
         self._cumulative, self._num_summed = 0.0, 0
@@ -179,13 +183,20 @@ class _Progress:
                 self._cumulative += place.logprobs[0]
             self._num_summed += len(new)
             if request.inputs.params.logprobs is not None:
-                self._logprobs += [_readable(place, self._tokenizer) for place in new]
+                for place in new:
+                    first = self._starts_text and not self._logprobs
+                    self._logprobs.append(_readable(place, self._tokenizer, first=first))
 
 
-def _readable(place: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """Return log-probabilities by token id, the token at the place first."""
+def _readable(
+    place: TokenLogprobs, tokenizer: Tokenizer | None, *, first: bool = False
+) -> dict[int, Logprob]:
+    """Return log-probabilities by token id, the token at the place first.
+
+    first: whether the place is the beginning of a text, where some tokenizers drop spaces.
+    """
     ranks, found = [place.rank, *range(1, len(place.token_ids))], dict[int, Logprob]()
     for token_id, logprob, rank in zip(place.token_ids, place.logprobs, ranks, strict=True):
-        text = None if tokenizer is None else tokenizer.token_text(token_id)
+        text = None if tokenizer is None else tokenizer.token_text(token_id, first=first)
         found.setdefault(token_id, Logprob(logprob, rank, text))
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import RequestError, reject_unknown
 from ..model.config import ModelConfig
-from ..requests.request import Prompt
+from ..requests.prompts import Prompt
 from ..validation import check_bool, shown
 from .tokenizer import Tokenizer
 

@@ -97,10 +97,18 @@ class Tokenizer:
     @cached_property
     def token_texts(self) -> list[str]:
         """The text of each token of the vocabulary within a text, with U+FFFD for partial characters."""
-        # Decoded after another token: at the beginning of a text, some tokenizers drop spaces.
+        return [self._text_within(token) for token in range(len(self.hf))]
+
+    @cached_property
+    def _before(self) -> tuple[list[int], int]:
+        """Tokens after which others are decoded, and the length of their text."""
         before = self.encode_bare("a")
-        start = len(self.decode(before))
-        return [self.decode([*before, token])[start:] for token in range(len(self.hf))]
+        return before, len(self.decode(before))
+
+    def _text_within(self, token_id: int) -> str:
+        # Decoded after another token: at the beginning of a text, some tokenizers drop spaces.
+        before, start = self._before
+        return self.decode([*before, token_id])[start:]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -109,11 +117,13 @@ class Tokenizer:
         )
         return str(text)
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of a single token, special or not."""
+    def token_text(self, token_id: int, *, first: bool = False) -> str:
+        """Return the text of a single token, special or not, within a text or as its first token."""
+        if first or token_id in self.special_token_ids:
+            return self.decode([token_id], skip_special_tokens=False)
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            text = self._token_texts[token_id] = self._text_within(token_id)
         return text
 
 

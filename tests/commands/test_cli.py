@@ -141,10 +141,20 @@ FLAGS = {
 }
 
 
+class StandIn:
+    """An engine that has options and defaults of sampling."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def params_of(self, given, max_tokens):
+        return SamplingParams(**{"max_tokens": max_tokens, "top_p": 0.25, **given})
+
+
 def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(common, "start", lambda options: options)
-    monkeypatch.setattr(generate, "_stream", lambda *given: seen.append(given))
+    monkeypatch.setattr(common, "start", StandIn)
+    monkeypatch.setattr(generate, "_stream", lambda engine, *given: seen.append((engine.options, *given)))
     monkeypatch.setattr(generate, "_check_shows_text", lambda _: None)
     assert {*FLAGS, "logits_processors", "output_kind"} == {field.name for field in fields(SamplingParams)}
     given = {name: value for name, (_, value) in FLAGS.items() if name not in ("stop", "detokenize")}
@@ -154,7 +164,10 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     run("generate", "x", *FLAGS["detokenize"][0])
     run("generate", "x")
     wanted = [given, {"stop": ["a", "b,c"]}, {"detokenize": False}, {}]
-    assert seen == [({"model": "demo"}, "x", SamplingParams(**params)) for params in wanted]
+    assert seen == [
+        ({"model": "demo"}, "x", SamplingParams(**{"max_tokens": 256, "top_p": 0.25, **params}))
+        for params in wanted
+    ]
     # The other kinds of structured outputs, as text or in a file.
     schema, grammar = write(tmp_path / "s.json", {"type": "null"}), write(tmp_path / "g", 'root ::= "a"')
     seen.clear()
@@ -176,11 +189,14 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
 
 def test_engine_flags_reach_the_engine(run, monkeypatch):
     seen = []
-    monkeypatch.setattr(common, "start", seen.append)
-    monkeypatch.setattr(generate, "_stream", lambda *_: 0)
+    monkeypatch.setattr(common, "start", StandIn)
+    monkeypatch.setattr(generate, "_stream", lambda engine, *_: seen.append(engine.options) or 0)
     options = {
         "model": "some/where",
         "tokenizer": "else/where",
+        "revision": "v1",
+        "tokenizer_revision": "v2",
+        "generation_config": "paged",
         "dtype": "float32",
         "device": "cpu",
         "block_size": 32,
@@ -264,7 +280,7 @@ def test_lines_carry_every_sampling_parameter_that_json_can_say(tmp_path):
     values = {name: value for name, (_, value) in FLAGS.items() if name != "detokenize"}
     line = values | {"logit_bias": {"5": -100, "6": 1.5}, "structured_outputs": {"regex": "a+"}}
     (job,) = read_jobs(write(tmp_path / "p.jsonl", {"prompt": "x", **line}), {"n": 9})
-    assert job.params == SamplingParams(**values)
+    assert SamplingParams(**job.sampling) == SamplingParams(**{"n": 9, **values})
 
 
 def test_log_probabilities_are_in_the_lines(run, loaded, tmp_path):

@@ -374,7 +374,7 @@ def test_a_set_of_identities_is_a_set():
 )
 def test_fields_are_sampling_parameters(url, body, params):
     start = {"messages": HELLO} if url == CHAT else {"prompt": "x"}
-    assert parse_call(url, {**start, **body}).params == SamplingParams(**params)
+    assert parse_call(url, {**start, **body}).params == SamplingParams(**{"max_tokens": None, **params})
 
 
 def test_every_sampling_parameter_has_its_name_in_a_body():
@@ -387,7 +387,9 @@ def test_every_sampling_parameter_has_its_name_in_a_body():
         "timeout_s": 3,
     }
     assert changed.keys() < SAME
-    assert parse_call(CHAT, {"messages": HELLO, **changed}).params == SamplingParams(**changed)
+    assert parse_call(CHAT, {"messages": HELLO, **changed}).params == SamplingParams(
+        **{"max_tokens": None, **changed}
+    )
     call = parse_call(CHAT, {"messages": HELLO, "user": "u", "model": "m", "stream": True})
     assert (call.tenant, call.model, call.stream) == ("u", "m", True)
 

@@ -27,6 +27,7 @@ from paged import (
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
+    UnknownArgumentError,
     UsageError,
 )
 from paged.requests.stop_strings import stop_strings
@@ -518,6 +519,65 @@ def test_what_takes_long_to_compile_holds_up_neither_loop_nor_engine(monkeypatch
             await asyncio.wait_for(read(engine.generate("x", GREEDY)), 30)
             go_on.set()
             await slow
+
+    run(main())
+
+
+def test_a_second_reader_is_refused_and_the_first_goes_on(engine):
+    async def main() -> None:
+        stream = engine.generate(PROMPTS[0], GREEDY)
+        first = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(UsageError, match="has a reader already"):
+            await anext(stream)
+        await first
+        assert [output async for output in stream][-1].finished
+
+    run(main())
+
+
+def test_chat_answers_as_the_synchronous_engine_does():
+    sync = new_engine("demo", skip_tokenizer_init=False, num_blocks=64)
+    messages = [{"role": "user", "content": "def f(x):"}]
+    (wanted,) = sync.chat(messages, GREEDY, chat_template="plain", use_tqdm=False)
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine(sync) as engine:
+            async for output in engine.chat(messages, GREEDY, chat_template="plain"):
+                last = output
+            assert (last.prompt, last.outputs[0].text) == (wanted.prompt, wanted.outputs[0].text)
+            assert (await engine.stats()).num_running == 0
+            assert engine.get_tokenizer() is sync.get_tokenizer()
+            with pytest.raises(RequestError, match="messages"):
+                await anext(engine.chat("hello", GREEDY))
+            with pytest.raises(UnknownArgumentError, match="'tool'; did you mean 'tools'"):
+                engine.chat(messages, tool=[])
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
+def test_a_fork_is_a_stream_of_its_own(engine, kind):
+    async def main() -> None:
+        parent = engine.generate(PROMPTS[0], replace(LONG, output_kind=kind), "parent")
+        await anext(parent)
+        child = await engine.fork("parent", "child")
+        other = await engine.fork("parent", sampling_params=replace(GREEDY, max_tokens=40))
+        outputs = await asyncio.gather(*map(read, (parent, child, other)))
+        tokens = [
+            [t for o in out for t in o.outputs[0].token_ids] if kind is DELTA else None for out in outputs
+        ]
+        last = [out[-1] for out in outputs]
+        assert [output.request_id for output in last] == ["parent", "child", other.request_id]
+        assert all(output.finished for output in last)
+        assert len(last[2].outputs[0].token_ids) == 40
+        if kind is DELTA:
+            # The first delta of a fork holds the tokens that it shares with its parent.
+            assert tokens[0][-10:] == tokens[1][-10:]
+        else:
+            assert last[0].outputs[0].token_ids == last[1].outputs[0].token_ids
+        with pytest.raises(RequestError, match="no unfinished request 'parent' to fork"):
+            await engine.fork("parent")
 
     run(main())
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from paged import LLMEngine, RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from paged.engine import generation
@@ -181,6 +183,38 @@ def test_stream_shows_every_step_as_output_kind_says(engine):
     for output in engine.stream([PROMPTS[0]] * 3, params):
         lengths.setdefault(output.request_id, []).append(len(output.outputs[0].token_ids))
     assert [*lengths.values()] == [[1, 2, 3], [1, 1, 1], [3]]
+
+
+def test_outputs_may_come_as_they_complete(engine):
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (30, 2, 9, 4)]
+    ordered = engine.generate(PROMPTS, params, use_tqdm=False)
+    outputs = [*engine.generate_iter(iter(PROMPTS), params, ordered=False)]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 4, 9, 30]
+    by_id = sorted(outputs, key=lambda output: int(output.request_id))
+    assert tokens_of(by_id) == tokens_of(ordered)
+    with pytest.raises(RequestError, match="ordered must be True or False, got 1"):
+        next(engine.generate_iter(PROMPTS, ordered=1))
+
+
+def test_prompt_token_ids_take_the_place_of_prompts(engine):
+    one, many = engine.generate(prompt_token_ids=PROMPTS[0]), engine.generate(prompt_token_ids=PROMPTS)
+    assert [o.prompt_token_ids for o in many] == PROMPTS
+    assert one[0].prompt_token_ids == PROMPTS[0]
+    for given in ({}, {"prompts": PROMPTS, "prompt_token_ids": PROMPTS}):
+        with pytest.raises(RequestError, match="either prompts or prompt_token_ids, got"):
+            engine.generate(**given)
+
+
+def test_progress_bar_may_be_of_any_class(engine):
+    made = []
+
+    class Bar(tqdm):
+        def __init__(self, **options):
+            made.append(options)
+            super().__init__(**options)
+
+    engine.generate(PROMPTS, GREEDY, use_tqdm=partial(Bar, leave=False))
+    assert made == [{"total": 4, "desc": "Generating", "unit": "request", "disable": False, "leave": False}]
 
 
 def test_max_waiting_bounds_the_queue():

@@ -83,8 +83,8 @@ def test_languages_of_which_nothing_is_left(engine):
 def test_min_tokens_beyond_the_context(engine):
     room = 64 - len(engine.tokenizer.encode(PROMPT))
     message = f"min_tokens {room + 1} is more than the {room} that there is room for after a prompt of"
-    refused(engine, message, min_tokens=room + 1)
-    params = SamplingParams(min_tokens=room, temperature=0.0)
+    refused(engine, message, min_tokens=room + 1, max_tokens=None)
+    params = SamplingParams(min_tokens=room, max_tokens=None, temperature=0.0)
     (output,) = engine.generate([PROMPT], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == room
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from paged.scheduler.policies import Policy
+from paged import ConfigError, EngineConfig, SamplingParams
+from paged.scheduler.policies import FirstComeFirstServed, Policy
+from paged.simulate.fleet import Fleet, FleetConfig
 from tests.support.scheduler_cases import added, finish, new_request, new_scheduler
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-policy.md"
@@ -16,11 +18,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "add-a-policy.md"
 
 @pytest.fixture
 def policy() -> Policy:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    namespace: dict[str, Any] = {"__name__": "add_a_policy"}
-    exec(compile(code, str(PAGE), "exec"), namespace)
-    policy: Policy = namespace["ShortestPromptFirst"]()
+    policy: Policy = run_page()["ShortestPromptFirst"]()
     return policy
+
+
+def run_page(num_examples: int = 1) -> dict[str, Any]:
+    """Run the first examples of the page. Return the names that they define."""
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:num_examples]
+    namespace: dict[str, Any] = {"__name__": "add_a_policy"}
+    exec(compile("".join(code), str(PAGE), "exec"), namespace)
+    return namespace
 
 
 def test_short_prompts_run_first(policy):
@@ -42,3 +49,35 @@ def test_the_longest_prompt_is_preempted_and_finishes_later(policy):
     finish(scheduler)
     assert long.metrics.num_preemptions > 0
     assert short.metrics.num_preemptions == 0
+
+
+def test_an_engine_takes_it():
+    names = run_page(num_examples=2)
+    engine, policy = names["engine"], names["engine"].scheduler.policy
+    assert type(policy) is names["ShortestPromptFirst"]
+    for name, prompt in (("long", "def f(x):\n    return x"), ("short", "a")):
+        engine.add_request(name, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    assert policy.peek().request_id == "short"
+    # Requests of a policy of one's own may have priorities, which it alone knows the use of.
+    engine.add_request("first", "a", SamplingParams(max_tokens=1, priority=3))
+    with pytest.raises(ConfigError, match="a new Policy without requests"):
+        EngineConfig("demo", scheduling_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "must be one of fcfs, .* or a Policy, got 3, which has no 'preempts'"),
+        (FirstComeFirstServed, "a new Policy without requests, got <class"),
+        ("sjf", "must be one of fcfs"),
+    ],
+    ids=["number", "class", "unknown"],
+)
+def test_what_is_no_policy_is_refused(value, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig("demo", scheduling_policy=value)
+
+
+def test_a_fleet_takes_names_alone(policy):
+    with pytest.raises(ConfigError, match="must be a name in a simulation"):
+        Fleet(FleetConfig(), EngineConfig("demo", scheduling_policy=policy))

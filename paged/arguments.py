@@ -1,0 +1,78 @@
+"""Constructors that refuse unknown keywords, and accept those of vLLM that change nothing here."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import FrozenInstanceError, fields
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from .errors import PagedError, RequestError, UnknownArgumentError, reject_unknown
+from .from_vllm import CALL_ARGS, Neutral, without_neutral
+from .validation import shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def strict(
+    owner: type[T],
+    neutral: Mapping[str, Neutral],
+    error: type[PagedError] = RequestError,
+    name: str | None = None,
+) -> type[T]:
+    """Make a frozen dataclass refuse unknown keywords and, with a message that says what to do, assignments.
+
+    neutral: keywords that the constructor accepts at a neutral value. Other values raise `error`.
+    name: of the constructor in messages.
+    """
+    known = [field.name for field in fields(owner)]  # type: ignore[arg-type]
+    name = name or owner.__name__
+    generated: Callable[..., None] = owner.__init__
+
+    @functools.wraps(generated)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        given = without_neutral(name, given, neutral, error)
+        reject_unknown(name, given, known, neutral)
+        generated(self, *args, **given)
+
+    def refuse(_: Any, attribute: str, value: Any) -> None:
+        call = f"dataclasses.replace(params, {attribute}={shown(value)})"
+        raise FrozenInstanceError(f"{name} is immutable: {call} returns a changed copy")
+
+    owner.__init__ = init  # type: ignore[method-assign]
+    owner.__setattr__ = refuse  # type: ignore[method-assign]
+    return owner
+
+
+def with_arguments_of(
+    config: Callable[P, Any],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Give a method the signature of a config's constructor, for editors, type checkers and `help`."""
+
+    def decorate(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+        show_arguments_of(config, method)
+        return method
+
+    return decorate
+
+
+def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) -> None:
+    """Give `method`, which passes its keywords on, the parameters and the documentation of `config`."""
+    own = [p for p in inspect.signature(method).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = {p.name for p in own}
+    more = [p for p in inspect.signature(config).parameters.values() if p.name not in names]
+    parameters = sorted([*own, *more], key=lambda p: p.kind)
+    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    method.__doc__ = method.__doc__ or config.__doc__
+
+
+def check_call(method: str, given: Mapping[str, Any]) -> None:
+    """Check the keywords of a call that the method itself does not name.
+
+    Raises RequestError for an argument of vLLM at a value that is not supported, and UnknownArgumentError.
+    """
+    for name in without_neutral(method, given, CALL_ARGS, RequestError):
+        raise UnknownArgumentError(f"{method} got an unknown argument {name!r}; see help(LLMEngine.{method})")

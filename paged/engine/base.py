@@ -1,0 +1,253 @@
+"""BaseEngine: one model, its requests one by one, and the step that advances them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from ..arguments import check_call, with_arguments_of
+from ..config import EngineConfig
+from ..errors import RequestError, UsageError
+from ..from_vllm import missing
+from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
+from ..model.hf_config import read_config
+from ..model.weights import resolve
+from ..requests.prompts import Prompt
+from ..requests.request import RequestOutput
+from ..runner.model_runner import ModelRunner
+from ..runner.warm_up import warm_up
+from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from ..scheduler.stats import EngineStats
+from ..text.chat_template import ChatTemplates, Message
+from ..text.tokenizer import Tokenizer
+from . import prefixes
+from .core import EngineCore
+from .request_factory import RequestFactory, RequestSpec
+
+logger = logging.getLogger(__name__)
+
+
+class BaseEngine:
+    """The part of `LLMEngine` that takes requests one by one and runs single steps. Not thread-safe."""
+
+    @with_arguments_of(EngineConfig)
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = config = EngineConfig(model, **options)
+        self.directory = directory = resolve(config.model, config.revision)
+        self.model_config = read_config(directory)
+        self.runner = runner = ModelRunner(config, self.model_config, directory)
+        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer(self._tokenizer_directory())
+        self.sampling_defaults = self._read_sampling_defaults()
+        # Ids outside the vocabulary, such as the -1 of models that have no EOS, are never sampled.
+        vocabulary = range(self.model_config.vocab_size)
+        self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
+        started = time.perf_counter()
+        self.num_kernels = warm_up(runner)
+        if self.num_kernels:
+            logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
+        sizes, cache = runner.sizes, runner.kv_cache
+        self.max_model_len = sizes.max_model_len
+        self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
+        self.scheduler = sizes.new_scheduler(self.block_manager)
+        factory = RequestFactory(
+            self.model_config,
+            self.block_manager,
+            self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            scheduling_policy=config.scheduling_policy,
+            default_params=self.get_default_sampling_params(),
+            seed=config.seed,
+        )
+        self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
+        logger.info(self.describe())
+
+    def _tokenizer_directory(self) -> Path:
+        config = self.config
+        if config.tokenizer is not None:
+            return resolve(config.tokenizer, config.tokenizer_revision)
+        if config.tokenizer_revision in (None, config.revision):
+            return self.directory
+        return resolve(config.model, config.tokenizer_revision)
+
+    def _read_sampling_defaults(self) -> dict[str, Any]:
+        source = self.config.generation_config
+        if source in ("paged", "vllm"):
+            return {}
+        found = read_sampling_defaults(self.directory if source == "auto" else resolve(source))
+        if found:
+            values = ", ".join(f"{name}={value}" for name, value in found.items())
+            logger.warning("sampling defaults from generation_config.json: %s", values)
+        return found
+
+    def __repr__(self) -> str:
+        runner = self.runner
+        dtype = str(runner.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}(model={self.config.model!r}, dtype={dtype}, device={runner.device})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(missing("LLMEngine", name))
+
+    @property
+    def llm_engine(self) -> Self:
+        """The engine itself, which in vLLM is another object than `LLM`."""
+        return self
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
+        if self.tokenizer is None:
+            raise UsageError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
+        return self.tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests without any: those of generation_config.json, or the defaults."""
+        return self.params_of({})
+
+    def params_of(
+        self, given: Mapping[str, Any], max_tokens: int | None = DEFAULT_MAX_TOKENS
+    ) -> SamplingParams:
+        """Return SamplingParams(**given), with the engine's defaults for what is not given.
+
+        max_tokens: the default where generation_config.json has no max_new_tokens.
+        """
+        return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
+
+    def describe(self) -> str:
+        """Return a line about the model and its KV cache."""
+        runner = self.runner
+        return f"{self.model_config.architecture} in {runner.describe()}; {runner.kv_cache.describe()}"
+
+    def stats(self) -> EngineStats:
+        """Return current counts of requests, blocks and tokens, and totals so far."""
+        return EngineStats.of(self.scheduler)
+
+    @cached_property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the tokenizer. Raises RequestError if the engine has none."""
+        if self.tokenizer is None:
+            raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
+        return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+
+    def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
+        """Return the prompt of a conversation, from the arguments of `ChatTemplates.render`."""
+        text = self.chat_templates.render(messages, **template)
+        return {"prompt": text, "add_special_tokens": False}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: float | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Queue one prompt, to be advanced by `step`.
+
+        priority, timeout_s: replace those of sampling_params. timeout_s is in seconds from now.
+        tenant: the account that is charged, for scheduling_policy "fair".
+
+        All validation happens here, so the prompt is tokenized and a grammar compiled before this returns. A
+        grammar usually takes milliseconds, at most COMPILE_TIMEOUT_S (10 s), and none if it was used lately.
+        No step runs meanwhile; in `AsyncLLMEngine` steps go on.
+
+        Raises RequestError if an argument is wrong or the id is in use, QueueFullError if max_waiting
+        requests wait already.
+        """
+        self.core.add(request_id, RequestSpec(prompt, sampling_params, priority, tenant, timeout_s))
+
+    def fork(
+        self,
+        request_id: str,
+        new_request_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+    ) -> str:
+        """Duplicate an unfinished request: both continue from where it is and share its blocks so far.
+
+        new_request_id: by default the next number. Return it.
+        sampling_params: by default the request's, with a seed of the fork's own. timeout_s counts from now;
+            without one the fork has the request's deadline. Another grammar than the request's is compiled
+            here, as in `add_request`.
+
+        Raises RequestError if there is no such request, it has several samples, the new id is in use, or a
+        parameter is wrong.
+        """
+        return self.core.fork(request_id, new_request_id, sampling_params)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request and free its blocks. Do nothing if no unfinished request has this id."""
+        self.core.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether `step` has anything to compute or to return."""
+        return self.core.has_unfinished()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Return an output of each request that got a token or finished.
+
+        What an output holds is set by output_kind. Requests of `generate_iter` and `stream` advance too, but
+        their outputs go to those iterators.
+
+        If the step raises, no request is lost: the next call computes again what was not finished. Cached and
+        pinned prefixes are forgotten.
+        """
+        self.core.step(self.core.outbox)
+        return self.core.outbox.take()
+
+    # Prefixes
+
+    def pin_prefix(self, prompt: Prompt) -> int:
+        """Compute the KV of a prompt's full blocks where needed, and keep it cached. Return how many tokens.
+
+        Pinned until `unpin_prefix`, `reset_prefix_cache`, or a step that raises, after which the contents of
+        blocks are unknown.
+
+        Raises RequestError if the prompt fills no block, its blocks do not stay cached, or they do not fit
+        beside the unfinished requests; UsageError if it is pinned already or there is no prefix cache.
+        """
+        self._require_prefix_cache()
+        return prefixes.pin(self.core, prompt)
+
+    def unpin_prefix(self, prompt: Prompt) -> None:
+        """Let the blocks of a pinned prompt be evicted. Raises UsageError if it is not pinned."""
+        prefixes.unpin(self.core, prompt)
+
+    def reset_prefix_cache(self, **vllm: Any) -> None:
+        """Forget all cached prefixes, also pinned ones. Running requests keep their blocks."""
+        check_call("reset_prefix_cache", vllm)
+        self.block_manager.reset_prefix_cache()
+
+    def save_prefix(self, path: str | Path, prompt: Prompt | None = None) -> int:
+        """Write the cached blocks, or those of one prompt, to a safetensors file. Return how many blocks.
+
+        Raises RequestError if there are none or the file cannot be written, UsageError if there is no prefix
+        cache.
+        """
+        self._require_prefix_cache()
+        parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
+        return prefixes.save(path, self.block_manager, self.runner.kv_cache, self.fingerprint, parsed)
+
+    def load_prefix(self, path: str | Path) -> int:
+        """Load blocks that `save_prefix` wrote until no block is free. Return how many.
+
+        Raises CheckpointError if the file is damaged or from another model, dtype or block size; UsageError
+        if there is no prefix cache.
+        """
+        self._require_prefix_cache()
+        return prefixes.load(path, self.block_manager, self.runner.kv_cache, self.fingerprint)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what KV depends on besides the tokens: the model, its weights and the dtypes."""
+        dtypes = (self.runner.dtype, self.config.quantization, self.runner.kv_dtype)
+        return prefixes.fingerprint(self.directory, self.model_config, *dtypes)
+
+    def _require_prefix_cache(self) -> None:
+        if not self.config.enable_prefix_caching:
+            raise UsageError("there is no prefix cache: the engine was made with enable_prefix_caching=False")

@@ -1,0 +1,55 @@
+"""Read generation_config.json of a checkpoint: its EOS ids and default sampling parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, RequestError
+from ..sampling_params import SamplingParams
+from .hf_config import read_json
+
+_FILE = "generation_config.json"
+# From fields of the file to those of SamplingParams.
+_SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def read_eos_token_ids(directory: Path) -> frozenset[int]:
+    """Read the EOS ids from generation_config.json, or else from config.json; there may be several."""
+    for name in (_FILE, "config.json"):
+        file = directory / name
+        eos = read_json(file).get("eos_token_id") if file.exists() else None
+        if eos is not None:
+            ids = eos if isinstance(eos, list) else [eos]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                raise CheckpointError(f"{file}: eos_token_id must be an int or a list of ints, got {eos!r}")
+            return frozenset(ids)
+    return frozenset()
+
+
+def read_sampling_defaults(directory: Path) -> dict[str, Any]:
+    """Return the arguments of SamplingParams that generation_config.json gives; none if there is no file.
+
+    Other fields of the file, such as do_sample, have no effect, as in vLLM.
+
+    Raises CheckpointError, which names the file, for a value that SamplingParams refuses.
+    """
+    file = directory / _FILE
+    if not file.exists():
+        return {}
+    found = read_json(file)
+    given = {
+        ours: found[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if found.get(theirs) is not None
+    }
+    try:
+        SamplingParams(**given)
+    except RequestError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    return given

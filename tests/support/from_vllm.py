@@ -1,0 +1,141 @@
+"""What of vLLM's offline API exists here: the tables in docs/from-vllm.md.
+
+python -m tests.support.from_vllm --write    # rewrite them
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import paged
+from paged import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.from_vllm import (
+    BEAM_SEARCH_PARAMS,
+    CALL_ARGS,
+    ENGINE_ARGS,
+    MISSING,
+    SAMPLING_PARAMS,
+    STRUCTURED_OUTPUTS_PARAMS,
+)
+
+# The names, arguments and defaults of vLLM 0.33; a default that is an object is {}.
+VLLM = json.loads((Path(__file__).parents[1] / "vllm_0_33.json").read_text())
+PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
+_START, _END = "<!-- tables: python -m tests.support.from_vllm --write -->\n", "<!-- end of tables -->"
+# The dataclasses of both, and the arguments that are accepted at their neutral value alone.
+CONFIGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "EngineArgs": (EngineConfig, ENGINE_ARGS),
+    "SamplingParams": (SamplingParams, SAMPLING_PARAMS),
+    "StructuredOutputsParams": (StructuredOutputsParams, STRUCTURED_OUTPUTS_PARAMS),
+    "BeamSearchParams": (BeamSearchParams, BEAM_SEARCH_PARAMS),
+}
+OUTPUTS = {"RequestOutput": paged.RequestOutput, "CompletionOutput": paged.CompletionOutput}
+# Methods of the same name with other arguments.
+OTHER_MEANING = {
+    "score": "log-probabilities of continuations of a prompt: `score(prompt, continuations)`",
+    "encode": "embeddings, as `embed`: `pooling` and `normalize` in place of `pooling_params`",
+}
+
+
+class Row(NamedTuple):
+    """One name of vLLM's and what becomes of it: "same", "neutral" (at some values) or "refused"."""
+
+    name: str
+    treatment: str
+    note: str = ""
+
+
+def default_of(owner: type[Any], name: str) -> Any:
+    """Return the default of a dataclass's field, None if there is none."""
+    (default,) = (field.default for field in dataclasses.fields(owner) if field.name == name)
+    return None if default is dataclasses.MISSING else default
+
+
+def config_rows(name: str) -> Iterator[Row]:
+    """Yield the fields of one of vLLM's dataclasses."""
+    owner, neutral = CONFIGS[name]
+    ours = {field.name for field in dataclasses.fields(owner)}
+    for field, default in VLLM[name].items():
+        if field in ours:
+            own = default_of(owner, field)
+            same = own == default or default is None or default == "required" or own in ((), None)
+            yield Row(field, "same", "" if same else f"by default {own!r}, there {default!r}")
+        else:
+            values = [v for v in neutral[field].values if v not in (None, "", [], {}, set())]
+            alternatives = " or ".join(map(repr, values))
+            shown = f"`{field}={alternatives}`" if values else f"`{field}`"
+            yield Row(shown, "neutral", neutral[field].reason)
+
+
+def method_rows() -> Iterator[Row]:
+    """Yield the methods of vLLM's LLM."""
+    for method, arguments in VLLM["LLM"].items():
+        if method in MISSING["LLMEngine"]:
+            yield Row(method, "refused", MISSING["LLMEngine"][method])
+        elif method in OTHER_MEANING:
+            yield Row(method, "same", OTHER_MEANING[method])
+        else:
+            ours = inspect.signature(getattr(LLMEngine, method)).parameters
+            neutral = [f"`{a}`" for a in arguments if a not in ours and a in CALL_ARGS]
+            yield Row(method, "same", f"without effect: {', '.join(neutral)}" if neutral else "")
+
+
+def name_rows() -> Iterator[Row]:
+    """Yield what `import vllm` offers, and the fields of outputs."""
+    for name in VLLM["vllm"]:
+        yield Row(name, *(("refused", MISSING["paged"][name]) if name in MISSING["paged"] else ("same",)))
+    for owner, cls in OUTPUTS.items():
+        ours = {field.name for field in dataclasses.fields(cls)}
+        for name in VLLM[owner]:
+            if name not in ours:
+                yield Row(f"{owner}.{name}", "refused", MISSING[owner][name])
+    for name in VLLM["SamplingParams methods"]:
+        if name not in dir(SamplingParams):
+            yield Row(f"SamplingParams.{name}", "refused", MISSING["SamplingParams"][name])
+
+
+def tables() -> str:
+    """Return the tables of the page."""
+    parts = [("Methods of `LLM`", [*method_rows()]), ("Names and outputs", [*name_rows()])]
+    parts += [(f"`{name}`", [*config_rows(name)]) for name in CONFIGS]
+    lines = list[str]()
+    for title, rows in parts:
+        same = [f"`{r.name}`" + (f" ({r.note})" if r.note else "") for r in rows if r.treatment == "same"]
+        lines += [f"## {title}", "", "The same: " + ", ".join(same) + ".", ""]
+        reasons: dict[str, list[str]] = {}
+        for row in rows:
+            if row.treatment != "same":
+                name = row.name if row.treatment == "neutral" else f"`{row.name}`"
+                reasons.setdefault(row.note, []).append(name)
+        neutral = any(row.treatment == "neutral" for row in rows)
+        lines += [
+            "| accepted without effect | otherwise |" if neutral else "| not here | instead |",
+            "|---|---|",
+        ]
+        lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
+        lines.append("")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def written() -> str:
+    """Return the tables that the page has."""
+    return PAGE.read_text().split(_START)[1].split(_END)[0]
+
+
+def write() -> None:
+    """Put the tables into the page."""
+    before, rest = PAGE.read_text().split(_START)
+    PAGE.write_text(before + _START + tables() + _END + rest.split(_END)[1])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        write()
+    else:
+        print(tables(), end="")

@@ -1,0 +1,161 @@
+"""What users of vLLM type works, or says why not; docs/from-vllm.md lists it."""
+
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paged
+from paged import LLM, AsyncLLMEngine, ConfigError, EngineConfig, RequestError, SamplingParams
+from paged.from_vllm import CALL_ARGS, ENGINE_ARGS, MISSING
+from tests.support.from_vllm import CONFIGS, VLLM, config_rows, method_rows, name_rows, tables, written
+
+
+@pytest.fixture(scope="module")
+def demo() -> LLM:
+    return LLM("demo", device="cpu", dtype="float32", num_blocks=64)
+
+
+WRONG = "surely no value of this"
+
+
+def given(name: str, default):
+    """Return vLLM's default as a user would write it."""
+    return paged.RequestOutputKind(default) if name == "output_kind" else default
+
+
+def test_page_is_written_from_the_tables():
+    assert written() == tables(), "python -m tests.support.from_vllm --write"
+
+
+def test_every_name_of_vllm_is_treated_and_no_other():
+    rows = [*method_rows(), *name_rows()]
+    assert all(row.treatment in ("same", "refused") for row in rows)
+    for name, (owner, neutral) in CONFIGS.items():
+        ours = {field.name for field in dataclasses.fields(owner)}
+        assert not ours & neutral.keys()  # an option that came to exist is no longer neutral
+        assert VLLM[name].keys() <= ours | neutral.keys()
+        assert len([*config_rows(name)]) == len(VLLM[name])
+        assert all(reason for _, reason in neutral.values())
+    for row in name_rows():
+        if row.treatment == "same" and "." not in row.name:
+            assert hasattr(paged, row.name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_defaults_of_vllm_are_accepted_and_change_nothing(name):
+    owner, neutral = CONFIGS[name]
+    required = {"EngineArgs": {"model": "demo"}, "BeamSearchParams": {"beam_width": 2, "max_tokens": 4}}
+    start = required.get(name, {"json": "{}"} if name == "StructuredOutputsParams" else {})
+    defaults = {k: given(k, v) for k, v in VLLM[name].items() if k not in start and v != "required"}
+    assert owner(**start, **{k: v for k, v in defaults.items() if k in neutral}) == owner(**start)
+    if name != "StructuredOutputsParams":
+        changed = owner(**start, **defaults)
+        different = {f.name for f in dataclasses.fields(owner)} if changed != owner(**start) else set()
+        different = {name for name in different if getattr(changed, name) != getattr(owner(**start), name)}
+        assert different <= {"watermark"}  # the one default that differs on purpose
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_other_values_are_refused_by_name_and_reason(name):
+    owner, neutral = CONFIGS[name]
+    start = {"EngineArgs": {"model": "demo"}, "BeamSearchParams": {"beam_width": 2, "max_tokens": 4}}.get(
+        name, {}
+    )
+    for argument, (_, reason) in neutral.items():
+        with pytest.raises((ConfigError, RequestError)) as error:
+            owner(**start, **{argument: WRONG})
+        assert f"{argument}='{WRONG}'" in str(error.value)
+        assert reason in str(error.value)
+
+
+def test_a_value_of_another_type_is_not_neutral():
+    with pytest.raises(ConfigError, match="tensor_parallel_size=True"):
+        EngineConfig("demo", tensor_parallel_size=True)
+    with pytest.raises(ConfigError, match="data_parallel_size=2: this version runs in one process"):
+        LLM("demo", data_parallel_size=2)
+
+
+def test_a_mistyped_argument_of_vllm_is_recognized():
+    with pytest.raises(paged.UnknownArgumentError, match="did you mean 'tensor_parallel_size'"):
+        LLM("demo", tensor_paralel_size=1)
+
+
+def test_methods_take_the_arguments_of_vllm(demo):
+    neutral = dict.fromkeys(("lora_request", "tokenization_kwargs", "mm_processor_kwargs"))
+    params = SamplingParams(max_tokens=1)
+    assert len(demo.generate("a", params, use_tqdm=False, **neutral)) == 1
+    assert (
+        len(
+            demo.chat(
+                [{"role": "user", "content": "a"}], params, use_tqdm=False, chat_template="plain", **neutral
+            )
+        )
+        == 1
+    )
+    assert len(demo.embed("a", use_tqdm=False, pooling_params=None, **neutral)) == 1
+    for method in ("generate", "chat", "encode", "embed", "score", "beam_search", "reset_prefix_cache"):
+        call = getattr(demo, method)
+        required = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
+        arguments = [None for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
+        with pytest.raises(RequestError, match="lora_request=1: LoRA"):
+            call(*arguments, lora_request=1)
+        with pytest.raises(paged.UnknownArgumentError, match="'lora_requests'"):
+            call(*arguments, lora_requests=None)
+    assert set(CALL_ARGS) - {"prompt_adapter_request"} <= {a for names in VLLM["LLM"].values() for a in names}
+
+
+def test_missing_names_say_what_to_use(demo):
+    for name, reason in MISSING["LLMEngine"].items():
+        with pytest.raises(AttributeError, match=f"LLMEngine has no '{name}': ") as error:
+            getattr(demo, name)
+        assert str(error.value).endswith(reason)
+    with pytest.raises(AttributeError, match="paged has no 'EngineArgs': EngineConfig has the options"):
+        paged.EngineArgs  # noqa: B018
+    with pytest.raises(AttributeError, match="LLMEngine has no 'generat'"):
+        demo.generat  # noqa: B018
+
+
+def test_signatures_are_those_of_the_config():
+    options = inspect.signature(EngineConfig).parameters
+    assert [*inspect.signature(LLM).parameters] == [*options]
+    asynchronous = inspect.signature(AsyncLLMEngine).parameters
+    assert set(asynchronous) == {*options, "stream_interval_s"}
+    for name, parameter in options.items():
+        assert inspect.signature(LLM).parameters[name].default == parameter.default
+        assert f"    {name}: " in (LLM.__init__.__doc__ or "")
+        assert name not in ENGINE_ARGS
+
+
+def test_dir_and_help_show_the_public_names():
+    assert set(paged.__all__) <= set(dir(paged))
+    code = "import paged; help(paged.LLM)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "kv_cache_dtype: " in shown
+
+
+def test_repr_names_model_dtype_and_device(demo):
+    assert repr(demo) == "LLMEngine(model='demo', dtype=float32, device=cpu)"
+
+
+def test_assigning_to_parameters_names_replace():
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"dataclasses.replace\(params, top_p=0.5\)"):
+        SamplingParams().top_p = 0.5
+    assert SamplingParams(top_p=0.5).clone() == SamplingParams(top_p=0.5)
+
+
+SCRIPTS = sorted((Path(__file__).parent / "vllm_scripts").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_scripts_for_vllm_run_with_another_import_and_model(script, tmp_path):
+    text = re.sub(r"from vllm\b", "from paged", script.read_text())
+    text = re.sub(r'model="[^"]+"', 'model="demo"', text)
+    changed = tmp_path / script.name
+    changed.write_text(text)
+    finished = subprocess.run([sys.executable, changed], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
