@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -157,5 +158,6 @@ def test_scripts_for_vllm_run_with_another_import_and_model(script, tmp_path):
     text = re.sub(r'model="[^"]+"', 'model="demo"', text)
     changed = tmp_path / script.name
     changed.write_text(text)
-    finished = subprocess.run([sys.executable, changed], capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    finished = subprocess.run([sys.executable, changed], capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr

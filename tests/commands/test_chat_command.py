@@ -224,9 +224,11 @@ def test_wrong_flags(run, argv, message):
     assert message in run.refused("chat", *argv)
 
 
-def test_a_template_is_named_or_there_is_none(run, loaded, tmp_path):
-    message = "paged: this checkpoint has no chat template: give a Jinja template as chat_template ("
-    assert run("chat", stdin="a\n")[2].startswith(message)
+def test_a_template_is_named_or_that_of_the_checkpoint(run, loaded, tmp_path):
+    by_default = run("chat", "--max-tokens", "5", "--temperature", "0", stdin="a\n")
+    assert by_default == run(
+        "chat", "--max-tokens", "5", "--temperature", "0", "--chat-template", "plain", stdin="a\n"
+    )
     assert (
         "'nope' is neither a Jinja template nor the name of one"
         in run("chat", "--chat-template", "nope", stdin="a\n")[2]

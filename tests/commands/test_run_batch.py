@@ -151,7 +151,7 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
         "tokens": (line("tokens", prompt=[10**6]), "the vocabulary is 0 to 4095"),
         # The line's first prompt is in the engine already.
         "second": (line("second", prompt=[[1, 2], [10**6]]), "the vocabulary is 0 to 4095"),
-        "template": (line("template", CHAT, messages=HELLO), "this checkpoint has no chat template"),
+        "template": (line("template", CHAT, messages=HELLO, chat_template="odd"), "'odd' is neither a Jinja"),
         "role": (line("role", CHAT, messages=[{}], chat_template="plain"), 'messages[0] must have a "role"'),
         "refused": (
             line("refused", CHAT, messages=HELLO, chat_template="{{ raise_exception('no') }}"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from paged import LLMEngine, RequestError, SamplingParams
 from paged.model.weights import DEMO
+from paged.text.chat_template import PLAIN_TEMPLATE
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine
 
 TEMPLATE = (
@@ -120,11 +122,17 @@ def test_add_special_tokens_is_checked(engine):
             engine.generate([prompt], use_tqdm=False)
 
 
-def test_a_chat_needs_a_template_and_a_tokenizer():
-    demo = LLMEngine("demo", num_blocks=16, device="cpu")
+def test_a_chat_needs_a_template_and_a_tokenizer(tmp_path):
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    demo = LLMEngine(str(tmp_path), num_blocks=16, device="cpu")
     with pytest.raises(RequestError, match="this checkpoint has no chat template: give a Jinja template as"):
         demo.chat(HELLO)
     with pytest.raises(
         RequestError, match="a chat needs the tokenizer, which skip_tokenizer_init=True left out"
     ):
         new_engine(checkpoint("llama")).chat(HELLO)
+
+
+def test_the_demo_has_the_plain_template():
+    assert (DEMO / "chat_template.jinja").read_text() == PLAIN_TEMPLATE

@@ -18,7 +18,7 @@ from paged.model.generation_config import read_eos_token_ids
 from paged.model.hf_config import read_config
 from paged.model.layers import Embedding
 from paged.model.linear import Linear
-from paged.model.weights import read_header, resolve
+from paged.model.weights import DEMO, read_header, resolve
 from tests.support.checkpoints import (
     CONFIGS,
     Reference,
@@ -351,6 +351,26 @@ def test_nothing_is_loaded_before_all_headers_are_checked(copy, monkeypatch):
     truncate(copy)
     monkeypatch.setattr("paged.model.weights.safe_open", lambda *_, **__: pytest.fail("a tensor was read"))
     load_raises(copy, "truncated")
+
+
+def test_revisions_reach_the_hub(monkeypatch):
+    asked = []
+
+    def snapshot_download(model, **options):
+        asked.append((model, options["revision"]))
+        return checkpoint("llama") if model == "org/model" else DEMO
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    options = {"skip_tokenizer_init": False, "num_blocks": 8}
+    new_engine("org/model", tokenizer="org/words", revision="v1", tokenizer_revision="v2", **options)
+    assert asked == [("org/model", "v1"), ("org/words", "v2")]
+    asked.clear()
+    with pytest.raises(
+        CheckpointError, match=r"revision 'v3' names a version on the hub, but .* is a directory"
+    ):
+        new_engine("org/model", tokenizer=str(DEMO), tokenizer_revision="v3", **options)
+    with pytest.raises(CheckpointError, match=r"revision 'v1' .* but demo is a directory"):
+        new_engine("demo", revision="v1")
 
 
 @pytest.mark.parametrize("model", ["/no/such/directory", "./nowhere", "a/b/c", "bad\0name"], ids=ascii)

@@ -131,3 +131,13 @@ def test_every_allowed_extreme_is_accepted():
     SamplingParams(
         temperature=0, top_p=1, top_k=-1, min_p=1, seed=-(2**63), max_tokens=1, min_tokens=1, stop=()
     )
+
+
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-2).seed == -2
+
+
+def test_max_tokens_is_that_of_vllm():
+    assert SamplingParams().max_tokens == 16
+    assert SamplingParams(max_tokens=None).max_tokens is None

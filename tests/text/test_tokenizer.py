@@ -15,7 +15,10 @@ from tokenizers import Tokenizer as Backend
 
 from paged.errors import CheckpointError, RequestError
 from paged.model.weights import DEMO
+from paged.requests.request import Request, RequestGroup, RequestInputs, TokenLogprobs
+from paged.sampling_params import SamplingParams
 from paged.text.detokenizer import REPLACEMENT, Detokenizer
+from paged.text.outputs import OutputProcessor
 from paged.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -316,3 +319,21 @@ def test_several_tokens_at_once_say_what_each_says(kind, skip, way, request):
             chunk, ids = ids[:size], ids[size:]
             assert several.extend(chunk) == "".join(map(one.append, chunk))
         assert several.finish() == one.finish()
+
+
+@pytest.mark.parametrize("prompt", ["def a", "a b ", None], ids=ascii)
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "metaspace"])
+def test_texts_of_log_probabilities_join_to_the_text(request, kind, prompt):
+    """Also after a prompt of special tokens alone, where the first word loses its space."""
+    tokenizer = request.getfixturevalue(kind)
+    before = tokenizer.encode(prompt) if prompt else sorted(tokenizer.special_token_ids)[-1:]
+    ids = tokenizer.encode_bare("and  ten, render (a, b): tea")
+    params = SamplingParams(logprobs=0, max_tokens=None, skip_special_tokens=True)
+    one = Request(RequestInputs(prompt_token_ids=before, params=params, max_total_tokens=1000))
+    group, outputs = RequestGroup("a", [one]), OutputProcessor(tokenizer)
+    for token_id in ids:
+        one.add_logprobs(TokenLogprobs([token_id], [-1.0], 1))
+        one.token_ids.append(token_id)
+    (completion,) = outputs.output(group).outputs
+    texts = [place[token].decoded_token for place, token in zip(completion.logprobs, ids, strict=True)]
+    assert "".join(texts) == completion.text

@@ -11,7 +11,9 @@ conversation = [
 
 
 def main():
-    llm = LLM(model="meta-llama/Llama-3.2-1B-Instruct", max_model_len=1024, dtype="float", disable_log_stats=True)
+    llm = LLM(
+        model="meta-llama/Llama-3.2-1B-Instruct", max_model_len=1024, dtype="float", disable_log_stats=True
+    )
     sampling_params = llm.get_default_sampling_params()
     (output,) = llm.chat(conversation, sampling_params, use_tqdm=False, lora_request=None)
     print(output.prompt, output.outputs[0].text)

@@ -8,7 +8,7 @@ prompts = ["Hello, my name is", "The president of the United States is", "The ca
 def main():
     llm = LLM(model="intfloat/e5-small", runner="pooling", enforce_eager=True)
     outputs = llm.embed(prompts)
-    for prompt, output in zip(prompts, outputs):
+    for prompt, output in zip(prompts, outputs, strict=True):
         embeds = output.outputs.embedding
         print(f"{prompt!r}: {embeds[:4]}... (size={len(embeds)})")
     assert len({len(output.outputs.embedding) for output in outputs}) == 1
