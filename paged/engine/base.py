@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..arguments import check_call, with_arguments_of
 from ..config import EngineConfig
@@ -90,8 +90,10 @@ class BaseEngine:
         dtype = str(runner.dtype).removeprefix("torch.")
         return f"{type(self).__name__}(model={self.config.model!r}, dtype={dtype}, device={runner.device})"
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(missing("LLMEngine", name))
+    if not TYPE_CHECKING:  # a type checker would take every attribute to exist
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(missing("LLMEngine", name))
 
     @property
     def llm_engine(self) -> Self:

@@ -9,6 +9,7 @@ import importlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
@@ -559,10 +560,15 @@ def test_chat_answers_as_the_synchronous_engine_does():
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
 def test_a_fork_is_a_stream_of_its_own(engine, kind):
     async def main() -> None:
-        parent = engine.generate(PROMPTS[0], replace(LONG, output_kind=kind), "parent")
+        def slow(_output, logits):
+            time.sleep(0.002)  # so that the parent lives when it is forked
+            return logits
+
+        params = replace(LONG, output_kind=kind, logits_processors=[slow])
+        parent = engine.generate(PROMPTS[0], params, "parent")
         await anext(parent)
         child = await engine.fork("parent", "child")
-        other = await engine.fork("parent", sampling_params=replace(GREEDY, max_tokens=40))
+        other = await engine.fork("parent", sampling_params=replace(GREEDY, max_tokens=390))
         outputs = await asyncio.gather(*map(read, (parent, child, other)))
         tokens = [
             [t for o in out for t in o.outputs[0].token_ids] if kind is DELTA else None for out in outputs
@@ -570,7 +576,7 @@ def test_a_fork_is_a_stream_of_its_own(engine, kind):
         last = [out[-1] for out in outputs]
         assert [output.request_id for output in last] == ["parent", "child", other.request_id]
         assert all(output.finished for output in last)
-        assert len(last[2].outputs[0].token_ids) == 40
+        assert len(last[2].outputs[0].token_ids) == 390
         if kind is DELTA:
             # The first delta of a fork holds the tokens that it shares with its parent.
             assert tokens[0][-10:] == tokens[1][-10:]
