@@ -51,8 +51,8 @@ class EngineConfig:
     """Options of an `LLMEngine`.
 
     model: a local directory, a Hugging Face hub id, or "demo" for the checkpoint that ships with `paged`.
-    tokenizer: a directory or hub id, if the tokenizer is not beside the model.
-    revision: branch, tag or commit of the model on the hub; None takes the default branch.
+    tokenizer: a directory or hub id, if the tokenizer is not beside the model; None takes the one beside it.
+    revision: branch, tag or commit of the model on the hub; None takes the hub's default branch.
     tokenizer_revision: the same for the tokenizer; None takes revision if the tokenizer is beside the model.
     generation_config: where the sampling parameters of requests without any come from: "auto" is the
         checkpoint's generation_config.json; "paged" (or "vllm") is `SamplingParams()`; or a directory.
@@ -60,7 +60,8 @@ class EngineConfig:
         checkpoint's, "half" is float16, "float" float32, and a torch.dtype goes too. On a CPU "auto" is
         float32 instead of float16, and instead of bfloat16 if the CPU has no instructions for it.
     quantization: quantize the weights of an unquantized checkpoint while loading, on a CPU: "int8" with a
-        scale per output, or "int4" with a scale and a zero per 32 inputs (the output head in int8).
+        scale per output, or "int4" with a scale and a zero per 32 inputs (the output head in int8). None
+        takes the weights as they are.
     kv_cache_dtype: of K and V in the cache; "auto" is dtype. "float16" and "bfloat16" also go with dtype
         float32. "int8" and "fp8" ("fp8_e4m3") have a scale per token and head; on a GPU fp8 needs sm_89 or
         later from NVIDIA.
@@ -70,14 +71,15 @@ class EngineConfig:
     max_num_seqs: how many requests may run at once.
     max_num_batched_tokens: token budget of a step; None takes 8192 on a GPU and 512 on a CPU, where a
         step of that size keeps the cores busy and a longer one only delays its decodes.
-    num_blocks: blocks in the KV cache; None derives it from the device's memory and its utilization option.
+    num_blocks: blocks in the KV cache; None takes as many as the device's memory and its
+        utilization option allow.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the RAM that is free once the weights are loaded, for KV.
     enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
         preempt higher ones; "longest-prefix-match", the one with most of its prompt cached; "fair", one of
         the tenant with the least service; or a `scheduler.policies.Policy`, for this engine alone.
-    tenant_weights: for "fair", the relative share of each tenant; 1 by default.
+    tenant_weights: for "fair", the relative share of each tenant; None takes 1 for each.
     long_prefill_token_threshold: most prompt tokens of one request in a step; None sets no limit.
     max_num_partial_prefills: most requests with partly computed prompts; None sets no limit.
     max_waiting: most waiting requests; more are refused. None sets no limit.

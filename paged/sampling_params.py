@@ -124,7 +124,7 @@ class SamplingParams:
     dry_allowed_length: shorter repetitions are not penalized.
     dry_sequence_breakers: strings that end a repetition.
     dry_penalty_last_n: number of last tokens in which repetitions are searched; -1 takes all, 0 none.
-    logit_bias: numbers from -100 to 100 added to the logits of token ids.
+    logit_bias: numbers from -100 to 100 added to the logits of token ids; None sets no bias.
     allowed_token_ids: token ids that may be generated; None allows all.
     bad_words: texts whose token sequences, at the beginning of a text and after a space, are not generated;
         other tokens may still form the same text.
@@ -136,15 +136,16 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the token that ended the output, in the text.
     ignore_eos: treat EOS as any other token.
     logprobs: report the log-probability of every output token and of this many most likely ones at its
-        position; -1 reports the whole vocabulary, None nothing.
-    prompt_logprobs: the same for the prompt's tokens, which are then computed even if cached.
+        position; -1 reports the whole vocabulary; None reports nothing.
+    prompt_logprobs: the same for the prompt's tokens, which are then computed even if cached; None reports
+        nothing.
     detokenize: produce text; False allows no stop strings.
     skip_special_tokens: leave special tokens out of the text.
     spaces_between_special_tokens: put spaces between adjacent special tokens in the text.
     output_kind: what the outputs of an unfinished request hold; see RequestOutputKind.
     priority: the lowest number goes first; only for scheduling_policy "priority".
     timeout_s: seconds after which the request is aborted; None sets no limit.
-    cache_salt: only requests with the same salt share cached blocks.
+    cache_salt: only requests with the same salt share cached blocks; None sets no salt.
     logits_processors: functions that take (output tokens so far, logits f32[vocab_size]) or (prompt tokens,
         output tokens, logits) and return new logits. Called for every token, they delay the whole batch.
     structured_outputs: the language that the output must belong to.

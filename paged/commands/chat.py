@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from ..errors import PagedError
 from ..sampling_params import SamplingParams
 from . import common
 from .common import CliError
+from .headings import MODEL
 from .options import with_options
 
 if TYPE_CHECKING:
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from ..requests.request import CompletionOutput
 
 MARKER, CONTINUATION = ">>> ", "... "
-SYSTEM_HELP = "The system message, before the first turn."
-TEMPLATE_KWARGS_HELP = 'More variables for the template as a JSON object, such as {"enable_thinking": false}.'
+SYSTEM_HELP = "The system message, before the first turn. [default: none]"
+TEMPLATE_KWARGS_HELP = """More variables for the template as a JSON object, such as
+{"enable_thinking": false}. [default: {}]"""
+# What help shows where the defaults are not those of the API.
+DEFAULTS = {"max_tokens": "from generation_config.json, else to the context's end"}
 HELP = """\
 /help           show this list
 /reset          forget the conversation, but not the system message
@@ -38,12 +42,14 @@ A line that ends in \\ continues on the next line. A line that begins with // is
 Ctrl-C stops an answer, a second one leaves."""
 
 
-@with_options(common.SAMPLING, common.ENGINE)
+@with_options(common.SAMPLING, common.ENGINE, defaults=DEFAULTS)
 def chat(
     model: common.Model = "demo",
     system: Annotated[str | None, typer.Option(help=SYSTEM_HELP)] = None,
     chat_template: common.ChatTemplate = None,
-    chat_template_kwargs: Annotated[str | None, typer.Option(help=TEMPLATE_KWARGS_HELP)] = None,
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help=TEMPLATE_KWARGS_HELP, rich_help_panel=MODEL)
+    ] = None,
     json_schema: common.JsonSchema = None,
     json_object: common.JsonObject = False,
     regex: common.Regex = None,
@@ -119,7 +125,7 @@ class Chat:
     ) -> None:
         self._engine, self._params, self._template, self._system = engine, params, template, system
         self._turns: list[dict[str, str]] = []
-        self._num_requests = self._num_retries = 0
+        self._num_requests = 0  # seeds are derived from it, so a retry gets another one
         self._interrupts = _Interrupts()
         self._interactive = sys.stdin.isatty()
         self._commands: dict[str, Callable[[str], None]] = {
@@ -165,7 +171,6 @@ class Chat:
                 raise CliError(f"there is no command {command!r}; /help lists them, // begins a turn with /")
             self._commands[command](argument.strip())
         else:
-            self._num_retries = 0
             self._ask(line.removeprefix("/") if line.startswith("//") else line)
         return True
 
@@ -221,7 +226,6 @@ class Chat:
             raise CliError("there is no answer yet to try again")
         question, answer = self._turns[-2:]
         del self._turns[-2:]
-        self._num_retries += 1
         try:
             self._ask(question["content"])
         except PagedError:
@@ -262,18 +266,13 @@ class Chat:
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
-            self._engine.add_request(request_id, prompt, self._turn_params())
+            self._engine.add_request(request_id, prompt, self._params)
         except PagedError as error:
             # Only these errors go away with a shorter conversation.
             if "max_model_len" in str(error) or "KV cache" in str(error):
                 raise CliError(f"{error}; {self._way_out()}") from error
             raise
         return request_id
-
-    def _turn_params(self) -> SamplingParams:
-        """Return the sampling parameters; a retry gets another seed, else it would give the same answer."""
-        seed = self._params.seed
-        return replace(self._params, seed=seed + self._num_retries) if seed is not None else self._params
 
     def _report_end(self, completion: CompletionOutput) -> None:
         most = self._params.max_tokens

@@ -1,4 +1,4 @@
-"""The command line: `paged generate`, `chat`, `run-batch`, `warmup` and `simulate`.
+"""The command line: `paged generate`, `chat`, `run-batch`, `warmup`, `simulate` and `bench`.
 
 Arguments are validated before torch is imported and the model loaded. Every error is one line on stderr; only
 generated text and results go to stdout.
@@ -17,6 +17,7 @@ from ..errors import PagedError
 from .chat import chat
 from .common import EXIT_USAGE, complain
 from .generate import generate
+from .headings import CommandGroup, GroupedCommand
 from .run_batch import run_batch
 from .simulate import simulate
 from .warmup import warmup
@@ -25,7 +26,7 @@ from .warmup import warmup
 PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
-    add_completion=False,
+    cls=CommandGroup,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -42,22 +43,14 @@ def main() -> None:
     try:
         sys.exit(app(prog_name="paged", standalone_mode=False))
     except PARSER_ERROR as error:
-        message = f"{error.format_message()} (see paged {_command()} --help)"
+        where = error.ctx.command_path if error.ctx is not None else "paged"
+        message = f"{error.format_message()} (see {where} --help)"
     except (PagedError, UnicodeDecodeError) as error:  # UnicodeDecodeError comes from stdin
         message = str(error)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     complain(message)
     sys.exit(EXIT_USAGE)
-
-
-def _command() -> str:
-    names = [_name_of(command) for command in app.registered_commands]
-    return next((name for name in sys.argv[1:2] if name in names), "generate")
-
-
-def _name_of(command: Any) -> str:
-    return str(command.name or command.callback.__name__.replace("_", "-"))
 
 
 @app.callback(invoke_without_command=True)
@@ -73,4 +66,4 @@ def root(
 
 
 for command in (generate, chat, run_batch, warmup, simulate):
-    app.command()(command)
+    app.command(cls=GroupedCommand)(command)

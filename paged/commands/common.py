@@ -15,6 +15,7 @@ from ..config import EngineConfig
 from ..errors import PagedError
 from ..sampling_params import SamplingParams, StructuredOutputsParams, biases_of
 from ..simulate.workload import read_shares
+from .headings import MODEL, OUTPUT
 from .options import option
 
 if TYPE_CHECKING:
@@ -29,28 +30,26 @@ NO_FLAGS = {
     "output_kind": "a command shows text as it comes, and results when they are whole",
     "skip_tokenizer_init": "a command's prompts are text",
 }
-# Option groups for `with_options`. --model is declared below, and --seed is that of SamplingParams.
-SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in NO_FLAGS])
-ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model", "seed")])
+# Option groups for `with_options`. --model is declared below, and --seed is the engine's.
+SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in (*NO_FLAGS, "seed")])
+ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model")])
 
 Model = Annotated[str, option(EngineConfig, "model")]
-JsonSchema = Annotated[
-    str | None,
-    typer.Option(help="Make the output JSON that fits this schema: a file, or the schema itself."),
-]
-JsonObject = Annotated[bool, typer.Option("--json-object", help="Make the output a JSON object.")]
-Regex = Annotated[str | None, option(StructuredOutputsParams, "regex")]
-Choice = Annotated[
-    list[str] | None,
-    typer.Option(help="Make the output one of these strings. May be given several times."),
-]
-Grammar = Annotated[
-    str | None,
-    typer.Option(help="A context-free grammar in EBNF for the whole output: a file, or the grammar itself."),
-]
+JSON_HELP = "Make the output JSON that fits this schema: a file, or the schema itself. [default: none]"
+JsonSchema = Annotated[str | None, typer.Option(help=JSON_HELP, rich_help_panel=OUTPUT)]
+OBJECT_HELP = "Make the output a JSON object. [default: off]"
+JsonObject = Annotated[bool, typer.Option("--json-object", help=OBJECT_HELP, rich_help_panel=OUTPUT)]
+REGEX_HELP = "Make the output match this regular expression, in Rust's syntax. [default: none]"
+Regex = Annotated[str | None, typer.Option(help=REGEX_HELP, rich_help_panel=OUTPUT)]
+CHOICE_HELP = "Make the output one of these strings. May be given several times. [default: none]"
+Choice = Annotated[list[str] | None, typer.Option(help=CHOICE_HELP, rich_help_panel=OUTPUT)]
+GRAMMAR_HELP = """Make the output match this context-free grammar in EBNF: a file, or the grammar itself.
+[default: none]"""
+Grammar = Annotated[str | None, typer.Option(help=GRAMMAR_HELP, rich_help_panel=OUTPUT)]
 TEMPLATE_HELP = """A Jinja template in place of the checkpoint's: a file, the template itself, the name of one
-of several that the checkpoint has, or plain, which writes roles as words (often used with --stop User:)."""
-ChatTemplate = Annotated[str | None, typer.Option(help=TEMPLATE_HELP)]
+of several that the checkpoint has, or plain, which writes roles as words (often used with --stop User:).
+[default: the checkpoint's]"""
+ChatTemplate = Annotated[str | None, typer.Option(help=TEMPLATE_HELP, rich_help_panel=MODEL)]
 
 
 class CliError(PagedError):
@@ -76,9 +75,9 @@ def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: options[name] for name in names if options.get(name) not in (None, [], ())}
 
 
-def engine_options(model: str, options: Mapping[str, Any], *more: str) -> dict[str, Any]:
+def engine_options(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the validated arguments of LLMEngine. Raises ConfigError."""
-    result = {"model": model, **given(options, [*ENGINE[1], *more])}
+    result = {"model": model, **given(options, ENGINE[1])}
     if "tenant_weights" in result:
         result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])
     EngineConfig(**result)

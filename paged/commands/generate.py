@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl, one object per
 line with prompt or prompt_token_ids, and optionally sampling parameters by their API names and tenant. Blank
-lines are skipped."""
-DEFAULT_COMPLETION_TOKENS = 256  # by default
-LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output."
-_OUTPUT_HELP = "Write the results of --prompts to this file instead of stdout, as JSON lines."
+lines are skipped. [default: none]"""
+DEFAULT_COMPLETION_TOKENS = 256
+# What help shows where the defaults are not those of the API.
+DEFAULTS = {"max_tokens": f"from generation_config.json, else {DEFAULT_COMPLETION_TOKENS}"}
+LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output. [default: off]"
+_OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [default: stdout]"
 
 
-@with_options(common.SAMPLING, common.ENGINE)
+@with_options(common.SAMPLING, common.ENGINE, defaults=DEFAULTS)
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Text to complete; without it, stdin.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
     output: Annotated[Path | None, typer.Option(help=_OUTPUT_HELP)] = None,
     live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,

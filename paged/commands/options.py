@@ -12,37 +12,52 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from ..model.generation_config import GENERATION_FIELDS
+from ..sampling_params import SamplingParams
+from .headings import heading_of
+
 # Added to the help of fields that are mappings: how the command line writes one.
 FORMS = {"logit_bias": " As ID=BIAS.", "tenant_weights": " As a=1,b=2."}
+# What a docstring says of None, which cannot be typed: where it is the default, that is shown instead.
+_NONE_MEANS = re.compile(r"[;.] None \w+ (.*?)(?=\. |\.$|; )")
 
 
-def option(owner: type[Any], name: str, *flags: str) -> Any:
+def option(owner: type[Any], name: str, *flags: str, default: str | None = None) -> Any:
     """Return the option of a config's field. Its help is read from the docstring of `owner`.
 
     flags: default to --name, and to --name/--no-name where the field's default is True.
+    default: the text that help shows in place of the field's default.
     """
     found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
     text = (" ".join(found[1].split()) if found else "") + FORMS.get(name, "")
-    (default,) = (field.default for field in fields(owner) if field.name == name)
+    (field,) = (field for field in fields(owner) if field.name == name)
+    value = field.default if field.default_factory is MISSING else None
+    none = _NONE_MEANS.search(text)
+    text = _NONE_MEANS.sub("", text)
     if _is_list(typing.get_type_hints(owner)[name]):
         text += " May be given several times."
-    if default not in (None, MISSING, ()) and not isinstance(default, bool):
-        shown = " ".join(map(repr, default)) if isinstance(default, tuple) else default
-        text += f" [default: {shown}]"
+    if value is not MISSING:
+        own = none[1] if value is None and none is not None else _shown(owner, name, value)
+        text += f" [default: {default or own}]"
     flag = name.replace("_", "-")
-    flags = flags or (f"--{flag}/--no-{flag}" if default is True else f"--{flag}",)
-    return typer.Option(*flags, help=text, show_default=default is MISSING)
+    flags = flags or (f"--{flag}/--no-{flag}" if value is True else f"--{flag}",)
+    return typer.Option(
+        *flags, help=text, show_default=value is MISSING, rich_help_panel=heading_of(owner, name)
+    )
 
 
 def with_options(
-    *given: tuple[type[Any], Iterable[str]],
+    *given: tuple[type[Any], Iterable[str]], defaults: Mapping[str, str] | None = None
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorate a command that takes **options: add an option for each named field of each class.
 
     The value of a field that is a sequence or mapping is a list of strings or ints. An option that is not
     given is None or an empty list.
+
+    defaults: the text that help shows as the default of an option, where the command has one of its own.
     """
-    added = [_parameter(owner, name) for owner, names in given for name in names]
+    shown = defaults or {}
+    added = [_parameter(owner, name, shown.get(name)) for owner, names in given for name in names]
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
@@ -64,9 +79,21 @@ def option_type(owner: type[Any], name: str) -> Any:
     return str if get_origin(kind) is typing.Literal else kind
 
 
-def _parameter(owner: type[Any], name: str) -> inspect.Parameter:
+def _shown(owner: type[Any], name: str, value: Any) -> str:
+    """Return a field's default as help shows it."""
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(repr, value))
+    from_file = owner is SamplingParams and name in GENERATION_FIELDS.values()
+    return f"from generation_config.json, else {value}" if from_file else str(value)
+
+
+def _parameter(owner: type[Any], name: str, default: str | None) -> inspect.Parameter:
     kind: Any = option_type(owner, name)
-    annotation = Annotated[kind | None, option(owner, name)]
+    annotation = Annotated[kind | None, option(owner, name, default=default)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import EngineConfig
 from ..errors import PagedError, RequestError
 from ..protocol.batch_file import BatchOutput, Line, count_lines, read_lines
 from ..protocol.openai import BAD_REQUEST, NOT_FOUND, Call, error_body, failure_of
@@ -27,10 +26,10 @@ INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's bat
 /v1/chat/completions or /v1/completions."""
 _OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it has
 already are skipped, so that starting an interrupted run again continues it."""
-NAME_HELP = "The model's name in the request bodies; the value of --model by default."
+NAME_HELP = "The model's name in the request bodies. [default: the value of --model]"
 
 
-@with_options(common.ENGINE, (EngineConfig, ["seed"]))
+@with_options(common.ENGINE)
 def run_batch(
     input_file: Annotated[Path, typer.Argument(help=INPUT_HELP)],
     output_file: Annotated[Path, typer.Argument(help=_OUTPUT_HELP)],
@@ -42,7 +41,7 @@ def run_batch(
     """Answer all requests of a file in OpenAI's batch format."""
     from tqdm import tqdm
 
-    engine_options = common.engine_options(model, options, "seed")
+    engine_options = common.engine_options(model, options)
     template = common.template_text(chat_template)
     total = count_lines(input_file)
     with BatchOutput(output_file, input_file) as output:

@@ -19,12 +19,15 @@ from ..simulate.fleet import Fleet, FleetConfig
 from ..simulate.report import report, sweep_report
 from ..simulate.timeline import Timeline, check_matplotlib
 from ..simulate.workload import Workload, read_shares
+from .headings import MODEL, SCHEDULING
 from .options import option, option_type, with_options
 
 MAPPINGS = ("tenants", "tenant_weights")
 # The fields of EngineConfig that a simulation does not depend on.
 NOT_SIMULATED = {
     "tokenizer",
+    "tokenizer_revision",
+    "generation_config",
     "dtype",
     "quantization",
     "device",
@@ -45,23 +48,29 @@ _NAMES = {
 _OWN = ("model", "scheduling_policy", "tenant_weights")  # declared below, with a flag or help of their own
 _SWEPT = {name: owner for owner, names in _NAMES.items() for name in names if name not in MAPPINGS}
 
-MODEL_HELP = "A directory with a config.json; by default 'demo', the checkpoint that ships with `paged`."
-WEIGHTS_HELP = "For the policy fair, the relative shares of tenants, such as a=1,b=2; by default 1."
+MODEL_HELP = """A directory with a config.json, a Hugging Face hub id, of which config.json alone is fetched, or
+demo for the checkpoint that ships with `paged`. [default: demo]"""
+WEIGHTS_HELP = (
+    """For the policy fair, the relative shares of tenants, such as a=1,b=2. [default: 1 for each]"""
+)
 SWEEP_HELP = """Simulate once for each value of an option and print a table: num_blocks=1000,2000,4000, or
-input_len=lognormal:500,0.8;fixed:500 if values contain commas."""
-PLOT_HELP = "Write a PNG: requests, tokens a second and blocks used over time."
+input_len=lognormal:500,0.8;fixed:500 if values contain commas. [default: none]"""
+PLOT_HELP = "Write a PNG: requests, tokens a second and blocks used over time. [default: none]"
+JSON_HELP = "Print JSON, times in seconds. [default: off]"
 
 
 @with_options(*((owner, [name for name in names if name not in _OWN]) for owner, names in _NAMES.items()))
 def simulate(
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP, rich_help_panel=MODEL)] = None,
     scheduling_policy: Annotated[
         str | None, option(EngineConfig, "scheduling_policy", "--scheduling-policy", "--policy")
     ] = None,
-    tenant_weights: Annotated[list[str] | None, typer.Option(help=WEIGHTS_HELP)] = None,
+    tenant_weights: Annotated[
+        list[str] | None, typer.Option(help=WEIGHTS_HELP, rich_help_panel=SCHEDULING)
+    ] = None,
     sweep: Annotated[str | None, typer.Option(help=SWEEP_HELP)] = None,
     plot: Annotated[Path | None, typer.Option(help=PLOT_HELP)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, times in seconds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
     **options: Any,
 ) -> int:
     """Predict latency, throughput and cache use of a fleet: the real scheduler on a virtual clock."""

@@ -11,7 +11,7 @@ from .hf_config import read_json
 
 _FILE = "generation_config.json"
 # From fields of the file to those of SamplingParams.
-_SAMPLING_FIELDS = {
+GENERATION_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -46,7 +46,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
         return {}
     found = read_json(file)
     given = {
-        ours: found[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if found.get(theirs) is not None
+        ours: found[theirs] for theirs, ours in GENERATION_FIELDS.items() if found.get(theirs) is not None
     }
     try:
         SamplingParams(**given)

@@ -34,7 +34,7 @@ class FleetConfig:
     router: "round-robin"; "least-loaded", the fewest outstanding tokens; "prefix-aware", the replica that
         was sent most of the prompt before, unless its load is too high.
     coefficients: a JSON file with step_s, token_s, seq_s, context_s and pair_s, measured seconds that replace
-        those of the data sheet.
+        those of the data sheet; None takes the data sheet.
     flops_efficiency: share of the data sheet's compute that kernels reach.
     bandwidth_efficiency: share of the data sheet's bandwidth that kernels reach.
     step_overhead: milliseconds per step for launches, scheduling and sampling.

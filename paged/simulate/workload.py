@@ -47,7 +47,7 @@ class Workload:
     requests: number of requests, including the later turns of conversations.
     rate: requests per second; inf lets all arrive at once. With turns, conversations begin at rate / turns.
     arrivals: "poisson", or "bursty": intervals from a gamma distribution.
-    burstiness: shape of that distribution; 1 is poisson, smaller is burstier. Default 0.25.
+    burstiness: shape of that distribution; 1 is poisson, smaller is burstier; None takes 0.25.
     input_len: prompt tokens of a request, without its shared prefix and earlier turns.
     output_len: output tokens of a request.
     prefixes: number of system prompts, used with weights 1, 1/2, 1/3, ...; 0 for none.

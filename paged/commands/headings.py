@@ -1,0 +1,81 @@
+"""Headings of options in `--help`, and the classes of commands and groups that print them."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from ..config import EngineConfig
+from ..errors import PagedError
+from ..sampling_params import SamplingParams
+
+MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
+    "Model",
+    "Sampling",
+    "Output",
+    "Scheduling",
+    "Memory",
+)
+# The heading of each field; fields that are not named here have the last one of their class.
+_FIELDS: dict[type[Any], dict[str, str]] = {
+    EngineConfig: {
+        MODEL: """model tokenizer revision tokenizer_revision generation_config dtype quantization device
+            attention_backend num_threads deterministic enforce_eager""",
+        SAMPLING: "seed",
+        MEMORY: """kv_cache_dtype block_size max_model_len num_blocks gpu_memory_utilization
+            cpu_memory_utilization enable_prefix_caching watermark swap_space""",
+        SCHEDULING: "",
+    },
+    SamplingParams: {
+        OUTPUT: """min_tokens max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos logprobs
+            prompt_logprobs detokenize skip_special_tokens spaces_between_special_tokens""",
+        SCHEDULING: "priority timeout_s",
+        MEMORY: "cache_salt",
+        SAMPLING: "",
+    },
+}
+
+
+def heading_of(owner: type[Any], name: str) -> str:
+    """Return the heading of a field's option. Other classes have one for all their fields: their name."""
+    headings = _FIELDS.get(owner, {owner.__name__.removesuffix("Config"): ""})
+    return next((heading for heading, names in headings.items() if name in names.split()), [*headings][-1])
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists the options under their headings, in plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each heading."""
+        sections = defaultdict(list)
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                own = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections[getattr(parameter, "rich_help_panel", None) or own].append(record)
+        # Those of the command itself come first.
+        for heading in sorted(sections, key=lambda h: HEADINGS.index(h) if h in HEADINGS else -1):
+            with formatter.section(heading):
+                formatter.write_dl(sections[heading])
+
+
+class UnknownCommandError(PagedError):
+    """A command that does not exist."""
+
+
+class CommandGroup(TyperGroup):
+    """A group that answers an unknown command with the list of those that exist."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments name. Raises UnknownCommandError."""
+        name, names = args[0], self.list_commands(ctx)
+        if name not in names and not name.startswith("-") and not ctx.resilient_parsing:
+            nearest = difflib.get_close_matches(name, names, n=1)
+            guess = f"did you mean {nearest[0]!r}? it has " if nearest else "it has "
+            raise UnknownCommandError(
+                f"{ctx.command_path} has no command {name!r}; {guess}{', '.join(names)}"
+            )
+        return super().resolve_command(ctx, args)
