@@ -30,7 +30,7 @@ SYSTEM_HELP = "The system message, before the first turn. [default: none]"
 TEMPLATE_KWARGS_HELP = """More variables for the template as a JSON object, such as
 {"enable_thinking": false}. [default: {}]"""
 # What help shows where the defaults are not those of the API.
-DEFAULTS = {"max_tokens": "from generation_config.json, else to the context's end"}
+_DEFAULTS = {"max_tokens": "from generation_config.json, else to the context's end"}
 HELP = """\
 /help           show this list
 /reset          forget the conversation, but not the system message
@@ -42,7 +42,7 @@ A line that ends in \\ continues on the next line. A line that begins with // is
 Ctrl-C stops an answer, a second one leaves."""
 
 
-@with_options(common.SAMPLING, common.ENGINE, defaults=DEFAULTS)
+@with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
 def chat(
     model: common.Model = "demo",
     system: Annotated[str | None, typer.Option(help=SYSTEM_HELP)] = None,

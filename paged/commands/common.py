@@ -35,8 +35,8 @@ SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name no
 ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model")])
 
 Model = Annotated[str, option(EngineConfig, "model")]
-JSON_HELP = "Make the output JSON that fits this schema: a file, or the schema itself. [default: none]"
-JsonSchema = Annotated[str | None, typer.Option(help=JSON_HELP, rich_help_panel=OUTPUT)]
+SCHEMA_HELP = "Make the output JSON that fits this schema: a file, or the schema itself. [default: none]"
+JsonSchema = Annotated[str | None, typer.Option(help=SCHEMA_HELP, rich_help_panel=OUTPUT)]
 OBJECT_HELP = "Make the output a JSON object. [default: off]"
 JsonObject = Annotated[bool, typer.Option("--json-object", help=OBJECT_HELP, rich_help_panel=OUTPUT)]
 REGEX_HELP = "Make the output match this regular expression, in Rust's syntax. [default: none]"

@@ -30,12 +30,12 @@ line with prompt or prompt_token_ids, and optionally sampling parameters by thei
 lines are skipped. [default: none]"""
 DEFAULT_COMPLETION_TOKENS = 256
 # What help shows where the defaults are not those of the API.
-DEFAULTS = {"max_tokens": f"from generation_config.json, else {DEFAULT_COMPLETION_TOKENS}"}
+_DEFAULTS = {"max_tokens": f"from generation_config.json, else {DEFAULT_COMPLETION_TOKENS}"}
 LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output. [default: off]"
 _OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [default: stdout]"
 
 
-@with_options(common.SAMPLING, common.ENGINE, defaults=DEFAULTS)
+@with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
