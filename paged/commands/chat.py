@@ -72,6 +72,10 @@ def chat(
     return Chat(engine, engine.params_of(sampling, max_tokens=None), template, system).run()
 
 
+class CommandError(CliError):
+    """A command of the conversation that cannot be run, which leaves the conversation as it is."""
+
+
 def _check_one_text(params: SamplingParams) -> None:
     """Raise CliError for parameters that ask for more than one text."""
     if params.num_samples > 1:
@@ -148,16 +152,18 @@ class Chat:
             with suppress(ImportError):  # gives input() history and editing keys
                 import readline  # noqa: F401
             print("/help lists the commands; Ctrl-D leaves", file=sys.stderr)
+        code = 0
         while (line := self._read()) is not None:
             try:
                 if not self._take(line):
                     break
             except (PagedError, OSError) as error:
                 # Through a pipe a missing turn would go unnoticed, and later turns may depend on it.
-                if not self._interactive:
+                if not self._interactive and not isinstance(error, CommandError):
                     raise
                 common.complain(str(error))
-        return 0
+                code = 0 if self._interactive else common.EXIT_FAILED
+        return code
 
     def _take(self, line: str) -> bool:
         """Run a line as a command or a turn. Return False if it ends the conversation."""
@@ -168,7 +174,9 @@ class Chat:
             if command in ("/exit", "/quit", "/bye"):
                 return False
             if command not in self._commands:
-                raise CliError(f"there is no command {command!r}; /help lists them, // begins a turn with /")
+                raise CommandError(
+                    f"there is no command {command!r}; /help lists them, // begins a turn with /"
+                )
             self._commands[command](argument.strip())
         else:
             self._ask(line.removeprefix("/") if line.startswith("//") else line)
@@ -217,9 +225,12 @@ class Chat:
 
     def _save(self, file: str) -> None:
         if not file:
-            raise CliError("/save needs a file to write to")
+            raise CommandError("/save needs a file to write to")
         text = json.dumps(self.messages, ensure_ascii=False, indent=2)
-        Path(file).expanduser().write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        try:
+            Path(file).expanduser().write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise CommandError(f"/save: {file}: {error.strerror}") from error
 
     def _retry(self) -> None:
         if not self._turns:

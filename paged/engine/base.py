@@ -15,7 +15,7 @@ from ..errors import RequestError, UsageError
 from ..from_vllm import missing
 from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
 from ..model.hf_config import read_config
-from ..model.weights import resolve
+from ..model.hub import resolve
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
 from ..runner.model_runner import ModelRunner

@@ -1,4 +1,4 @@
-"""Find a checkpoint, check its files, and copy its weights into parameters. Safetensors only."""
+"""Check the files of a checkpoint and copy its weights into parameters. Safetensors only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..validation import shown
-from .config import DEMO
 from .hf_config import read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -21,38 +20,6 @@ SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an el
 HEADER_CEILING = 100 * 2**20
 # Not a parameter, but old Llama checkpoints contain it.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
-
-
-def resolve(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a model: "demo", a directory, or a hub id (downloaded to the hub's cache).
-
-    revision: branch, tag or commit on the hub; None takes the default branch.
-    """
-    path = DEMO if model == "demo" else Path(model).expanduser()
-    if path.is_dir():
-        if revision is not None:
-            raise CheckpointError(
-                f"revision {revision!r} names a version on the hub, but {model} is a directory"
-            )
-        return path
-    if path.exists():
-        raise CheckpointError(f"{model} is a file; give the directory that holds config.json")
-    if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model.isprintable():
-        raise CheckpointError(f"no such directory: {model}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        # Some repositories have the weights a second time, in their author's own layout.
-        ignored = ["consolidated*", "original/*"]
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"{model!r} is neither a directory nor a model that could be fetched from the hub: {reason}"
-        ) from error
 
 
 Sources = Mapping[str, tuple[Path, list[int]]]  # file and shape of each tensor

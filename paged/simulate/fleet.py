@@ -14,7 +14,7 @@ from ..runner.sizes import Sizes
 from ..validation import changed, check_int, check_number
 from .cost import DATA_SHEETS, Coefficients, Roofline, StepCost, blocks_that_fit
 from .model import read_model
-from .replica import Replica
+from .replica import Refusal, Replica
 from .statistics import Statistics
 from .timeline import Timeline
 from .workload import Arrival
@@ -29,7 +29,7 @@ Event = tuple[float, int, int, Arrival | None]
 class FleetConfig:
     """The hardware of a fleet, its router, and the assumptions of the cost model.
 
-    gpu: name of a GPU; its data sheet gives compute, bandwidth, memory and link to the host.
+    gpu: name of a GPU, in any case; its data sheet gives compute, bandwidth, memory and link to the host.
     replicas: number of engines, each with a GPU of its own.
     router: "round-robin"; "least-loaded", the fewest outstanding tokens; "prefix-aware", the replica that
         was sent most of the prompt before, unless its load is too high.
@@ -51,6 +51,8 @@ class FleetConfig:
     step_overhead: float = 1.0
 
     def __post_init__(self) -> None:
+        known = {name.casefold(): name for name in DATA_SHEETS}
+        object.__setattr__(self, "gpu", known.get(str(self.gpu).casefold(), self.gpu))
         if self.gpu not in DATA_SHEETS:
             raise ConfigError(f"gpu must be one of {', '.join(DATA_SHEETS)}; got {self.gpu!r}")
         if self.router not in ROUTERS:
@@ -91,7 +93,7 @@ class Fleet:
             raise ConfigError(
                 "scheduling_policy must be a name in a simulation, where every replica has its own"
             )
-        model = read_model(engine.model)
+        model = read_model(engine.model, engine.revision)
         sizes = Sizes(engine, model, "cuda", model.dtype)
         if sizes.kv_dtype == "float8_e4m3fn" and not DATA_SHEETS[fleet.gpu].has_e4m3:
             asked = f"kv_cache_dtype {engine.kv_cache_dtype!r}"
@@ -133,10 +135,11 @@ class Fleet:
                 continue
             if kind == ARRIVAL:
                 self._expect(arrivals)
-            if not self._admit(arrival):
-                num_refused = 1 + len(arrival.following)  # later turns of the conversation too
-                self.statistics.num_refused += num_refused
-                done(num_refused)
+            if (refusal := self._admit(arrival)) is not None:
+                num_later = len(arrival.following)
+                self.statistics.refuse(refusal)
+                self.statistics.refuse(Refusal.EARLIER_TURN, num_later)
+                done(1 + num_later)
         return self.statistics
 
     def _expect(self, arrivals: Iterator[Arrival]) -> None:
@@ -144,22 +147,22 @@ class Fleet:
         if arrival is not None:
             heapq.heappush(self._events, (arrival.time, ARRIVAL, 0, arrival))
 
-    def _admit(self, arrival: Arrival) -> bool:
-        """Give a request to a replica. Return whether the replica accepts it."""
+    def _admit(self, arrival: Arrival) -> Refusal | None:
+        """Give a request to a replica. Return the reason if the replica refuses it."""
         number = self._router.choose(arrival.token_ids, self._loads)
         replica = self.replicas[number]
         request_id = str(self._num_requests)
         self._num_requests += 1
         request = replica.add(request_id, arrival)
-        if request is None:
-            return False
+        if isinstance(request, Refusal):
+            return request
         self._loads[number] += request.num_prompt_tokens
         if arrival.following:
             self._conversations[request_id] = arrival
         if not replica.awake:
             replica.awake = True
             heapq.heappush(self._events, (arrival.time, STEP, number, None))
-        return True
+        return None
 
     def _end_step(self, number: int, now: float, think_time: float) -> int:
         """End the step of a replica. Return how many requests finished."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import enum
+
 from ..errors import QueueFullError
 from ..requests.request import Request, RequestInputs, RequestMetrics, RequestStatus
 from ..runner.sizes import Sizes
 from ..scheduler.schedule import Schedule
 from .cost import StepCost
 from .workload import SAMPLED, Arrival
+
+
+class Refusal(enum.Enum):
+    """Why a request is refused. The value is its name in JSON."""
+
+    TOO_LONG = "longer_than_max_model_len"
+    NEVER_FITS = "larger_than_kv_cache"
+    QUEUE_FULL = "max_waiting"
+    EARLIER_TURN = "earlier_turn_refused"
 
 
 class Replica:
@@ -21,15 +32,17 @@ class Replica:
         self.manager = sizes.new_block_manager(num_blocks, sizes.num_host_blocks)
         self.scheduler = sizes.new_scheduler(self.manager, clock=lambda: self.now)
 
-    def add(self, request_id: str, arrival: Arrival) -> Request | None:
-        """Queue a request. Return None if it is refused: it can never fit, or too many requests wait."""
+    def add(self, request_id: str, arrival: Arrival) -> Request | Refusal:
+        """Queue a request. Return it, or the reason why it is refused."""
         num_prompt_tokens = len(arrival.token_ids)
         # As in the engine: a prompt that fills the context still gets the token that follows it.
         most = min(
             num_prompt_tokens + arrival.num_output_tokens, max(self._max_model_len, num_prompt_tokens + 1)
         )
-        if num_prompt_tokens > self._max_model_len or not self.manager.fits(most - 1):
-            return None
+        if num_prompt_tokens > self._max_model_len:
+            return Refusal.TOO_LONG
+        if not self.manager.fits(most - 1):
+            return Refusal.NEVER_FITS
         inputs = RequestInputs(
             request_id=request_id,
             prompt_token_ids=arrival.token_ids,
@@ -41,7 +54,7 @@ class Replica:
         try:
             self.scheduler.add(request)
         except QueueFullError:
-            return None
+            return Refusal.QUEUE_FULL
         return request
 
     def begin_step(self, now: float) -> float:

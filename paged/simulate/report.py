@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+# What the counts of refused requests mean, and what changes them.
+_REASONS = {
+    "longer_than_max_model_len": "have a prompt that is longer than max_model_len",
+    "larger_than_kv_cache": "need more KV blocks than there are: raise num_blocks",
+    "max_waiting": "came when max_waiting requests were waiting",
+    "earlier_turn_refused": "follow a refused turn of their conversation",
+}
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E"}
 
 
@@ -19,6 +26,7 @@ def report(summary: dict[str, Any]) -> str:
         [
             f"{s['finished']:,} requests finished, {s['refused']:,} refused, in {s['duration_s']:,.1f} s of "
             f"virtual time on {s['replicas']:,} x {s['num_blocks']:,} blocks",
+            *(f"refused      {n:,} {_REASONS[name]}" for name, n in s["refused_because"].items() if n),
             "",
             *table(rows),
             "",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..requests.request import Request
-from .replica import Replica
+from .replica import Refusal, Replica
 from .timeline import Timeline
 
 PERCENTILES = (50, 90, 99)
@@ -48,7 +48,8 @@ class Statistics:
     def __init__(self, num_blocks: int, num_replicas: int, timeline: Timeline | None = None) -> None:
         self.num_blocks, self.num_replicas, self.timeline = num_blocks, num_replicas, timeline
         self.latencies = defaultdict[str, Latencies](Latencies)  # by tenant
-        self.num_refused = self.num_finished = self.num_steps = self.num_preemptions = 0
+        self.refused = Counter[Refusal]()
+        self.num_finished = self.num_steps = self.num_preemptions = 0
         self.num_prompt_tokens = self.num_output_tokens = self.num_cached_tokens = 0
         self.duration = self.busy_seconds = self.used_block_seconds = 0.0
         self.num_step_tokens = self.peak_used_blocks = 0
@@ -69,6 +70,10 @@ class Statistics:
                 start, end, used, len(scheduler.running), scheduler.num_waiting, replica.step.num_tokens
             )
 
+    def refuse(self, refusal: Refusal, number: int = 1) -> None:
+        """Count refused requests."""
+        self.refused[refusal] += number
+
     def finish(self, request: Request) -> None:
         """Count a finished request."""
         self.num_finished += 1
@@ -81,11 +86,13 @@ class Statistics:
     def summary(self) -> dict[str, Any]:
         """Return all figures by name. Times are in seconds, shares from 0 to 1."""
         duration = self.duration or math.inf  # without a step the throughput is 0
+        num_refused = self.refused.total()
         capacity = self.num_blocks * self.num_replicas * duration
         return {
-            "requests": self.num_finished + self.num_refused,
+            "requests": self.num_finished + num_refused,
             "finished": self.num_finished,
-            "refused": self.num_refused,
+            "refused": num_refused,
+            "refused_because": {reason.value: self.refused[reason] for reason in Refusal},
             "duration_s": self.duration,
             "requests_per_s": self.num_finished / duration,
             "output_tokens_per_s": self.num_output_tokens / duration,

@@ -81,7 +81,18 @@ def test_what_fails_through_a_pipe_ends_it(run, loaded):  # later turns may depe
     code, out, err = run(*ARGV, stdin="a\nbad\nb\n")
     assert (code, out) == (2, answer + "\n")
     assert err == "paged: the chat template refuses this: no bad words\n"
-    assert run(*ARGV, stdin="/foo\n")[2].startswith("paged: there is no command '/foo'; /help lists them")
+
+
+def test_a_wrong_command_through_a_pipe_ends_no_turn(run, loaded, tmp_path):
+    talk, missing = Talk(loaded), tmp_path / "missing" / "talk.json"
+    answers = [talk.say("a"), talk.say("b")]
+    code, out, err = run(*ARGV, stdin=f"a\n/foo\n/save\n/save {missing}\nb\n")
+    assert (code, out) == (1, "".join(answer + "\n" for answer in answers))
+    assert err.splitlines() == [
+        "paged: there is no command '/foo'; /help lists them, // begins a turn with /",
+        "paged: /save needs a file to write to",
+        f"paged: /save: {missing}: No such file or directory",
+    ]
 
 
 def test_commands_of_the_conversation(run, loaded, tmp_path):
@@ -117,7 +128,7 @@ def test_commands_of_the_conversation(run, loaded, tmp_path):
         "/help lists the commands; Ctrl-D leaves",
         "paged: the chat template refuses this: no bad words",
         "paged: /save needs a file to write to",
-        f"paged: [Errno 21] Is a directory: '{tmp_path}'",
+        f"paged: /save: {tmp_path}: Is a directory",
         "paged: there is no command '/nothing'; /help lists them, // begins a turn with /",
     ]
 

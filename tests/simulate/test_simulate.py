@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections import Counter
 
+import huggingface_hub as hub
 import pytest
 import typer
 
 from paged import EngineConfig, PagedError
 from paged.commands.simulate import simulate
+from paged.model.config import DEMO
 from paged.requests.request import Request, RequestInputs
 from paged.routing.router import LeastLoaded, PrefixAware, RoundRobin
 from paged.scheduler.schedule import Schedule
@@ -25,7 +27,7 @@ from paged.simulate.cost import (
     work_of,
 )
 from paged.simulate.fleet import Fleet, FleetConfig
-from paged.simulate.model import DEMO, read_model
+from paged.simulate.model import read_model
 from paged.simulate.timeline import Timeline
 from paged.simulate.workload import Workload
 
@@ -238,6 +240,10 @@ class TestRouters:
         assert rates["prefix-aware"] > 1.5 * rates["round-robin"] > 0
 
 
+def reasons(summary):
+    return {name: number for name, number in summary["refused_because"].items() if number}
+
+
 def test_requests_that_cannot_be_served_are_counted(tmp_path):
     trace = tmp_path / "trace.jsonl"
     lengths = [(10, 5), (3000, 5), (100, 100), (64, 1)]  # context 2048, pool 64 tokens
@@ -245,9 +251,13 @@ def test_requests_that_cannot_be_served_are_counted(tmp_path):
     trace.write_text("\n".join(lines) + "\n")
     summary = run(Workload(trace=str(trace)), num_blocks=4).summary()
     assert (summary["finished"], summary["refused"], summary["output_tokens"]) == (2, 2, 6)
+    assert reasons(summary) == {"longer_than_max_model_len": 1, "larger_than_kv_cache": 1}
     crowd = Workload(requests=50, rate=float("inf"), output_len="fixed:5", input_len="fixed:9")
     summary = run(crowd, max_num_seqs=1, max_waiting=7).summary()
     assert (summary["finished"], summary["refused"]) == (7, 43)
+    assert reasons(summary) == {"max_waiting": 43}
+    turns = Workload(requests=6, turns=3, rate=1.0, input_len="fixed:3000")
+    assert reasons(run(turns).summary()) == {"longer_than_max_model_len": 2, "earlier_turn_refused": 4}
 
 
 def test_priorities_and_prefixes_of_a_trace(tmp_path):
@@ -296,6 +306,44 @@ def test_report_and_json(command):
     figures = json.loads(command(f"{QUICK} --tenants a=3,b=1 --json"))
     assert figures["finished"] == sum(tenant["finished"] for tenant in figures["tenants"].values()) == 40
     assert 0 < figures["ttft_s"]["p50"] <= figures["ttft_s"]["p90"] <= figures["ttft_s"]["p99"]
+
+
+def test_report_says_why_requests_are_refused(command):
+    text = command(f"{SHORT} --num-blocks 400 --turns 2 --input-len fixed:3000 --think-time 1")
+    _, long, later, _ = text.splitlines()[:4]
+    assert long == "refused      20 have a prompt that is longer than max_model_len"
+    assert later == "refused      20 follow a refused turn of their conversation"
+
+
+def test_gpu_in_any_case(command):
+    def figures(gpu):
+        return {**json.loads(command(f"{QUICK} --gpu {gpu} --json")), "wall_s": 0}
+
+    assert figures("rtx4090") == figures("RTX4090") != figures("h100")
+
+
+def test_config_of_a_hub_id(command, tmp_path, monkeypatch):
+    """No weights are fetched."""
+    (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
+    asked = []
+
+    def fetch(model, file, revision):
+        asked.append((model, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(hub, "hf_hub_download", fetch)
+    assert command(f"{QUICK} --model org/name --revision v1").splitlines()[2:] != []
+    assert asked == [("org/name", "config.json", "v1")]
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *_, **__: 1 / 0)
+    refused(["--model", "demo", "--revision", "v1"], "model: revision 'v1' names a version on the hub")
+
+    def fail(*_, **__):
+        raise OSError("404: no such model\nand more")
+
+    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    refused(
+        ["--model", "nowhere"], "model: 'nowhere' is neither a directory nor .* the hub: 404: no such model$"
+    )
 
 
 def test_sweep(command):
@@ -393,7 +441,11 @@ def refused(argv, message):
         (["--input-len", "fixed:0"], "input_len must be at least 1"),
         (["--output-len", "normal:3"], "output_len must be one of fixed:N, .*; got 'normal:3'"),
         (["--output-len", "uniform:9-3"], "upper end must be at least 9"),
-        (["--model", "nowhere"], "nowhere/config.json: no such file"),
+        (["--model", "./nowhere"], "model: no such directory: ./nowhere"),
+        (
+            ["--model", "docs"],
+            "docs/config.json: no such file; model must be 'demo', a hub id or a directory",
+        ),
         (["--sweep", "speed=1,2"], "--sweep knows no option 'speed'; it takes gpu, "),
         (["--sweep", "num_blocks=1000,x"], "num_blocks must be an int, at least 1, got 'x'"),
         (["--sweep", "num_blocks="], "such as rate=1,2,4; got 'num_blocks='"),

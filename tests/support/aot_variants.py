@@ -15,7 +15,7 @@ from paged import EngineConfig, SamplingParams
 from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.target import listening
 from paged.model.hf_config import read_config
-from paged.model.weights import resolve
+from paged.model.hub import resolve
 from paged.requests.request import Request, RequestInputs
 from paged.runner import load
 from paged.runner.model_runner import ModelRunner
