@@ -26,6 +26,8 @@ INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's bat
 /v1/chat/completions or /v1/completions."""
 _OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it has
 already are skipped, so that starting an interrupted run again continues it."""
+RETRY_HELP = """Answer the lines again whose results are errors; the new results replace them.
+[default: off]"""
 NAME_HELP = "The model's name in the request bodies. [default: the value of --model]"
 
 
@@ -36,6 +38,7 @@ def run_batch(
     model: common.Model = "demo",
     chat_template: common.ChatTemplate = None,
     served_model_name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help=RETRY_HELP)] = False,
     **options: Any,
 ) -> int:
     """Answer all requests of a file in OpenAI's batch format."""
@@ -44,19 +47,23 @@ def run_batch(
     engine_options = common.engine_options(model, options)
     template = common.template_text(chat_template)
     total = count_lines(input_file)
-    with BatchOutput(output_file, input_file) as output:
+    with BatchOutput(output_file, input_file, retry_failed=retry_failed) as output:
         lines = read_lines(input_file, output.done)
         num_done = len(output.done)
-        # Without a missing line no model is loaded.
         first = next(lines, None)
-        if first is not None:
+        if first is None:
+            common.complain(f"nothing to do: all {total:,} lines have results")
+        else:
             engine = common.start(engine_options)
             with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:
                 run = _Run(engine, output, served_model_name or model, template, bar.update)
                 run.answer(first, lines)
         num_failed = output.num_failed
     if num_failed:
-        common.complain(f"{num_failed} of {total} lines failed; the error in their results says why")
+        common.complain(
+            f"{num_failed} of {total} lines failed; the error in their results says why, --retry-failed runs "
+            "them again"
+        )
     return common.EXIT_FAILED if num_failed else 0
 
 

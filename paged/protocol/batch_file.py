@@ -1,15 +1,11 @@
 """Files in OpenAI's batch format: one request per line, and one result per line.
 
-A result is written by one call as soon as it exists. A killed run leaves whole lines and perhaps a partial
-one; the next run truncates the partial line and computes the missing results.
+The next run computes the results that are missing after a kill.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import RequestError, reject_unknown
-from .jobs import check_writable, parse_json
+from .jobs import parse_json
 from .openai import Call, parse_call
+from .result_file import ResultFile
 
 PREFIX = b'{"id": "batch_req_'
 RESULT = re.compile(re.escape(PREFIX) + rb'([0-9a-f]{32})", "custom_id": .*\}\n')
@@ -155,25 +152,20 @@ class BatchOutput:
     done: identities of the lines that have a result.
     num_failed: how many of these results are errors.
 
-    Raises RequestError naming the file if it is a pipe or a device, contains other data, or is being written
-    by another process.
+    retry_failed: replace the errors of earlier runs, whose lines are not in `done`.
+
+    Raises RequestError naming the file if it contains other data, and the errors of `ResultFile`.
     """
 
-    def __init__(self, path: Path, source: Path) -> None:
-        check_writable(path, source)
-        if path.exists() and not path.is_file():
-            raise RequestError(f"{path}: not a regular file; results must be readable again")
-        self.path = path
+    def __init__(self, path: Path, source: Path, *, retry_failed: bool = False) -> None:
         self.done = IdentitySet()
         self.num_failed = 0
-        # Unbuffered: each line reaches the operating system before the next one is begun.
-        self._file = path.open("ab", buffering=0)
+        self._file = ResultFile(path, source)
         try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RequestError(f"{path}: another process is writing this file") from None
-            os.ftruncate(self._file.fileno(), self._read())
+            size, has_failed = self._read(keep_failed=not retry_failed)
+            self._file.truncate(size)
+            # The first new result removes the old errors, so that a run that cannot start loses nothing.
+            self._has_old_errors = has_failed and retry_failed
         except BaseException:
             self._file.close()
             raise
@@ -184,31 +176,35 @@ class BatchOutput:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def _read(self) -> int:
-        """Read the results of earlier runs. Return the size of all whole lines in bytes."""
-        size = 0
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if match := RESULT.fullmatch(line):
+    def _read(self, *, keep_failed: bool) -> tuple[int, bool]:
+        """Read the results of earlier runs. Return the bytes of all whole lines, and whether any failed."""
+        size, has_failed = 0, False
+        for number, line in enumerate(self._file.lines(), start=1):
+            if match := RESULT.fullmatch(line):
+                failed = not line.endswith(SUCCEEDED)
+                has_failed |= failed
+                size += len(line)
+                if keep_failed or not failed:
                     self.done.add(match[1].decode())
-                    self.num_failed += not line.endswith(SUCCEEDED)
-                    size += len(line)
-                elif line.endswith(b"\n") or not line.startswith(PREFIX[: len(line)]):
-                    raise RequestError(
-                        f"{self.path}:{number}: not a result of `paged run-batch`; name another file"
-                    )
-        return size
+                    self.num_failed += failed
+            elif line.endswith(b"\n") or not line.startswith(PREFIX[: len(line)]):
+                raise RequestError(
+                    f"{self._file.path}:{number}: not a result of `paged run-batch`; name another file"
+                )
+        return size, has_failed
 
     def write(self, line: Line, status: int, body: Mapping[str, Any]) -> None:
         """Append the result of a line."""
+        if self._has_old_errors:
+            self._file.replace(line for line in self._file.lines() if line.endswith(SUCCEEDED))
+            self._has_old_errors = False
         error = body["error"] if status != 200 else None
-        result = {
-            "id": f"batch_req_{line.identity}",
-            "custom_id": line.custom_id,
-            "response": {"status_code": status, "request_id": f"req_{line.identity}", "body": body},
-            "error": error and {"code": error["type"], "message": error["message"]},
-        }
         self.num_failed += error is not None
-        text = json.dumps(result, allow_nan=False).encode() + b"\n"
-        while text:  # a full disk may take a part of it; the next write raises
-            text = text[self._file.write(text) :]
+        self._file.write(
+            {
+                "id": f"batch_req_{line.identity}",
+                "custom_id": line.custom_id,
+                "response": {"status_code": status, "request_id": f"req_{line.identity}", "body": body},
+                "error": error and {"code": error["type"], "message": error["message"]},
+            }
+        )

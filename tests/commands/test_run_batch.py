@@ -20,6 +20,7 @@ from paged.commands import run_batch as command
 from paged.errors import PagedError
 from paged.protocol.batch_file import IdentitySet
 from paged.protocol.openai import SAME, parse_call
+from paged.protocol.result_file import ResultFile
 from tests.support.command_line import running, write
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -180,7 +181,8 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
     num_bad = len(bad) + len(others) + 1
     assert code == 1
     assert err.splitlines()[-1] == (
-        f"paged: {num_bad} of {num_bad + 2} lines failed; the error in their results says why"
+        f"paged: {num_bad} of {num_bad + 2} lines failed; the error in their results says why, "
+        "--retry-failed runs them again"
     )
     found = [*results(output).values()]
     assert len(found) == num_bad + 2
@@ -202,7 +204,9 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
     # A second run has nothing to do and loads no model.
     content = output.read_bytes()
     run.monkeypatch.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
-    assert run("run-batch", source, output)[0] == 1
+    code, _, err = run("run-batch", source, output)
+    assert code == 1
+    assert err.splitlines()[0] == f"paged: nothing to do: all {num_bad + 2} lines have results"
     assert output.read_bytes() == content
 
 
@@ -301,6 +305,46 @@ def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
     assert "28/28" in err
     assert results(output) == results(expected)
     assert len(results(output)) == 28
+
+
+@pytest.mark.usefixtures("loaded")
+def test_failed_lines_are_answered_again(run, tmp_path, monkeypatch):
+    """Each line has one result at the end, also if the retry is killed; a link and a mode are kept."""
+    names = [f"m{i % 2}" for i in range(6)]
+    lines = [line(str(i), model=name, prompt="x", max_tokens=3) for i, name in enumerate(names)]
+    source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(output)
+    argv = ("run-batch", source, link, "--served-model-name")
+    assert run(*argv, "m0")[0] == 1
+    output.chmod(0o640)
+    good = [result for result in by_custom_id(output).values() if result["error"] is None]
+    assert len(good) == 3
+    before = output.read_bytes()
+    # It fails before the new content is in place, and after that, at the first new result.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fails)
+        assert run(*argv, "m1", "--retry-failed")[0] == 2
+    assert output.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "link.jsonl", "out.jsonl"]
+    with monkeypatch.context() as patched:
+        patched.setattr(ResultFile, "write", fails)
+        assert run(*argv, "m1", "--retry-failed")[0] == 2
+    assert [*by_custom_id(output).values()] == good
+    with output.open("ab") as file:
+        file.write(before[:30])
+    assert run(*argv, "m1")[0] == 0  # the lines whose errors are gone
+    found = by_custom_id(output)
+    assert len(found) == 6
+    assert [*found.values()][:3] == good
+    assert all(result["error"] is None for result in found.values())
+    assert (link.is_symlink(), output.stat().st_mode & 0o777) == (True, 0o640)
+    code, _, err = run(*argv, "m1", "--retry-failed")
+    assert (code, err) == (0, "paged: nothing to do: all 6 lines have results\n")
+
+
+def fails(*_):
+    raise OSError("the disk is full")
 
 
 def test_nothing_else_is_written_over(run, tmp_path):
