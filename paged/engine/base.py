@@ -174,8 +174,9 @@ class BaseEngine:
 
         new_request_id: by default the next number. Return it.
         sampling_params: by default the request's, with a seed of the fork's own. timeout_s counts from now;
-            without one the fork has the request's deadline. Another grammar than the request's is compiled
-            here, as in `add_request`.
+            without one the fork has the request's deadline, and without a priority the request's. Other stop
+            strings than the request's apply to new text. Another grammar is compiled here, as in
+            `add_request`.
 
         Raises RequestError if there is no such request, it has several samples, the new id is in use, or a
         parameter is wrong.
@@ -197,7 +198,8 @@ class BaseEngine:
         their outputs go to those iterators.
 
         If the step raises, no request is lost: the next call computes again what was not finished. Cached and
-        pinned prefixes are forgotten.
+        pinned prefixes are forgotten. Ctrl-C waits for the end of the step, whose outputs the next call
+        returns; a second Ctrl-C acts at once.
         """
         self.core.step(self.core.outbox)
         return self.core.outbox.take()

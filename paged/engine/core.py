@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from ..errors import RequestError
+from ..interrupts import HeldInterrupts
 from ..requests.request import Outbox, Request, RequestGroup, RequestStatus
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import SamplingParams
@@ -52,16 +53,17 @@ class EngineCore:
         on_schedule: called with what the step computes, before it is computed.
         """
         advanced = list[Request]()
-        with self._recovery():
-            expired = self.scheduler.expire()
-            self._collect_finished(expired)
-            schedule = self.scheduler.schedule()
-            if on_schedule is not None:
-                on_schedule(schedule)
-            if not schedule.is_empty:
-                output = self.runner.execute(schedule)
-                advanced = self._update(schedule, output)
-        self.publish(self._groups_in(outbox, advanced))
+        with HeldInterrupts():
+            with self._recovery():
+                expired = self.scheduler.expire()
+                self._collect_finished(expired)
+                schedule = self.scheduler.schedule()
+                if on_schedule is not None:
+                    on_schedule(schedule)
+                if not schedule.is_empty:
+                    output = self.runner.execute(schedule)
+                    advanced = self._update(schedule, output)
+            self.publish(self._groups_in(outbox, advanced))
         return advanced
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
@@ -132,22 +134,27 @@ class EngineCore:
 
         Raises RequestError if anything is wrong, QueueFullError if max_waiting requests wait already.
         """
-        group = self.new_group(request_id, spec, outbox)
-        try:
-            self.scheduler.add(group.samples[0])
-        except RequestError:
-            self._forget(group)
-            raise
+        group = self._made(request_id, spec)
+        with HeldInterrupts():
+            self.register(group, outbox)
+            try:
+                self.scheduler.add(group.samples[0])
+            except RequestError:
+                self._forget(group)
+                raise
 
     def new_group(self, request_id: str, spec: RequestSpec, outbox: Outbox | None = None) -> RequestGroup:
         """Make and register a request that the scheduler has not got yet.
 
         Raises RequestError if anything is wrong.
         """
-        self._check_id(request_id)
-        group = self.factory.new_group(request_id, spec, self.scheduler.clock())
+        group = self._made(request_id, spec)
         self.register(group, outbox)
         return group
+
+    def _made(self, request_id: str, spec: RequestSpec) -> RequestGroup:
+        self._check_id(request_id)
+        return self.factory.new_group(request_id, spec, self.scheduler.clock())
 
     def register(self, group: RequestGroup, outbox: Outbox | None = None) -> None:
         """Make a request known by its id. Its outputs go to `outbox`, by default the core's."""
@@ -175,15 +182,19 @@ class EngineCore:
         self._check_id(new_request_id)
         now = self.scheduler.clock()
         child = self.factory.new_fork(new_request_id, group.samples[0], params, now)
-        self.scheduler.fork(group.samples[0], child.samples[0])
-        self.register(child, outbox)
+        with HeldInterrupts():
+            self.scheduler.fork(group.samples[0], child.samples[0])
+            self.register(child, outbox)
         return new_request_id
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks. Do nothing if no unfinished request has this id."""
         group = self._unfinished(request_id)
-        if group is None:
-            return
+        if group is not None:
+            with HeldInterrupts():
+                self._abort(group)
+
+    def _abort(self, group: RequestGroup) -> None:
         now = self.scheduler.clock()
         for sample in group.samples:
             if sample.status is RequestStatus.FINISHED:
@@ -198,6 +209,11 @@ class EngineCore:
         if group.outbox is not self.outbox:
             group.outbox.put(self.outputs.output(group))
         self._forget(group)
+
+    def longest(self) -> int:
+        """Return the most tokens that an unfinished request may have, those read ahead included."""
+        samples = (sample for group in self.groups.values() for sample in group.samples)
+        return max((sample.inputs.max_total_tokens for sample in samples), default=1)
 
     def has_work(self) -> bool:
         """Return whether there is anything to compute or to publish."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..interrupts import HeldInterrupts
 from ..kernels.cpu.attention.kernel import ATTEND, MERGE
 from ..kernels.cpu.attention.paged_attention import Plan, plan_units
 from ..kernels.cpu.attention.units import SPLIT_KEYS
@@ -71,7 +72,8 @@ class StepGraphs:
     def _record(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> _StepGraph | None:
         """Record a step, or return None if torch computes a part of it or memory is short."""
         try:
-            with Recorder() as recorder:
+            # An interrupt between its parts would leave the recorder on, which refuses torch's operations.
+            with HeldInterrupts(), Recorder() as recorder:
                 outputs = compute(batch, kv_cache)
             graph = _StepGraph(recorder, batch, outputs)
             if graph.num_bytes > len(self._memory):

@@ -1,0 +1,38 @@
+"""Ctrl-C that waits until the records of a step are complete."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class HeldInterrupts:
+    """A context that holds back the first Ctrl-C until it ends, so that nothing in it is half done.
+
+    It does nothing inside another such context, and outside the main thread, where Python handles no signals.
+    """
+
+    __slots__ = ("_frame", "_is_pending", "_previous")
+
+    def __enter__(self) -> None:
+        self._is_pending = False
+        self._previous: Any = None  # the handler of before
+        if threading.current_thread() is threading.main_thread():
+            handler: Any = signal.getsignal(signal.SIGINT)
+            # Not callable: the signal ends the process, or is ignored.
+            if callable(handler) and not isinstance(getattr(handler, "__self__", None), HeldInterrupts):
+                self._previous = handler
+                signal.signal(signal.SIGINT, self._hold)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._is_pending:
+            self._previous(number, frame)
+        self._is_pending, self._frame = True, frame
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            if self._is_pending:
+                self._previous(signal.SIGINT, self._frame)
