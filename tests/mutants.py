@@ -182,6 +182,7 @@ MUTANTS = {
             "self._running.remove_all()",
         ),
         ("the shortest must fit beside a pin", "longest = max(", "longest = min("),
+        ("forgets requests that are read ahead", "longest = max(longest, ", "longest = max(1, "),
         ("admits before running requests", "promised += self._running.num_reserved_blocks()", "promised = 0"),
         ("what is pinned is still needed", "self._queue.reconsider()  # pinned", "pass  # pinned"),
         (

@@ -276,11 +276,14 @@ class World:
         self.live[name] = (child, Truth.begin(child))
 
     def pin(self) -> None:
-        """Pin a prefix, if all live requests still fit beside it."""
+        """Pin a prefix, if all live requests and one that is read ahead still fit beside it."""
         self.num_requests += 1
         name, prefix = str(self.num_requests), self.rng.choice(self.prefixes)
-        if self.scheduler.pin(name, prefix, b""):
+        ahead = self.rng.randint(1, self.longest)
+        ahead = ahead if self.manager.fits(ahead - 1) else 1
+        if self.scheduler.pin(name, prefix, b"", ahead):
             self.pins.append(name)
+            assert self.manager.fits(ahead - 1), "a request read ahead can never fit"
 
     # Steps
 

@@ -262,7 +262,7 @@ def as_iterable(prompts: Any) -> Iterable[Prompt]:
         return [prompts]
     if not _is_iterable(prompts):
         raise RequestError(f"prompts must be a prompt or an iterable of them, got {prompts!r}")
-    if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], Integral):
+    if _is_row(prompts):
         return [prompts]
     iterable: Iterable[Prompt] = prompts
     return iterable
@@ -282,6 +282,13 @@ def call_with_error_prefix(prefix: str, function: Callable[..., T], *args: Any) 
         return function(*args)
     except PagedError as error:
         raise type(error)(f"{prefix}: {error}") from error
+
+
+def _is_row(prompts: Any) -> bool:
+    """Return whether this is one prompt of token ids: a list of ints, or an array of one dimension."""
+    if getattr(prompts, "ndim", 0) == 1 and hasattr(prompts, "tolist"):
+        prompts = prompts[:1].tolist()
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Integral)
 
 
 def _is_many(value: Any) -> bool:

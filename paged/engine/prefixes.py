@@ -47,7 +47,7 @@ def pin(core: EngineCore, prompt: Prompt) -> int:
     num_cached = len(manager.find(parsed.token_ids, parsed.namespace)[0]) * size
     if num_cached < num_full:
         raise RequestError(f"of {num_full} tokens only {num_cached} stay cached; raise num_blocks")
-    if not core.scheduler.pin(name, parsed.token_ids, parsed.namespace):
+    if not core.scheduler.pin(name, parsed.token_ids, parsed.namespace, core.longest()):
         raise RequestError(
             f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them; "
             "wait for these, or raise num_blocks"

@@ -93,11 +93,6 @@ class RequestFactory:
         params, tenant = self.params_of(spec), spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         _check_tenant(tenant)
-        policy = self.scheduling_policy
-        if params.priority and isinstance(policy, str) and policy != "priority":
-            raise RequestError(
-                f"priority {params.priority} needs scheduling_policy='priority'; this engine has {policy!r}"
-            )
         seed = self._derived_seed(request_id) if params.seed is None else params.seed
         inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
         samples = [
@@ -138,15 +133,17 @@ class RequestFactory:
     ) -> RequestGroup:
         """Make a request that continues from where `parent` is.
 
-        params: by default the parent's, with a seed of the fork's own.
+        params: by default the parent's, with a seed of the fork's own. Their stop strings, if others than
+            the parent's, apply to new text alone.
 
         Raises RequestError naming what is wrong.
         """
         seed, inherited = self._derived_seed(request_id), parent.inputs
         if params is None:
             params = inherited.params
-        elif isinstance(params, SamplingParams) and params.seed is not None:
-            seed = params.seed
+        elif isinstance(params, SamplingParams):
+            seed = seed if params.seed is None else params.seed
+            params = params if params.priority else replace(params, priority=inherited.priority)
         self._check_params(params)
         if params.num_samples > 1:
             raise RequestError(
@@ -165,6 +162,9 @@ class RequestFactory:
         same_deadline = params is inherited.params or params.timeout_s is None
         deadline = inherited.deadline if same_deadline else _deadline(params, now)
         inputs = self._inputs(request_id, prepared, params, inherited.tenant, deadline)
+        same_stops = params.stop == inherited.params.stop
+        num_unstopped = inherited.num_unstopped_tokens if same_stops else parent.num_output_tokens
+        inputs = replace(inputs, num_unstopped_tokens=num_unstopped)
         if inputs.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
@@ -206,6 +206,7 @@ class RequestFactory:
         Raises RequestError naming what is wrong.
         """
         _check_tenant(tenant)
+        self._check_priority(priority)
         # Room for one token, which is never computed.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
         inputs = self._inputs(request_id, Prepared(prompt), params, tenant, math.inf, generates=False)
@@ -279,9 +280,17 @@ class RequestFactory:
                 f"{name} {params.num_samples} is more samples than can run at once; max_num_seqs is "
                 f"{self.max_num_seqs}"
             )
+        self._check_priority(params.priority)
         self.prompts.check_vocabulary("stop_token_ids", params.stop_token_ids)
         self.prompts.check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
         self.prompts.check_vocabulary("logit_bias", [*(params.logit_bias or ())])
+
+    def _check_priority(self, priority: object) -> None:
+        policy = self.scheduling_policy
+        if priority and isinstance(policy, str) and policy != "priority":
+            raise RequestError(
+                f"priority {shown(priority)} needs scheduling_policy='priority'; this engine has {policy!r}"
+            )
 
     def _token_rules(self, params: SamplingParams) -> TokenRules:
         breakers = params.dry_sequence_breakers if params.dry_multiplier else ()

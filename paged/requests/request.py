@@ -124,6 +124,8 @@ class RequestInputs:
     stop_ids: token ids that end the output: EOS (unless ignored) and stop_token_ids.
     rules: bad_words and dry_sequence_breakers as token ids.
     stops: the automaton of the stop strings.
+    num_unstopped_tokens: number of output tokens in whose text stop strings are not searched: those that a
+        fork with other stop strings shares with its parent.
     generates: False for a report on the prompt alone, with an empty output.
     namespace: what determines the KV besides the tokens.
     deadline: on the scheduler's clock.
@@ -137,6 +139,7 @@ class RequestInputs:
     stop_ids: frozenset[int] = frozenset()
     rules: TokenRules = field(default_factory=TokenRules)
     stops: StopStrings | None = None
+    num_unstopped_tokens: int = 0
     generates: bool = True
     priority: float = 0.0
     tenant: str = ""

@@ -364,8 +364,10 @@ class Scheduler:
             self.abort(request, message="timeout_s has passed")
         return expired
 
-    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes) -> int:
+    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes, longest: int = 1) -> int:
         """Pin the cached blocks of a prefix, if every live request still fits beside them.
+
+        longest: the most tokens of a request that is made, but not added yet.
 
         Return how many tokens they hold; 0 if none is cached or they do not fit: then nothing is pinned.
         """
@@ -373,7 +375,7 @@ class Scheduler:
         num_tokens = manager.pin(name, token_ids, namespace)
         self._queue.reconsider()  # pinned blocks are no longer needed from the pool
         live = itertools.chain(self.running, self.waiting())
-        longest = max((request.inputs.max_total_tokens for request in live), default=1)
+        longest = max(longest, *(request.inputs.max_total_tokens for request in live), 1)
         spare = manager.pool.num_available - self._running.num_reserved_blocks()
         if num_tokens and manager.fits(longest - 1) and spare >= 0:
             return num_tokens

@@ -56,7 +56,8 @@ class Transcript:
     def read(self) -> str | None:
         """Read the newest tokens. Return the stop string at which the text ends, or None.
 
-        A stop string that ends within the first min_tokens tokens is ignored.
+        A stop string that ends within the first min_tokens tokens is ignored, and one that begins in the
+        text that a fork shares with a parent of other stop strings.
         """
         request = self.request
         # The token that ended the request is part of its text only with include_stop_str_in_output.
@@ -80,13 +81,16 @@ class Transcript:
         self._is_complete = True
 
     def _read_until_stop(self, token_ids: list[int], stops: StopStrings) -> None:
+        inputs = self.request.inputs
         for token_id in token_ids:
             if self._is_complete:
                 break
             self.num_tokens += 1
             text = self._detokenizer.append(token_id)
             self._append(text)
-            if self.num_tokens <= self.request.inputs.params.min_tokens:
+            if self.num_tokens <= inputs.num_unstopped_tokens:
+                continue
+            if self.num_tokens <= inputs.params.min_tokens:
                 self._state = stops.skip(self._state, text)
                 continue
             self._state, match = stops.read(self._state, text)

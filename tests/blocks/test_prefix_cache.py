@@ -150,6 +150,18 @@ def test_pinned_prefix_stays_when_others_need_blocks(expected):
     assert_all_free(engine)
 
 
+def test_a_pin_leaves_room_for_prompts_that_are_read_ahead():
+    """Those that max_waiting keeps from the queue are already validated."""
+    engine = new_engine(checkpoint("llama"), block_size=8, num_blocks=6, max_num_seqs=1, max_waiting=1)
+    long = SamplingParams(temperature=0.0, max_tokens=30)
+    outputs = engine.generate_iter([SYSTEM[:10]] * 3, [GREEDY, GREEDY, long])
+    next(outputs)
+    with pytest.raises(RequestError, match="the unfinished requests would not fit beside them"):
+        engine.pin_prefix(SYSTEM[:16])
+    assert [len(output.outputs[0].token_ids) for output in outputs][-1] == 30
+    assert engine.pin_prefix(SYSTEM[:16]) == 16
+
+
 def test_wrong_pins_are_refused(engine):
     with pytest.raises(UsageError, match="not pinned"):
         engine.unpin_prefix(SYSTEM)

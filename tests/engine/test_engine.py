@@ -117,6 +117,8 @@ def test_token_ids_may_be_arrays(tiny):
         for output, same in zip(generate(tiny, forms), expected, strict=True):
             assert output.prompt_token_ids == same.prompt_token_ids
             assert output.outputs[0].token_ids == same.outputs[0].token_ids
+    for one in (rows[0], rows[0].numpy()):
+        assert tokens_of(generate(tiny, one)) == [expected[0].outputs[0].token_ids]
     for wrong in (torch.tensor(3), rows[None], rows / 2):
         with pytest.raises(PagedError):
             generate(tiny, [wrong])

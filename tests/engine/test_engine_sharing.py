@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from paged import LLMEngine, RequestError, SamplingParams
+from paged import BeamSearchParams, LLMEngine, RequestError, SamplingParams
 from paged.errors import QueueFullError
 from paged.requests.request import RequestOutput
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts, reference
@@ -485,3 +486,52 @@ def test_any_combination_gives_the_tokens_of_an_undisturbed_run(seed):
     for name, output in finished.items():
         assert samples_of(output) == expected[int(forks.get(name, name))], name
     assert_all_free(engine)
+
+
+def test_a_fork_keeps_its_parents_priority_unless_it_has_its_own():
+    engine = new_engine(checkpoint("llama"), scheduling_policy="priority")
+    engine.add_request("parent", PROMPTS[0], greedy(20), priority=4)
+    engine.step()
+    for name, params in (("a", None), ("b", greedy(30)), ("c", replace(greedy(30), priority=2))):
+        engine.fork("parent", name, params)
+    found = [engine.core.groups[name].samples[0].inputs.priority for name in "abc"]
+    assert found == [4, 4, 2]
+    finish(engine)
+
+
+def test_priority_is_refused_wherever_no_policy_reads_it():
+    engine = new_engine(checkpoint("llama"))
+    engine.add_request("parent", PROMPTS[0], greedy(9))
+    calls = [
+        lambda: engine.generate([PROMPTS[0]], greedy(2), priority=1),
+        lambda: engine.fork("parent", "child", replace(greedy(20), priority=1)),
+        lambda: engine.encode([PROMPTS[0]], priority=1),
+        lambda: engine.score(PROMPTS[0], [[1]], priority=1),
+        lambda: engine.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=2, max_tokens=2), priority=1),
+    ]
+    for call in calls:
+        with pytest.raises(
+            RequestError, match="priority 1 needs scheduling_policy='priority'; this engine has"
+        ):
+            call()
+    assert [*engine.core.groups] == ["parent"]
+    engine.abort_request("parent")
+
+
+def test_stop_strings_of_a_fork_apply_to_new_text():
+    engine = new_engine("demo", skip_tokenizer_init=False, num_blocks=64)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    whole = engine.generate("def fibonacci(n):", params, use_tqdm=False)[0].outputs[0]
+    engine.add_request("parent", "def fibonacci(n):", params)
+    shown = ""
+    while len(shown) < 24:
+        shown = engine.step()[0].outputs[0].text
+    # A string that both the shared text and the text to come have.
+    again = next(whole.text[i : i + 2] for i in range(len(shown), 60) if whole.text[i : i + 2] in shown)
+    engine.fork("parent", "child", replace(params, stop=[again]))
+    engine.fork("child", "grandchild")
+    outputs = {name: output.outputs[0] for name, output in finish(engine).items()}
+    assert outputs["parent"].text == whole.text
+    for name in ("child", "grandchild"):
+        assert outputs[name].stop_reason == again
+        assert outputs[name].text == whole.text[: whole.text.index(again, len(shown))]
