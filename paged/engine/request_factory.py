@@ -206,9 +206,9 @@ class RequestFactory:
         Raises RequestError naming what is wrong.
         """
         _check_tenant(tenant)
-        self._check_priority(priority)
         # Room for one token, which is never computed.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
+        self._check_priority(priority)
         inputs = self._inputs(request_id, Prepared(prompt), params, tenant, math.inf, generates=False)
         request = Request(inputs, report=report, metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
