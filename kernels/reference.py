@@ -256,9 +256,10 @@ def kept_tokens(
 
     min_p keeps tokens at least min_p times as likely as the most likely one; top_n_sigma keeps logits within
     so many standard deviations (of all logits above -inf, as a population) of the highest; typical_p keeps a
-    token if those with a surprise strictly nearer to the entropy hold less than typical_p; top_k if fewer
-    than k are strictly more likely; top_p if the strictly more likely ones hold less than top_p. Ties stay
-    together, and the most likely token stays. NaN counts as -inf, +inf as the largest float.
+    token if those with a surprise strictly nearer to the entropy hold less than typical_p (Meister et al.,
+    2022): the nearest always, the most likely one perhaps not; top_k if fewer than k are strictly more
+    likely; top_p if the strictly more likely ones hold less than top_p. Ties stay together, and each filter
+    keeps at least one token. NaN counts as -inf, +inf as the largest float.
     """
     x = _finite(logits.double())
     kept = x > -torch.inf
@@ -278,13 +279,14 @@ def kept_tokens(
         # Surprise is log(sum) - z: it is as far from its mean, the entropy, as z is from its own.
         nearer = _weight_above(-(z - mean[:, None]).abs(), left)
         near = nearer < (typical_p.double() * left.sum(-1))[:, None]
-        kept = kept & (near | (x == top) | (typical_p >= 1)[:, None])
+        kept = kept & (near | (nearer == 0) | (typical_p >= 1)[:, None])
     if top_k is not None:
         kept = kept & (_weight_above(x, kept.double()) < top_k[:, None])
     if top_p is not None:
         left = mass * kept
-        within = _weight_above(x, left) < (top_p.double() * left.sum(-1))[:, None]
-        kept = kept & (within | (x == top) | (top_p >= 1)[:, None])
+        likelier = _weight_above(x, left)
+        within = likelier < (top_p.double() * left.sum(-1))[:, None]
+        kept = kept & (within | (likelier == 0) | (top_p >= 1)[:, None])
     return kept
 
 

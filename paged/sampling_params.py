@@ -109,7 +109,7 @@ class SamplingParams:
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
     typical_p: keep the smallest set of tokens with surprisal nearest to the entropy that holds this
-        probability (Meister et al., 2022), and always the most likely one; 1 keeps all.
+        probability (Meister et al., 2022), which may exclude the most likely token; 1 keeps all.
     top_n_sigma: keep tokens whose logit is within this many standard deviations of the highest one (Tang et
         al., 2024); 0 keeps all.
     seed: the same seed gives the same tokens in any batch; None, or -1, derives one from the engine's seed

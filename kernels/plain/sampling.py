@@ -185,10 +185,10 @@ def _draw_from_few(rows: _Rows) -> Tensor:  # i64[n]
         # A token of probability 0 adds nothing to the entropy.
         mean = left_to_right(weights * scaled.clamp(min=-1e30)) / left_to_right(weights)
         distance, order = (scaled - mean).abs().sort(dim=1)
-        nearer = _before(distance, weights.gather(1, order)) < typical_p * left_to_right(weights)
-        kept = torch.zeros_like(nearer).scatter_(1, order, nearer)
-        # The most likely ones are always kept.
-        weights = weights.where(kept | (scaled == 0.0) | (typical_p >= 1.0), 0.0)
+        limit = typical_p.double().clamp(min=SMALLEST) * left_to_right(weights)
+        near = _before(distance, weights.gather(1, order)) < limit
+        kept = torch.zeros_like(near).scatter_(1, order, near)
+        weights = weights.where(kept | (typical_p >= 1.0), 0.0)
     if (top_k < rows.logits.shape[1]).any():
         weights = weights.where(_before(values, (weights > 0.0).double()) < top_k, 0.0)
     if (rows.top_p < 1.0).any():
@@ -262,7 +262,7 @@ def _to_weights(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _drop_untypical(weights: Tensor, means: Tensor, rows: _Rows) -> Tensor:
-    """Set to 0 the weights that typical_p excludes (Meister et al., 2022), but the most likely.
+    """Set to 0 the weights that typical_p excludes (Meister et al., 2022).
 
     Returns the column sums, f32[n, width].
     """
@@ -270,9 +270,7 @@ def _drop_untypical(weights: Tensor, means: Tensor, rows: _Rows) -> Tensor:
     for part, mean, typical_p, total in chunks(weights, means, rows.typical_p, sums):
         distance = part.clamp(min=SMALLEST).log2_().sub_(mean).abs_()
         bound = smallest_bound(distance, part, row_sums(part) * typical_p.clamp(min=SMALLEST))
-        kept = torch.le(distance, bound, out=distance)
-        torch.maximum(kept, torch.ge(part, 1.0, out=torch.empty_like(part)), out=kept)
-        total.copy_(column_sums(part.mul_(kept)))
+        total.copy_(column_sums(part.mul_(torch.le(distance, bound, out=distance))))
     return sums
 
 
@@ -288,7 +286,7 @@ def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tens
     """Draw again where typical_p excludes the token. Changes the tokens.
 
     A token is excluded if those whose logarithm is nearer to the mean hold typical_p already. So are then all
-    that are not nearer, but the most likely: the next token is drawn from the others.
+    that are not nearer: the next token is drawn from the others, of which there is at least one.
     """
     limit = left_to_right(sums) * rows.typical_p[:, None].clamp(min=SMALLEST)
     of, latest, bits = torch.arange(len(tokens), device=tokens.device), tokens, rows.bits
@@ -299,12 +297,12 @@ def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tens
         nearer = torch.empty_like(sums)
         for part, a, b, out in chunks(weights, low, high, nearer):
             out.copy_(column_sums_between(part, a, b))
-        again = ((left_to_right(nearer) >= limit) & (own < 1.0)).nonzero()[:, 0]
+        again = (left_to_right(nearer) >= limit)[:, 0].nonzero()[:, 0]
         if not len(again):
             return
         of, low, high, means, limit = (x[again] for x in (of, low, high, means, limit))
         weights = weights.index_select(0, again)
-        weights.mul_(((weights > low) & (weights < high) | (weights >= 1.0)).float())
+        weights.mul_(((weights > low) & (weights < high)).float())
         sums, bits = column_sums(weights), splitmix64(~bits[again])
         latest = _draw(weights, sums, bits)
         tokens[of] = latest

@@ -41,7 +41,9 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"top_n_sigma": 1.2},
     {"typical_p": 0.6},
     {"typical_p": 0.1, "temperature": 0.7},
+    {"typical_p": 0.05},
     {"typical_p": 0.8, "top_p": 0.7},
+    {"typical_p": 0.3, "top_k": 5},
     {"min_p": 0.5, "typical_p": 0.5, "top_k": 4, "top_p": 0.9},
     {"top_k": 3},
     {"top_k": 17},
@@ -91,8 +93,7 @@ def hf_probabilities(row: Tensor, **filters: Any) -> NDArray[np.float64]:
         scores = scores.where(scores >= scores.max() - n * scores.std(correction=0), -math.inf)
     for name in ("min_p", "typical_p", "top_k", "top_p"):
         if name in filters:
-            kept = HF[name](filters[name])(None, scores) > -math.inf
-            scores = scores.where(kept | (scores == scores.max()), -math.inf)  # typical_p there drops that
+            scores = HF[name](filters[name])(None, scores)
     return scores.softmax(-1)[0].numpy()
 
 
@@ -184,7 +185,7 @@ def test_top_p_of_1_keeps_the_lightest_tokens_whatever_other_rows_use(draw, monk
 def test_kernels_draw_the_tokens_of_plain_torch(height, vocab_size, monkeypatch):
     """Whatever the filters, rows of a wider tensor, -inf among them, and ties."""
     monkeypatch.setattr(torch_selection, "HEIGHT", height)
-    n, rng = 15 * 8, torch.Generator().manual_seed(4)
+    n, rng = len(CONFIGURATIONS) * 8, torch.Generator().manual_seed(4)
     wide = torch.randn(n, vocab_size + 3, generator=rng) * 3
     wide[:, 1::3] = -math.inf
     wide[n // 2 :] = wide[n // 2 :].bfloat16().float()

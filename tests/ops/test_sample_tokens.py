@@ -100,9 +100,14 @@ BY_HAND = [
     ([LOG(4), LOG(2), LOG(1), LOG(0.9), -INF], {"min_p": 0.6, "temperature": 2.0}, [0, 1]),
     ([1, -1, 1, -1, -INF], {"top_n_sigma": 1.99}, [0, 2]),  # the deviation is 1: -inf has no part in it
     ([1, -1, 1, -1, -INF], {"top_n_sigma": 2.01}, [0, 1, 2, 3]),
-    # Surprise of the second is nearest to the entropy; the most likely token is kept all the same.
     ([LOG(90), LOG(5), LOG(5), 0, -INF], {"typical_p": 0.01}, [0]),
-    ([LOG(40), LOG(22), LOG(20), LOG(18), -INF], {"typical_p": 0.01}, [0, 1]),
+    # The entropy is 1.33, the surprises are 0.92, 1.51, 1.61 and 1.71: the most likely token comes last.
+    ([LOG(40), LOG(22), LOG(20), LOG(18), -INF], {"typical_p": 0.01}, [1]),
+    ([LOG(40), LOG(22), LOG(20), LOG(18), -INF], {"typical_p": 0.5}, [1, 2, 3]),
+    ([LOG(40), LOG(22), LOG(20), LOG(18), -INF], {"typical_p": 0.61}, [0, 1, 2, 3]),
+    ([LOG(40), LOG(22), LOG(20), LOG(18), -INF], {"typical_p": 0.5, "top_k": 2}, [1, 2]),
+    ([LOG(40), LOG(22), LOG(20), LOG(18), -INF], {"typical_p": 0.5, "top_p": 0.3}, [1]),  # 22 of 60
+    ([LOG(40), LOG(22), LOG(20), LOG(18), -INF], {"typical_p": 0.5, "top_k": 2, "top_p": 1e-9}, [1]),
     ([5, 5, 4, 3, 2], {"temperature": 1e-6, "top_p": 0.999}, [0, 1]),
     ([5, 5, 4, 3, 2], {"temperature": 1e-38, "typical_p": 0.9}, [0, 1]),
     ([1e30, 9e29, -1e30, 0, -INF], {"top_k": 3}, [0, 1, 3]),

@@ -63,7 +63,7 @@ def draw_from_few(x, size, top, bound, asked, bits, scratch):
     for i in range(count):
         set_double(weights + 8 * i, math.exp(_scaled(x, top, temperature, keys, i)))
     if typical_p < 1.0:
-        _keep_typical(x, top, temperature, keys, weights, count, typical_p)
+        _keep_typical(x, top, temperature, keys, weights, count, max(typical_p, SMALLEST))
     if top_k < size:
         _keep_first(x, keys, weights, count, np.float64(top_k), False)
     if top_p < 1.0:
@@ -109,13 +109,12 @@ def _keep_first(x, keys, weights, count, limit, by_weight):
 
 @function
 def _keep_typical(x, top, temperature, keys, weights, count, typical_p):
-    """Keep the candidates nearest to the entropy that together reach typical_p, and the likeliest."""
+    """Keep the candidates nearest to the entropy that together reach typical_p."""
     mass = _sum(weights, count)
-    mean, limit, likeliest = 0.0, typical_p * mass, 0
+    mean, limit = 0.0, typical_p * mass
     for i in range(count):
         # A token of probability 0 adds nothing to the entropy.
         mean += get_double(weights + 8 * i) * max(_scaled(x, top, temperature, keys, i), -1e30) / mass
-        likeliest += _scaled(x, top, temperature, keys, i) == 0.0
     end = 0  # of the candidates above the mean
     while end < count and _scaled(x, top, temperature, keys, end) >= mean:
         end += 1
@@ -133,7 +132,7 @@ def _keep_typical(x, top, temperature, keys, weights, count, typical_p):
         while end < count and mean - _scaled(x, top, temperature, keys, end) <= distance:
             mass += get_double(weights + 8 * end)
             end += 1
-    for i in range(likeliest, first):
+    for i in range(first):
         set_double(weights + 8 * i, 0.0)
-    for i in range(max(end, likeliest), count):
+    for i in range(end, count):
         set_double(weights + 8 * i, 0.0)

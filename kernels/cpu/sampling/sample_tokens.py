@@ -209,7 +209,7 @@ def _mass(columns, width):
 
 @function
 def _drop_beyond(matrix, centre, bound):
-    """Exclude all further from the centre than the bound but the likeliest. Return the weight left."""
+    """Exclude all further from the centre than the bound. Return the weight left."""
     logs, height, width, columns = matrix
     zero, bounds, far = splat(_ZERO), splat(bound), splat(np.float32(2.0) * DEAD)
     _clear(columns, width)
@@ -217,7 +217,7 @@ def _drop_beyond(matrix, centre, bound):
         for at in range(0, width, LANES):
             log = load(logs)
             cost = where_greater(distances(log, centre), bounds, far, zero)
-            log = greater(add(log, where_greater(zero, log, cost, zero)), splat(DEAD))
+            log = greater(add(log, cost), splat(DEAD))
             store(logs, log)
             store(columns + 4 * at, add(load(columns + 4 * at), exp2_of_negative(log)))
             logs += 4 * LANES
@@ -225,20 +225,19 @@ def _drop_beyond(matrix, centre, bound):
 
 
 @function
-def _nearer(log, centre, distance, likeliest):
-    """Return the weights of tokens nearer to the centre, else 0. likeliest: keep that one in any case."""
-    weight = where_greater(splat(distance), distances(log, centre), exp2_of_negative(log), splat(_ZERO))
-    return where_greater(splat(_ZERO), log, weight, splat(_ONE)) if likeliest else weight
+def _nearer(log, centre, distance):
+    """Return the weights of tokens nearer to the centre, and 0 for the others."""
+    return where_greater(splat(distance), distances(log, centre), exp2_of_negative(log), splat(_ZERO))
 
 
 @function
-def _sum_nearer(matrix, centre, distance, likeliest):
+def _sum_nearer(matrix, centre, distance):
     """Write sums of columns over the tokens that are nearer. Return the sum of all."""
     logs, height, width, columns = matrix
     _clear(columns, width)
     for _ in range(height):
         for at in range(0, width, LANES):
-            weight = _nearer(load(logs), centre, distance, likeliest)
+            weight = _nearer(load(logs), centre, distance)
             store(columns + 4 * at, add(load(columns + 4 * at), weight))
             logs += 4 * LANES
     return _mass(columns, width)
@@ -246,13 +245,13 @@ def _sum_nearer(matrix, centre, distance, likeliest):
 
 @function
 def _draw(matrix, size, bits, scratch, centre, distance):
-    """Draw a token of those nearer, or the likeliest: first a column by its sum, then a token in it."""
+    """Draw a token of those nearer to the centre: first a column by its sum, then a token in it."""
     logs, height, width, columns = matrix
     column = race(columns, width, bits, 0)
     for i in range(padded(height)):
         set_float(scratch + 4 * i, get_float(logs + 4 * (i * padded(width) + column)) if i < height else DEAD)
     for i in range(0, height, LANES):
-        store(scratch + 4 * i, _nearer(load(scratch + 4 * i), centre, distance, True))
+        store(scratch + 4 * i, _nearer(load(scratch + 4 * i), centre, distance))
     # With other random numbers than the columns had.
     return min(column + width * race(scratch, height, bits, width), size - 1)
 
@@ -261,15 +260,16 @@ def _draw(matrix, size, bits, scratch, centre, distance):
 def _redraw(matrix, size, bits, scratch, token, centre, limit):
     """Draw again while the tokens nearer to the centre than the one drawn reach the limit without it.
 
-    Then it is excluded, with all that are not nearer; the next draw is among the others and the likeliest.
+    Then it is excluded, with all that are not nearer; the next draw is among the others, whose weight is at
+    least the limit, so that there is one. limit: above 0.
     """
     logs, _, width, _ = matrix
     while True:
         log = get_float(logs + 4 * (token // width * padded(width) + token % width))
         distance = abs(log - centre)
-        if log >= _ZERO or _sum_nearer(matrix, centre, distance, False) < limit:
+        # _sum_nearer also writes the columns' sums for the next draw.
+        if distance == _ZERO or _sum_nearer(matrix, centre, distance) < limit:
             return token
-        _sum_nearer(matrix, centre, distance, True)
         bits = splitmix64(~bits)
         token = _draw(matrix, size, bits, scratch, centre, distance)
 

@@ -17,7 +17,8 @@ that min_p and top_n_sigma leave.
 
 Mass is counted in units of 2**-42 of the most likely token's. Sums of integers do not depend on their order,
 so a row depends neither on the order of its programs nor on its neighbours. Kept sets are exact but for this
-unit and the rounding of exp: a token whose share is within some 1e-6 of top_p may fall on either side.
+unit and the rounding of exp: a token whose share is within some 1e-6 of top_p may fall on either side; within
+1e-6 / typical_p after typical_p, which may leave so little mass.
 """
 
 from typing import NamedTuple

@@ -140,4 +140,4 @@ def kept_and_scaled(x, limits_ptr):
     z = scaled(x, top, tl.load(limits_ptr + 1), tl.load(limits_ptr + 2))
     kept = (x >= tl.load(limits_ptr + 3)) & (z >= tl.load(limits_ptr + 4))
     near = tl.abs(z - tl.load(limits_ptr + 5)) <= tl.load(limits_ptr + 6)
-    return kept & (near | (x == top)), z
+    return kept & near, z

@@ -47,7 +47,7 @@ def _weights_above(
         x = tl.load(list_ptr + offs, mask=mask, other=float("-inf"))
         z = scaled(x, top, temperature, inverse)
         distance = tl.abs(z - center)
-        mask = mask & ((distance <= reach) | (x == top))
+        mask = mask & (distance <= reach)
         key = ordered(tl.where(distance == 0.0, 0.0, -distance) if BY_DISTANCE else x)
         weight = tl.where(mask, mass_of(z) if BY_MASS else 1, 0)
         weight = tl.where(key[:, None] > pivots[None, :], weight[:, None], 0)
