@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 from benchmarks.common import print_json, print_table
 from paged import LLMEngine
 from paged.demo.train import encode, read_corpus
+from paged.model.config import DEMO
 from paged.model.quantization import Int4Weight
-from paged.model.weights import DEMO
 
 # Options that differ from float32. int4-g64 and int4-g128 have groups that the engine has no option for.
 FORMS: dict[str, dict[str, str]] = {

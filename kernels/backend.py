@@ -3,17 +3,13 @@
 Importing this module, and loading "torch", needs no Triton.
 """
 
-import logging
-import threading
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
-
-logger = logging.getLogger(__name__)
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
@@ -127,8 +123,10 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def load_kernels(name: BackendName) -> Kernels:
+def load_kernels(name: BackendName, progress: Any = None) -> Kernels:
     """Return the kernels of one backend.
+
+    progress: see `cpu.compiling.Progress`; shows what is compiled now, which is logged otherwise.
 
     Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
     directory to keep compiled kernels in.
@@ -138,7 +136,7 @@ def load_kernels(name: BackendName) -> Kernels:
 
         return torch_kernels
     if name == "numba":
-        return _numba_kernels()
+        return _numba_kernels(progress)
     if name == "triton":
         return _triton_kernels()
     raise ValueError(f"attention_backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
@@ -152,23 +150,15 @@ def has_numba() -> bool:
         return False
 
 
-def _numba_kernels() -> Kernels:
+def _numba_kernels(progress: Any) -> Kernels:
     if not has_numba():
         raise ImportError(
             "attention_backend='numba' needs numba, which compiles the CPU's kernels: "
             "`pip install 'paged[cpu]'`, or use attention_backend='torch', which is slower"
         )
-    notice = threading.Timer(
-        2.0,
-        logger.warning,
-        ["loading the kernels for this CPU; the first time compiles them, for a while"],
-    )
-    notice.daemon = True
-    notice.start()
-    try:
-        from .cpu import backend as numba_kernels
-    finally:
-        notice.cancel()
+    from .cpu import backend as numba_kernels
+
+    numba_kernels.compile_ahead(progress)
     return numba_kernels
 
 

@@ -3,6 +3,7 @@
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..reference import check_cache_dtype, copy_blocks
 from .attention.paged_attention import paged_attention, plan_attention
+from .compiling import compile_ahead
 from .rows.greedy import greedy
 from .rows.rms_norm import rms_norm
 from .rows.rotary_store_kv import rotary_store_kv
@@ -16,5 +17,5 @@ name = "numba"
 head_dims = range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)
 has_linear = True
 records_steps = True
-compiles_at_launch = False  # all are compiled, or loaded, when this module is imported
+compiles_at_launch = False  # `compile_ahead` compiles all
 needs_partials = False

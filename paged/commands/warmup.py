@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,17 +10,30 @@ from ..config import EngineConfig
 from . import common
 from .options import with_options
 
+if TYPE_CHECKING:
+    from ..kernels.backend import Kernels
+
 # The options that decide what is compiled.
-KERNELS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_len", "attention_backend"]
+KERNEL_OPTIONS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_len", "attention_backend"]
 
 
-@with_options((EngineConfig, KERNELS))
+@with_options((EngineConfig, KERNEL_OPTIONS))
 def warmup(
     model: Annotated[str, typer.Argument(help="As in generate.")] = "demo",
     **options: Any,
 ) -> int:
-    """Compile the kernels a model needs, so that engines start at once; Triton keeps them on disk."""
+    """Compile the kernels a model needs, so that engines start at once; they are kept on disk."""
     engine = common.start(common.engine_options(model, options) | {"skip_tokenizer_init": True})
-    num_kernels = engine.num_kernels
-    print(f"{num_kernels} kernels ready" if num_kernels else "nothing to compile: no Triton kernels run here")
+    print(_compiled(engine.runner.model.kernels, engine.num_kernels))
     return 0
+
+
+def _compiled(kernels: Kernels, num_kernels: int) -> str:
+    """Describe what was compiled. num_kernels: those that the warm-up compiled or found on disk."""
+    if kernels.name == "numba":
+        from ..kernels.cpu.compiling import compile_ahead  # done when the engine started: this tells about it
+
+        return compile_ahead().describe()
+    if kernels.compiles_at_launch:
+        return f"{num_kernels} kernels ready"
+    return f"nothing to compile: attention_backend {kernels.name!r} has no kernels of its own"

@@ -13,6 +13,7 @@ from ..kernels.backend import load_kernels
 from ..model.decoder import Decoder
 from ..model.weight_forms import choose_forms, require_whole_groups
 from ..model.weights import check_weights, load_weights
+from .compile_bar import compile_bar, has_terminal
 from .devices import check_attention, resolve_backend, weights_in_panels
 from .sizes import Sizes
 
@@ -26,7 +27,8 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
     config, model_config = sizes.config, sizes.model
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     try:
-        kernels = load_kernels(resolve_backend(config.attention_backend, device))
+        backend = resolve_backend(config.attention_backend, device)
+        kernels = load_kernels(backend, compile_bar if has_terminal() else None)
     except ImportError as error:  # Triton or numba is not installed
         raise ConfigError(str(error)) from error
     check_attention(kernels, model_config.head_dim, getattr(torch, sizes.kv_dtype), config, device)

@@ -8,9 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, RequestError
+from ..errors import RequestError
 from ..model.hf_config import read_json
+from .direct_tokenizer import DirectTokenizer
 from .token_bytes import TokenBytes
+from .tokenizer_files import check_tokenizer, damaged_tokenizer
 
 # A text that may be too long is tokenized in growing pieces from its beginning.
 FIRST_CHARACTERS, CHARACTERS_PER_TOKEN, GROWTH = 4096, 8, 4
@@ -19,47 +21,55 @@ SPARE_TOKENS, SPARE_SHARE = 256, 0.25
 
 
 class Tokenizer:
-    """The checkpoint's tokenizer, from transformers."""
+    """The checkpoint's tokenizer: the one of transformers, or one that is equal and quicker to load."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoTokenizer, PreTrainedConfig
-
+        check_tokenizer(directory)
+        self.directory = directory
         # Its thread pool deadlocks in forked children and gains nothing on single prompts.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
-            config = _config_for(directory, PreTrainedConfig)
-            self.hf: Any = AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
-        except Exception as error:  # of any kind, as the library does not validate the files
-            raise CheckpointError(
-                f"{directory}: the tokenizer cannot be loaded ({error}); "
-                "skip_tokenizer_init=True does without one"
-            ) from error
+            self._tokenizer: Any = DirectTokenizer.of(directory) or self.hf
+        except Exception as error:  # of any kind, as the libraries do not validate the files
+            raise damaged_tokenizer(directory, error) from error
         self.special_token_ids = frozenset(
-            token_id for token_id, token in self.hf.added_tokens_decoder.items() if token.special
+            token_id for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
         )
-        backend = getattr(self.hf, "backend_tokenizer", None)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self.token_bytes = TokenBytes.of(backend)  # None: tokens must be decoded together
         self._is_local = _is_local(backend)
-        # The first call may change the tokenizer's settings. No later one does, so threads may share it.
-        self.hf("")
         self._token_texts: dict[int, str] = {}
+
+    @cached_property
+    def hf(self) -> Any:
+        """The tokenizer of transformers."""
+        from transformers import AutoTokenizer, PreTrainedConfig
+
+        config = _config_for(self.directory, PreTrainedConfig)
+        hf = AutoTokenizer.from_pretrained(self.directory, config=config, trust_remote_code=False)
+        # The first call may change the tokenizer's settings. No later one does, so threads may share it.
+        hf("")
+        return hf
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
 
     @property
     def chat_templates(self) -> dict[str, str]:
         """The checkpoint's chat templates by name; a single one is "default"."""
-        templates = self.hf.chat_template
+        templates = self._tokenizer.chat_template
         return {"default": templates} if isinstance(templates, str) else dict(templates or {})
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """The variables bos_token, eos_token and so on of chat templates."""
-        return dict(self.hf.special_tokens_map)
+        return dict(self._tokenizer.special_tokens_map)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "the prompt") -> list[int]:
         """Return the token ids of a prompt, by default with the special tokens that the checkpoint adds."""
         try:
             # Making the masks would take three times as long.
-            encoded = self.hf(
+            encoded = self._tokenizer(
                 text,
                 add_special_tokens=add_special_tokens,
                 return_attention_mask=False,
@@ -97,7 +107,7 @@ class Tokenizer:
     @cached_property
     def token_texts(self) -> list[str]:
         """The text of each token of the vocabulary within a text, with U+FFFD for partial characters."""
-        return [self._text_within(token) for token in range(len(self.hf))]
+        return [self._text_within(token) for token in range(len(self))]
 
     @cached_property
     def _before(self) -> tuple[list[int], int]:
@@ -112,7 +122,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        text = self.hf.decode(
+        text = self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)

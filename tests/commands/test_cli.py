@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -606,13 +607,27 @@ def test_closed_pipe_is_quiet():
     assert "Error" not in err
 
 
-@pytest.mark.parametrize(
-    ("num_kernels", "line"),
-    [(0, "nothing to compile: no Triton kernels run here\n"), (9, "9 kernels ready\n")],
-)
-def test_warmup_says_what_is_ready(run, loaded, monkeypatch, num_kernels, line):
-    monkeypatch.setattr(loaded, "num_kernels", num_kernels)
-    assert run("warmup", "demo")[:2] == (0, line)
+def test_warmup_says_what_is_ready(run, loaded, monkeypatch):
+    for name, compiles, line in (
+        ("triton", True, "9 kernels ready\n"),
+        ("torch", False, "nothing to compile: attention_backend 'torch' has no kernels of its own\n"),
+    ):
+        kernels = SimpleNamespace(name=name, compiles_at_launch=compiles)
+        monkeypatch.setattr(loaded.runner.model, "kernels", kernels)
+        monkeypatch.setattr(loaded, "num_kernels", 9)
+        assert run("warmup", "demo")[:2] == (0, line)
+
+
+def test_warmup_says_how_long_a_cpu_compiled_and_where_the_cache_is(run, loaded, monkeypatch):
+    compiling = pytest.importorskip("paged.kernels.cpu.compiling")
+    for num_compiled, line in (
+        (3, "compiled 3 of 14 kernels for this CPU in 2.5 s, kept in cache\n"),
+        (0, "14 kernels for this CPU were compiled before, in cache\n"),
+    ):
+        told = compiling.Compiled(14, num_compiled, 2.5, Path("cache"))
+        monkeypatch.setattr(compiling, "compile_ahead", lambda told=told: told)
+        monkeypatch.setattr(loaded.runner.model, "kernels", SimpleNamespace(name="numba"))
+        assert run("warmup", "demo")[:2] == (0, line)
 
 
 def test_warmup_refuses_before_it_loads(run):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from paged import LLMEngine, RequestOutput, SamplingParams
+from paged.model.config import DEMO
 from paged.model.hf_config import ARCHITECTURES
-from paged.model.weights import DEMO
 from paged.requests.request import Request
 from paged.sampling.sampler import Sampler
 from tests.support.checkpoints import (

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from paged.errors import CheckpointError, UnsupportedModelError
+from paged.model.config import DEMO
 from paged.model.hf_config import ARCHITECTURES, from_hf, read_config
-from paged.model.weights import DEMO
 from paged.text.tokenizer import Tokenizer
 from tests.support.checkpoints import CONFIGS, edit_json
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from paged.errors import RequestError
-from paged.model.weights import DEMO
+from paged.model.config import DEMO
 from paged.text.chat_template import ChatTemplates, TemplateLimits
 from paged.text.tokenizer import Tokenizer
 

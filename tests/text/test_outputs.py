@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged import CompletionOutput, LLMEngine, RequestError, RequestOutputKind, SamplingParams
-from paged.model.weights import DEMO
+from paged.model.config import DEMO
 from paged.requests.request import Request, RequestGroup, RequestInputs, TokenLogprobs
 from paged.requests.stop_strings import StopStrings, stop_strings
 from paged.text.outputs import OutputProcessor

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import random
+import shutil
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from paged.errors import CheckpointError, RequestError
-from paged.model.weights import DEMO
+from paged.model.config import DEMO
 from paged.requests.request import Request, RequestGroup, RequestInputs, TokenLogprobs
 from paged.sampling_params import SamplingParams
 from paged.text.detokenizer import REPLACEMENT, Detokenizer
@@ -297,10 +298,42 @@ def test_lone_surrogate_is_refused(byte_level, text):
         byte_level.encode(text)
 
 
-def test_directory_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"(?s)tokenizer cannot be loaded.*skip_tokenizer_init") as info:
-        Tokenizer(tmp_path)
-    assert str(tmp_path) in str(info.value)
+WAY_OUT = "; give another tokenizer with tokenizer=, or do without one: skip_tokenizer_init=True"
+
+
+def refused(directory) -> str:
+    with pytest.raises(CheckpointError) as info:
+        Tokenizer(directory)
+    message = str(info.value)
+    assert message.endswith(WAY_OUT)
+    return message.removesuffix(WAY_OUT)
+
+
+def test_directory_without_a_tokenizer_is_named_with_the_files_looked_for(tmp_path):
+    names = "tokenizer.json, tokenizer_config.json and tokenizer.model"
+    assert refused(tmp_path) == f"{tmp_path} has no tokenizer: looked for {names}"
+    # transformers would make one that turns every text into no tokens.
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    found = "found only tokenizer_config.json"
+    assert refused(tmp_path) == f"{tmp_path} has no tokenizer: looked for {names}, {found}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("tokenizer.json", "{", "is not JSON: Expecting property name enclosed in double quotes"),
+        ("tokenizer.json", "{}", "is damaged: Model missing. at line 1 column 2"),
+        ("tokenizer_config.json", "[", "is not JSON: Expecting value"),
+    ],
+)
+def test_damaged_file_is_named_with_the_reason_in_one_line(tmp_path, name, text, reason):
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, tmp_path)
+    (tmp_path / name).write_text(text)
+    message = refused(tmp_path)
+    assert message.startswith(str(tmp_path / name))
+    assert reason in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("skip", [True, False])

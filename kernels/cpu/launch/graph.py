@@ -219,7 +219,7 @@ def _table(launches: Sequence[Launch]) -> NDArray[np.int64]:
     start = -room.ctypes.data % LINE // 8
     table = room[start : start + len(launches) * size].reshape(len(launches), size)
     for row, (task, record) in zip(table, launches, strict=True):
-        row[_KERNEL // 8] = task.address
+        row[_KERNEL // 8] = task.code.address
         row[_RECORD // 8 : (_RECORD + len(record)) // 8] = np.frombuffer(record, np.int64)
     return table
 

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +21,15 @@ from numba import carray
 
 from ..simd.memory import address_of, claim
 from ..simd.vectors import function
-from .machine_code import MachineCode, machine_code
+from .machine_code import MachineCode, machine_code, name_of
 
 # The first fields of every record: two counters, and what all threads share.
 _COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
 NEXT_UNIT, NEXT_THREAD = 0, 8  # byte offsets of the counters
+
+
+# The kernels of all tasks by their names in the cache.
+KERNELS: dict[str, Callable[[int], None]] = {}
 
 
 class Task:
@@ -38,16 +42,21 @@ class Task:
         self.fields: tuple[str, ...] = self.record.names or ()
         self._layout = struct.Struct(f"={len(_COMMON) + len(ints)}q{len(floats)}d")
         self._local = threading.local()
-        self._call: Any = None
-        self.address = 0
+        self._function: Callable[[int], None] | None = None
 
-    def kernel(self, function: Callable[[int], None]) -> MachineCode:
+    def kernel(self, function: Callable[[int], None]) -> Callable[[int], None]:
         """Decorate what every thread runs, a function of the record's address."""
-        self._code = machine_code(function)
-        self._call, self.address = self._code.call, self._code.address
-        return self._code
+        self._function = KERNELS[name_of(function)] = function
+        return function
 
-    def each_unit(self, do: Callable[..., None]) -> MachineCode:
+    @cached_property
+    def code(self) -> MachineCode:
+        """The kernel's code, loaded at the first launch."""
+        if self._function is None:
+            raise ValueError("this task has no kernel")
+        return machine_code(self._function)
+
+    def each_unit(self, do: Callable[..., None]) -> Callable[[int], None]:
         """Decorate do(args, unit) or do(args, unit, scratch), which does one unit of work.
 
         Every thread claims one unit after the other until none is left. scratch: the thread's own memory.
@@ -85,9 +94,9 @@ class Task:
         if launches is not None:
             launches.append(Launch(self, bytes(record)))
         elif num_threads < 2:
-            self._call(record)
+            self.code.call(record)
         else:
-            _on_all_threads(self._call, self.address, record, num_threads)
+            _on_all_threads(self.code.call, self.code.address, record, num_threads)
 
 
 @function

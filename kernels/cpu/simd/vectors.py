@@ -14,6 +14,7 @@ from numba.extending import register_model
 from . import emit
 from .emit import F32, I32, I64, INTS, VECTOR, has_feature, operation
 from .emit import LANES as LANES
+from .inner_code import InnerCompiler
 
 VECTOR_BYTES = 4 * LANES
 
@@ -23,9 +24,17 @@ HAS_HALVES = HAS_DOT and has_feature("avx512fp16")  # conversion of integers to 
 
 
 # For functions that only kernels call: without checks of divisors and wrappers for Python.
-function = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+function = njit(
+    error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=InnerCompiler
+)
 # For those that loops call: inlined, they load their constants once.
-inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
+inlined = njit(
+    error_model="numpy",
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+    forceinline=True,
+    pipeline_class=InnerCompiler,
+)
 
 
 @function

@@ -1,6 +1,7 @@
 """The cache of machine code: kernels are compiled once, and loaded by LLVM alone."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -8,6 +9,9 @@ import textwrap
 import pytest
 
 pytest.importorskip("numba")
+
+from paged.kernels.cpu import compiling
+from paged.kernels.cpu.launch import code_cache
 
 SCRIPT = """
     import sys
@@ -21,8 +25,8 @@ SCRIPT = """
         args = carray(record, 1, RECORD)
         args[0].out = 7 // args[0].x
 
-    compile, compiled = own._compile, []
-    own._compile = lambda function: compiled.append(function) or compile(function)
+    compile, compiled = own.compile_kernel, []
+    own.compile_kernel = lambda function: compiled.append(function) or compile(function)
     code = own.machine_code(seventh)
     record, raised = np.zeros(1, RECORD), []
     sys.unraisablehook = lambda error: raised.append(error.exc_type)
@@ -58,3 +62,89 @@ def test_code_is_compiled_once_and_loaded_without_numbas_compiler(run, tmp_path)
     assert run() == "3 3 compiled with\n"
     assert [*tmp_path.iterdir()] == [file]
     assert run() == "3 3 loaded without\n"
+
+
+# A process with kernels of its own, which are quick to compile. It begins when it reads a line.
+STARTING = """
+    import time
+    from paged.kernels.cpu import compiling
+    from paged.runner.compile_bar import compile_bar
+
+    def kernel(number):
+        def increase(record):
+            number + 1
+        increase.__name__, increase.__module__ = f"kernel{number}", "paged.kernels.cpu.test"
+        return increase
+
+    compile, compiled = compiling.compile_kernel, []
+
+    def compile_kernel(function):
+        compiled.append(function.__name__)
+        time.sleep(0.2)  # so that the other process comes to this kernel meanwhile
+        compile(function)
+
+    compiling.compile_kernel = compile_kernel
+    compiling.KERNELS.clear()
+    compiling.KERNELS.update({f"test.kernel{i}": kernel(i) for i in range(6)})
+    compiling.MOST_PROCESSES = 1
+    print("ready", flush=True)
+    is_terminal = input() == "terminal"
+    compiling.compile_ahead(compile_bar if is_terminal else None)
+    print(*compiled)
+"""
+
+
+def start(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(STARTING)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    process = subprocess.Popen(command, **pipes, text=True, env=environment)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_processes_that_start_at_once_share_the_work_and_later_ones_are_silent(tmp_path):
+    both = [start(tmp_path) for _ in range(2)]
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    (first, told), (second, _) = (process.communicate(timeout=60) for process in both)
+    assert sorted([*first.split(), *second.split()]) == [f"kernel{i}" for i in range(6)]
+    assert first.strip()
+    assert second.strip()
+    assert "compiling 6 kernels for this CPU, once: about 3 s\ncompiled 6 of 6 kernels" in told
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".o"] * 6  # no lock is left
+    for line in ("\n", "terminal\n"):
+        assert start(tmp_path).communicate(line, timeout=60) == ("\n", "")
+
+
+def test_a_terminal_gets_a_bar(tmp_path):
+    _, told = start(tmp_path).communicate("terminal\n", timeout=60)
+    assert "compiling 6 kernels for this CPU, once: about 3 s |" in told
+    assert "| 6/6 in 0" in told
+    assert "compiled" not in told
+
+
+def test_a_claim_ends_with_its_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    script = """
+        from paged.kernels.cpu.launch import code_cache
+        with code_cache.claimed("k") as ours:
+            print(ours, flush=True)
+            input()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "True\n"
+        with code_cache.claimed("k") as ours:
+            assert not ours
+        process.send_signal(signal.SIGKILL)
+    with code_cache.claimed("k") as ours:
+        assert ours
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_kernels_that_take_long_exist():
+    """Their names order the work; a name of no kernel would be of no use."""
+    names = set(compiling.KERNELS) | {"linear.amx_linear.tiles_kernel"}  # on CPUs with AMX
+    assert set(compiling.SECONDS) <= names

@@ -309,7 +309,7 @@ def test_a_thread_that_finds_no_unit_leaves_scratch_memory_alone(task):
     record = np.zeros(1, task.record)
     record["scratch"], record["next_unit"] = scratch.data_ptr(), 5
     record["num_units"] = record["all_units"] = record["num_threads"] = 5
-    task._call(record.ctypes.data)
+    task.code.call(record.ctypes.data)
     assert (scratch == 7).all()
 
 

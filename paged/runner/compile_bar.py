@@ -1,0 +1,26 @@
+"""A bar on a terminal while the CPU's kernels are compiled, at the first start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+
+def has_terminal() -> bool:
+    """Return whether stderr, which shows progress, is a terminal."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextmanager
+def compile_bar(number: int, text: str) -> Iterator[Callable[[int], None]]:
+    """Show how many kernels of `number` are compiled; the bar stays when the block ends."""
+    with tqdm(total=number, desc=text, bar_format="{desc} |{bar}| {n}/{total} in {elapsed}") as bar:
+
+        def update(num_compiled: int) -> None:
+            bar.n = num_compiled
+            bar.refresh()
+
+        yield update
