@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import PagedError
-from ..protocol.jobs import Job, check_writable, outcome_of, read_jobs
+from ..protocol.jobs import outcome_of, read_jobs
+from ..protocol.result_file import NO_RESULTS, ResultFile, earlier_results
 from ..sampling_params import SamplingParams
 from . import common
 from .common import CliError
 from .options import with_options
+from .prompt_file import DEFAULT_COMPLETION_TOKENS, PromptFile
 
 if TYPE_CHECKING:
     from ..blocks.manager import BlockManager
     from ..engine.engine import LLMEngine
     from ..requests.request import RequestOutput
 
-PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl, one object per
-line with prompt or prompt_token_ids, and optionally sampling parameters by their API names and tenant. Blank
-lines are skipped. [default: none]"""
-DEFAULT_COMPLETION_TOKENS = 256
+PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl or .ndjson, one
+object per line with prompt or prompt_token_ids, and optionally id, which its result has too, tenant, and
+sampling parameters by their API names. Blank lines are skipped. [default: none]"""
 # What help shows where the defaults are not those of the API.
 _DEFAULTS = {"max_tokens": f"from generation_config.json, else {DEFAULT_COMPLETION_TOKENS}"}
+OVERWRITE_HELP = "Replace the results that the file of --output has. [default: off]"
+RESUME_HELP = """Go on where an interrupted run with the same options stopped: keep the results that the file
+of --output has. [default: off]"""
 LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output. [default: off]"
 _OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [default: stdout]"
 
@@ -40,6 +40,8 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
     output: Annotated[Path | None, typer.Option(help=_OUTPUT_HELP)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help=OVERWRITE_HELP)] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME_HELP)] = False,
     live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
     model: common.Model = "demo",
     json_schema: common.JsonSchema = None,
@@ -59,6 +61,8 @@ def generate(
             raise CliError("--live shows many requests at once: it needs --prompts and --output")
         if output is not None:
             raise CliError("--output takes the results of --prompts; the text of one prompt goes to stdout")
+        if overwrite or resume:
+            raise CliError("--overwrite and --resume are about the results of --prompts, which is not given")
         _check_shows_text(SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling}))
         text = _read_stdin() if prompt is None else prompt
         engine = common.start(engine_options)
@@ -67,14 +71,28 @@ def generate(
         raise CliError("give either a prompt or --prompts, not both")
     if live and output is None:
         raise CliError("--live takes the terminal: give --output for the results")
+    if overwrite and resume:
+        raise CliError("--overwrite begins again and --resume goes on; give one of them")
+    if (overwrite or resume) and (output is None or _is_stream(output)):
+        where = "stdout" if output is None else output
+        raise CliError(
+            f"--overwrite and --resume need results in a file; {where} is none, name one as --output"
+        )
     jobs = read_jobs(prompts, sampling)
-    if output is not None:
-        check_writable(output, prompts)
-    if jobs:
-        return _complete(common.start(engine_options), jobs, output, live=live)
-    if output is not None:
-        output.write_bytes(b"")
-    return 0
+    if output is None or _is_stream(output):
+        with nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as lines:
+            file = PromptFile(jobs, lambda result: print(json.dumps(result), file=lines, flush=True))
+            return file.complete(engine_options, live=live, hidden=output is None and sys.stdout.isatty())
+    with ResultFile(output, prompts) as results:
+        if results.size and not (overwrite or resume):
+            raise CliError(f"{output} has results already; --resume goes on, --overwrite begins again")
+        earlier = earlier_results(results, jobs) if resume else NO_RESULTS
+        file = PromptFile(jobs, results.write, earlier, lambda: results.truncate(earlier.size))
+        return file.complete(engine_options, live=live)
+
+
+def _is_stream(output: Path) -> bool:
+    return output.is_fifo() or output.is_char_device()
 
 
 def _check_shows_text(params: SamplingParams) -> None:
@@ -134,57 +152,3 @@ def _figures(blocks: BlockManager, output: RequestOutput) -> str:
         f"{num_tokens:,} tokens, {num_tokens / (last - started):,.0f} tokens/s; "
         f"{num_blocks:,} of {blocks.pool.num_blocks:,} blocks used{samples}"
     )
-
-
-def _complete(engine: LLMEngine, jobs: list[Job], output: Path | None, *, live: bool) -> int:
-    """Write a line for each job, in order, as soon as it and all jobs before it are done."""
-    from tqdm import tqdm
-
-    from .live_view import LiveView
-
-    # On a terminal the lines themselves, or the live view, show the progress.
-    hidden = live or (output is None and sys.stdout.isatty())
-    started, num_tokens, num_written, num_failed = time.perf_counter(), 0, 0, 0
-    done: dict[int, dict[str, Any]] = {}
-    with (
-        nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as lines,
-        LiveView(engine.stats, len(jobs)) if live else nullcontext() as view,
-        tqdm(total=len(jobs), desc="Generating", unit="prompt", disable=hidden) as bar,
-    ):
-        for index, outcome in _outcomes(engine, jobs, view.update if view is not None else lambda: None):
-            if view is not None:
-                view.num_done += 1
-            done[index] = {"index": index, **jobs[index].prompt, **outcome}
-            num_failed += "error" in outcome
-            num_tokens += sum(
-                len(sample.get("token_ids", ())) for sample in outcome.get("outputs", [outcome])
-            )
-            rate = num_tokens / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-            bar.update()
-            while num_written in done:
-                print(json.dumps(done.pop(num_written)), file=lines, flush=True)
-                num_written += 1
-    if num_failed:
-        common.complain(f"{num_failed} of {len(jobs)} prompts failed; the error in their lines says why")
-    return common.EXIT_FAILED if num_failed else 0
-
-
-def _outcomes(
-    engine: LLMEngine, jobs: list[Job], after_step: Callable[[], None]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield index and outcome of each job as it finishes. A refused job has an error as its outcome."""
-    pending = deque(enumerate(jobs))
-    most_waiting = engine.config.max_waiting or len(jobs)
-    while pending or engine.has_unfinished_requests():
-        while pending and engine.scheduler.num_waiting < most_waiting:
-            index, job = pending.popleft()
-            try:
-                params = engine.params_of(job.sampling, DEFAULT_COMPLETION_TOKENS)
-                engine.add_request(str(index), job.prompt, params, tenant=job.tenant)
-            except PagedError as error:
-                yield index, {"error": str(error)}
-        for output in engine.step():
-            if output.finished:
-                yield int(output.request_id), outcome_of(output)
-        after_step()

@@ -14,7 +14,7 @@ from ..requests.request import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import SamplingParams, StructuredOutputsParams
 from ..validation import shown
 
-JSON_LINES = (".jsonl", ".ndjson")
+TEXT_LINES, JSON_LINES = ("", ".txt"), (".jsonl", ".ndjson")
 LOWEST_LOGPROB = -9999.0  # of an impossible token, as in OpenAI's API and vLLM's
 # Sampling parameters that JSON input cannot give, and why.
 NOT_IN_JSON = {
@@ -30,16 +30,28 @@ class Job(NamedTuple):
     prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
     sampling: dict[str, Any]
     tenant: str
+    given_id: dict[str, Any]  # {"id": ...} if the line has one
+
+    def result(self, index: int, outcome: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the result of the prompt with this index in its file."""
+        return {"index": index, **self.given_id, **self.prompt, **outcome}
 
 
 def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
-    """Return the prompts of a file: one text per line or, in a .jsonl file, one object per line.
+    """Return the prompts of a file: one text per line or, in a .jsonl or .ndjson file, one object per line.
 
     sampling: the parameters that a line does not give. Blank lines are skipped.
 
-    Raises RequestError naming file and line, OSError if the file cannot be read.
+    Raises RequestError naming file and line, or a type of file that holds no prompts; OSError if the file
+    cannot be read.
     """
-    parse = _parse_object if file.suffix in JSON_LINES else _parse_text
+    suffix = file.suffix.lower()
+    if suffix not in TEXT_LINES + JSON_LINES:
+        raise RequestError(
+            f"{file}: prompts come from .txt files or files without a suffix, one per line, or from .jsonl "
+            f"and .ndjson files, one object per line; {suffix} is neither"
+        )
+    parse = _parse_object if suffix in JSON_LINES else _parse_text
     jobs = []
     # Bytes are split at newlines alone; text also at U+2028, which JSON may contain.
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
@@ -149,7 +161,7 @@ def finite(logprob: float) -> float:
 
 
 def _parse_text(line: str, sampling: dict[str, Any]) -> Job:
-    return Job({"prompt": line}, _checked(sampling), "")
+    return Job({"prompt": line}, _checked(sampling), "", {})
 
 
 def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
@@ -164,7 +176,10 @@ def _parse_object(line: str, sampling: dict[str, Any]) -> Job:
     if not isinstance(prompt.get("prompt_token_ids", []), list):
         raise RequestError(f"prompt_token_ids must be a list of ints, got {prompt['prompt_token_ids']!r}")
     tenant = value.pop("tenant", "")
-    return Job(prompt, _checked({**sampling, **sampling_from_json(value)}), tenant)
+    given_id = {"id": value.pop("id")} if "id" in value else {}
+    if given_id and (isinstance(given_id["id"], bool) or not isinstance(given_id["id"], str | int)):
+        raise RequestError(f"id must be a string or an int, got {shown(given_id['id'])}")
+    return Job(prompt, _checked({**sampling, **sampling_from_json(value)}), tenant, given_id)
 
 
 def _checked(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ..errors import RequestError
-from .jobs import check_writable
+from .jobs import Job, check_writable
 
 
 class ResultFile:
@@ -97,3 +97,39 @@ def _lock(file: FileIO, path: Path) -> None:
         is_current = False
     if not is_current:
         raise RequestError(f"{path}: another process is writing this file")
+
+
+class Earlier(NamedTuple):
+    """What an interrupted run left: the results of the first prompts."""
+
+    num_done: int
+    num_failed: int
+    size: int  # of the whole lines, in bytes
+
+
+NO_RESULTS = Earlier(0, 0, 0)
+
+
+def earlier_results(file: ResultFile, jobs: Sequence[Job]) -> Earlier:
+    """Return what the file has of the results of these prompts.
+
+    Raises RequestError naming the first line that is not the result of its prompt.
+    """
+    num_done = num_failed = size = 0
+    for line in file.lines():
+        is_whole = line.endswith(b"\n")
+        head = _head(num_done, jobs[num_done]) if num_done < len(jobs) else None
+        if head is None or not (line.startswith(head) or (not is_whole and head.startswith(line))):
+            raise RequestError(
+                f"{file.path}:{num_done + 1}: not the result of prompt {num_done} of this file of prompts; "
+                "name another output, or replace this one with --overwrite"
+            )
+        if is_whole:
+            num_done, size = num_done + 1, size + len(line)
+            num_failed += line.startswith(head + b', "error": ')
+    return Earlier(num_done, num_failed, size)
+
+
+def _head(index: int, job: Job) -> bytes:
+    """Return the beginning of a result, which repeats the prompt."""
+    return json.dumps(job.result(index, {}))[:-1].encode()

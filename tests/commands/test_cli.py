@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -367,6 +368,7 @@ def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
         ('{"prompt": "x", "temperature": NaN}', "temperature must be finite"),
         ('{"prompt": "x", "timeout_s": -1}', "timeout_s must be above 0, got -1"),
         ("[" * 100_000, "recursion"),
+        ('{"prompt": "x", "id": 1.5}', "id must be a string or an int, got 1.5"),
         ('{"prompt": "x", "output_kind": "delta"}', "output_kind cannot be given here: the"),
         (
             '{"prompt": "x", "logits_processors": []}',
@@ -393,6 +395,94 @@ def test_a_bad_line_is_named(run, tmp_path, line, message):
     assert message in error
 
 
+def test_other_types_of_files_are_named(run, tmp_path):
+    for name in ("p.csv", "p.json", "p.JSON"):
+        error = run.refused("generate", "--prompts", write(tmp_path / name, '{"prompt": "x"}'))
+        assert error.startswith(
+            f"paged: {tmp_path / name}: prompts come from .txt files or files without a suffix"
+        )
+        assert error.endswith(f"{Path(name).suffix.lower()} is neither")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_ids_are_passed_through(run, tmp_path):
+    lines = [{"prompt": "x", "id": "first"}, {"prompt_token_ids": [10**6], "id": 7}, {"prompt": "y"}]
+    out = run("generate", "--prompts", write(tmp_path / "p.NDJSON", *lines), *GREEDY)[1]
+    first, failed, nameless = map(json.loads, out.splitlines())
+    assert [*first][:3] == ["index", "id", "prompt"]
+    assert (first["id"], failed["id"], "error" in failed, "id" in nameless) == ("first", 7, True, False)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_results_are_not_overwritten_unasked(run, tmp_path):
+    prompts, output = write(tmp_path / "p.txt", "a", "b"), write(tmp_path / "out.jsonl", "of another run")
+    argv = ("generate", "--prompts", prompts, *GREEDY, "--output", output)
+    with run.monkeypatch.context() as patched:
+        patched.setattr(common, "start", lambda _: pytest.fail("the model was loaded"))
+        assert run.fails(*argv) == (
+            f"paged: {output} has results already; --resume goes on, --overwrite begins again"
+        )
+        assert f"{output}:1: not the result of prompt 0 of this file" in run.fails(*argv, "--resume")
+        assert "give one of them" in run.fails(*argv, "--resume", "--overwrite")
+        assert "stdout is none" in run.fails("generate", "--prompts", prompts, "--resume")
+        assert "/dev/null is none" in run.fails(*argv[:-1], "/dev/null", "--resume")
+        assert "results of --prompts" in run.fails("generate", "x", "--overwrite")
+        patched.setattr(common, "start", fails)
+        assert run(*argv, "--overwrite")[0] == 2
+    assert output.read_text() == "of another run\n"  # an engine that cannot start loses nothing
+    assert run(*argv, "--overwrite")[0] == 0
+    assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["a", "b"]
+    output.write_text(output.read_text() * 2)
+    assert f"{output}:3: not the result of prompt 2" in run.fails(*argv, "--resume")
+    assert run(*argv[:-1], "/dev/null")[:2] == (0, "")
+
+
+def fails(_):
+    raise OSError("no memory")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_run_that_was_cut_anywhere_goes_on(run, tmp_path):
+    """The file is bitwise that of an undisturbed run, with sampling; results that are kept stay."""
+    lines = [{"prompt": "x", "id": i, "max_tokens": 9 - 2 * i, "logprobs": 1} for i in range(4)]
+    prompts = write(tmp_path / "p.jsonl", *lines, {"prompt_token_ids": [10**6]})
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    argv = ("generate", "--prompts", prompts, "--output")
+    assert run(*argv, whole)[0] == 1
+    expected = whole.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(expected) if byte == ord("\n")]
+    for cut in (0, 1, 20, ends[0] - 1, ends[0], ends[0] + 30, ends[-2], ends[-1] - 1):
+        output.write_bytes(expected[:cut])
+        code, _, err = run(*argv, output, "--resume")
+        assert (code, output.read_bytes() == expected) == (1, True), cut
+        num_kept = sum(end <= cut for end in ends)
+        assert f"{100 * num_kept // 5}%" in err
+    code, _, err = run(*argv, output, "--resume")
+    assert err.splitlines() == [
+        "paged: nothing to do: all 5 prompts have results",
+        "paged: 1 of 5 prompts failed; the error in their lines says why",
+    ]
+    assert (code, output.read_bytes()) == (1, expected)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_killed_run_goes_on(run, tmp_path):
+    lines = [{"prompt": f"def f{i}(x):", "max_tokens": 10 + 30 * i, "ignore_eos": True} for i in range(6)]
+    prompts = write(tmp_path / "p.jsonl", *lines)
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    argv = ("generate", "--prompts", str(prompts), *SMALL, "--output")
+    with paged_process(*argv, str(output), "--resume") as process:
+        deadline = time.monotonic() + 120
+        while not output.exists() or output.read_bytes().count(b"\n") < 1:
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.kill()
+    assert 1 <= output.read_bytes().count(b"\n") < 6
+    assert run(*argv, output, "--resume")[0] == run(*argv, whole)[0] == 0
+    assert output.read_bytes() == whole.read_bytes()
+
+
 def test_a_line_that_is_no_text_is_named(run, tmp_path):
     prompts = tmp_path / "p.txt"
     prompts.write_bytes(b"fine\n\xff\n")
@@ -402,7 +492,7 @@ def test_a_line_that_is_no_text_is_named(run, tmp_path):
 def test_empty_file_gives_empty_output(run, tmp_path):
     output = write(tmp_path / "results.jsonl", "of an earlier run")
     prompts = write(tmp_path / "p.txt")
-    assert run("generate", "--prompts", prompts, "--output", output)[:2] == (0, "")
+    assert run("generate", "--prompts", prompts, "--output", output, "--overwrite")[:2] == (0, "")
     assert output.read_text() == ""
 
 
