@@ -16,11 +16,28 @@ All are ValueErrors too, so that code written for `except ValueError` keeps work
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from typing import ClassVar
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class PagedError(ValueError):
-    """Base of every error that `paged` raises on purpose."""
+    """Base of every error that `paged` raises on purpose.
+
+    The message is one line: control characters, which may come from a file and command a terminal, are
+    escaped. MAX_LENGTH: of the message; the middle of a longer one is left out.
+    """
+
+    MAX_LENGTH: ClassVar[int | None] = None
+
+    def __init__(self, message: str = "") -> None:
+        message = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], message)
+        if self.MAX_LENGTH is not None and len(message) > self.MAX_LENGTH:
+            half = self.MAX_LENGTH // 2
+            message = f"{message[: half - 2]} … {message[1 - half :]}"
+        super().__init__(message)
 
 
 class ConfigError(PagedError):
@@ -42,9 +59,13 @@ class UnknownArgumentError(PagedError, TypeError):
 class UnsupportedModelError(PagedError):
     """A model, or a feature of its config, that is not implemented."""
 
+    MAX_LENGTH = 500  # what a stranger's file says may be of any length
+
 
 class CheckpointError(PagedError):
     """Files that are missing, damaged, or disagree with their config."""
+
+    MAX_LENGTH = 500
 
 
 class EngineDeadError(PagedError):

@@ -7,6 +7,7 @@ slow to load. Their defaults are repeated here, and tests compare the two.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ CEILINGS = {
     "max_window_layers": 1024,
     "original_max_position_embeddings": 2**27,
 }
+MAX_JSON_BYTES = 64 * 2**20
+# Beyond these no rotary embedding makes sense, and float32 overflows.
+MAX_ROPE_THETA, MAX_ROPE_FACTOR = 1e12, 1e4
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 # The keys that each type of rope scaling requires.
@@ -42,10 +46,27 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 Config = Mapping[str, Any]
 
 
+def check_file(file: Path, most: int) -> int:
+    """Return the size of a regular file, which links may lead to. Raises CheckpointError.
+
+    most: bytes that it may have.
+    """
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file}: is not a regular file")
+    if status.st_size > most:
+        raise CheckpointError(f"{file}: has {status.st_size:,} bytes; at most {most:,} are read")
+    return status.st_size
+
+
 def read_json(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file of a checkpoint. Raises CheckpointError."""
+    """Read the object in a JSON file of a checkpoint, of at most 64 MiB. Raises CheckpointError."""
     if not file.exists():
         raise CheckpointError(f"{file} does not exist; a model directory has config.json and *.safetensors")
+    check_file(file, MAX_JSON_BYTES)
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -85,8 +106,13 @@ def from_hf(hf: Config) -> ModelConfig:
     head_dim = hidden_size // num_heads if hf["head_dim"] is None else _size(hf, "head_dim")
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads")
-    if head_dim % 2 or not head_dim:
-        raise CheckpointError(f"head_dim must be even for rotary, got {head_dim}")
+    rope, least = _rope(hf), 2
+    if rope.type == "dynamic":
+        least = 4  # the exponent of its base is head_dim / (head_dim - 2)
+    if head_dim % 2 or head_dim < least:
+        raise CheckpointError(
+            f"head_dim must be even and at least {least} for {rope.type} rope, got {head_dim}"
+        )
     return ModelConfig(
         architecture=architecture,
         vocab_size=_size(hf, "vocab_size"),
@@ -98,7 +124,7 @@ def from_hf(hf: Config) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, 1, above=True),
         max_position_embeddings=_size(hf, "max_position_embeddings"),
-        rope=_rope(hf),
+        rope=rope,
         tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
         dtype=_dtype(hf),
         **declare(hf),
@@ -114,7 +140,7 @@ def require_supported(hf: Config) -> str:
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"architecture {shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
     model_type, expected = hf.get("model_type"), ARCHITECTURES[name].model_type
     if model_type != expected:
@@ -142,12 +168,17 @@ def _rope(hf: Config) -> RopeConfig:
         raise UnsupportedModelError("partial_rotary_factor other than 1.0 is not supported")
     if missing := [key for key in ROPE_TYPES[kind] if key not in rope]:
         raise CheckpointError(f"rope type {kind!r} needs {', '.join(missing)}")
-    values = {key: _above_zero(rope, key) for key in ROPE_TYPES[kind]}
+    values = {key: _rope_value(rope, key, MAX_ROPE_FACTOR) for key in ROPE_TYPES[kind]}
+    if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+        raise CheckpointError(
+            f"high_freq_factor {values['high_freq_factor']:g} must be more than low_freq_factor "
+            f"{values['low_freq_factor']:g}"
+        )
     if values.get("factor", 1.0) < 1:
         raise CheckpointError(f"factor of rope must be at least 1, got {values['factor']:g}")
     trained = "original_max_position_embeddings"
     known = _size(rope, trained) if rope.get(trained) else _size(hf, "max_position_embeddings")
-    theta = _above_zero(rope, "rope_theta")
+    theta = _rope_value(rope, "rope_theta", MAX_ROPE_THETA)
     return RopeConfig(kind, theta, **values, original_max_position_embeddings=known)
 
 
@@ -155,8 +186,8 @@ def _dtype(hf: Config) -> str:
     name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in CHECKPOINT_DTYPES:
         supported = ", ".join(CHECKPOINT_DTYPES)
-        raise UnsupportedModelError(f"dtype {name!r} is not supported; supported are {supported}")
-    return name
+        raise UnsupportedModelError(f"dtype {shown(name)} is not supported; supported are {supported}")
+    return "float32" if name == "float64" else name  # nothing here computes in float64
 
 
 def _llama(hf: Config) -> dict[str, Any]:
@@ -211,8 +242,8 @@ def _flag(hf: Config, name: str) -> bool:
     return check_bool(CheckpointError, name, hf[name])
 
 
-def _above_zero(hf: Config, name: str) -> float:
-    return check_number(CheckpointError, name, hf[name], 0, above=True)
+def _rope_value(rope: Config, name: str, most: float) -> float:
+    return check_number(CheckpointError, name, rope[name], 0, most, above=True)
 
 
 # The defaults of transformers' classes, for keys that config.json leaves out.

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,13 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..validation import shown
-from .hf_config import read_json
+from .hf_config import check_file, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 HEADER_CEILING = 100 * 2**20
+MAX_RANK = 8
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 # Not a parameter, but old Llama checkpoints contain it.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
@@ -70,7 +76,7 @@ def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
     for file in files:
         if file.parent != directory:
             raise CheckpointError(f"{index}: {file.name} lies outside the checkpoint")
-        if not file.is_file():
+        if not os.path.isfile(file):  # Path.is_file would raise for a name that is too long
             raise _missing_file(file)
         for name, shape in read_header(file).items():
             if name in found:
@@ -95,13 +101,13 @@ def read_header(file: Path) -> dict[str, list[int]]:
     Not by the safetensors library: its errors name neither file nor tensor, and it accepts a header that
     contains a name twice.
     """
-    size = file.stat().st_size
+    size = check_file(file, sys.maxsize)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_CEILING):
             raise CheckpointError(f"{file}: is truncated or no safetensors file ({size} bytes)")
         try:
-            header = json.loads(stream.read(length), object_pairs_hook=_unique_keys)
+            header = json.loads(_check_brackets(stream.read(length)), object_pairs_hook=_unique_keys)
             _check_metadata(header.pop("__metadata__", {}))
             entries = {name: _read_entry(entry) for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -122,11 +128,27 @@ def read_header(file: Path) -> dict[str, list[int]]:
     return {name: shape for name, (_, shape, _, _) in entries.items()}
 
 
+def _check_brackets(header: bytes) -> bytes:
+    """Return the header. Raises ValueError if it has lists and objects that no tensor has.
+
+    They take many times the memory of their text.
+    """
+    bare = _STRING.sub(b"", header)
+    num_lists, num_objects, num_keys = (bare.count(character) for character in (b"[", b"{", b":"))
+    # A tensor is one object of two lists. It has three keys and is the value of a fourth.
+    if num_lists > 2 * num_objects or 4 * num_objects > num_keys + 16:
+        raise ValueError(f"{num_lists} lists and {num_objects} objects are more than its tensors need")
+    return header
+
+
 def _read_entry(entry: dict[str, Any]) -> Entry:
     """Return dtype, shape, start and end of one tensor in a header."""
     start, end = entry["data_offsets"]
-    dtype, numbers = entry["dtype"], [start, end, *entry["shape"]]
-    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
+    dtype, shape = entry["dtype"], entry["shape"]
+    if not isinstance(shape, list) or len(shape) > MAX_RANK:
+        raise ValueError(f"an entry is {shown(entry)}")
+    numbers = [start, end, *shape]
+    if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise ValueError(f"an entry is {shown(entry)}")
     return dtype, numbers[2:], start, end
 
@@ -154,8 +176,8 @@ def _check_spans(file: Path, entries: Mapping[str, Entry], num_bytes: int) -> No
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(name)} is there twice")
     return unique
 
 

@@ -1,0 +1,175 @@
+"""Whatever the files of a checkpoint say, loading it ends soon and with one readable line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged import CheckpointError, PagedError, UnsupportedModelError
+from paged.model.generation_config import read_eos_token_ids, read_sampling_defaults
+from paged.model.hf_config import read_config
+from paged.model.weights import read_header
+from tests.support.checkpoints import checkpoint, edit_json, new_engine
+
+MANY = 200_000
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def refused(load: Callable[[], Any], *named: str) -> str:
+    """Return the message, which is one readable line of bounded length."""
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
+        load()
+    message = str(caught.value)
+    assert len(message) <= 500
+    assert message.isprintable()
+    for part in named:
+        assert part in message
+    return message
+
+
+def with_header(file: Path, header: str) -> Path:
+    file.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(64))
+    return file
+
+
+def entry(shape: str = "[1]", offsets: str = "[0, 4]") -> str:
+    return f'{{"dtype": "F32", "shape": {shape}, "data_offsets": {offsets}}}'
+
+
+HEADERS = {
+    "a name twice among many": "{" + ", ".join([f'"{i}": {entry()}' for i in range(20_000)] * 2) + "}",
+    "many names": "{" + ", ".join(f'"n{i}": 1' for i in range(MANY)) + "}",
+    "a shape of nines": f'{{"a": {entry("[" + ", ".join(["9"] * 10**6) + "]")}}}',
+    "huge sizes": f'{{"a": {entry("[" + ", ".join(["9" * 4300] * 8) + "]")}}}',
+    "more digits than Python reads": f'{{"a": {entry(offsets="[0, " + "9" * 5000 + "]")}}}',
+    "an offset beyond 64 bits": f'{{"a": {entry(offsets="[0, " + "9" * 300 + "]")}}}',
+    "lists": '{"a": [' + ", ".join(["[]"] * 10**6) + "]}",
+    "nested lists": '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}",
+    "objects": '{"a": [' + ", ".join(["{}"] * 10**6) + "]}",
+    "an escape sequence as dtype": f'{{"a": {entry().replace("F32", "X" + chr(92) + "u001b[2J")}}}',
+    "a name of a megabyte": f'{{"{"n" * 10**6}": {entry("[2]")}}}',
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers(copy, case):
+    file = with_header(copy / "model.safetensors", HEADERS[case])
+    refused(lambda: read_header(file), "model.safetensors")
+
+
+@pytest.mark.parametrize("case", ["lists", "nested lists", "objects"])
+def test_a_header_takes_at_most_four_times_its_memory(copy, case):
+    file = with_header(copy / "model.safetensors", HEADERS[case])
+    tracemalloc.start()
+    try:
+        refused(lambda: read_header(file))
+        assert tracemalloc.get_traced_memory()[1] < 4 * file.stat().st_size + 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_metadata_may_hold_any_text(copy):
+    text = json.dumps(json.dumps([[[]]] * 100))
+    file = with_header(
+        copy / "model.safetensors", f'{{"__metadata__": {{"x": {text}}}, "a": {entry("[16]", "[0, 64]")}}}'
+    )
+    assert read_header(file) == {"a": [16]}
+
+
+def test_a_shard_name_may_not_be_too_long(copy):
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    refused(lambda: new_engine(copy), "does not exist")
+
+
+def make_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def make_link_to_zeros(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def make_sparse(file: Path) -> None:
+    with file.open("wb") as stream:
+        stream.truncate(8 * 2**30)
+
+
+def make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    "make", [make_fifo, make_link_to_zeros, make_sparse, make_folder], ids=lambda f: f.__name__
+)
+def test_special_files(copy, make):
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        file = copy / name
+        file.touch()
+        make(file)
+    refused(lambda: read_config(copy), "config.json")
+    refused(lambda: read_eos_token_ids(copy), "generation_config.json")
+    refused(lambda: read_sampling_defaults(copy), "generation_config.json")
+    refused(lambda: read_header(copy / "model.safetensors"), "model.safetensors")
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "theta": ({"rope_theta": 1e300, "rope_parameters": None}, "rope_theta"),
+    "linear factor": ({"rope_parameters": {"rope_type": "linear", "factor": 1e6}}, "factor"),
+    "linear factor beyond float32": ({"rope_parameters": {"rope_type": "linear", "factor": 1e308}}, "factor"),
+    "dynamic rope of a head of 2": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2},
+        "head_dim must be even and at least 4 for dynamic rope, got 2",
+    ),
+    "equal frequency factors": (
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "high_freq_factor 4 must be more than low_freq_factor 4",
+    ),
+    "dtype": ({"dtype": "\x1b[2J" + "a" * 10**6}, "dtype"),
+    "architecture": ({"architectures": ["\x00" * 10**6]}, "architecture"),
+    "a list for a number": ({"hidden_size": [1] * 10**6}, "hidden_size"),
+    "an object for a number": ({"vocab_size": {"a": "\u2028"}}, "vocab_size"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configs(copy, case):
+    values, named = CONFIGS[case]
+    edit_json(copy / "config.json", **values)
+    refused(lambda: read_config(copy), named, "config.json")
+
+
+def test_float64_is_computed_in_float32(copy):
+    edit_json(copy / "config.json", dtype="float64", torch_dtype="float64")
+    assert read_config(copy).dtype == "float32"
+
+
+def test_messages_are_one_line_of_printable_text():
+    assert str(PagedError("a\n\x1b[2Jb\u2028\x9bé🙂")) == "a\\n\\x1b[2Jb\\u2028\\x9bé🙂"
+    long = str(CheckpointError("config.json: " + "x" * 10**6 + " end"))
+    assert len(long) <= 500
+    assert long.startswith("config.json: xxx")
+    assert long.endswith("xxx end")
