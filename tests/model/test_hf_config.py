@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope-shrinks": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "at least 1, got 0.5"),
     "head-dim-too-large": ({"head_dim": 257}, "head_dim must be from 1 to 256, got 257"),
-    "no-head-dim": ({"hidden_size": 16}, "head_dim must be even for rotary, got 0"),
+    "no-head-dim": ({"hidden_size": 16}, "head_dim must be even and at least 2 for default rope, got 0"),
 }
 
 
@@ -151,7 +151,7 @@ def test_invalid_tokenizer_class_is_refused(kind, tmp_path):
 
 def test_unreadable_config_is_named(tmp_path):
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Is a directory"):
+    with pytest.raises(CheckpointError, match=r"config\.json: is not a regular file"):
         read_config(tmp_path)
 
 

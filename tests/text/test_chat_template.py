@@ -265,7 +265,7 @@ BOMBS = {
     "{{ '{0.__class__.__mro__}'.format(messages) }}": "unsafe",
     "{{ messages.append(1) }}": "unsafe",
     "{{ raise_exception.__globals__.os.getpid() }}": "unsafe",
-    "{{ raise_exception('no\nsystem') }}": "the chat template refuses this: no\nsystem",
+    "{{ raise_exception('no\nsystem') }}": "the chat template refuses this: no\\nsystem",
     "{{ a.b.c }}": "UndefinedError: 'a' is undefined",
     "x\n{% for %}": "an error in line 2",
     "{% include '/etc/passwd' %}": "failed",
