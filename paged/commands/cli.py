@@ -14,6 +14,7 @@ import typer
 
 from .. import __version__
 from ..errors import PagedError
+from .bench import bench
 from .chat import chat
 from .common import EXIT_USAGE, complain
 from .generate import generate
@@ -67,3 +68,4 @@ def root(
 
 for command in (generate, chat, run_batch, warmup, simulate):
     app.command(cls=GroupedCommand)(command)
+app.add_typer(bench, name="bench")
