@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 # Seconds of a core that kernels take; those that are not named take about half of one.
 SECONDS = {
     "attention.kernel.attend": 16.0,
-    "linear.amx_linear.tiles_kernel": 8.0,
     "linear.linear.linear_kernel": 7.0,
     "sampling.sample_tokens.sample_unit": 4.0,
+    "linear.amx_linear.tiles_kernel": 3.0,
     "rows.rotary_store_kv.rotary_store_kv_unit": 3.0,
     "rows.rms_norm.rms_norm_unit": 1.0,
 }

@@ -7,8 +7,9 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from types import UnionType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import typer
 
@@ -28,13 +29,12 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
     flags: default to --name, and to --name/--no-name where the field's default is True.
     default: the text that help shows in place of the field's default.
     """
-    found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
-    text = (" ".join(found[1].split()) if found else "") + FORMS.get(name, "")
+    text = _described(owner).texts.get(name, "") + FORMS.get(name, "")
     (field,) = (field for field in fields(owner) if field.name == name)
     value = field.default if field.default_factory is MISSING else None
     none = _NONE_MEANS.search(text)
     text = _NONE_MEANS.sub("", text)
-    if _is_list(typing.get_type_hints(owner)[name]):
+    if _is_list(_described(owner).hints[name]):
         text += " May be given several times."
     if value is not MISSING:
         own = none[1] if value is None and none is not None else _shown(owner, name, value)
@@ -71,12 +71,30 @@ def with_options(
 
 def option_type(owner: type[Any], name: str) -> Any:
     """Return the type that the command line gives the values of a field."""
-    hint = typing.get_type_hints(owner)[name]
+    hint = _described(owner).hints[name]
     if _is_list(hint):
         return list[int] if any(get_args(member) == (int,) for member in _members(hint)) else list[str]
     # Of several types, such as a policy's name or object, the command line gives the first.
     kind = next(member for member in _members(hint) if member is not type(None))
     return str if get_origin(kind) is typing.Literal else kind
+
+
+class _Described(NamedTuple):
+    """What a class says of its fields: their types, and their parts of the docstring."""
+
+    hints: dict[str, Any]
+    texts: dict[str, str]
+
+
+def _described(owner: type[Any]) -> _Described:
+    # mypy holds classes to be unhashable.
+    return _describe(owner)  # type: ignore[arg-type]
+
+
+@cache  # it is slow, and asked for every option
+def _describe(owner: type[Any]) -> _Described:
+    found = re.finditer(r"^    (\w+): (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
+    return _Described(typing.get_type_hints(owner), {match[1]: " ".join(match[2].split()) for match in found})
 
 
 def _shown(owner: type[Any], name: str, value: Any) -> str:

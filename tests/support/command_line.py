@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import signal
@@ -55,10 +56,11 @@ class Run:
 
 @contextmanager
 def running(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Yield a Run, then restore the handler of Ctrl-C."""
-    handler = signal.getsignal(signal.SIGINT)  # main() resets it
+    """Yield a Run, then restore what main() changes until its process ends: Ctrl-C and garbage collection."""
+    handler = signal.getsignal(signal.SIGINT)
     yield Run(monkeypatch, capsys)
     signal.signal(signal.SIGINT, handler)
+    gc.unfreeze()
 
 
 def write(path: Path, *lines: Any) -> Path:

@@ -23,9 +23,8 @@ _ROOT = Path(__file__).parents[1]  # kernels/cpu: the sources of every kernel
 def _setting() -> str:
     """Describe what the code is compiled for and by, and where its sources are."""
     cpu = config.CPU_NAME or llvm.get_host_cpu_name()
-    features = config.CPU_FEATURES
-    if features is None:
-        features = llvm.get_host_cpu_features().flatten()
+    # Of the host too: they decide how wide vectors are, whatever numba is set to compile for.
+    features = f"{config.CPU_FEATURES} {llvm.get_host_cpu_features().flatten()}"
     target = f"{llvm.get_process_triple()} {cpu} {features} {config.ENABLE_AVX}"
     passes = f"{config.OPT} {config.LOOP_VECTORIZE} {config.SLP_VECTORIZE}"
     checks = f"{config.BOUNDSCHECK} {config.DEBUGINFO_DEFAULT}"
