@@ -17,7 +17,7 @@ from .checks import (
     check_scales,
     check_shape,
     check_span,
-    in_debug_mode,
+    must_read_contents,
 )
 
 MAX_GROUP, MIN_HEAD_DIM, MAX_HEAD_DIM = 128, 16, 576
@@ -91,7 +91,7 @@ def check_attention(
     cu_seqlens_q: Tensor,
     options: AttentionOptions,
 ) -> None:
-    """Raise ValueError unless the inputs fit together; in debug mode check what int32 tensors hold too."""
+    """Raise ValueError unless the inputs fit together; see `must_read_contents` for what they hold."""
     check_shape("query", query, (None, None, None))
     check_dtype("query", query)
     num_tokens, num_heads, head_dim = query.shape
@@ -133,7 +133,7 @@ def check_attention(
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
         check_span(name, tensor)
     _check_options(options, num_tokens, num_seqs, block_tables.shape[1] * block_size)
-    if in_debug_mode():
+    if must_read_contents(query.device):
         check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)
 
 

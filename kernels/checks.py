@@ -1,6 +1,7 @@
 """Checks for launchers: a wrong shape is a ValueError here, not a fault on the GPU."""
 
 import os
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -138,6 +139,39 @@ def check_once(name: str, tensor: Tensor) -> None:
     twice = values[counts > 1].tolist()
     if twice:
         raise ValueError(f"{name} must not name a place twice, got {twice} more than once")
+
+
+class _Trust(threading.local):
+    """Whether this thread's launches are trusted."""
+
+    is_given = False
+
+
+_trust = _Trust()
+
+
+class TrustedContents:
+    """A context whose launches have proven indices: launchers on a CPU do not read these once more.
+
+    Steps of an engine run in it. The tensors' shapes, dtypes and strides are checked all the same.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before, _trust.is_given = _trust.is_given, True
+
+    def __exit__(self, *_: object) -> None:
+        _trust.is_given = self._before
+
+
+def must_read_contents(device: torch.device) -> bool:
+    """Return whether a launcher checks the indices, lengths and slots that its tensors hold.
+
+    On a CPU always, except in `TrustedContents`. On a GPU the host would have to wait for them: there, and in
+    that context, only with PAGED_DEBUG=1.
+    """
+    return (device.type == "cpu" and not _trust.is_given) or in_debug_mode()
 
 
 def in_debug_mode() -> bool:

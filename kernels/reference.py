@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
-from .checks import QUANTIZED_DTYPES
+from .checks import QUANTIZED_DTYPES, check_indices, check_once, check_shape, must_read_contents
 from .gumbel import gumbel_noise
 
 
@@ -139,6 +139,10 @@ def copy_blocks(
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
 ) -> None:
     """Set cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
+    if must_read_contents(cache.device):
+        check_shape("pairs", pairs, (None, 2), torch.int64)
+        check_indices("pairs", pairs, "the cache's blocks", cache.shape[1])
+        check_once("the targets of pairs", pairs[:, 1])
     # A slice for each pair: 2 to 5 times faster on a CPU than index_copy_ of all, and pairs are few.
     for source, target in pairs.tolist():
         cache[:, target] = cache[:, source]

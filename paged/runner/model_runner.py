@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from ..kernels.checks import in_debug_mode
+from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.batch import Batch, BatchBuilder
 from ..model.config import ModelConfig
 from ..model.kv_cache import KVCache
@@ -82,7 +82,8 @@ class ModelRunner:
         """Run one step. Return a token for each of schedule.sampled_requests."""
         # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
         # Triton launches on torch's current GPU, which may be another one.
-        with self._on_device:
+        # The scheduler's blocks and slots are right, as its invariants say.
+        with self._on_device, TrustedContents():
             self._copy_blocks(schedule)
             if not schedule.requests:
                 return StepOutput()

@@ -17,7 +17,7 @@ from ...attention_options import (
     check_lengths,
     layout_of,
 )
-from ...checks import check_device, in_debug_mode
+from ...checks import check_device, must_read_contents
 from ..launch.tasks import addresses
 from ..products.amx import HAS_TILES
 from ..simd.numbers import KINDS
@@ -102,15 +102,15 @@ def paged_attention(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Return softmax(scale q kᵀ + causal mask) v over paged K and V; see `gpu.attention.paged_attention`.
 
-    shared_prefix_len, max_decode_q and min_seqlen_q are hints that change nothing here. A plan was checked
-    with the layer that it was made for: others are only compared with that one's layout. Raises ValueError
-    where the tensors, or the plan, do not fit.
+    shared_prefix_len, max_decode_q and min_seqlen_q are hints that change nothing here. In `TrustedContents`
+    a plan was checked with the layer that it was made for: others are only compared with that one's layout.
+    Raises ValueError where the tensors, or the plan, do not fit.
     """
     if plan is None:
         plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
     else:
         check_layout(plan, layout_of(query, key_cache, value_cache, block_tables, seq_lens, options))
-        if in_debug_mode():
+        if must_read_contents(query.device):
             fresh = plan_attention(
                 query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options
             )

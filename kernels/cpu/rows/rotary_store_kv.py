@@ -6,7 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import KERNEL_DTYPES, QUANTIZED_DTYPES, check_eps
+from ...checks import (
+    KERNEL_DTYPES,
+    QUANTIZED_DTYPES,
+    check_eps,
+    check_indices,
+    check_once,
+    must_read_contents,
+)
 from ...plain import ops as torch_ops
 from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import get_long, item_size, load_some_as, set_float, some_of, store_some_as
@@ -200,6 +207,9 @@ def rotary_store_kv(
             key_scales=key_scales,
             value_scales=value_scales,
         )
+    if must_read_contents(qkv.device):
+        check_indices("slot_mapping", slot_mapping, "the cache's slots", len(key_cache) * block_size)
+        check_once("slot_mapping", slot_mapping)
     num_units, per_unit = units_of_rows(num_tokens, num_rows * head_dim)
     ROTARY_STORE_KV.run(
         num_units,

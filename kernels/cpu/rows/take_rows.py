@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import check_dtype, check_indices, in_debug_mode
+from ...checks import check_dtype, check_indices, must_read_contents
 from ..launch.tasks import Task, addresses
 from ..linear.linear import Panels
 from ..products.kinds import BF12, BF12_PAIRS, BFLOAT16_PAIRS, INT8_PAIRS, STEP_BYTES, UNPACKED
@@ -154,5 +154,5 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
 
 def _check_indices(indices: Tensor, num_rows: int) -> None:
     check_dtype("indices", indices, (torch.int64,))
-    if in_debug_mode():
+    if must_read_contents(indices.device):
         check_indices("indices", indices, "the table's rows", num_rows)

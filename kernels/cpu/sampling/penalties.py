@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...checks import check_indices, check_once, must_read_contents
 from ...plain import sampling as torch_sampling
 from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import any_set, get_byte, get_float, get_int, get_long, set_float
@@ -66,5 +67,9 @@ def apply_penalties(
     if not regular:
         torch_sampling.apply_penalties(logits, rows, slots, output_counts, seen, *columns)
         return
+    if must_read_contents(logits.device):
+        check_indices("rows", rows, "the rows of logits", len(logits))
+        check_once("rows", rows)
+        check_indices("slots", slots, "the histories", min(len(output_counts), len(seen)))
     histories = (logits, rows, slots, output_counts, seen, *columns)
     PENALTIES.run(num, *addresses(*histories), size, logits.stride(0) * 4)
