@@ -31,13 +31,13 @@ from .sampling import penalties, sample_tokens, token_logprobs  # noqa: F401
 
 logger = logging.getLogger(__name__)
 
-# Seconds of a core that kernels take; those that are not named take about half of one.
+# Seconds that kernels take with all cores busy; those that are not named take about half of one.
 SECONDS = {
-    "attention.kernel.attend": 16.0,
-    "linear.linear.linear_kernel": 7.0,
-    "sampling.sample_tokens.sample_unit": 4.0,
-    "linear.amx_linear.tiles_kernel": 3.0,
-    "rows.rotary_store_kv.rotary_store_kv_unit": 3.0,
+    "attention.kernel.attend": 20.0,
+    "linear.linear.linear_kernel": 9.0,
+    "sampling.sample_tokens.sample_unit": 5.0,
+    "linear.amx_linear.tiles_kernel": 4.0,
+    "rows.rotary_store_kv.rotary_store_kv_unit": 4.0,
     "rows.rms_norm.rms_norm_unit": 1.0,
 }
 _FEW_SECONDS = 0.5
