@@ -34,15 +34,19 @@ CONFIGS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "BeamSearchParams": (BeamSearchParams, BEAM_SEARCH_PARAMS),
 }
 OUTPUTS = {"RequestOutput": paged.RequestOutput, "CompletionOutput": paged.CompletionOutput}
-# Methods of the same name with other arguments.
+# Names that are here too, with another meaning or other values.
 OTHER_MEANING = {
-    "score": "log-probabilities of continuations of a prompt: `score(prompt, continuations)`",
-    "encode": "embeddings, as `embed`: `pooling` and `normalize` in place of `pooling_params`",
+    "score": "`score(prompt, continuations)` returns the log-probabilities of continuations, no similarities",
+    "encode": "the same as `embed`, with `pooling` and `normalize` in place of `pooling_params`",
+    "quantization": "'int8' or 'int4' quantizes a plain checkpoint while it loads, on a CPU",
+    "attention_backend": "'auto', 'triton', 'numba' or 'torch'",
+    "kv_cache_dtype": "without 'fp8_e5m2' and others; see `EngineConfig`",
+    "enforce_eager": "records no steps on a CPU; there are no CUDA graphs",
 }
 
 
 class Row(NamedTuple):
-    """One name of vLLM's and what becomes of it: "same", "neutral" (at some values) or "refused"."""
+    """One name of vLLM's, and its treatment: "same", "other", "neutral" (at some values) or "refused"."""
 
     name: str
     treatment: str
@@ -62,8 +66,12 @@ def config_rows(name: str) -> Iterator[Row]:
     for field, default in VLLM[name].items():
         if field in ours:
             own = default_of(owner, field)
+            own = getattr(own, "value", own)
             same = own == default or default is None or default == "required" or own in ((), None)
-            yield Row(field, "same", "" if same else f"by default {own!r}, there {default!r}")
+            if field in OTHER_MEANING:
+                yield Row(field, "other", OTHER_MEANING[field])
+            else:
+                yield Row(field, "same", "" if same else f"by default {own!r}, there {default!r}")
         else:
             values = [v for v in neutral[field].values if v not in (None, "", [], {}, set())]
             alternatives = " or ".join(map(repr, values))
@@ -77,7 +85,7 @@ def method_rows() -> Iterator[Row]:
         if method in MISSING["LLMEngine"]:
             yield Row(method, "refused", MISSING["LLMEngine"][method])
         elif method in OTHER_MEANING:
-            yield Row(method, "same", OTHER_MEANING[method])
+            yield Row(method, "other", OTHER_MEANING[method])
         else:
             ours = inspect.signature(getattr(LLMEngine, method)).parameters
             neutral = [f"`{a}`" for a in arguments if a not in ours and a in CALL_ARGS]
@@ -106,12 +114,17 @@ def tables() -> str:
     for title, rows in parts:
         same = [f"`{r.name}`" + (f" ({r.note})" if r.note else "") for r in rows if r.treatment == "same"]
         lines += [f"## {title}", "", "The same: " + ", ".join(same) + ".", ""]
+        for row in rows:
+            if row.treatment == "other":
+                lines += [f"Here `{row.name}` differs: {row.note}.", ""]
         reasons: dict[str, list[str]] = {}
         for row in rows:
-            if row.treatment != "same":
+            if row.treatment in ("neutral", "refused"):
                 name = row.name if row.treatment == "neutral" else f"`{row.name}`"
                 reasons.setdefault(row.note, []).append(name)
         neutral = any(row.treatment == "neutral" for row in rows)
+        if neutral:
+            lines += ["A bare name is accepted as None or empty. Any other value is refused.", ""]
         lines += [
             "| accepted without effect | otherwise |" if neutral else "| not here | instead |",
             "|---|---|",
