@@ -531,8 +531,8 @@ def test_a_second_reader_is_refused_and_the_first_goes_on(engine):
         await asyncio.sleep(0)
         with pytest.raises(UsageError, match="has a reader already"):
             await anext(stream)
-        await first
-        assert [output async for output in stream][-1].finished
+        outputs = [await first, *[output async for output in stream]]
+        assert outputs[-1].finished
 
     run(main())
 
