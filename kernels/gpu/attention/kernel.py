@@ -32,7 +32,7 @@ def _query_range(cu_seqlens_q_ptr, seq, VOLATILE: tl.constexpr):
 
 
 @triton.jit
-def _reload_rows(row, cu_seqlens_q_ptr, seq, PLACES: tl.constexpr):
+def _reload_rows(row, cu_seqlens_q_ptr, seq, tiles):
     """Return the row numbers and the sequence's range again, so that nothing else of the rows is kept.
 
     Called after the loop over keys, which has few registers left. Volatile loads are not merged with those
@@ -40,7 +40,7 @@ def _reload_rows(row, cu_seqlens_q_ptr, seq, PLACES: tl.constexpr):
     follows from the row numbers: two such loads differ by 0, which the compiler does not know.
     """
     query_start, query_len = _query_range(cu_seqlens_q_ptr, seq, True)
-    if PLACES == "recomputed":
+    if tiles.ROW_PLACES == "recomputed":
         row ^= query_start ^ _query_range(cu_seqlens_q_ptr, seq, True)[0]
     return row, query_start, query_len
 
@@ -105,7 +105,7 @@ def prefill_kernel(
         Scales(score_scale, exp_scale, softcap), True, layer, tiles,
     )  # fmt: skip
     if tiles.ROW_PLACES != "kept":
-        row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, seq, tiles.ROW_PLACES)
+        row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, seq, tiles)
         member = tl.program_id(1) % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
         head = kv_head * layer.GROUP + member
         offs_q = (q_block - query_start // tiles.BLOCK_Q - seq) * tiles.BLOCK_Q + row // tiles.BLOCK_G
@@ -232,7 +232,7 @@ def decode_kernel(
         else:
             item = tl.load(first_item_ptr + first_seq) + split
             if tiles.ROW_PLACES != "kept":
-                row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, first_seq, tiles.ROW_PLACES)
+                row, query_start, query_len = _reload_rows(row, cu_seqlens_q_ptr, first_seq, tiles)
                 member = (
                     head_block % tl.cdiv(layer.GROUP, tiles.BLOCK_G) * tiles.BLOCK_G + row % tiles.BLOCK_G
                 )
