@@ -7,6 +7,11 @@ import threading
 from types import FrameType
 from typing import Any
 
+# The functions behind those of `signal`, whose conversions to enums would take 10 microseconds of every step.
+_get_handler: Any = getattr(signal, "_signal").getsignal  # noqa: B009
+_set_handler: Any = getattr(signal, "_signal").signal  # noqa: B009
+_SIGINT = int(signal.SIGINT)
+
 
 class HeldInterrupts:
     """A context that holds back the first Ctrl-C until it ends, so that nothing in it is half done.
@@ -20,11 +25,11 @@ class HeldInterrupts:
         self._is_pending = False
         self._previous: Any = None  # the handler of before
         if threading.current_thread() is threading.main_thread():
-            handler: Any = signal.getsignal(signal.SIGINT)
+            handler = _get_handler(_SIGINT)
             # Not callable: the signal ends the process, or is ignored.
             if callable(handler) and not isinstance(getattr(handler, "__self__", None), HeldInterrupts):
                 self._previous = handler
-                signal.signal(signal.SIGINT, self._hold)
+                _set_handler(_SIGINT, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._is_pending:
@@ -33,6 +38,6 @@ class HeldInterrupts:
 
     def __exit__(self, *_: object) -> None:
         if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+            _set_handler(_SIGINT, self._previous)
             if self._is_pending:
-                self._previous(signal.SIGINT, self._frame)
+                self._previous(_SIGINT, self._frame)
