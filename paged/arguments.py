@@ -39,8 +39,8 @@ def strict(
         generated(self, *args, **given)
 
     def refuse(_: Any, attribute: str, value: Any) -> None:
-        call = f"dataclasses.replace(params, {attribute}={shown(value)})"
-        raise FrozenInstanceError(f"{name} is immutable: {call} returns a changed copy")
+        call = f"dataclasses.replace(old, {attribute}={shown(value)})"
+        raise FrozenInstanceError(f"{owner.__name__} is immutable: {call} returns a changed copy")
 
     owner.__init__ = init  # type: ignore[method-assign]
     owner.__setattr__ = refuse  # type: ignore[method-assign]

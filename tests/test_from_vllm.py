@@ -144,8 +144,10 @@ def test_repr_names_model_dtype_and_device(demo):
 
 
 def test_assigning_to_parameters_names_replace():
-    with pytest.raises(dataclasses.FrozenInstanceError, match=r"dataclasses.replace\(params, top_p=0.5\)"):
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"SamplingParams .*replace\(old, top_p=0.5\)"):
         SamplingParams().top_p = 0.5
+    with pytest.raises(dataclasses.FrozenInstanceError, match="EngineConfig is immutable"):
+        EngineConfig("demo").seed = 1
     assert SamplingParams(top_p=0.5).clone() == SamplingParams(top_p=0.5)
 
 

@@ -526,11 +526,18 @@ def test_what_takes_long_to_compile_holds_up_neither_loop_nor_engine(monkeypatch
 
 def test_a_second_reader_is_refused_and_the_first_goes_on(engine):
     async def main() -> None:
-        stream = engine.generate(PROMPTS[0], GREEDY)
+        gate = threading.Event()
+
+        def wait(_output, logits):
+            gate.wait(30)  # no output before the second reader has come
+            return logits
+
+        stream = engine.generate(PROMPTS[0], replace(GREEDY, logits_processors=[wait]))
         first = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         with pytest.raises(UsageError, match="has a reader already"):
             await anext(stream)
+        gate.set()
         outputs = [await first, *[output async for output in stream]]
         assert outputs[-1].finished
 
