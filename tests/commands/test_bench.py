@@ -9,13 +9,6 @@ import pytest
 
 from paged import LLMEngine
 from paged.commands import common
-from tests.support.command_line import running
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    with running(monkeypatch, capsys) as run:
-        yield run
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 from paged import LLMEngine, SamplingParams
 from paged.commands import cli, common
 from paged.scheduler.schedule import StepOutput
-from tests.support.command_line import running, write
+from tests.support.command_line import write
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
@@ -28,12 +28,6 @@ TEMPLATE = (
 )
 GREEDY = ("--temperature", "0", "--max-tokens", "5")
 ARGV = ("chat", "--chat-template", TEMPLATE, *GREEDY)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    with running(monkeypatch, capsys) as run:
-        yield run
 
 
 @pytest.fixture(scope="module")

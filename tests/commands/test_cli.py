@@ -19,18 +19,12 @@ from paged.commands import cli, common, generate
 from paged.commands.headings import HEADINGS
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput
-from tests.support.command_line import running, write
+from tests.support.command_line import write
 
 SMALL = ("--num-blocks", "64", "--device", "cpu")
 HEADING = re.compile(r"^(\w+):$", re.MULTILINE)
 LONG_GRAMMAR = f'root ::= "{"b" * 300}"'  # longer than a file name may be
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    with running(monkeypatch, capsys) as run:
-        yield run
 
 
 @pytest.fixture(scope="module")

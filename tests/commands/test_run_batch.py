@@ -21,17 +21,11 @@ from paged.errors import PagedError
 from paged.protocol.batch_file import IdentitySet
 from paged.protocol.openai import SAME, parse_call
 from paged.protocol.result_file import ResultFile
-from tests.support.command_line import running, write
+from tests.support.command_line import write
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "def f(x):"}]
 MODEL = ("--num-blocks", "128", "--max-num-seqs", "4", "--device", "cpu")
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    with running(monkeypatch, capsys) as run:
-        yield run
 
 
 @pytest.fixture(scope="module")
