@@ -64,10 +64,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def tabulate(self, num_positions: int) -> None:
-        """Precompute cos and sin of all positions, unless they depend on the length (dynamic scaling)."""
-        if self.rope.type != "dynamic":
-            positions = torch.arange(num_positions, device=self.inv_freq.device)
-            self._table = _cos_sin(positions, self.inv_freq)
+        """Precompute cos and sin of the first positions. Call once: recorded steps point into the table."""
+        assert self._table is None, "the table must not move"
+        positions = torch.arange(num_positions, device=self.inv_freq.device)
+        self._table = _cos_sin(positions, self.inv_freq)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:  # cos, sin: f32[num_tokens, head_dim // 2]
         if self._table is None:
@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
 
 def _cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     angles = positions[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    return angles.cos(), angles.sin_()
 
 
 def inverse_frequencies(base: Tensor, head_dim: int) -> Tensor:  # [..., 1] -> [..., head_dim // 2]

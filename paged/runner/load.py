@@ -45,7 +45,6 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
     # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
     sources = check_weights(model.hf_tensors(), directory)
     model.load(device, forms, lambda tensors: load_weights(tensors, sources))
-    model.rotary.tabulate(sizes.max_model_len)
     return model
 
 

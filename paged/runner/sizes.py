@@ -21,6 +21,9 @@ GIB = 2**30
 # Defaults by device: the token budget of a step, and host memory for swapping in GiB.
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
 SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
+# Under a sliding window, sequences may be far longer than the KV cache. Beyond this, each step computes the
+# cos and sin of its own positions.
+MAX_ROPE_TABLE_BYTES = GIB // 2
 
 
 class HostRates(NamedTuple):
@@ -116,6 +119,23 @@ class Sizes:
         """The blocks of max_num_seqs requests of full length."""
         blocks = -(-self.max_model_len // self.config.block_size)
         return self.config.max_num_seqs * blocks * len(self.model.layer_groups)
+
+    def num_tabulated_positions(self, num_blocks: int) -> int:
+        """Return how many positions the rope table covers: those that a sequence in so many blocks reaches.
+
+        0 if each step computes cos and sin, because they depend on the length or the table would be too large.
+        """
+        if self.model.rope.type == "dynamic":
+            return 0
+        blocks_of_one = self.max_useful_blocks // self.config.max_num_seqs
+        manager = self.new_block_manager(min(num_blocks, blocks_of_one))
+        reached = manager.longest_fit(self.max_model_len)
+        return reached if reached * self.rope_bytes_per_position <= MAX_ROPE_TABLE_BYTES else 0
+
+    @property
+    def rope_bytes_per_position(self) -> int:
+        """The bytes of cos and sin of one position in the rope table, which are float32."""
+        return 4 * self.model.head_dim
 
     @property
     def swap_space(self) -> float:
