@@ -21,8 +21,8 @@ GIB = 2**30
 # Defaults by device: the token budget of a step, and host memory for swapping in GiB.
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
 SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
-# Under a sliding window, sequences may be far longer than the KV cache. Beyond this, each step computes the
-# cos and sin of its own positions.
+# Under a sliding window, sequences may be far longer than the KV cache. Beyond this, each step computes
+# cos and sin of its positions.
 MAX_ROPE_TABLE_BYTES = GIB // 2
 
 
@@ -123,7 +123,7 @@ class Sizes:
     def num_tabulated_positions(self, num_blocks: int) -> int:
         """Return how many positions the rope table covers: those that a sequence in so many blocks reaches.
 
-        0 if each step computes cos and sin, because they depend on the length or the table would be too large.
+        0 if each step computes cos and sin: they depend on the length, or the table would be too large.
         """
         if self.model.rope.type == "dynamic":
             return 0
