@@ -30,10 +30,10 @@ from ..requests.request import Request
 from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import StepOutput
 from ..text.tokenizer import Tokenizer
+from .grammar_limits import check_grammar, library_limits
 
-MAX_CHARACTERS = 2**18  # of a grammar's text
-MAX_CACHED = 256  # compiled grammars
-MAX_CACHED_CHARACTERS = 2**22  # of their texts together; a compiled text takes up to 100 times its size
+MAX_CACHED = 64  # compiled grammars
+MAX_CACHED_CHARACTERS = 2**20  # of their texts together; a compiled text takes up to 1,000 times its size
 COMPILE_TIMEOUT_S = 10.0
 # The library follows chains of rules by recursion, where a stack overflow would end the process. All rules
 # that fit MAX_CHARACTERS need less than this; stack that is not touched takes no memory.
@@ -67,10 +67,7 @@ class Grammars:
             raise RequestError(
                 f"structured_outputs {kind} needs the tokenizer, which skip_tokenizer_init=True left out"
             )
-        if len(text) > MAX_CHARACTERS:
-            raise RequestError(
-                f"structured_outputs {kind} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed"
-            )
+        check_grammar(kind, text)
         with self._lock:
             vocabulary = self._vocabulary = self._vocabulary or _Vocabulary(
                 self._tokenizer, self._vocab_size, self._eos_token_ids
@@ -130,15 +127,13 @@ class _Vocabulary:
 
 def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
     """Compile a grammar, within the library's limits on time and memory. Return a matcher at its start."""
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher
 
     matcher = LLMatcher(
         vocabulary.tokens,
         _library_grammar(kind, text),
         log_level=0,
-        # A verbose message would repeat the grammar. Other limits are the library's: 1e6 units of fuel and
-        # 500 000 symbols to compile, about 20 ms of work for each later mask.
-        limits=LLParserLimits(verbose_errors=False),
+        limits=library_limits(text),
     )
     # Compute the first mask here too, as it may be slow.
     possible = not matcher.is_error() and vocabulary.allowed(matcher).any()

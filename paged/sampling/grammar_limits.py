@@ -1,0 +1,56 @@
+"""Bounds on the memory of a grammar, which comes with a request and may be hostile.
+
+The library's own limits allow 300 MiB for a regular expression of 30 characters, and no limit of it applies
+to multiples: a JSON schema of 40 characters took 2 GiB.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from ..errors import RequestError
+
+MAX_CHARACTERS = 2**18  # of a grammar's text
+# Fuel is for the regular expressions that are built at once, at about 250 bytes a unit. Large enumerations
+# need some for each character.
+BASE_FUEL, FUEL_PER_CHARACTER, MAX_FUEL = 50_000, 4, 1_000_000
+MAX_LEXER_STATES = 50_000  # built as tokens are matched, at about 600 bytes each
+MAX_MULTIPLE = 10_000  # an automaton for multiples of n has n states
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
+_ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
+
+
+def check_grammar(kind: str, text: str) -> None:
+    """Raise RequestError for a grammar that is too long or has multiples of too large a number."""
+    if len(text) > MAX_CHARACTERS:
+        raise RequestError(
+            f"structured_outputs {kind} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed"
+        )
+    # JSON may escape any letter of a key. A Lark grammar may hold JSON schemas too.
+    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
+    multiple = 1
+    for number in _MULTIPLE.findall(plain):
+        # Powers of ten cost nothing, and schemas that are combined cost as much as their common multiple.
+        digits = re.split("[eE]", number)[0].replace(".", "").strip("+-0")
+        multiple = math.lcm(multiple, int(digits[:9] or 1))
+        if multiple > MAX_MULTIPLE:
+            raise RequestError(
+                f"structured_outputs {kind} has multiples of too large numbers (multipleOf): without powers "
+                f"of ten, their least common multiple may be at most {MAX_MULTIPLE:,}"
+            )
+
+
+def library_limits(text: str) -> Any:
+    """Return the library's limits for a grammar of this text. Those not set are the library's own.
+
+    These are 500,000 symbols of a grammar, and about 20 ms of work for each later mask.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=min(BASE_FUEL + FUEL_PER_CHARACTER * len(text), MAX_FUEL),
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,  # a verbose message would repeat the grammar
+    )
