@@ -23,8 +23,7 @@ import torch
 # Importing a file of kernels adds them to KERNELS.
 from .attention import kernel  # noqa: F401
 from .launch import code_cache, graph  # noqa: F401
-from .launch.machine_code import compile_kernel
-from .launch.tasks import KERNELS
+from .launch.machine_code import KERNELS, compile_kernel
 from .linear import linear, pack_bf12  # noqa: F401
 from .rows import greedy, rms_norm, rotary_store_kv, silu_and_mul, take_rows  # noqa: F401
 from .sampling import penalties, sample_tokens, token_logprobs  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -53,18 +53,12 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, model: str, *, stream_interval_s: float = STREAM_INTERVAL_S, **options: Any) -> None:
-        # Made on a thread that then ends: OpenMP keeps workers for each living thread that used it, and with
-        # more workers than cores they sleep between any two operations, which doubles the time of a step.
         _check_interval(stream_interval_s)
-        with ThreadPoolExecutor(1) as maker:
-            engine = maker.submit(LLMEngine, model, **options).result()
-        self._start(engine, stream_interval_s)
+        self._start(LLMEngine(model, **options), stream_interval_s)
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> Self:
         """Take over an engine, which must not be used in any other way until `shutdown`.
-
-        On a CPU its steps may take twice as long as with AsyncLLMEngine(model): see __init__.
 
         Raises UsageError if the engine has unfinished requests.
         """

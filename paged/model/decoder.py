@@ -98,7 +98,10 @@ class Decoder(nn.Module):
         if batch.output_queries is None:
             return residual[:0]
         if not batch.is_decode:
-            query, residual = query[batch.output_rows], residual[batch.output_rows]
+            # Not torch's indexing, whose threads go on looking for work for milliseconds.
+            rows, take_rows = batch.output_rows, self.kernels.take_rows
+            query = take_rows(query.flatten(1), rows).view(-1, *query.shape[1:])
+            residual = take_rows(residual, rows)
         hidden = self.layers[-1].attend(query, residual, batch.output_queries, kv_cache)
         out: Tensor = self.norm(hidden, residual)
         return out

@@ -1,8 +1,6 @@
 """Choose the number of CPU threads: one for each core that this process may use.
 
-Engines of one process share these threads: two that step at the same time take about as long as one after the
-other. Cores that other processes use too cost far more, because threads wait for each other by spinning.
-There, OMP_WAIT_POLICY=passive, set before Python starts, or num_threads=1 is faster.
+Engines of one process share these threads: while one has them, another one's step runs on its caller alone.
 """
 
 from __future__ import annotations

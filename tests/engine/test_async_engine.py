@@ -635,20 +635,6 @@ def test_what_was_compiled_is_not_compiled_again_between_steps(monkeypatch, func
     run(main())
 
 
-def test_engine_is_made_on_a_thread_that_ends(monkeypatch):
-    """OpenMP workers of another living thread would sleep between the operations of the engine's thread."""
-    threads = []
-
-    def made(*_, **__):
-        threads.append(threading.current_thread())
-        return new_engine("demo", num_blocks=32)
-
-    monkeypatch.setattr("paged.engine.async_engine.LLMEngine", made)
-    AsyncLLMEngine("demo").shutdown()
-    assert threads[0] is not threading.main_thread()
-    assert not threads[0].is_alive()
-
-
 def test_idle_engine_waits(engine, monkeypatch):
     async def main() -> None:
         await read(engine.generate(PROMPTS[0], GREEDY))

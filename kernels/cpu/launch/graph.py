@@ -6,9 +6,7 @@ left waits until the others have finished theirs, and goes on to the next kernel
 delays holds up none of the others.
 """
 
-import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..simd.memory import LINE, call, claim, get_long, pause, seen
+from ..simd.memory import LINE, call, claim, get_long, seen
 from .tasks import Launch, Task, note_launches
+from .threads import changed, threads, wait_in_kernel
 
 _KERNEL, _ENTERED, _LEFT, _RECORD = 0, 8, 16, 24  # byte offsets in a row of the table
 _COUNTERS = slice(_ENTERED // 8, _RECORD // 8 + 2)  # these and the record's own two
-_SPINS = 2000  # looks at another thread's progress before this one yields its core
 
-GRAPH = Task(("table", "yield_core"), ("num_rows", "row_bytes"))
+GRAPH = Task(("table", "threads"), ("num_rows", "row_bytes"))
 _GRAPH_RECORD = GRAPH.record
 
 
@@ -38,26 +36,12 @@ def _graph_kernel(record):
         claim(row + _ENTERED)
         call(get_long(row + _KERNEL), row + _RECORD)
         claim(row + _LEFT)
+        changed(args.threads, row + _LEFT)
         # No unit is left. The threads that have one have entered; those that enter from now on get none.
-        looks = 0
-        while True:
+        num_left = seen(row + _LEFT)
+        while seen(row + _ENTERED) != num_left:
+            wait_in_kernel(args.threads, row + _LEFT, num_left)
             num_left = seen(row + _LEFT)
-            if seen(row + _ENTERED) == num_left:
-                break
-            looks += 1
-            if looks < _SPINS or not args.yield_core:
-                pause()
-            else:
-                call(args.yield_core, 0)
-
-
-@lru_cache(maxsize=1)
-def _yield_core() -> int:
-    """Return the address of the system's sched_yield, or 0 if it has none."""
-    try:
-        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
-    except (AttributeError, OSError, TypeError):
-        return 0
 
 
 class NotRecordableError(Exception):
@@ -122,7 +106,7 @@ class Graph:
         self._table = _table(recorder.launches)
         self._flat = self._table.reshape(-1)
         self._counters = self._table[:, _COUNTERS]
-        self._record = (self._table.ctypes.data, _yield_core(), len(self._table), self._table.strides[0])
+        self._record = (self._table.ctypes.data, threads().address, len(self._table), self._table.strides[0])
         starts = range(0, len(self._flat), self._table.shape[1])
         # Where the table holds pointers.
         self._pointers = np.array(

@@ -17,6 +17,8 @@ from numba.core.runtime import _nrt_python
 from ..simd.inner_code import KernelCompiler
 from . import code_cache
 
+# All kernels by their names in the cache.
+KERNELS: dict[str, Callable[[int], None]] = {}
 _C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -30,6 +32,12 @@ class MachineCode(NamedTuple):
     address: int
     call: Callable[[Any], None]
     engine: Any
+
+
+def kernel(function: Callable[[int], None]) -> Callable[[int], None]:
+    """Decorate a kernel, a function of a record's address."""
+    KERNELS[name_of(function)] = function
+    return function
 
 
 def name_of(function: Callable[[int], None]) -> str:

@@ -1,18 +1,14 @@
-"""Tasks: numba kernels that run on torch's threads.
+"""Tasks: numba kernels that run on several threads.
 
 A kernel is a function of the address of a record, its arguments. All threads run it at once; each claims
-units of work until none is left, so that none waits for a slow one. The threads are those of the OpenMP
-library that torch computes with: those of a second pool, numba's own for example, would compete with them
-for the cores between any two operations.
+units of work until none is left, so that none waits for a slow one.
 """
 
 import ctypes
-import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,15 +17,12 @@ from numba import carray
 
 from ..simd.memory import address_of, claim
 from ..simd.vectors import function
-from .machine_code import MachineCode, machine_code, name_of
+from .machine_code import MachineCode, kernel, machine_code
+from .threads import threads
 
 # The first fields of every record: two counters, and what all threads share.
 _COMMON = [(name, "i8") for name in ("next_unit", "next_thread", "num_units", "scratch", "scratch_size")]
 NEXT_UNIT, NEXT_THREAD = 0, 8  # byte offsets of the counters
-
-
-# The kernels of all tasks by their names in the cache.
-KERNELS: dict[str, Callable[[int], None]] = {}
 
 
 class Task:
@@ -46,7 +39,7 @@ class Task:
 
     def kernel(self, function: Callable[[int], None]) -> Callable[[int], None]:
         """Decorate what every thread runs, a function of the record's address."""
-        self._function = KERNELS[name_of(function)] = function
+        self._function = kernel(function)
         return function
 
     @cached_property
@@ -96,7 +89,7 @@ class Task:
         elif num_threads < 2:
             self.code.call(record)
         else:
-            _on_all_threads(self.code.call, self.code.address, record, num_threads)
+            threads().run(self.code, record, num_threads)
 
 
 @function
@@ -136,43 +129,3 @@ def _scratch(size: int) -> int:
     if buffer is None or buffer.numel() < size + 64:
         buffer = _local.buffer = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
     return -(-buffer.data_ptr() // 64) * 64
-
-
-def _on_all_threads(call: Any, kernel: int, record: Any, num_threads: int) -> None:
-    parallel = _openmp()
-    if parallel is not None:
-        parallel(kernel, record, num_threads, 0)
-        return
-    others = [_pool().submit(call, record) for _ in range(num_threads - 1)]
-    call(record)
-    for other in others:
-        other.result()
-
-
-@lru_cache(maxsize=1)
-def _openmp() -> Any:
-    """Return GOMP_parallel, which runs f(address) on many threads, of torch's OpenMP; None if it has none."""
-    for name in _loaded_libraries():
-        try:
-            parallel = ctypes.CDLL(name).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        parallel.restype = None
-        return parallel
-    return None
-
-
-def _loaded_libraries() -> list[str]:
-    """Return the paths of this process's OpenMP libraries, on Linux; torch's own come first."""
-    try:
-        with open("/proc/self/maps") as maps:
-            paths = {line.split()[-1] for line in maps if re.search("libgomp|libiomp|libomp", line)}
-    except OSError:
-        return []
-    return sorted(paths, key=lambda path: "torch" not in path)
-
-
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="paged-kernels")

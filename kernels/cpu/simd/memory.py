@@ -131,13 +131,19 @@ def claim(builder: Any, address: Any) -> Any:
 
     A thread that reads the new value, by this or by `seen`, also sees all that was written before it.
     """
-    return builder.atomic_rmw("add", emit.pointer(builder, I64, address), int64(1), "acq_rel")
+    return builder.atomic_rmw("add", emit.pointer(builder, I64, address), int64(1), "seq_cst")
+
+
+@operation(types.void, types.int64)
+def release(builder: Any, address: Any) -> None:
+    """Decrement the int64 there, as `claim` increments it."""
+    builder.atomic_rmw("sub", emit.pointer(builder, I64, address), int64(1), "seq_cst")
 
 
 @operation(types.int64, types.int64)
 def seen(builder: Any, address: Any) -> Any:
     """Read the int64 there, which other threads may be incrementing."""
-    return builder.load_atomic(emit.pointer(builder, I64, address), "acquire", 8)
+    return builder.load_atomic(emit.pointer(builder, I64, address), "seq_cst", 8)
 
 
 @operation(types.void, types.int64, types.int64)
@@ -145,6 +151,14 @@ def call(builder: Any, function_address: Any, argument: Any) -> Any:
     """Call the C function at function_address with one int64."""
     kind = ir.FunctionType(ir.VoidType(), [I64])
     builder.call(builder.inttoptr(function_address, kind.as_pointer()), [argument])
+
+
+@operation(types.void, types.int64, types.int64, types.int64, types.int64, types.int64)
+def system_call(builder: Any, syscall: Any, number: Any, first: Any, second: Any, third: Any) -> Any:
+    """Make a system call with three arguments and zeros; syscall is the address of the C function."""
+    kind = ir.FunctionType(I64, [I64] * 7)
+    args = [number, first, second, third, *[int64(0)] * 3]
+    builder.call(builder.inttoptr(syscall, kind.as_pointer()), args)
 
 
 @operation(types.void)

@@ -20,7 +20,7 @@ from paged.kernels.cpu.attention.paged_attention import (
     plan_units,
 )
 from paged.kernels.cpu.attention.units import SPLIT_KEYS
-from paged.kernels.cpu.launch import tasks as numba_threads
+from paged.kernels.cpu.launch import tasks
 from paged.kernels.cpu.linear import linear as numba_linear
 from paged.kernels.cpu.products.amx import HAS_TILES
 from paged.kernels.cpu.rows import take_rows as numba_lookup
@@ -62,7 +62,7 @@ def paged_attention_from_nan(**case):
         if case["sliding_window"] is not None:
             table[: max(0, size - new - case["sliding_window"] + 1) // block_size] = 2**31 - 1
     attend(paged_attention, **case)  # allocates the scratch memory
-    numba_threads._local.buffer.fill_(255)
+    tasks._local.buffer.fill_(255)
     return attend(paged_attention, **case)
 
 
@@ -200,18 +200,6 @@ def test_a_prompt_is_cut_smaller_where_threads_would_have_no_unit(num_threads, n
     assert (plan.units[:, 0] == 0).sum() == num_units
 
 
-def test_without_openmp_a_pool_of_threads_gives_the_same(monkeypatch):
-    case = ragged_case([300, 70, 5, 200], [300, 1, 1, 20])
-    expected = attend(paged_attention, **case)
-    monkeypatch.setattr(numba_threads, "_openmp", lambda: None)
-    submitted = []
-    pool = numba_threads._pool()
-    monkeypatch.setattr(numba_threads, "_pool", lambda: submitted.append(pool) or pool)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(attend(paged_attention, **case), expected)
-    assert len(submitted) == 2, "the caller is one of the three"
-
-
 def test_two_threads_at_once_do_not_share_scratch_memory():
     cases = [ragged_case([200 + i, 50], [200 + i, 1]) for i in range(2)]
     expected = [attend(paged_attention, **case) for case in cases]
@@ -228,10 +216,6 @@ def test_two_threads_at_once_do_not_share_scratch_memory():
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_openmp_is_the_one_that_torch_computes_with():
-    assert numba_threads._openmp() is not None, "on Linux torch brings one"
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 12, [3, 1, 20], [0, 0]], ids=str)
