@@ -47,6 +47,8 @@ class ConfigError(PagedError):
 class RequestError(PagedError):
     """A prompt or a sampling parameter is wrong; only that request is refused."""
 
+    MAX_LENGTH = 500  # it may repeat what a stranger wrote
+
 
 class QueueFullError(RequestError):
     """max_waiting requests wait already; try again later."""
@@ -59,7 +61,7 @@ class UnknownArgumentError(PagedError, TypeError):
 class UnsupportedModelError(PagedError):
     """A model, or a feature of its config, that is not implemented."""
 
-    MAX_LENGTH = 500  # what a stranger's file says may be of any length
+    MAX_LENGTH = 500
 
 
 class CheckpointError(PagedError):

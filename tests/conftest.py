@@ -27,6 +27,7 @@ LONGEST_FIRST = [
     "test_matches_transformers",
     "test_paged_attention",
     "test_block_properties",
+    "test_strangers_corpus",
     "test_cli",
 ]
 

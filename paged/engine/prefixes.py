@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from array import array
 from os import PathLike, fsencode
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..blocks.pool import BlockId, BlockPool
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..errors import CheckpointError, RequestError, UsageError
 from ..model.config import ModelConfig
+from ..model.hf_config import check_file
 from ..model.kv_cache import KVCache
 from ..requests.prompts import Prompt
 from ..sampling_params import SamplingParams
@@ -175,6 +177,7 @@ def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cac
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    check_file(path, sys.maxsize)
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -106,9 +107,8 @@ def parse_json(text: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise RequestError(f"{twice!r} is given twice in one object; give it once")
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise RequestError(f"{shown(twice)} is given twice in one object; give it once")
     return value
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from paged import CheckpointError, PagedError, UnsupportedModelError
+from paged import CheckpointError, PagedError, RequestError, UnsupportedModelError
 from paged.model.generation_config import read_eos_token_ids, read_sampling_defaults
 from paged.model.hf_config import read_config
 from paged.model.weights import read_header
+from paged.protocol.jobs import parse_json
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
 
 MANY = 200_000
@@ -128,6 +129,18 @@ def test_special_files(copy, make):
     refused(lambda: read_header(copy / "model.safetensors"), "model.safetensors")
 
 
+def test_saved_prefixes_are_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "prefixes")
+    engine = new_engine(checkpoint("llama"))
+    refused(lambda: engine.load_prefix(tmp_path / "prefixes"), "prefixes: is not a regular file")
+
+
+def test_a_line_of_a_batch_is_read_in_linear_time():
+    names = ", ".join(f'"{i}": 1' for i in [*range(MANY), MANY - 1])
+    with pytest.raises(RequestError, match=f"'{MANY - 1}' is given twice"):
+        parse_json(f"{{{names}}}")
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "theta": ({"rope_theta": 1e300, "rope_parameters": None}, "rope_theta"),
     "linear factor": ({"rope_parameters": {"rope_type": "linear", "factor": 1e6}}, "factor"),
@@ -169,7 +182,8 @@ def test_float64_is_computed_in_float32(copy):
 
 def test_messages_are_one_line_of_printable_text():
     assert str(PagedError("a\n\x1b[2Jb\u2028\x9bé🙂")) == "a\\n\\x1b[2Jb\\u2028\\x9bé🙂"
-    long = str(CheckpointError("config.json: " + "x" * 10**6 + " end"))
-    assert len(long) <= 500
-    assert long.startswith("config.json: xxx")
-    assert long.endswith("xxx end")
+    for error in (CheckpointError, UnsupportedModelError, RequestError):
+        long = str(error("config.json: " + "x" * 10**6 + " end"))
+        assert len(long) <= 500
+        assert long.startswith("config.json: xxx")
+        assert long.endswith("xxx end")
