@@ -32,7 +32,8 @@ CEILINGS = {
 }
 MAX_JSON_BYTES = 64 * 2**20
 # Beyond these no rotary embedding makes sense, and float32 overflows.
-MAX_ROPE_THETA, MAX_ROPE_FACTOR = 1e12, 1e4
+MAX_ROPE_THETA = 1e12
+MAX_ROPE_FACTOR = 1e4
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 # The keys that each type of rope scaling requires.
