@@ -16,24 +16,22 @@ All are ValueErrors too, so that code written for `except ValueError` keeps work
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from typing import ClassVar
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class PagedError(ValueError):
     """Base of every error that `paged` raises on purpose.
 
-    The message is one line: control characters, which may come from a file and command a terminal, are
-    escaped. MAX_LENGTH: of the message; the middle of a longer one is left out.
+    The message is one line: characters that are not printable, which may come from a file and command a
+    terminal, are escaped. MAX_LENGTH: of the message; the middle of a longer one is left out.
     """
 
     MAX_LENGTH: ClassVar[int | None] = None
 
     def __init__(self, message: str = "") -> None:
-        message = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], message)
+        if not message.isprintable():
+            message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
         if self.MAX_LENGTH is not None and len(message) > self.MAX_LENGTH:
             half = self.MAX_LENGTH // 2
             message = f"{message[: half - 2]} … {message[1 - half :]}"

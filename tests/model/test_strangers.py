@@ -182,6 +182,7 @@ def test_float64_is_computed_in_float32(copy):
 
 def test_messages_are_one_line_of_printable_text():
     assert str(PagedError("a\n\x1b[2Jb\u2028\x9bé🙂")) == "a\\n\\x1b[2Jb\\u2028\\x9bé🙂"
+    assert str(PagedError("\ud800\u202e")) == r"\ud800\u202e"  # neither encodable nor left to right
     for error in (CheckpointError, UnsupportedModelError, RequestError):
         long = str(error("config.json: " + "x" * 10**6 + " end"))
         assert len(long) <= 500
