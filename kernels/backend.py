@@ -32,7 +32,7 @@ class Kernels(Protocol):
     def check_cache_dtype(self, dtype: torch.dtype) -> None:
         """Raise ValueError if the current device cannot read a cache of this dtype."""
 
-    def take_rows(self, table: Tensor, indices: Tensor) -> Tensor: ...
+    def take_rows(self, table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor: ...
 
     def rms_norm(
         self,

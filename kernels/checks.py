@@ -34,8 +34,7 @@ def check_scales(
             raise ValueError(f"a cache of {key_cache.dtype} needs {name}")
         check_shape(name, scale, (num_blocks, num_kv_heads, block_size), torch.float32)
         check_device(name, scale, key_cache.device)
-        if not scale.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {scale.stride()}")
+        check_contiguous(name, scale)
 
 
 def check_shape(
@@ -57,6 +56,12 @@ def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype] = KERN
     """Raise ValueError unless `tensor` has one of the `allowed` dtypes."""
     if tensor.dtype not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {tensor.dtype}")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
 def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:

@@ -19,9 +19,9 @@ def check_cache_dtype(dtype: torch.dtype) -> None:
     """Accept every dtype: torch and the CPU kernels read them all."""
 
 
-def take_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Return rows of a table [n, size] by i64[m]: [m, size]."""
-    return table.index_select(0, indices)
+def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return rows of a table [n, size] by i64[m]: [m, size], in `out` if given."""
+    return torch.index_select(table, 0, indices, out=out)
 
 
 def rms_norm(

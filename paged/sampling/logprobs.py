@@ -28,7 +28,9 @@ def token_logprobs(
         rows_by_size.setdefault(size, []).append(row)
     reports: dict[int, TokenLogprobs] = {}
     for size, rows in rows_by_size.items():
-        chosen = logits if len(rows) == num_rows else logits[rows]
+        chosen = logits
+        if len(rows) < num_rows:
+            chosen = kernels.take_rows(logits, torch.tensor(rows, device=logits.device))
         tokens = torch.tensor([token_ids[row] for row in rows], device=logits.device)
         values, ids, ranks = kernels.token_logprobs(chosen, tokens, size)
         columns = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)

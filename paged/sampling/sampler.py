@@ -112,13 +112,12 @@ class _Batch:
         """
         if not self._asked:
             return None
-        if len(self._asked) < len(self.requests):
-            return logits[self._asked]
-        if not (changed or self.edits or self._drawn):
+        if len(self._asked) == len(self.requests) and not (changed or self.edits or self._drawn):
             return logits
         if self._raw is None:
-            self._raw = torch.empty_like(logits)
-        return self._raw.copy_(logits)
+            self._raw = logits.new_empty(len(self._asked), logits.shape[1])
+            self._asked_rows = torch.tensor(self._asked, device=self.device)
+        return self.kernels.take_rows(logits, self._asked_rows, self._raw)
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw a token for each row: i64[num_rows]. Destroys the logits."""
@@ -128,7 +127,7 @@ class _Batch:
         all_drawn = len(positions) == len(self.requests)
         tokens = self.kernels.greedy(logits)[0] if not all_drawn else None
         drawn = self.kernels.sample_tokens(
-            logits if tokens is None else logits[self._rows],
+            logits if tokens is None else self.kernels.take_rows(logits, self._rows),
             self._seeds,
             torch.tensor(positions, device=self.device),
             **self._filters,

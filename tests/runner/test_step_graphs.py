@@ -202,3 +202,48 @@ def test_eager_engine_records_nothing_and_gives_the_same_tokens():
         for engine in (eager, recorded)
     ]
     assert tokens[0] == tokens[1]
+
+
+PARAMS = {
+    "greedy": {},
+    "filters": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "typical_p": 0.9},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5},
+    "log-probabilities": {"logprobs": 3},
+    "log-probabilities of drawn tokens": {"logprobs": 3, "temperature": 1.0},
+    "log-probabilities of the prompt": {"prompt_logprobs": 3},
+    "edits": {"min_tokens": 4, "logit_bias": {5: 1.0}},
+}
+
+
+LARGE = 5 * 4096  # rows of the demo's logits
+
+
+class _LargeOperations(TorchDispatchMode):
+    """Collects the operations of torch that compute or copy many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        is_large = isinstance(out, torch.Tensor) and out.numel() >= LARGE
+        if is_large and "empty" not in str(func) and not any(r.alias_info for r in func._schema.returns[:1]):
+            self.found.add(str(func))
+        if is_large and func is torch.ops.aten.copy_.default:
+            self.found.add(str(func))
+        return out
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_steps_leave_no_large_operation_to_torch(name):
+    """The threads of torch's OpenMP library would look for work for milliseconds after one."""
+    engine = new_engine("demo", max_num_seqs=20)
+    prompts = ragged_prompts([40 + i for i in range(19)])
+    # Some of them draw their tokens, and some end early.
+    params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 5, **PARAMS[name]})] * 10
+    params += [SamplingParams(max_tokens=3)] * 9
+    engine.generate(prompts, params, use_tqdm=False)
+    with _LargeOperations() as large:
+        engine.generate(prompts, params, use_tqdm=False)
+    assert not large.found

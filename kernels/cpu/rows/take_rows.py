@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import check_dtype, check_indices, must_read_contents
+from ...checks import check_contiguous, check_dtype, check_indices, check_shape, must_read_contents
 from ..launch.tasks import Task, addresses
 from ..linear.linear import Panels
 from ..products.kinds import BF12, BF12_PAIRS, BFLOAT16_PAIRS, INT8_PAIRS, STEP_BYTES, UNPACKED
@@ -29,7 +29,8 @@ from ..simd.memory import (
 from ..simd.numbers import BFLOAT16, FLOAT32, KINDS
 from ..simd.vectors import LANES, VECTOR_BYTES, function
 
-TAKE_ROWS = Task(("table", "indices", "out"), ("row_bytes", "kind"))  # FLOAT32: rows are copied as they are
+# kind: of numbers to widen to float32, or FLOAT32 to copy rows as they are.
+TAKE_ROWS = Task(("table", "indices", "out"), ("stride_bytes", "row_bytes", "kind"))
 TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out"), ("in_features", "weight_kind", "out_kind"))
 
 
@@ -44,7 +45,10 @@ def _widen_row(kind, source, to, columns):
 @TAKE_ROWS.each_unit
 def _take_row(args, i):
     """Copy or widen the row of the i-th index."""
-    source, to = args.table + get_long(args.indices + 8 * i) * args.row_bytes, args.out + i * args.row_bytes
+    source, to = (
+        args.table + get_long(args.indices + 8 * i) * args.stride_bytes,
+        args.out + i * args.row_bytes,
+    )
     if args.kind != FLOAT32:
         _widen_row(args.kind, source, args.out + 2 * i * args.row_bytes, args.row_bytes // 2)
         return
@@ -99,26 +103,30 @@ def _take_panel_row(args, i, scratch):
     copy_row(args.out_kind, to, FLOAT32, numbers, args.in_features, scale)
 
 
-def take_rows(table: Tensor, indices: Tensor) -> Tensor:
+def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the rows of [n, size] with indices i64[m]: [m, size]; see `reference.take_rows`."""
-    if not (table.is_contiguous() and indices.is_contiguous()):
-        return table.index_select(0, indices)
-    return _take_rows(table, indices, table.dtype, FLOAT32)
+    if table.stride(1) != 1:
+        table = table.contiguous()
+    if out is None:
+        out = table.new_empty(len(indices), table.shape[1])
+    else:
+        check_shape("out", out, (len(indices), table.shape[1]), table.dtype)
+        check_contiguous("out", out)
+    return _take_rows(table, indices.contiguous(), out, FLOAT32)
 
 
 def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Return rows of a contiguous 16-bit [n, size] with indices i64[m] as f32[m, size]."""
     check_dtype("table", table, (torch.float16, torch.bfloat16))
-    if not table.is_contiguous():
-        raise ValueError(f"table must be contiguous, got strides {table.stride()}")
-    return _take_rows(table, indices.contiguous(), torch.float32, KINDS[table.dtype])
+    check_contiguous("table", table)
+    out = table.new_empty(len(indices), table.shape[1], dtype=torch.float32)
+    return _take_rows(table, indices.contiguous(), out, KINDS[table.dtype])
 
 
-def _take_rows(table: Tensor, indices: Tensor, dtype: torch.dtype, kind: int) -> Tensor:
+def _take_rows(table: Tensor, indices: Tensor, out: Tensor, kind: int) -> Tensor:
     _check_indices(indices, len(table))
-    out = table.new_empty(len(indices), table.shape[1], dtype=dtype)
-    row_bytes = table.shape[1] * table.itemsize
-    TAKE_ROWS.run(len(indices), *addresses(table, indices, out), row_bytes, kind)
+    stride_bytes, row_bytes = table.stride(0) * table.itemsize, table.shape[1] * table.itemsize
+    TAKE_ROWS.run(len(indices), *addresses(table, indices, out), stride_bytes, row_bytes, kind)
     return out
 
 

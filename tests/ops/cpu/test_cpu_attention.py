@@ -343,13 +343,20 @@ def test_nan_reaches_its_own_row_alone():
 
 @pytest.mark.parametrize("size", [1, 5, 8, 37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rows_of_tables(size, dtype, monkeypatch):
-    """Rows of any length, strided indices too; in debug mode an index out of range raises."""
+def test_rows_of_tables(size, dtype):
+    """Rows of any length, of strided tables and by strided indices; an index out of range raises."""
     table, numbers = torch.randn(50, size).to(dtype), torch.randint(50, (2, 40))
     for indices in (numbers[0], numbers[0, ::3], numbers.T[:, 1], numbers[0, :0]):
-        assert torch.equal(numba_lookup.take_rows(table, indices), reference.take_rows(table, indices))
+        for strided in (table, torch.cat([table, table], 1)[:, :size], table.T.contiguous().T):
+            taken, out = table[indices], torch.full((len(indices), size), 7.0, dtype=dtype)
+            assert torch.equal(numba_lookup.take_rows(strided, indices), taken)
+            assert numba_lookup.take_rows(strided, indices, out) is out
+            assert torch.equal(out, taken)
+            assert torch.equal(reference.take_rows(strided, indices), taken)
         panels = numba_linear.pack(table)
         assert torch.equal(numba_lookup.take_panel_rows(panels, indices, dtype), table[indices])
-    monkeypatch.setenv("PAGED_DEBUG", "1")
     with pytest.raises(ValueError, match="indices must be between 0 and 49, the table's rows, got 50 to 50"):
         numba_lookup.take_rows(table, torch.tensor([50]))
+    for out in (torch.empty(1, size + 1, dtype=dtype), torch.empty(2, size, dtype=dtype), table[:1].double()):
+        with pytest.raises(ValueError, match="out must "):
+            numba_lookup.take_rows(table, torch.tensor([0]), out)
