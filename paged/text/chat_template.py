@@ -1,28 +1,19 @@
 """ChatTemplates: render conversations to the prompt text that a model was trained on.
 
 The text equals that of transformers' `apply_chat_template`. It is rendered in a process of its own, whose
-memory and CPU time are limited: see template_worker.py.
+memory and CPU time are limited: see `worker`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
 from ..validation import check_bool
+from .worker import Worker, WorkerLimits
 
-WORKER = Path(__file__).with_name("template_worker.py")
 # For models without a template; used only when named.
 PLAIN = "plain"
 PLAIN_TEMPLATE = """\
@@ -39,20 +30,6 @@ NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no 
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and other keys that the template knows
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateLimits:
-    """The resources that one rendering may use.
-
-    time_s: seconds of CPU time.
-    memory: bytes of address space, including the interpreter's.
-    characters: limit of the messages as JSON, and of the rendered text.
-    """
-
-    time_s: float = 5.0
-    memory: int = 512 * 2**20
-    characters: int = 64 * 2**20
 
 
 # The arguments of `ChatTemplates.render`, besides the conversation.
@@ -75,10 +52,10 @@ class ChatTemplates:
         self,
         templates: Mapping[str, str],
         special_tokens: Mapping[str, str],
-        limits: TemplateLimits | None = None,
+        limits: WorkerLimits | None = None,
     ) -> None:
         self.templates, self.special_tokens = templates, special_tokens
-        self._worker = _Worker(limits or TemplateLimits())
+        self._worker = Worker("paged.text.template_worker", "the chat template", limits or WorkerLimits())
 
     def render(
         self,
@@ -111,7 +88,9 @@ class ChatTemplates:
             "tools": None if tools is None else _check_tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._worker.render(self.source(chat_template, has_tools=tools is not None), variables)
+        source = self.source(chat_template, has_tools=tools is not None)
+        name = "the conversation (messages, tools and chat_template_kwargs)"
+        text = self._worker.ask({"source": source, "variables": variables}, name)["text"]
         return text if last is None else _cut_at_mark(text, last)
 
     def source(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
@@ -256,85 +235,3 @@ def _cut_at_mark(text: str, last: str) -> str:
         )
     # Without the mark's final space, the template strips messages: the continued one must be stripped too.
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()
-
-
-class _Worker:
-    """A client of the rendering process. It starts the process when needed."""
-
-    def __init__(self, limits: TemplateLimits) -> None:
-        self.limits = limits
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
-        self._lock = threading.Lock()  # one request at a time
-
-    def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Return the rendered text.
-
-        Raises RequestError if the input is not JSON or too long, or if rendering fails.
-        """
-        try:
-            line = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"messages, tools and chat_template_kwargs must be JSON: {error}") from error
-        if len(line) > self.limits.characters:
-            raise RequestError(
-                f"the messages have {len(line)} characters as JSON, more than {self.limits.characters}"
-            )
-        with self._lock:
-            reply = self._ask(line)
-        if "error" in reply:
-            raise RequestError(reply["error"])
-        if "text" not in reply:
-            raise RequestError(
-                f"the chat template takes more than {self.limits.memory // 2**20} MiB of memory"
-            )
-        return reply["text"]
-
-    def _ask(self, line: bytes) -> dict[str, str]:
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        except BrokenPipeError:
-            reply = b""
-        except BaseException:  # an interrupt: the reply would be read as that of the next request
-            self.close()
-            raise
-        if reply.endswith(b"\n"):
-            return dict(json.loads(reply))
-        self.close()
-        if process.returncode == -signal.SIGPROF:
-            return {"error": f"the chat template takes more than {self.limits.time_s:g} s"}
-        code = process.returncode
-        return {"error": f"the chat template ended the process that renders it (exit code {code})"}
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        limits = (self.limits.time_s, self.limits.memory, self.limits.characters)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), *map(str, limits)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # So that it finds jinja2 where this process does.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            process_group=0,  # so that the terminal's Ctrl-C does not reach it
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        return self._process
-
-    def close(self) -> None:
-        """End the process. The next request starts another."""
-        if self._end is not None:
-            self._end()
-        self._process = None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(BrokenPipeError):  # unwritten data is discarded
-                pipe.close()

@@ -1,18 +1,12 @@
-"""The process that renders chat templates: a line of JSON in, a line of JSON out.
+"""The process that renders chat templates: see `worker`.
 
 A template comes with the checkpoint, so it is untrusted code. Jinja's sandbox keeps it from Python's
-internals, but not from `'a' * 10 ** 12`, and a call into C cannot be stopped from within its own process. So
-the operating system enforces the limits: MemoryError beyond the memory, SIGPROF beyond the CPU time.
-
-`chat_template.ChatTemplates` runs this file as a script. It imports nothing from paged.
+internals, but not from `'a' * 10 ** 12`, so the process has limits.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import sys
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -22,6 +16,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .worker import serve
 
 MOST_MESSAGE = 1000  # characters of an error message that comes from a template
 
@@ -126,25 +122,5 @@ def render(source: str, variables: dict[str, Any], most_characters: int) -> dict
         return {"error": f"the chat template failed: {type(error).__name__}: {str(error)[:MOST_MESSAGE]}"}
 
 
-def main(time_limit_s: float, memory_limit: int, most_characters: int) -> None:
-    """Answer the lines of stdin until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the parent process
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file may be written, only pipes
-    if sys.platform != "darwin":  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
-    for line in sys.stdin.buffer:
-        try:
-            signal.setitimer(signal.ITIMER_PROF, time_limit_s)  # SIGPROF ends the process, even in a C call
-            reply = json.dumps(render(**json.loads(line), most_characters=most_characters))
-        except MemoryError:
-            reply = "{}"
-        except RecursionError:
-            reply = json.dumps({"error": "the messages are nested too deeply"})
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(reply + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    serve(render)

@@ -13,7 +13,8 @@ import pytest
 
 from paged.errors import RequestError
 from paged.model.config import DEMO
-from paged.text.chat_template import ChatTemplates, TemplateLimits
+from paged.text.chat_template import ChatTemplates
+from paged.text.worker import WorkerLimits
 from paged.text.tokenizer import Tokenizer
 
 LLAMA_3 = """\
@@ -274,7 +275,7 @@ BOMBS = {
 
 @pytest.fixture(scope="module")
 def bounded():
-    return ChatTemplates({}, {}, TemplateLimits(time_s=0.4, memory=64 * 2**20, characters=2**20))
+    return ChatTemplates({}, {}, WorkerLimits(time_s=0.4, memory=64 * 2**20, characters=2**20))
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda text: text[:40])
@@ -289,7 +290,7 @@ def test_bombs_end_in_an_error(bounded, bomb):
 
 
 def test_the_limit_of_time_is_of_the_processor():
-    templates = ChatTemplates({}, {}, TemplateLimits(time_s=0.2))
+    templates = ChatTemplates({}, {}, WorkerLimits(time_s=0.2))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(RequestError, match=r"takes more than 0\.2 s"):
         templates.render(TALK, chat_template="{{ 10 ** (10 ** 8) }}")
@@ -314,7 +315,7 @@ def test_the_process_goes_with_its_owner_and_is_replaced_when_it_died():
         process = templates._worker._process
         pids.append(process.pid)
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(RequestError, match=r"ended the process that renders it \(exit code -9\)"):
+        with pytest.raises(RequestError, match=r"ended the process that runs it \(exit code -9\)"):
             templates.render(TALK[:1], chat_template="{{ 1 }}")
     templates.render(TALK[:1], chat_template="{{ 1 }}")
     last = templates._worker._process

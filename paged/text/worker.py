@@ -1,0 +1,210 @@
+"""Worker: a process of bounded time and memory for text that a stranger's files process.
+
+Chat templates are code, and the patterns and normalizers of a tokenizer may take any time and memory. A call
+into C or Rust cannot be stopped from within its own process, so the operating system enforces the limits:
+errors beyond the memory, SIGPROF beyond the CPU time. A process serves one call at a time; the next call
+replaces one that ended.
+
+The process runs a module that calls `serve`: a line of JSON in, a line of JSON out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import RequestError
+
+ROOT = Path(__file__).parents[2]  # where a process finds the package that its parent runs
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """The resources that one call may use.
+
+    time_s: seconds of CPU time.
+    memory: bytes of address space, including the interpreter's.
+    characters: of the request as JSON, and of what it may answer.
+    """
+
+    time_s: float = 5.0
+    memory: int = 512 * 2**20
+    characters: int = 64 * 2**20
+
+
+class Worker:
+    """A client of a process, which starts when needed.
+
+    module: what the process runs.
+    subject: what uses the resources, for messages such as "the chat template takes more than 5 s".
+    setup: a request that a new process answers before all others, within `setup_s` seconds of CPU time.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        subject: str,
+        limits: WorkerLimits,
+        *,
+        setup: dict[str, Any] | None = None,
+        setup_s: float = 0.0,
+    ) -> None:
+        self.limits = limits
+        self._module, self._subject = module, subject
+        self._setup = None if setup is None else _line(setup, setup_s)
+        self._setup_s = setup_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._is_set_up = False
+        self._lock = threading.Lock()  # one request at a time
+
+    def set_up(self) -> dict[str, Any]:
+        """Start the process. Return its answer to the setup. Raises RequestError if there is none."""
+        with self._lock:
+            self._start()
+            return self._finish_setup()
+
+    def ask(self, request: dict[str, Any], name: str = "the request") -> dict[str, Any]:
+        """Return the process's answer.
+
+        name: of the request, for messages.
+
+        Raises RequestError if the request is not JSON or too long, if it exceeds a limit or ends the
+        process, or if the answer is an error.
+        """
+        try:
+            line = _line(request, self.limits.time_s)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{name} must be JSON: {error}") from error
+        if len(line) > self.limits.characters:
+            raise RequestError(
+                f"{name} has {len(line)} characters as JSON, more than {self.limits.characters}"
+            )
+        with self._lock:
+            if self._process is None:
+                self._start()
+            if self._setup is not None and not self._is_set_up:
+                self._finish_setup()
+            return self._exchange(line, self.limits.time_s)
+
+    def restart(self) -> None:
+        """Start the process without waiting for it if there is none, so that the next call finds it ready."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+
+    def _finish_setup(self) -> dict[str, Any]:
+        reply = self._exchange(b"", self._setup_s)  # the request was written when the process started
+        self._is_set_up = True
+        return reply
+
+    def _exchange(self, line: bytes, time_s: float) -> dict[str, Any]:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            reply = process.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        except BaseException:  # an interrupt: the reply would be read as that of the next request
+            self.close()
+            raise
+        if not reply.endswith(b"\n"):
+            self.close()
+            raise RequestError(self._end_of(process.returncode, time_s))
+        answer = dict(json.loads(reply))
+        if "error" in answer:
+            raise RequestError(answer["error"])
+        if not answer:
+            raise RequestError(self._too_much_memory())
+        return answer
+
+    def _end_of(self, code: int, time_s: float) -> str:
+        if code == -signal.SIGPROF:
+            return f"{self._subject} takes more than {time_s:g} s"
+        if code == -signal.SIGABRT:  # Rust ends the process if it gets no memory
+            return self._too_much_memory()
+        return f"{self._subject} ended the process that runs it (exit code {code})"
+
+    def _too_much_memory(self) -> str:
+        return f"{self._subject} takes more than {self.limits.memory // 2**20} MiB of memory"
+
+    def _start(self) -> None:
+        limits = (self.limits.memory, self.limits.characters)
+        path = [str(ROOT), *filter(None, sys.path)]  # so that it finds what this process finds
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", self._module, *map(str, limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # reports of Rust's panics, which the answer has in a line
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            process_group=0,  # so that the terminal's Ctrl-C does not reach it
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        self._is_set_up = False
+        if self._setup is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._setup)
+            with suppress(BrokenPipeError):  # reading the reply says why it ended
+                self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End the process. The next request starts another."""
+        if self._end is not None:
+            self._end()
+        self._process = None
+
+
+def _line(request: dict[str, Any], time_s: float) -> bytes:
+    return json.dumps([time_s, request]).encode() + b"\n"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):  # unwritten data is discarded
+                pipe.close()
+
+
+def serve(answer: Callable[..., dict[str, Any]]) -> None:
+    """Answer the lines of stdin until it ends, within the limits: what the process of a Worker runs.
+
+    answer: takes a request's entries and `most_characters` as arguments. Its MemoryError is answered here.
+    """
+    memory, most_characters = map(int, sys.argv[1:3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the parent process
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # what a library prints is no reply
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file may be written, only pipes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "darwin":  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    for line in sys.stdin.buffer:
+        try:
+            time_s, request = json.loads(line)
+            signal.setitimer(signal.ITIMER_PROF, time_s)  # SIGPROF ends the process, even in a C call
+            reply = json.dumps(answer(**request, most_characters=most_characters))
+        except MemoryError:
+            reply = "{}"
+        except RecursionError:
+            reply = json.dumps({"error": "the request is nested too deeply"})
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(reply + "\n")
+        replies.flush()
