@@ -13,11 +13,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..model.hf_config import read_json
+from .tokenizer_files import SPECIAL_TOKENS
+from .tokenizer_worker import GENERAL_CLASSES
 
-# Classes that take all from tokenizer.json, and types of model for which transformers takes no other class.
-GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# Types of model for which transformers takes no other class.
 MODEL_TYPES = ("llama", "qwen3")
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # The settings of tokenizer_config.json that do not change what a text's tokens are, and those read here.
 KNOWN = {"added_tokens_decoder", "backend", "chat_template", "clean_up_tokenization_spaces", "is_local",
          "model_input_names", "model_max_length", "name_or_path", "padding_side", "tokenizer_class",

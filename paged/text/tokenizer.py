@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import RequestError
-from ..model.hf_config import read_json
+from ..errors import CheckpointError, RequestError
 from .direct_tokenizer import DirectTokenizer
+from .remote_tokenizer import RemoteTokenizer
 from .token_bytes import TokenBytes
-from .tokenizer_files import check_tokenizer, damaged_tokenizer
+from .tokenizer_bounds import parts_of, why_unbounded
+from .tokenizer_files import check_tokenizer, damaged_tokenizer, first_line, may_load_here, source_of
+from .tokenizer_worker import PROBE, is_panic, load
 
 # A text that may be too long is tokenized in growing pieces from its beginning.
 FIRST_CHARACTERS, CHARACTERS_PER_TOKEN, GROWTH = 4096, 8, 4
@@ -24,32 +27,57 @@ class Tokenizer:
     """The checkpoint's tokenizer: the one of transformers, or one that is equal and quicker to load."""
 
     def __init__(self, directory: Path) -> None:
+        """Load the tokenizer of a directory. Raises CheckpointError for files that are missing or wrong."""
         check_tokenizer(directory)
         self.directory = directory
         # Its thread pool deadlocks in forked children and gains nothing on single prompts.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._why_remote: str | None = None
         try:
-            self._tokenizer: Any = DirectTokenizer.of(directory) or self.hf
-        except Exception as error:  # of any kind, as the libraries do not validate the files
-            raise damaged_tokenizer(directory, error) from error
+            self._tokenizer: Any = self._loaded()
+            self._probe()
+        except BaseException as error:  # of any kind, as the libraries do not validate the files
+            raise _damaged(directory, error) from error
         self.special_token_ids = frozenset(
             token_id for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
         )
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self.token_bytes = TokenBytes.of(backend)  # None: tokens must be decoded together
-        self._is_local = _is_local(backend)
+        self._is_local = _is_local(
+            parts_of(backend) if self._why_remote is None else self._tokenizer.description
+        )
         self._token_texts: dict[int, str] = {}
+
+    def _loaded(self) -> Any:
+        """Return the tokenizer, in this process if its time and memory are known to be bounded."""
+        source = source_of(self.directory)
+        if may_load_here(source):
+            found = DirectTokenizer.of(self.directory) or self.hf
+            if why_unbounded(parts_of(found.backend_tokenizer), has_model=False) is None:
+                return found
+            self.__dict__.pop("hf", None)
+        remote = RemoteTokenizer(source)
+        if remote.why_unbounded is None:  # its files or its class are unusual, but not what they describe
+            remote.close()
+            return self.hf
+        self._why_remote = remote.why_unbounded
+        return remote
+
+    def _probe(self) -> None:
+        special = " ".join(str(token) for token in [*self._tokenizer.special_tokens_map.values()][:16])
+        ids = self._tokenizer(PROBE + special)["input_ids"]
+        self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     @cached_property
     def hf(self) -> Any:
-        """The tokenizer of transformers."""
-        from transformers import AutoTokenizer, PreTrainedConfig
-
-        config = _config_for(self.directory, PreTrainedConfig)
-        hf = AutoTokenizer.from_pretrained(self.directory, config=config, trust_remote_code=False)
-        # The first call may change the tokenizer's settings. No later one does, so threads may share it.
-        hf("")
-        return hf
+        """The tokenizer of transformers. Raises CheckpointError if it works in another process."""
+        if self._why_remote is not None:
+            raise CheckpointError(
+                f"{self.directory}: the tokenizer works in a process of bounded time and memory, because "
+                f"{self._why_remote}; if you trust the checkpoint, "
+                "load it with transformers.AutoTokenizer.from_pretrained"
+            )
+        return load(source_of(self.directory))
 
     def __len__(self) -> int:
         return len(self._tokenizer)
@@ -77,10 +105,12 @@ class Tokenizer:
                 verbose=False,  # a text that is too long for the model raises an error elsewhere
             )
             return list(encoded["input_ids"])
-        except (UnicodeEncodeError, TypeError) as error:
+        except BaseException as error:  # of any kind: see `_is_of_library`
+            if not _is_of_library(error):
+                raise
             lone = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             if lone is None:
-                raise
+                raise RequestError(f"{name} cannot be tokenized: {first_line(error)}") from error
             raise RequestError(
                 f"{name} is not valid Unicode text: character {lone} is the lone surrogate {text[lone]!r}"
             ) from error
@@ -122,9 +152,14 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        text = self._tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        try:
+            text = self._tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise RequestError(f"the tokenizer cannot decode this: {first_line(error)}") from error
         return str(text)
 
     def token_text(self, token_id: int, *, first: bool = False) -> str:
@@ -137,32 +172,24 @@ class Tokenizer:
         return text
 
 
-def _config_for(directory: Path, new_config: Any) -> Any:
-    """Return a stand-in for the model's config, or None if AutoTokenizer must read the real one.
-
-    AutoTokenizer would import the config's class, and with it torch's compiler, which is slow to load. It
-    needs that class only if no file names the tokenizer's class.
-    """
-    names = [directory / name for name in ("tokenizer_config.json", "config.json")]
-    if not all(file.exists() for file in names):
-        return None
-    for_tokenizer, for_model = map(read_json, names)
-    tokenizer_class = for_model.get("tokenizer_class")
-    is_named = for_tokenizer.get("tokenizer_class") or tokenizer_class
-    if not is_named or "auto_map" in for_tokenizer or "model_name" in for_model:
-        return None
-    config = new_config(tokenizer_class=tokenizer_class, name_or_path=str(directory))
-    config.model_type = for_model.get("model_type")
-    return config
+def _is_of_library(error: BaseException) -> bool:
+    """Return whether an error may come from the tokenizers library, which also panics with BaseExceptions."""
+    return isinstance(error, Exception) or is_panic(error)
 
 
-def _is_local(backend: Any) -> bool:
+def _damaged(directory: Path, error: BaseException) -> BaseException:
+    """Return the error to raise when a tokenizer is not loaded: an interrupt stays what it is."""
+    return damaged_tokenizer(directory, error) if _is_of_library(error) else error
+
+
+def _is_local(parts: Mapping[str, Any]) -> bool:
     """Return whether the first tokens of a text do not depend on text far after them.
 
     They may if a regular expression removes text.
+
+    parts: empty if unknown.
     """
-    if backend is None:
+    if not parts:
         return False
-    parts = (backend.normalizer, backend.pre_tokenizer)
-    normalizer, splitter = (b"" if part is None else part.__getstate__() for part in parts)
-    return b'"Regex"' not in normalizer and not (b'"Regex"' in splitter and b'"Removed"' in splitter)
+    normalizer, splitter = (json.dumps(parts[name]) for name in ("normalizer", "pre_tokenizer"))
+    return '"Regex"' not in normalizer and not ('"Regex"' in splitter and '"Removed"' in splitter)

@@ -1,57 +1,231 @@
-"""The files of a checkpoint's tokenizer: errors that name what is missing or damaged."""
+"""The files of a checkpoint's tokenizer: which are read, and errors that name what is missing or damaged."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
-from ..model.hf_config import read_json
+from ..model.hf_config import ARCHITECTURES, MAX_JSON_BYTES, check_file, read_json
+from ..validation import shown
+from .tokenizer_bounds import why_unbounded
+from .tokenizer_worker import Source
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Files that hold a vocabulary. Without one, transformers makes a tokenizer that knows no text.
 VOCABULARIES = ("tokenizer.*json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken*.json")
+TEMPLATES = "additional_chat_templates"
+OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template*.json",
+          "*.jinja", "*.txt", "*.spm", "bpe.codes", TEMPLATES, f"{TEMPLATES}/*")  # fmt: skip
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Classes that take their tokens from tokenizer.json, and are made in this process if that is bounded.
+KNOWN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizer", "LlamaTokenizer", "CodeLlamaTokenizer",
+                 "Qwen2Tokenizer", "GPT2Tokenizer", "GemmaTokenizer", "T5Tokenizer")  # fmt: skip
 WAY_OUT = "give another tokenizer with tokenizer=, or do without one: skip_tokenizer_init=True"
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raise CheckpointError unless the directory has a vocabulary, and what it takes to read it."""
+    """Raise CheckpointError unless the directory has a vocabulary, and what it takes to read it.
+
+    Links must stay within the checkpoint, and the settings must have the types that the loader expects.
+    """
     if not any(file for pattern in VOCABULARIES for file in directory.glob(pattern)):
         found = [name for name in FILES if (directory / name).exists()]
         but = f", found only {found[0]}" if found else ""
         files = f"{', '.join(FILES[:-1])} and {FILES[-1]}"
         raise CheckpointError(f"{directory} has no tokenizer: looked for {files}{but}; {WAY_OUT}")
+    try:
+        for file in _files(directory):
+            _check_place(directory, file)
+            if file.name != TEMPLATES:
+                check_file(file, MAX_JSON_BYTES)
+        for name, kinds in _KINDS.items():
+            if (directory / name).exists():
+                _check_values(directory / name, read_json(directory / name), kinds)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {WAY_OUT}") from None
     file = directory / "tokenizer.model"
     is_alone = file.exists() and not (directory / "tokenizer.json").exists()
     if is_alone and not any(map(find_spec, ("sentencepiece", "tiktoken"))):
         raise CheckpointError(f"{file} takes a package to read: pip install sentencepiece; {WAY_OUT}")
 
 
-def damaged_tokenizer(directory: Path, error: Exception) -> CheckpointError:
+def allowed_roots(directory: Path) -> list[Path]:
+    """Return the directories that links to a tokenizer's files may lead to.
+
+    The hub's cache keeps a model's files in models--owner--name/blobs and links to them from
+    models--owner--name/snapshots/commit.
+    """
+    place = directory.resolve()
+    return [place, place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [place]
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for pattern in (*VOCABULARIES, *OTHERS):
+        yield from sorted(directory.glob(pattern))
+
+
+def _check_place(directory: Path, file: Path) -> None:
+    try:
+        target = file.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError in Python 3.12
+        raise CheckpointError(f"{file} is a link that leads nowhere") from error
+    if not any(target.is_relative_to(root) for root in allowed_roots(directory)):
+        raise CheckpointError(
+            f"{file} is a link to {target}, outside the checkpoint's directory; copy the file if it is yours"
+        )
+
+
+def source_of(directory: Path) -> Source:
+    """Return what transformers needs to know to load a tokenizer. Raises CheckpointError."""
+    config_file, settings_file = directory / "config.json", directory / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.exists() else {}
+    settings = read_json(settings_file) if settings_file.exists() else {}
+    _check_values(config_file, config, _CONFIG)
+    named = {name: config.get(name) for name in _CONFIG}
+    return Source(str(directory), **named, settings=[*settings], named_class=settings.get("tokenizer_class"))
+
+
+def may_load_here(source: Source) -> bool:
+    """Return whether loading a tokenizer in this process takes bounded time and memory, going by its files.
+
+    Raises CheckpointError if tokenizer.json is not JSON.
+    """
+    directory = Path(source.directory)
+    file, named = directory / "tokenizer.json", source.named_class or source.tokenizer_class
+    return (
+        file.exists()
+        and source.model_type in (None, *(known.model_type for known in ARCHITECTURES.values()))
+        and (named is None or named.removesuffix("Fast") in KNOWN_CLASSES)
+        and not {"auto_map", "fast_tokenizer_files"} & {*source.settings}
+        and not any(directory.glob("tekken*.json"))
+        and why_unbounded(read_json(file)) is None
+    )
+
+
+# The types of values
+
+
+def _is_token(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return isinstance(value, str)
+    content, flags = value.get("content"), {**value, "__type": False, "id": False, "content": False}
+    return isinstance(content, str) and all(isinstance(flag, bool) for flag in flags.values())
+
+
+def _is_tokens(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value
+    return isinstance(value, dict | list) and all(_is_token(token) for token in values)
+
+
+def _is_added(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        key.isdecimal() and len(key) < 10 and isinstance(token, dict) and _is_token(token)
+        for key, token in value.items()
+    )
+
+
+def _is_templates(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = [{"name": name, "template": template} for name, template in value.items()]
+    return isinstance(value, str) or (
+        isinstance(value, list)
+        and all(
+            isinstance(entry, dict)
+            and isinstance(entry.get("name"), str)
+            and isinstance(entry.get("template"), str)
+            for entry in value
+        )
+    )
+
+
+def _is_plain_names(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(name, str) and fnmatch(name, "tokenizer.*json") and not {"/", "\\", "\0"} & {*name}
+        for name in value
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\w{1,100}(Tokenizer(Fast)?|Backend)", value) is not None
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _is_empty(value: Any) -> bool:
+    return value in ([], {}, "", False)
+
+
+Kind = tuple[Callable[[Any], bool], str]
+_TOKEN: Kind = (_is_token, "a string or the fields of a token")
+_TOKENS: Kind = (_is_tokens, "a list or object of tokens")
+_TEXT: Kind = (_is_text, "a string")
+_CLASS: Kind = (_is_class, 'the name of a tokenizer\'s class, such as "LlamaTokenizer"')
+_FLAG: Kind = (_is_flag, "true or false")
+_NONE: Kind = (_is_empty, "left out: such arguments of transformers' classes are not taken from a checkpoint")
+_SETTINGS: Mapping[str, Kind] = {
+    **dict.fromkeys(SPECIAL_TOKENS, _TOKEN),
+    **dict.fromkeys(("additional_special_tokens", "extra_special_tokens"), _TOKENS),
+    **dict.fromkeys(("padding_side", "truncation_side"), _TEXT),
+    "tokenizer_class": _CLASS,
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"), _FLAG),
+    **dict.fromkeys(("clean_up_tokenization_spaces", "legacy"), _FLAG),
+    **dict.fromkeys(("init_inputs", "vocab", "merges", "tokenizer_object", "gguf_file"), _NONE),
+    "added_tokens_decoder": (_is_added, "an object of ids and the fields of tokens"),
+    "auto_map": (lambda value: isinstance(value, dict | list), "an object or a list"),
+    "chat_template": (_is_templates, "a string, or a list of objects with the strings name and template"),
+    "fast_tokenizer_files": (_is_plain_names, 'a list of names such as "tokenizer.4.0.0.json"'),
+    "model_max_length": (_is_number, "a number"),
+}
+_CONFIG: Mapping[str, Kind] = {"tokenizer_class": _CLASS, "model_type": _TEXT, "model_name": _TEXT}
+# The kind of each key of a file; "" for keys that are not listed.
+_KINDS: Mapping[str, Mapping[str, Kind]] = {
+    "tokenizer_config.json": _SETTINGS,
+    "special_tokens_map.json": {
+        "": (lambda value: _is_token(value) or _is_tokens(value), "a token or tokens"),
+    },
+    "added_tokens.json": {"": (_is_id, "a token id")},
+    "chat_template.json": {"chat_template": _SETTINGS["chat_template"]},
+}
+
+
+def _check_values(file: Path, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+    for key, value in values.items():
+        kind = kinds.get(key, kinds.get(""))
+        if kind is not None and value is not None and not kind[0](value):
+            raise CheckpointError(f"{file}: {key} must be {kind[1]}, got {shown(value)}")
+
+
+def damaged_tokenizer(directory: Path, error: BaseException) -> CheckpointError:
     """Return the error for a tokenizer that was not loaded: a line with the damaged file and the reason.
 
     error: that of transformers, which does not always name the file.
     """
-    return CheckpointError(f"{_fault(directory, error)}; {WAY_OUT}")
+    reason = first_line(error)
+    if not reason.startswith(str(directory)):
+        reason = f"{directory}: the tokenizer cannot be loaded: {reason}"
+    return CheckpointError(f"{reason}; {WAY_OUT}")
 
 
-def _fault(directory: Path, error: Exception) -> str:
-    if isinstance(error, CheckpointError):  # of a file that is not JSON
-        return str(error)
-    file = directory / "tokenizer.json"
-    if file.exists():
-        from tokenizers import Tokenizer
-
-        try:
-            read_json(file)
-            Tokenizer.from_file(str(file))
-        except CheckpointError as damage:
-            return str(damage)
-        except Exception as damage:  # the library raises nothing narrower
-            return f"{file} is damaged: {_first_line(damage)}"
-    return f"{directory}: the tokenizer cannot be loaded: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" :.") if lines else type(error).__name__

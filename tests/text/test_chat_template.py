@@ -14,8 +14,8 @@ import pytest
 from paged.errors import RequestError
 from paged.model.config import DEMO
 from paged.text.chat_template import ChatTemplates
-from paged.text.worker import WorkerLimits
 from paged.text.tokenizer import Tokenizer
+from paged.text.worker import WorkerLimits
 
 LLAMA_3 = """\
 {{- bos_token }}

@@ -1,0 +1,213 @@
+"""Whether the time and memory of a tokenizer are bounded by the text's length, decided by its description.
+
+A description is the JSON of the tokenizers library. What is accepted here runs in the engine's process; what
+is not understood runs in a worker: the library panics, aborts or never returns on some descriptions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import ceil, prod
+from typing import Any
+
+from .linear_regex import is_linear
+
+Part = Mapping[str, Any]
+
+PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+MAX_GROWTH = 64  # bytes that the parts may make of each byte
+MAX_STEPS = 16  # of a sequence
+MAX_ADDED_CHARACTERS = 2**20  # of all added tokens together: the library makes an automaton of them
+MAX_TOKEN_CHARACTERS = 1024  # of a token of a Unigram model, which tries all lengths at each place
+MAX_UNIGRAM_CHARACTERS = 2**24  # of all its tokens together: the library makes a trie of them
+MAX_WORD = 200  # characters of a word of WordPiece, whose time is cubic in it
+MAX_TEMPLATE = 64  # tokens that a post-processor adds
+
+# The largest growth of UTF-8 by each normalizer; forms of Unicode: https://www.unicode.org/faq/normalization.html
+_NORMALIZERS = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1,
+                "Nmt": 3, "BertNormalizer": 15, "ByteLevel": 2}  # fmt: skip
+_PRE_TOKENIZERS = {"ByteLevel": 3, "Whitespace": 1, "WhitespaceSplit": 1, "BertPreTokenizer": 1, "Digits": 1,
+                   "Punctuation": 1, "UnicodeScripts": 1, "CharDelimiterSplit": 1}  # fmt: skip
+_DECODERS = {"ByteLevel": 1, "ByteFallback": 3, "Fuse": 1, "BPEDecoder": 1, "WordPiece": 2}
+
+
+class _UnboundedError(Exception):
+    """A part is not known to be bounded. The message says which."""
+
+
+def why_unbounded(description: Mapping[str, Any], *, has_model: bool = True) -> str | None:
+    """Return what of a tokenizer is not known to be bounded, None if all is.
+
+    description: the library's JSON.
+    has_model: False to check the parts around the model alone.
+    """
+    try:
+        growth = prod((
+            _growth(description.get("normalizer"), "normalizers", _normalizer),
+            _growth(description.get("pre_tokenizer"), "pretokenizers", _pre_tokenizer),
+        ))  # fmt: skip
+        if growth > MAX_GROWTH:
+            raise _UnboundedError(f"its normalizer may make text {growth} times as long")
+        if description.get("decoder") is not None:
+            _check_decoder(description["decoder"])
+        _growth(description.get("post_processor"), "processors", _post_processor)
+        if has_model:
+            _check_model(description["model"])
+            _check_added(description.get("added_tokens") or [])
+    except _UnboundedError as error:
+        return str(error)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        # The checks expect the form that the library writes.
+        return f"its description is not understood ({type(error).__name__}: {error})"
+    return None
+
+
+def why_undecodable(description: Mapping[str, Any]) -> str | None:
+    """Return what keeps a tokenizer from decoding in bounded time, None if nothing does.
+
+    Whatever its model is, it decodes by the table of tokens, the added ones and the decoder.
+    """
+    table = {"type": "BPE", "vocab": {}}
+    return why_unbounded(
+        {"model": table, **{name: description[name] for name in ("decoder", "added_tokens")}}
+    )
+
+
+def parts_of(backend: Any) -> dict[str, Any]:
+    """Return the description of a tokenizer of the library, without its model and its added tokens."""
+    parts = {name: getattr(backend, name) for name in PIPELINE}
+    return {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
+
+
+def _growth(part: Part | None, steps: str, growth_of: Callable[[Part], int]) -> int:
+    """Return the growth of a part that may be a sequence of others, which has them as `steps`."""
+    if part is None:
+        return 1
+    if part["type"] != "Sequence":
+        return growth_of(part)
+    if len(part[steps]) > MAX_STEPS:
+        raise _UnboundedError(f"a sequence has {len(part[steps])} steps")
+    return prod(growth_of(step) for step in part[steps])
+
+
+def _normalizer(part: Part) -> int:
+    kind = part["type"]
+    if kind == "Prepend":  # to each piece between added tokens
+        return 1 + _size(part["prepend"])
+    if kind == "Replace":
+        return _replacement(part)
+    return _known("normalizer", kind, _NORMALIZERS)
+
+
+def _replacement(part: Part) -> int:
+    (form, pattern), size = _pattern(part), _size(part["content"])
+    # An expression may match the empty string at each place.
+    return 1 + size if form == "Regex" else max(1, ceil(size / _size(pattern)))
+
+
+def _pattern(part: Part) -> tuple[str, str]:
+    """Return the form of a pattern, "String" or "Regex", and the pattern."""
+    ((form, pattern),) = part["pattern"].items()
+    if form not in ("String", "Regex") or not isinstance(pattern, str) or not pattern:
+        raise _UnboundedError(f"pattern {str(pattern)[:80]!r} is not known to take linear time")
+    if form == "Regex" and not is_linear(pattern):
+        raise _UnboundedError(f"regular expression {pattern[:80]!r} is not known to take linear time")
+    return form, pattern
+
+
+def _pre_tokenizer(part: Part) -> int:
+    kind = part["type"]
+    if kind == "Split":
+        _pattern(part)
+        return 1
+    if kind == "Metaspace":
+        return 1 + _size(part["replacement"])
+    return _known("pre-tokenizer", kind, _PRE_TOKENIZERS)
+
+
+def _post_processor(part: Part) -> int:
+    kind = part["type"]
+    if kind in ("BertProcessing", "RobertaProcessing", "ByteLevel"):
+        return 1
+    if kind != "TemplateProcessing":
+        raise _UnboundedError(f"post-processor {str(kind)[:80]!r} is not known")
+    single, known = part["single"], part["special_tokens"]
+    sequences = [piece for piece in single if "Sequence" in piece]
+    special = [piece["SpecialToken"]["id"] for piece in single if "SpecialToken" in piece]
+    special_of_pair = [piece["SpecialToken"]["id"] for piece in part["pair"] if "SpecialToken" in piece]
+    for name in (*special, *special_of_pair):
+        if name not in known:
+            raise _UnboundedError(f"its post-processor has no special token {str(name)[:80]!r}")
+    if any(len(token["ids"]) != len(token["tokens"]) for token in known.values()):
+        raise _UnboundedError("its post-processor has special tokens of different numbers of ids and texts")
+    if len(sequences) != 1 or sum(len(known[name]["ids"]) for name in special) > MAX_TEMPLATE:
+        raise _UnboundedError(f"its post-processor adds more than {MAX_TEMPLATE} tokens")
+    return 1
+
+
+def _check_decoder(part: Part) -> None:
+    """Raise unless a decoder is bounded."""
+    growth = _growth(part, "decoders", _decoder)
+    if growth > MAX_GROWTH:
+        raise _UnboundedError(f"its decoder may make text {growth} times as long")
+
+
+def _decoder(part: Part) -> int:
+    kind = part["type"]
+    if kind == "Replace":
+        return _replacement(part)
+    if kind == "Strip":  # the library panics for tokens that are shorter than what is stripped from their end
+        if part["stop"] != 0 or not 0 <= part["start"] <= 2**16:
+            raise _UnboundedError("its decoder strips the ends of tokens")
+        return 1
+    if kind == "CTC":
+        return max(1, _size(part["word_delimiter_token"]))
+    if kind == "Metaspace":
+        return 1
+    return _known("decoder", kind, _DECODERS)
+
+
+def _check_model(model: Part) -> None:
+    vocab = model["vocab"]
+    kind = model.get("type", "BPE" if "merges" in model else None)  # old files do not name it
+    if kind == "BPE":
+        # The library counts the prefix in bytes of tokens that need not have it.
+        if model.get("continuing_subword_prefix"):
+            raise _UnboundedError("its BPE model has a continuing_subword_prefix")
+        unknown = model.get("unk_token")
+        if unknown is not None and unknown not in vocab:
+            raise _UnboundedError(f"its unknown token {str(unknown)[:80]!r} is not in the vocabulary")
+    elif kind in ("WordPiece", "WordLevel"):
+        if model["unk_token"] not in vocab:
+            raise _UnboundedError(
+                f"its unknown token {str(model['unk_token'])[:80]!r} is not in the vocabulary"
+            )
+        if kind == "WordPiece" and not 0 <= model["max_input_chars_per_word"] <= MAX_WORD:
+            raise _UnboundedError(f"its words may have more than {MAX_WORD} characters")
+    elif kind == "Unigram":
+        if not isinstance(model["unk_id"], int) or not 0 <= model["unk_id"] < len(vocab):
+            raise _UnboundedError("it has no unknown token")
+        sizes = [len(token) for token, _ in vocab]
+        if max(sizes) > MAX_TOKEN_CHARACTERS or sum(sizes) > MAX_UNIGRAM_CHARACTERS:
+            raise _UnboundedError(f"it has tokens of up to {max(sizes)} and {sum(sizes)} characters in all")
+    else:
+        raise _UnboundedError(f"model {str(kind)[:80]!r} is not known")
+
+
+def _check_added(tokens: list[Part]) -> None:
+    if not all(isinstance(token["content"], str) and token["content"] for token in tokens):
+        raise _UnboundedError("it has an empty added token")
+    num_characters = sum(len(token["content"]) for token in tokens)
+    if num_characters > MAX_ADDED_CHARACTERS:
+        raise _UnboundedError(f"its added tokens have {num_characters} characters")
+
+
+def _size(text: str) -> int:
+    return len(text.encode())
+
+
+def _known(part: str, kind: Any, growths: Mapping[str, int]) -> int:
+    if kind not in growths:
+        raise _UnboundedError(f"{part} {str(kind)[:80]!r} is not known")
+    return growths[kind]

@@ -1,0 +1,196 @@
+"""The process that holds a tokenizer which is not known to be bounded: see `worker` and `remote_tokenizer`.
+
+A tokenizer of transformers is loaded by the same function, `load`, here and in the engine's process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .worker import serve
+
+# Tokenized when a tokenizer is loaded, so that most of what fails on some texts fails there.
+PROBE = (
+    "The café, naïve — 日本語 한국어 🙂👩‍👩‍👧 \ue000\x00\x7f\u0301 don't 12345.67e+89\t\r\n\n  def f(x):"
+    + " " * 99
+    + "ﬁ½ﷺ x"
+)
+MOST_CHARACTERS = 500  # of an error's message
+
+# Classes of transformers that take all from tokenizer.json.
+GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# These hold what no class of a model does.
+BASE_CLASSES = (*GENERAL_CLASSES, "PreTrainedTokenizer", "PythonBackend", "SentencePieceBackend")
+
+
+class Source(NamedTuple):
+    """What a tokenizer of transformers is loaded from.
+
+    directory: of its files.
+    tokenizer_class, model_type, model_name: as config.json has them.
+    settings: the keys of tokenizer_config.json, and `named_class` is its tokenizer_class.
+    """
+
+    directory: str
+    tokenizer_class: str | None
+    model_type: str | None
+    model_name: str | None
+    settings: Sequence[str]
+    named_class: str | None
+
+
+def load(source: Source) -> Any:
+    """Load a tokenizer with transformers, from the files of its directory and a class of tokenizers.
+
+    Raises what the library raises, which does not validate the files.
+    """
+    from transformers import AutoTokenizer
+
+    _check_class("tokenizer_config.json", source.named_class)
+    _check_class("config.json", source.tokenizer_class)
+    # Files are found by name. What the settings have instead is where their author's files were.
+    paths = dict.fromkeys(key for key in source.settings if key.endswith("_file"))
+    hf = AutoTokenizer.from_pretrained(
+        source.directory, config=_config(source), trust_remote_code=False, local_files_only=True, **paths
+    )
+    # The first call may change the tokenizer's settings. No later one does, so threads may share it.
+    hf("")
+    return hf
+
+
+def _check_class(file: str, name: str | None) -> None:
+    """Raise ValueError for a class of transformers that is not one of tokenizers. Others are not imported."""
+    import transformers
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    known = {*BASE_CLASSES, *filter(None, TOKENIZER_MAPPING_NAMES.values())}
+    known |= {each.removesuffix("Fast") for each in known}
+    while name:
+        if name not in known and (name in dir(transformers) or name in vars(transformers)):
+            raise ValueError(f"{file}: tokenizer_class {name!r} is not a class of tokenizers")
+        if name in known or not name.endswith("Fast"):
+            return
+        name = name.removesuffix("Fast")
+
+
+def _config(source: Source) -> Any:
+    """Return a stand-in for the model's config, so that AutoTokenizer does not read it.
+
+    Its class would import torch's compiler, which is slow to load. It is needed only if no file names the
+    tokenizer's class, and then has the defaults.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    is_named = (source.named_class or source.tokenizer_class) and "auto_map" not in source.settings
+    has_class = not is_named and source.model_type in CONFIG_MAPPING
+    config = CONFIG_MAPPING[source.model_type]() if has_class else PreTrainedConfig()
+    config.tokenizer_class, config.name_or_path = source.tokenizer_class, source.directory
+    config.model_type = source.model_type
+    if source.model_name is not None:
+        config.model_name = source.model_name
+    return config
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of Rust, whose class cannot be imported."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+# The process
+
+
+def _watch_files(roots: Sequence[str]) -> None:
+    """Have Python raise PermissionError for files outside `roots` and the directories of modules."""
+    own = (*sys.path, sys.prefix, sys.base_prefix, os.path.dirname(os.__file__))
+    allowed = tuple(os.path.join(os.path.realpath(root), "") for root in (*roots, *filter(None, own)))
+
+    def check(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str | bytes):
+            place = os.path.realpath(os.fsdecode(arguments[0]))
+            if not place.startswith(allowed) and not place.startswith("/dev/"):
+                raise PermissionError(f"{place} is outside the checkpoint's directory")
+
+    sys.addaudithook(check)
+
+
+class _Held:
+    """The tokenizer of this process."""
+
+    hf: Any = None
+
+    def answer(self, most_characters: int, **request: Any) -> dict[str, Any]:
+        """Answer a request: {"load": ...}, {"encode": ...} or {"decode": ...}."""
+        ((name, arguments),) = request.items()
+        calls: dict[str, Callable[..., dict[str, Any]]] = {
+            "load": self._load,
+            "encode": self._encode,
+            "decode": self._decode,
+        }
+        try:
+            reply = calls[name](**arguments)
+        except (MemoryError, RecursionError):
+            raise
+        # Panics of Rust are BaseExceptions, and the libraries raise anything.
+        except BaseException as error:
+            message = str(error).strip()[:MOST_CHARACTERS] or type(error).__name__
+            return {"error": f"the tokenizer failed: {message}"}
+        if len(reply.get("text", reply.get("ids", ()))) > most_characters:
+            return {"error": f"the tokenizer makes more than {most_characters} characters or tokens"}
+        return reply
+
+    def _load(self, source: list[Any], roots: list[str], checks_file: bool) -> dict[str, Any]:
+        import tokenizers
+
+        given = Source(*source)
+        file = os.path.join(given.directory, "tokenizer.json")
+        if checks_file and os.path.exists(file):
+            # A damaged file is found before transformers is imported, which takes a second.
+            try:
+                tokenizers.Tokenizer.from_file(file).encode(PROBE)
+            except (MemoryError, RecursionError):
+                raise
+            except BaseException as error:  # also a panic
+                line = (str(error).strip() or type(error).__name__).splitlines()[0]
+                return {"error": f"{file} is damaged: {line[:MOST_CHARACTERS]}"}
+        # "Not installed": no tokenizer needs it, and importing it takes longer than all else.
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        import transformers  # noqa: F401
+
+        _watch_files(roots)
+        self.hf = hf = load(given)
+        ids = self._encode(PROBE, add_special_tokens=True)["ids"]
+        self._decode(ids, skip_special_tokens=False)
+        backend = getattr(hf, "backend_tokenizer", None)
+        added = hf.added_tokens_decoder
+        return {
+            "description": None if backend is None else backend.to_str(),
+            "has_own_decode": _has_own_decode(hf),
+            "special_tokens": dict(hf.special_tokens_map),
+            "special_ids": [token_id for token_id, token in added.items() if token.special],
+            "chat_template": hf.chat_template,
+            "size": len(hf),
+        }
+
+    def _encode(self, text: str, add_special_tokens: bool) -> dict[str, Any]:
+        encoded = self.hf(text, add_special_tokens=add_special_tokens, verbose=False)
+        return {"ids": list(encoded["input_ids"])}
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> dict[str, Any]:
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return {"text": str(self.hf.decode(token_ids, **options))}
+
+
+def _has_own_decode(hf: Any) -> bool:
+    """Return whether a tokenizer's class decodes in another way than the tokenizers library."""
+    from transformers import TokenizersBackend
+
+    names = ("decode", "_decode", "convert_tokens_to_string")
+    return any(getattr(type(hf), name) is not getattr(TokenizersBackend, name) for name in names)
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    serve(_Held().answer)
