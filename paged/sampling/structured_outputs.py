@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import RequestError
+from ..errors import CheckpointError, RequestError
 from ..requests.request import Request
 from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import StepOutput
@@ -100,7 +100,10 @@ class _Vocabulary:
             raise RequestError(
                 "structured_outputs needs the package llguidance: pip install 'paged[structured]'"
             ) from error
-        num_tokens = len(tokenizer.hf)
+        try:
+            num_tokens = len(tokenizer.hf)
+        except CheckpointError as error:
+            raise RequestError(f"structured_outputs needs the tokenizer in this process: {error}") from error
         ends = [i for i in sorted(eos_token_ids) if i < num_tokens]
         if not ends:  # The library needs one. Any special token will do: it is masked.
             special = (tokenizer.hf.eos_token_id, *tokenizer.hf.all_special_ids)

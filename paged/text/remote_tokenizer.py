@@ -49,7 +49,7 @@ class RemoteTokenizer:
         self.backend_tokenizer: Backend | None = None
         # The parts that encode, for what depends on their kind.
         self.description: dict[str, Any] = {}
-        self.why_unbounded: str | None = "it is not of the tokenizers library"
+        self.why_unbounded: str | None = "its class is written in Python"
         if loaded["description"] is not None:
             self._describe(json.loads(loaded["description"]), has_own_decode=loaded["has_own_decode"])
 

@@ -102,7 +102,7 @@ def is_panic(error: BaseException) -> bool:
 # The process
 
 
-def _watch_files(roots: Sequence[str]) -> None:
+def watch_files(roots: Sequence[str]) -> None:
     """Have Python raise PermissionError for files outside `roots` and the directories of modules."""
     own = (*sys.path, sys.prefix, sys.base_prefix, os.path.dirname(os.__file__))
     allowed = tuple(os.path.join(os.path.realpath(root), "") for root in (*roots, *filter(None, own)))
@@ -159,7 +159,7 @@ class _Held:
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         import transformers  # noqa: F401
 
-        _watch_files(roots)
+        watch_files(roots)
         self.hf = hf = load(given)
         ids = self._encode(PROBE, add_special_tokens=True)["ids"]
         self._decode(ids, skip_special_tokens=False)

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import RequestError
 
-ROOT = Path(__file__).parents[2]  # where a process finds the package that its parent runs
+ROOT = str(Path(__file__).parents[2])  # where a process finds the package that its parent runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,9 @@ class Worker:
 
     def _start(self) -> None:
         limits = (self.limits.memory, self.limits.characters)
-        path = [str(ROOT), *filter(None, sys.path)]  # so that it finds what this process finds
+        path = [*filter(None, sys.path)]  # so that it finds what this process finds
+        if ROOT not in path:  # found in the current directory, which sys.path has as ""
+            path = [ROOT, *path]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", self._module, *map(str, limits)],
             stdin=subprocess.PIPE,

@@ -14,7 +14,7 @@ import time
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from paged import LLMEngine, SamplingParams
+from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.errors import CheckpointError, RequestError
 from paged.model.config import DEMO
 from paged.text.linear_regex import is_linear
@@ -151,6 +151,9 @@ def test_a_prompt_that_exceeds_the_limits_is_refused_alone(tmp_path, capfd):
         outputs |= {output.request_id: output for output in engine.step() if output.finished}
     assert outputs.keys() == {"good", "after"}
     assert outputs["good"].outputs[0].token_ids == outputs["after"].outputs[0].token_ids
+    grammar = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(RequestError, match="structured_outputs needs the tokenizer in this process"):
+        engine.add_request("grammar", "a c", grammar)
     with pytest.raises(CheckpointError, match=r"because .*load it with transformers\.AutoTokenizer"):
         engine.get_tokenizer()
     assert capfd.readouterr().err == ""
@@ -240,6 +243,27 @@ def test_only_the_files_of_the_checkpoint_are_opened(tmp_path):
         Tokenizer(__import__("pathlib").Path({str(inside)!r}))
         assert any("inside/tokenizer.json" in name for name in opened), opened
         assert not any("away" in name for name in opened), opened
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_the_worker_opens_no_file_elsewhere(tmp_path):
+    inside, away = tmp_path / "inside", tmp_path / "away"
+    for directory in (inside, away):
+        directory.mkdir()
+        (directory / "file").touch()
+    (inside / "link").symlink_to(away / "file")
+    code = f"""
+        from paged.text.tokenizer_worker import watch_files
+        watch_files([{str(inside)!r}])
+        import wave  # from the library of Python
+        open("{inside}/file").close()
+        for name in ("{away}/file", "{inside}/link", "{inside}/../away/file"):
+            try:
+                open(name)
+            except PermissionError:
+                continue
+            raise SystemExit(name)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
