@@ -122,6 +122,23 @@ def _is_simple(alternative: str) -> bool:
     return ways <= MAX_WAYS and depth == 0
 
 
+def matches_nothing(pattern: str) -> bool:
+    """Return whether a linear pattern may match the empty text."""
+    return any(_may_be_empty(alternative) for alternative in _alternatives(pattern) or [""])
+
+
+def _may_be_empty(alternative: str) -> bool:
+    """Return whether all items of an alternative are optional; a group counts as one, which may be empty."""
+    depth = 0
+    for token, following in pairwise([*(_tokens(alternative) or []), None]):
+        assert token is not None
+        depth += (token.lastgroup == "open") - (token.lastgroup == "close")
+        is_optional = following is not None and following["quantifier"] and _range_of(following)[0] == 0
+        if token.lastgroup == "item" and depth == 0 and not is_optional:
+            return False
+    return True
+
+
 def _range_of(quantifier: re.Match[str]) -> tuple[int, int | None]:
     """Return the least and the most repetitions; None for no limit."""
     if quantifier[0] in "?*+":

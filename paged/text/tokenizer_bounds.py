@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from math import ceil, prod
 from typing import Any
 
-from .linear_regex import is_linear
+from .linear_regex import is_linear, matches_nothing
 
 Part = Mapping[str, Any]
 
@@ -27,6 +27,7 @@ MAX_TEMPLATE = 64  # tokens that a post-processor adds
 # The largest growth of UTF-8 by each normalizer; forms of Unicode: https://www.unicode.org/faq/normalization.html
 _NORMALIZERS = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1,
                 "Nmt": 3, "BertNormalizer": 15, "ByteLevel": 2}  # fmt: skip
+_REMOVING = ("Strip", "StripAccents", "Nmt", "BertNormalizer")
 _PRE_TOKENIZERS = {"ByteLevel": 3, "Whitespace": 1, "WhitespaceSplit": 1, "BertPreTokenizer": 1, "Digits": 1,
                    "Punctuation": 1, "UnicodeScripts": 1, "CharDelimiterSplit": 1}  # fmt: skip
 _DECODERS = {"ByteLevel": 1, "ByteFallback": 3, "Fuse": 1, "BPEDecoder": 1, "WordPiece": 2}
@@ -54,7 +55,11 @@ def why_unbounded(description: Mapping[str, Any], *, has_model: bool = True) -> 
         _growth(description.get("post_processor"), "processors", _post_processor)
         if has_model:
             _check_model(description["model"])
-            _check_added(description.get("added_tokens") or [])
+            added = description.get("added_tokens") or []
+            _check_added(added)
+            # The library looks for such tokens at wrong places then, and panics within characters.
+            if any(token["normalized"] for token in added) and _removes(description.get("normalizer")):
+                raise _UnboundedError("its normalizer removes text in which added tokens are found")
     except _UnboundedError as error:
         return str(error)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -94,16 +99,28 @@ def _growth(part: Part | None, steps: str, growth_of: Callable[[Part], int]) -> 
 def _normalizer(part: Part) -> int:
     kind = part["type"]
     if kind == "Prepend":  # to each piece between added tokens
+        if not part["prepend"]:  # the library panics
+            raise _UnboundedError("its normalizer prepends nothing")
         return 1 + _size(part["prepend"])
     if kind == "Replace":
         return _replacement(part)
     return _known("normalizer", kind, _NORMALIZERS)
 
 
+def _removes(part: Part | None) -> bool:
+    """Return whether a normalizer may remove text."""
+    if part is None:
+        return False
+    if part["type"] == "Sequence":
+        return any(map(_removes, part["normalizers"]))
+    return part["type"] in _REMOVING or (part["type"] == "Replace" and not part["content"])
+
+
 def _replacement(part: Part) -> int:
     (form, pattern), size = _pattern(part), _size(part["content"])
-    # An expression may match the empty string at each place.
-    return 1 + size if form == "Regex" else max(1, ceil(size / _size(pattern)))
+    if form == "Regex" and matches_nothing(pattern):  # the library panics
+        raise _UnboundedError(f"regular expression {pattern[:80]!r} matches empty text")
+    return max(1, size if form == "Regex" else ceil(size / _size(pattern)))
 
 
 def _pattern(part: Part) -> tuple[str, str]:
@@ -133,7 +150,7 @@ def _post_processor(part: Part) -> int:
     if kind != "TemplateProcessing":
         raise _UnboundedError(f"post-processor {str(kind)[:80]!r} is not known")
     single, known = part["single"], part["special_tokens"]
-    sequences = [piece for piece in single if "Sequence" in piece]
+    sequences = [piece["Sequence"]["id"] for piece in single if "Sequence" in piece]
     special = [piece["SpecialToken"]["id"] for piece in single if "SpecialToken" in piece]
     special_of_pair = [piece["SpecialToken"]["id"] for piece in part["pair"] if "SpecialToken" in piece]
     for name in (*special, *special_of_pair):
@@ -141,7 +158,9 @@ def _post_processor(part: Part) -> int:
             raise _UnboundedError(f"its post-processor has no special token {str(name)[:80]!r}")
     if any(len(token["ids"]) != len(token["tokens"]) for token in known.values()):
         raise _UnboundedError("its post-processor has special tokens of different numbers of ids and texts")
-    if len(sequences) != 1 or sum(len(known[name]["ids"]) for name in special) > MAX_TEMPLATE:
+    if sequences != ["A"]:  # the library panics for "B", which a single text does not have
+        raise _UnboundedError("its post-processor does not have the text once")
+    if sum(len(known[name]["ids"]) for name in special) > MAX_TEMPLATE:
         raise _UnboundedError(f"its post-processor adds more than {MAX_TEMPLATE} tokens")
     return 1
 

@@ -323,7 +323,10 @@ UNBOUNDED = [
     ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "'FixedLength' is not known"),
     ("pre_tokenizer", 5, "is not understood"),
     ("post_processor", template("<x>", "A"), "no special token '<x>'"),
-    ("post_processor", template("A", "A"), "adds more than 64 tokens"),
+    ("post_processor", template("A", "A"), "does not have the text once"),
+    ("post_processor", template("B"), "does not have the text once"),
+    ("normalizer", {"type": "Prepend", "prepend": ""}, "prepends nothing"),
+    ("normalizer", replace("a?|b", "x", "Regex"), "'a?|b' matches empty text"),
     ("decoder", replace("a", "a" * 65), "65 times as long"),
     ("decoder", {"type": "Strip", "content": "a", "start": 0, "stop": 1}, "strips the ends"),
     ("model", {"type": "Unigram", "vocab": [["a" * 2000, -1.0]], "unk_id": 0}, "tokens of up to 2000"),
@@ -341,6 +344,14 @@ UNBOUNDED = [
 def test_what_is_not_known_to_be_bounded_is_said(name, part, reason):
     assert why_unbounded(description()) is None
     assert reason in why_unbounded(description(**{name: part}))
+
+
+@pytest.mark.parametrize("normalizer", [{"type": "Strip", "strip_left": True}, replace("a", "")], ids=str)
+def test_added_tokens_of_text_that_is_removed_are_not_known_to_be_bounded(normalizer):
+    """The library takes offsets of the text that is left for those of the text, and panics within characters."""
+    found = description(normalizer=normalizer, added_tokens=[{**UNKNOWN, "normalized": True}])
+    assert "removes text in which added tokens are found" in why_unbounded(found)
+    assert why_unbounded(description(normalizer=normalizer)) is None
 
 
 def test_an_interrupt_passes(monkeypatch):
