@@ -348,7 +348,7 @@ def test_what_is_not_known_to_be_bounded_is_said(name, part, reason):
 
 @pytest.mark.parametrize("normalizer", [{"type": "Strip", "strip_left": True}, replace("a", "")], ids=str)
 def test_added_tokens_of_text_that_is_removed_are_not_known_to_be_bounded(normalizer):
-    """The library takes offsets of the text that is left for those of the text, and panics within characters."""
+    """The library takes offsets in the remaining text for those in the text, and panics."""
     found = description(normalizer=normalizer, added_tokens=[{**UNKNOWN, "normalized": True}])
     assert "removes text in which added tokens are found" in why_unbounded(found)
     assert why_unbounded(description(normalizer=normalizer)) is None
