@@ -30,7 +30,7 @@ from typing import Any
 
 # Waits of a second without news of a checkpoint, or of a new process. Not a time, as this process may be
 # stopped as well.
-PATIENCE, START_PATIENCE = 10, 120
+PATIENCE, START_PATIENCE = 40, 120
 
 
 @dataclass

@@ -8,9 +8,8 @@ import pytest
 
 from tests.strangers import run
 
-COUNT = 2000
-# The files that are read without the tokenizers library.
-FILES = (
+# Files that are read in this process, and those for which most checkpoints start a worker.
+DATA = (
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -18,13 +17,15 @@ FILES = (
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
 )
+TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="inotify and /proc show what a process does")
-def test_damaged_checkpoints_load_or_are_refused_by_one_line():
-    report = run(range(COUNT), processes=2, only=FILES)
+@pytest.mark.parametrize(("count", "files"), [(1800, DATA), (200, TEXT)], ids=["data", "text"])
+def test_damaged_checkpoints_load_or_are_refused_by_one_line(count, files):
+    report = run(range(count), processes=2, only=files)
     assert report.findings == {}, "python -m tests.strangers --seed SEED --files ..."
-    assert report.count == COUNT
+    assert report.count == count
     refused = report.outcomes["CheckpointError"] + report.outcomes["UnsupportedModelError"]
-    assert refused > COUNT / 3
-    assert report.outcomes["loads"] > COUNT / 10
+    assert refused > count / 3
+    assert report.outcomes["loads"] > count / 10

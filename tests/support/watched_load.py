@@ -47,6 +47,8 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+# The processes that a load may start.
+WORKERS = [[sys.executable, "-P", "-m", f"paged.text.{name}_worker"] for name in ("template", "tokenizer")]
 
 
 # The undamaged checkpoints
@@ -207,7 +209,7 @@ class Watch:
             self._opened(os.path.abspath(os.fsdecode(args[0])))
         elif event in FORBIDDEN:
             self.findings.append(f"{event}{args[:2]}")
-        elif event == "subprocess.Popen" and not any(str(a).startswith(str(ROOT / "paged")) for a in args[1]):
+        elif event == "subprocess.Popen" and [*args[1][:4]] not in WORKERS:
             self.findings.append(f"started {args[1]}")
         elif event in ("exec", "compile", "ctypes.dlopen"):
             name = getattr(args[0], "co_filename", args[-1] if event == "compile" else args[0])
