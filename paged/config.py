@@ -21,7 +21,6 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 # Options whose default is None in vLLM.
 _NONE_MEANS = {
-    "block_size": 16,
     "max_num_seqs": 256,
     "enable_prefix_caching": True,
     "attention_backend": "auto",
@@ -66,7 +65,8 @@ class EngineConfig:
         float32. "int8" and "fp8" ("fp8_e4m3") have a scale per token and head; on a GPU fp8 needs sm_89 or
         later from NVIDIA.
     device: "auto" takes a GPU if torch sees one, else the CPU.
-    block_size: tokens per block, a power of two from 8 to 256.
+    block_size: tokens per block, a power of two from 8 to 256; None takes 64 where the GPU then loads whole
+        tiles of K and V by descriptors (sm_90, sm_100: heads of 128 or 256 in half precision), else 16.
     max_model_len: most tokens of prompt and output together; None takes the model's limit.
     max_num_seqs: how many requests may run at once.
     max_num_batched_tokens: token budget of a step; None takes 8192 on a GPU and 512 on a CPU, where a
@@ -111,7 +111,7 @@ class EngineConfig:
     quantization: Literal["int8", "int4"] | None = None
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3"] = "auto"
     device: str = "auto"
-    block_size: int = 16
+    block_size: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -169,9 +169,10 @@ class EngineConfig:
             object.__setattr__(self, "dtype", _DTYPE_NAMES.get(dtype, dtype))
 
     def _check_sizes(self) -> None:
-        size = check_int(ConfigError, "block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
-        if size & (size - 1):
-            raise ConfigError(f"block_size must be a power of two, got {size}")
+        if self.block_size is not None:
+            size = check_int(ConfigError, "block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+            if size & (size - 1):
+                raise ConfigError(f"block_size must be a power of two, got {size}")
         check_int(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
         check_int(ConfigError, "seed", self.seed, 0, 2**63 - 1)
         check_int(ConfigError, "max_preemptions", self.max_preemptions, 1)

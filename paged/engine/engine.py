@@ -40,6 +40,9 @@ class LLMEngine(BaseEngine):
     The methods also take arguments of vLLM's `LLM` at values that change nothing here, such as
     lora_request=None; docs/from-vllm.md lists them.
 
+    On a GPU, making an engine keeps cuBLAS from adding partial sums in bfloat16 or float16, for the whole
+    process: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction becomes False, as for fp16.
+
     Raises ConfigError, CheckpointError or UnsupportedModelError. Not thread-safe.
     """
 

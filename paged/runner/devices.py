@@ -34,6 +34,22 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def sum_in_float32() -> None:
+    """Keep cuBLAS from adding partial sums in bfloat16 or float16, in this process from now on."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def target_of(device: torch.device) -> str:
+    """Return what kernels are compiled for on a GPU: "sm_90", "gfx942" and the like; "" on a CPU."""
+    if device.type == "cpu":
+        return ""
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
 def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
     """Return the dtype to compute in: the one requested, or for "auto" the checkpoint's.
 

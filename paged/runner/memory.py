@@ -66,7 +66,7 @@ def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int)
 def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) -> int:
     """Run a step of the largest size. Return the bytes that torch held at its peak, without the KV cache."""
     lengths = _largest_step(sizes)
-    num_blocks = len(sizes.model.layer_groups) * sum(-(-n // sizes.config.block_size) for n in lengths)
+    num_blocks = len(sizes.model.layer_groups) * sum(-(-n // sizes.block_size) for n in lengths)
     scheduler = Scheduler(
         sizes.new_block_manager(num_blocks),
         max_num_seqs=len(lengths),
@@ -95,7 +95,7 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
     """Allocate a KV cache. Raises ConfigError if memory is short."""
     dtype: torch.dtype = getattr(torch, sizes.kv_dtype)
     try:
-        return KVCache(sizes.model, num_blocks, sizes.config.block_size, dtype, device, num_host_blocks)
+        return KVCache(sizes.model, num_blocks, sizes.block_size, dtype, device, num_host_blocks)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         size = sizes.block_bytes / 2**30
         host = f" with {num_host_blocks * size:,.1f} GiB on the host" if num_host_blocks else ""

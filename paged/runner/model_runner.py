@@ -18,7 +18,7 @@ from ..sampling.reporter import Reporter
 from ..sampling.sampler import Sampler
 from ..sampling.structured_outputs import GrammarMasks
 from ..scheduler.schedule import Schedule, StepOutput
-from .devices import resolve_device, resolve_dtype
+from .devices import resolve_device, resolve_dtype, sum_in_float32, target_of
 from .load import load_model
 from .memory import new_kv_cache, num_blocks_that_fit
 from .sizes import Sizes
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Owner of all device memory: the weights, and the KV cache, which takes what they leave.
 
+    on_device: the context in which its device is the current one, as Triton's launches and copies need it.
+
     Raises ConfigError where the options do not fit this machine.
     """
 
@@ -38,12 +40,14 @@ class ModelRunner:
         self.config, self.model_config = config, model_config
         self.device = resolve_device(config.device)
         on_gpu = self.device.type == "cuda"
-        self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
+        self.on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
         self.num_threads: int | None = None  # on a GPU: torch's own default
+        if on_gpu:
+            sum_in_float32()
         if not on_gpu or config.num_threads is not None:
             self.num_threads = set_threads(self, config.num_threads)
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        self.sizes = Sizes(config, model_config, self.device.type, dtype)
+        self.sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device))
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
         self.model = load_model(self.sizes, self.device, directory)
@@ -55,7 +59,7 @@ class ModelRunner:
 
             self.graphs = StepGraphs(model_config.num_heads, model_config.num_kv_heads)
         self.batch_builder = BatchBuilder(
-            config.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
+            self.sizes.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
         self.sampler = Sampler(kernels, model_config.vocab_size, self.device)
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
@@ -85,7 +89,7 @@ class ModelRunner:
         # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
-        with self._on_device, TrustedContents():
+        with self.on_device, TrustedContents():
             self._copy_blocks(schedule)
             if not schedule.requests:
                 return StepOutput()

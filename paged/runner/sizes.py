@@ -18,6 +18,10 @@ from ..scheduler.policies import new_policy
 from ..scheduler.scheduler import Scheduler
 
 GIB = 2**30
+# The default of block_size, and where the kernels load whole tiles of a larger block by descriptors: see
+# kernels/gpu/attention/descriptors.py, which must agree.
+BLOCK_SIZE, TMA_BLOCK_SIZE = 16, 64
+TMA_TARGETS, TMA_HEAD_DIMS = ("sm_90", "sm_100", "sm_103"), (128, 256)
 # Defaults by device: the token budget of a step, and host memory for swapping in GiB.
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
 SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
@@ -47,6 +51,7 @@ class Sizes:
 
     device: "cuda" or "cpu".
     dtype: of activations.
+    target: what kernels are compiled for on a GPU, "sm_90" for example.
 
     Raises ConfigError for an option that contradicts the model, the device or the dtype, and
     UnsupportedModelError for a dtype that no kernel computes in.
@@ -56,6 +61,7 @@ class Sizes:
     model: ModelConfig
     device: str
     dtype: str
+    target: str = ""
 
     def __post_init__(self) -> None:
         config, longest = self.config, self.model.max_context
@@ -85,6 +91,14 @@ class Sizes:
         return self.config.max_model_len or self.model.max_context
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        if self.config.block_size is not None:
+            return self.config.block_size
+        has_tiles = self.target in TMA_TARGETS and self.model.head_dim in TMA_HEAD_DIMS
+        return TMA_BLOCK_SIZE if has_tiles and self.dtype != "float32" else BLOCK_SIZE
+
+    @property
     def max_num_batched_tokens(self) -> int:
         """The token budget of a step."""
         return self.config.max_num_batched_tokens or STEP_TOKENS[self.device]
@@ -107,17 +121,17 @@ class Sizes:
         head_bytes = self.model.head_dim * (ELEMENT_BYTES | QUANTIZED_ELEMENT_BYTES)[self.kv_dtype]
         if self.kv_dtype in QUANTIZED_ELEMENT_BYTES:
             head_bytes += SCALE_BYTES
-        return self.model.kv_heads_per_slot * head_bytes * self.config.block_size
+        return self.model.kv_heads_per_slot * head_bytes * self.block_size
 
     @property
     def kv_bytes_per_token(self) -> float:
         """The bytes of one token's K and V in all layers."""
-        return self.block_bytes * len(self.model.layer_groups) / self.config.block_size
+        return self.block_bytes * len(self.model.layer_groups) / self.block_size
 
     @property
     def max_useful_blocks(self) -> int:
         """The blocks of max_num_seqs requests of full length."""
-        blocks = -(-self.max_model_len // self.config.block_size)
+        blocks = -(-self.max_model_len // self.block_size)
         return self.config.max_num_seqs * blocks * len(self.model.layer_groups)
 
     def num_tabulated_positions(self, num_blocks: int) -> int:
@@ -166,7 +180,7 @@ class Sizes:
         """Make a block manager for this model."""
         return BlockManager(
             num_blocks,
-            self.config.block_size,
+            self.block_size,
             windows=[group.window for group in self.model.layer_groups],
             max_step_tokens=self.max_step_tokens,
             num_host_blocks=num_host_blocks,

@@ -34,7 +34,8 @@ def warm_up(runner: ModelRunner) -> int:
         for params in EVERY_WAY_TO_SAMPLE:
             runner.execute(_end_of_a_prompt(runner, 1, params))
         if num_blocks > 1:
-            runner.kv_cache.copy_blocks([(0, num_blocks - 1)], kernels)
+            with runner.on_device:
+                runner.kv_cache.copy_blocks([(0, num_blocks - 1)], kernels)
         return int(bar.n)
 
 

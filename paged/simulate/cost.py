@@ -25,25 +25,30 @@ class DataSheet:
     memory_gb_per_s: bandwidth of the GPU's memory, in 10^9 bytes per second.
     memory_gib: size of the GPU's memory.
     link_gb_per_s: bandwidth to the host in one direction, in 10^9 bytes per second.
-    has_e4m3: whether the engine supports kv_cache_dtype "fp8" on it.
+    target: what kernels are compiled for.
     """
 
     tflops: float
     memory_gb_per_s: float
     memory_gib: float
     link_gb_per_s: float
-    has_e4m3: bool = True
+    target: str
+
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether the engine supports kv_cache_dtype "fp8" on it."""
+        return self.target.startswith("sm_") and int(self.target[3:]) >= 89
 
 
 # The SXM or OAM module where there is one. Links: PCIe 4.0 x16 has 32 GB/s, 5.0 has 64.
 DATA_SHEETS = {
-    "A100-80G": DataSheet(312, 2039, 80, 32, has_e4m3=False),
-    "H100": DataSheet(989, 3350, 80, 64),
-    "H200": DataSheet(989, 4800, 141, 64),
-    "B200": DataSheet(2250, 8000, 180, 64),
-    "MI300X": DataSheet(1307, 5300, 192, 64, has_e4m3=False),
-    "L4": DataSheet(121, 300, 24, 32),
-    "RTX4090": DataSheet(165, 1008, 24, 32),
+    "A100-80G": DataSheet(312, 2039, 80, 32, "sm_80"),
+    "H100": DataSheet(989, 3350, 80, 64, "sm_90"),
+    "H200": DataSheet(989, 4800, 141, 64, "sm_90"),
+    "B200": DataSheet(2250, 8000, 180, 64, "sm_100"),
+    "MI300X": DataSheet(1307, 5300, 192, 64, "gfx942"),
+    "L4": DataSheet(121, 300, 24, 32, "sm_89"),
+    "RTX4090": DataSheet(165, 1008, 24, 32, "sm_89"),
 }
 
 

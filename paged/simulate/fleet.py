@@ -94,7 +94,7 @@ class Fleet:
                 "scheduling_policy must be a name in a simulation, where every replica has its own"
             )
         model = read_model(engine.model, engine.revision)
-        sizes = Sizes(engine, model, "cuda", model.dtype)
+        sizes = Sizes(engine, model, "cuda", model.dtype, DATA_SHEETS[fleet.gpu].target)
         if sizes.kv_dtype == "float8_e4m3fn" and not DATA_SHEETS[fleet.gpu].has_e4m3:
             asked = f"kv_cache_dtype {engine.kv_cache_dtype!r}"
             raise ConfigError(f"{asked} is not supported on {fleet.gpu}; take 'int8'")
@@ -104,7 +104,7 @@ class Fleet:
         )
         cost = fleet.step_cost(sizes)
         self.replicas = [Replica(sizes, self.num_blocks, cost) for _ in range(fleet.replicas)]
-        self._router = new_router(fleet.router, engine.block_size)
+        self._router = new_router(fleet.router, sizes.block_size)
         self._loads = [0] * fleet.replicas  # tokens of each replica's unfinished requests
         self._events: list[Event] = []
         self._num_requests = 0

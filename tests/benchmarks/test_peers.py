@@ -193,4 +193,4 @@ def test_waste_that_is_printed_is_what_the_engine_wastes(monkeypatch):
     while engine.has_unfinished_requests():
         engine.step()
     stored = [len(prompt) + p.max_tokens - 1 for prompt, p in zip(prompts, params, strict=True)]
-    assert peers.kv_waste(stored, engine.config.block_size) == sum(taken.values()) / sum(stored) - 1
+    assert peers.kv_waste(stored, engine.runner.sizes.block_size) == sum(taken.values()) / sum(stored) - 1

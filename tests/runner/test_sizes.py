@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from paged import ConfigError, EngineConfig
+from paged.kernels.gpu.attention.config import choose_config
+from paged.kernels.gpu.attention.descriptors import loads_by_descriptors
 from paged.runner.sizes import Sizes
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
-from tests.support.checkpoints import checkpoint, new_engine
+from tests.support.checkpoints import checkpoint, edit_json, new_engine
 
 MODEL = read_model("demo")  # 4 layers, hidden 256, MLP 512, 8 heads of 64, 2 of them for K and V, 2048 tokens
 BLOCK_BYTES = 16 * 2 * 4 * 2 * 64 * 2
@@ -32,6 +37,26 @@ def test_defaults_of_a_device(device, budget, space):
     assert found.num_host_blocks == space * 2**30 // BLOCK_BYTES
     scheduler = found.new_scheduler(found.new_block_manager(9, found.num_host_blocks))
     assert scheduler.preemption.swap_pays == (found.swap_pays if space else None)
+
+
+@pytest.mark.parametrize("target", ["", "sm_80", "sm_90", "sm_100", "sm_103", "gfx942"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_are_as_large_as_descriptors_need(target, head_dim, dtype):
+    """64 tokens exactly where decodes load by descriptors from blocks of 64."""
+    model, dtype_of_torch = replace(MODEL, head_dim=head_dim), getattr(torch, dtype)
+    found = Sizes(EngineConfig(model="demo"), model, "cuda", dtype, target).block_size
+    caches = [torch.empty(2, 64, 2, head_dim, dtype=dtype_of_torch) for _ in range(2)]
+    config = choose_config(head_dim, 4, dtype_of_torch, "decode", target or "sm_80")
+    assert found == (64 if loads_by_descriptors(*caches, config, dtype_of_torch, target) else 16)
+    assert Sizes(EngineConfig(model="demo", block_size=32), model, "cuda", dtype, target).block_size == 32
+
+
+def test_simulator_takes_the_blocks_of_its_gpu(tmp_path):
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", head_dim=128, dtype="bfloat16")
+    fleets = [Fleet(FleetConfig(gpu=gpu), EngineConfig(model=str(tmp_path))) for gpu in ("A100-80G", "H100")]
+    assert [fleet.replicas[0].manager.block_size for fleet in fleets] == [16, 64]
 
 
 def test_options_override_defaults():

@@ -73,7 +73,7 @@ def step(*decodes, prompts=(), **moved):
 
 class TestCost:
     # 1 TFLOP/s, 1 GB/s to memory, 1 GiB, 0.5 GB/s to the host
-    SHEET = DataSheet(1, 1, 1, 0.5)
+    SHEET = DataSheet(1, 1, 1, 0.5, "sm_90")
 
     def seconds(self, schedule, sheet=SHEET):
         roofline = Roofline(
@@ -89,7 +89,7 @@ class TestCost:
     def test_step_bound_by_compute(self):
         # Tokens 11 to 14 of a prompt attend to 11 + 12 + 13 + 14 keys, the decode to 8.
         flops = 2 * LAYER_PARAMS * 5 + 2 * HEAD_PARAMS * 2 + 4 * 64 * 8 * 4 * (11 + 12 + 13 + 14 + 8)
-        sheet = DataSheet(1, 1e9, 1, 0.5)
+        sheet = DataSheet(1, 1e9, 1, 0.5, "sm_90")
         assert self.seconds(step(7, prompts=[(10, 4)]), sheet) == pytest.approx(0.25 + flops / 0.5e12)
 
     def test_moved_blocks(self):
