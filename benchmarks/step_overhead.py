@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
+from paged.kernels.checks import TrustedContents
 from paged.model.batch import Batch
 
 
@@ -50,9 +51,10 @@ def step_in_parts(engine: LLMEngine, parts: dict[str, list[float]]) -> None:
     times.append(time.perf_counter())
     batch = runner.batch_builder.build(schedule)
     times.append(time.perf_counter())
-    logits, best, _ = runner.compute(batch)
-    times.append(time.perf_counter())
-    step = runner.sampler.sample(logits, schedule.sampled_requests, best=best)
+    with TrustedContents():  # as in runner.execute
+        logits, best, _ = runner.compute(batch)
+        times.append(time.perf_counter())
+        step = runner.sampler.sample(logits, schedule.sampled_requests, best=best)
     times.append(time.perf_counter())
     engine.scheduler.update(schedule, step.tokens, step.errors)
     times.append(time.perf_counter())

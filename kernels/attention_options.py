@@ -70,6 +70,12 @@ def layout_of(
     )  # fmt: skip
 
 
+def check_plan(plan: AttentionPlan | None, kind: type[AttentionPlan]) -> None:
+    """Raise ValueError unless there is no plan, or one of this backend."""
+    if plan is not None and type(plan) is not kind:
+        raise ValueError(f"plan must be from plan_attention of this backend, got {type(plan).__name__}")
+
+
 def check_layout(plan: AttentionPlan, layout: tuple[object, ...]) -> None:
     """Raise ValueError if the plan was made for another layout."""
     if plan.layout != layout:
@@ -90,8 +96,15 @@ def check_attention(
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
     options: AttentionOptions,
+    *,
+    any_layout: bool = False,
 ) -> None:
-    """Raise ValueError unless the inputs fit together; see `must_read_contents` for what they hold."""
+    """Raise ValueError unless the inputs fit together; see `must_read_contents` for what they hold.
+
+    any_layout: plain torch computes it, for all strides and head dimensions.
+    """
+    if not isinstance(options, AttentionOptions):
+        raise ValueError(f"options must be AttentionOptions, got {type(options).__name__}")
     check_shape("query", query, (None, None, None))
     check_dtype("query", query)
     num_tokens, num_heads, head_dim = query.shape
@@ -99,9 +112,12 @@ def check_attention(
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     check_shape("value_cache", value_cache, (num_blocks, block_size, num_kv_heads, None), key_cache.dtype)
     check_multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
-    check_between("head_dim", head_dim, MIN_HEAD_DIM, MAX_HEAD_DIM)
-    check_between("value_dim", value_cache.shape[3], MIN_HEAD_DIM, MAX_HEAD_DIM)
-    check_between("the GQA group", num_heads // num_kv_heads, 1, MAX_GROUP)
+    check_positive("the GQA group", num_heads // num_kv_heads)
+    for name, dim in {"head_dim": head_dim, "value_dim": value_cache.shape[3]}.items():
+        check_positive(name, dim)
+        if not any_layout:
+            check_between(name, dim, MIN_HEAD_DIM, MAX_HEAD_DIM)
+            check_between("the GQA group", num_heads // num_kv_heads, 1, MAX_GROUP)
     check_scales(key_cache, options.key_scales, options.value_scales, query.dtype)
     check_positive("block_size", block_size)
     check_shape("seq_lens", seq_lens, (None,), torch.int32)
@@ -128,10 +144,12 @@ def check_attention(
     }
     for name, tensor in tensors.items():
         if tensor is not None:
-            check_last_dim_contiguous(name, tensor)
             check_device(name, tensor, query.device)
-    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
-        check_span(name, tensor)
+            if not any_layout:
+                check_last_dim_contiguous(name, tensor)
+    if not any_layout:
+        for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
+            check_span(name, tensor)
     _check_options(options, num_tokens, num_seqs, block_tables.shape[1] * block_size)
     if must_read_contents(query.device):
         check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)

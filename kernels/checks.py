@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,12 +37,35 @@ def check_scales(
         check_contiguous(name, scale)
 
 
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` is a tensor whose memory a kernel can use.
+
+    In `TrustedContents` only the type is checked.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if _trust.is_given:
+        return
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be dense, got a nested tensor or {tensor.layout}: see Tensor.to_dense")
+    if tensor.is_meta or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(f"{name} must hold numbers, got a {type(tensor).__name__} on {tensor.device}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, which no kernel computes: call it in torch.no_grad()")
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
+    if tensor.untyped_storage().nbytes() < needed:
+        held = tensor.untyped_storage().nbytes()
+        raise ValueError(
+            f"{name} must have its memory, got {held} bytes of {needed}: its storage was resized"
+        )
+
+
 def check_shape(
     name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype | None = None
 ) -> None:
     """Raise ValueError unless `tensor` has this shape (None: any size) and, where given, this dtype."""
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tensor.dim() != len(shape) or any(
         want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
     ):
@@ -58,16 +81,16 @@ def check_dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype] = KERN
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {tensor.dtype}")
 
 
-def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless `tensor` is contiguous."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-
-
 def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless the last dimension has stride 1."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -90,9 +113,64 @@ def check_span(name: str, tensor: Tensor) -> None:
 
 
 def check_apart(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if elements of `tensor`, which is written, share memory, as after `expand`."""
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(f"{name} is written, and must not be expanded, got strides {tensor.stride()}")
+    """Raise ValueError if elements of `tensor`, which is written, share memory, as after `expand`.
+
+    Nor may it be a tensor of torch.inference_mode() outside of that: torch itself refuses to write to it.
+    """
+    if not _trust.is_given and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} is written, and was made in torch.inference_mode(): make the call there too"
+        )
+    if not (tensor.is_contiguous() or _are_apart(tensor.shape, tensor.stride())):
+        raise ValueError(
+            f"{name} is written, and its elements must not share memory, got shape {list(tensor.shape)} with "
+            f"strides {tensor.stride()}"
+        )
+
+
+def check_alone(written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError if one of the `written` tensors shares memory with another, or with one of `read`.
+
+    Two of the same shape and strides may alternate, as keys and values do in [num_blocks, 2, ...].
+    """
+    places = [
+        (name, x, x.data_ptr(), x.data_ptr() + _span(x) * x.itemsize, name in written)
+        for name, x in (*written.items(), *read.items())
+        if x is not None and x.numel()
+    ]
+    places.sort(key=lambda place: place[2])
+    for i, (name, x, start, end, is_written) in enumerate(places):
+        for other_name, other, other_start, _, other_is_written in places[i + 1 :]:
+            if other_start >= end:
+                break
+            if (is_written or other_is_written) and not _alternate(x, other, other_start - start):
+                which = name if is_written else other_name
+                raise ValueError(f"{name} and {other_name} must not share memory: {which} is written")
+
+
+def _span(tensor: Tensor) -> int:
+    """Return how many elements lie from the first to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _are_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether each stride is beyond the reach of all smaller ones: then no place occurs twice."""
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return False
+        reach += max(0, size - 1) * stride
+    return True
+
+
+def _alternate(x: Tensor, other: Tensor, distance: int) -> bool:
+    """Return whether two tensors, so many bytes apart, are places 0 and 1 of one whose elements are apart."""
+    same = x.shape == other.shape and x.stride() == other.stride() and x.itemsize == other.itemsize
+    return (
+        same
+        and distance % x.itemsize == 0
+        and _are_apart((2, *x.shape), (distance // x.itemsize, *x.stride()))
+    )
 
 
 def check_positive(name: str, value: float) -> None:
@@ -107,7 +185,7 @@ def check_positive(name: str, value: float) -> None:
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless `eps` is a number between 0 and 1."""
-    if not isinstance(eps, (int, float)) or not 0 <= eps <= 1:
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps <= 1:
         raise ValueError(f"eps must be a number between 0 and 1, got {eps!r}")
 
 
@@ -138,6 +216,13 @@ def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
         raise ValueError(f"{name} must be between 0 and {size - 1}, {of_name}, got {low} to {high}")
 
 
+def check_range(name: str, tensor: Tensor, low: float, high: float) -> None:
+    """Raise ValueError unless low <= number <= high for all of `tensor`. Reads it on the host."""
+    outside = tensor[~((tensor >= low) & (tensor <= high))]
+    if len(outside):
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {outside[0].item()}")
+
+
 def check_once(name: str, tensor: Tensor) -> None:
     """Raise ValueError if two of `tensor` are equal. Reads it on the host."""
     values, counts = tensor.unique(return_counts=True)
@@ -156,27 +241,33 @@ _trust = _Trust()
 
 
 class TrustedContents:
-    """A context whose launches have proven indices: launchers on a CPU do not read these once more.
+    """A context whose launches have proven arguments: launchers do not check them once more.
 
-    Steps of an engine run in it. The tensors' shapes, dtypes and strides are checked all the same.
+    Steps of an engine run in it. On a CPU nothing is checked again; GPU launchers check shapes, dtypes and
+    strides all the same. With PAGED_DEBUG=1 it changes nothing.
     """
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before, _trust.is_given = _trust.is_given, True
+        self._before, _trust.is_given = _trust.is_given, not in_debug_mode()
 
     def __exit__(self, *_: object) -> None:
         _trust.is_given = self._before
 
 
+def is_trusted() -> bool:
+    """Return whether this thread is in `TrustedContents`."""
+    return _trust.is_given
+
+
 def must_read_contents(device: torch.device) -> bool:
     """Return whether a launcher checks the indices, lengths and slots that its tensors hold.
 
-    On a CPU always, except in `TrustedContents`. On a GPU the host would have to wait for them: there, and in
-    that context, only with PAGED_DEBUG=1.
+    On a CPU always, except in `TrustedContents`. On a GPU the host would have to wait for them: there only
+    with PAGED_DEBUG=1.
     """
-    return (device.type == "cpu" and not _trust.is_given) or in_debug_mode()
+    return not _trust.is_given if device.type == "cpu" else in_debug_mode()
 
 
 def in_debug_mode() -> bool:

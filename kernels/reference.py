@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .attention_options import AttentionOptions, AttentionPlan
-from .checks import QUANTIZED_DTYPES, check_indices, check_once, check_shape, must_read_contents
+from .checks import QUANTIZED_DTYPES
 from .gumbel import gumbel_noise
 
 
@@ -139,26 +139,9 @@ def copy_blocks(
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
 ) -> None:
     """Set cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
-    if must_read_contents(cache.device):
-        check_shape("pairs", pairs, (None, 2), torch.int64)
-        check_indices("pairs", pairs, "the cache's blocks", cache.shape[1])
-        check_once("the targets of pairs", pairs[:, 1])
     # A slice for each pair: 2 to 5 times faster on a CPU than index_copy_ of all, and pairs are few.
     for source, target in pairs.tolist():
         cache[:, target] = cache[:, source]
-
-
-def plan_attention(
-    query: Tensor,  # noqa: ARG001
-    key_cache: Tensor,  # noqa: ARG001
-    value_cache: Tensor,  # noqa: ARG001
-    block_tables: Tensor,  # noqa: ARG001
-    seq_lens: Tensor,  # noqa: ARG001
-    cu_seqlens_q: Tensor,  # noqa: ARG001
-    options: AttentionOptions,  # noqa: ARG001
-) -> AttentionPlan:
-    """Return an empty plan: nothing is computed ahead of the layers."""
-    return AttentionPlan(())
 
 
 def paged_attention(
@@ -196,9 +179,10 @@ def paged_attention(
             seen = (key_pos < first) | (bits & 1 == 1)
         if window is not None:
             seen = seen & (key_pos > query_pos - window)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * options.scale
+        scores = torch.einsum("qhd,khd->hqk", q, k) * float(options.scale)
         if options.softcap is not None:
-            scores = options.softcap * (scores / options.softcap).tanh()
+            softcap = float(options.softcap)
+            scores = softcap * (scores / softcap).tanh()
         if options.alibi_slopes is not None:
             scores = scores + options.alibi_slopes[:, None, None] * (key_pos - query_pos)
         scores = scores.masked_fill(~seen, float("-inf"))

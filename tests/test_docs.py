@@ -3,8 +3,11 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from paged.kernels.backend import load_kernels
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -80,6 +83,20 @@ def test_python_compiles(page):
             compile(block, str(page), "exec")
 
 
+@pytest.mark.parametrize("backend", ["numba", "triton", "torch"])
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "kernels.md"], ids=["README", "kernels"])
+def test_calls_of_kernels_run(page, backend, monkeypatch):
+    section = page.read_text(encoding="utf-8").split("# Kernels as a library\n")[1].split("\n## Features")[0]
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+    chosen = load_kernels(backend)
+    monkeypatch.setattr("paged.kernels.backend.load_kernels", lambda _: chosen)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), names)
+    for name in ("normed", "activated", "query", "attended"):
+        assert names[name].isfinite().all(), name
+    assert 0 <= int(names["drawn"].min()) <= int(names["drawn"].max()) < 1000
+
+
 def test_every_page_of_docs_is_listed():
     listed = {target.partition("#")[0] for _, target in LINK.findall(text_of(ROOT / "docs" / "README.md"))}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
@@ -90,7 +107,7 @@ def test_readme_is_short():
 
 
 def test_reading_order_is_as_long_as_it_says():
-    section = README.read_text(encoding="utf-8").split("## Reading order")[1].split("Where to look for:")[0]
+    section = README.read_text(encoding="utf-8").split("## Reading order")[1].split("Where to look")[0]
     num_files, num_lines = re.search(r"(\d+) files of about ([\d,]+) lines", section).groups()
     files = [ROOT / name for name in PATH.findall(section) if name.endswith(".py")]
     assert len(files) == len(set(files)) == int(num_files)

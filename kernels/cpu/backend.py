@@ -1,7 +1,8 @@
 """The "numba" backend: compiled for the CPU that it runs on. Implements `backend.Kernels`."""
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..reference import check_cache_dtype, copy_blocks
+from ..plain.ops import copy_blocks
+from ..reference import check_cache_dtype
 from .attention.paged_attention import paged_attention, plan_attention
 from .compiling import compile_ahead
 from .rows.greedy import greedy

@@ -4,8 +4,7 @@ import torch
 
 from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..plain.logprobs import token_logprobs
-from ..plain.ops import greedy
-from ..reference import take_rows
+from ..plain.ops import greedy, take_rows
 from .attention.paged_attention import paged_attention, plan_attention
 from .copy_blocks import copy_blocks
 from .rms_norm import rms_norm

@@ -5,17 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import (
-    KERNEL_DTYPES,
-    QUANTIZED_DTYPES,
-    check_apart,
-    check_device,
-    check_dtype,
-    check_indices,
-    check_once,
-    check_shape,
-    in_debug_mode,
-)
+from ..arguments import check_copy_blocks
+from ..checks import check_contiguous
 from .target import check_launchable
 
 _CHUNK = 2048
@@ -53,22 +44,11 @@ def copy_blocks(
     target, nor a target twice. Raises ValueError for a shape, dtype or stride that does not fit, and in debug
     mode (see `checks`) for pairs that break these rules or lie outside the cache.
     """
-    check_shape("cache", cache, (None, None, None, None, None))
-    check_dtype("cache", cache, (*KERNEL_DTYPES, *QUANTIZED_DTYPES))
+    check_copy_blocks(cache, pairs)
     check_launchable("cache", cache)
-    check_shape("pairs", pairs, (None, 2), torch.int64)
     if not cache[:1, :1].is_contiguous():
         raise ValueError(f"cache must be contiguous within a block, got strides {cache.stride()}")
-    check_apart("cache", cache)
-    check_device("pairs", pairs, cache.device)
-    if not pairs.is_contiguous():
-        raise ValueError(f"pairs must be contiguous, got strides {pairs.stride()}")
-    if in_debug_mode():
-        check_indices("pairs", pairs, "the cache's blocks", cache.shape[1])
-        check_once("the targets of pairs", pairs[:, 1])
-        both = sorted(set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist()))
-        if both:
-            raise ValueError(f"pairs must not have a block as source and as target, got {both}")
+    check_contiguous("pairs", pairs)
     num_pairs, num_planes, size = len(pairs), len(cache), cache.shape[2:].numel()
     if num_pairs == 0:
         return

@@ -5,16 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import (
-    check_apart,
-    check_device,
-    check_dtype,
-    check_eps,
-    check_flag,
-    check_last_dim_contiguous,
-    check_positive,
-    check_shape,
-)
+from ..arguments import check_rms_norm
+from ..checks import check_last_dim_contiguous, check_shape
 from .target import check_launchable
 
 _TILE = 2048  # values that one program normalises, or one row if that is longer
@@ -79,21 +71,13 @@ def rms_norm(
     shape, dtype, stride or value that does not fit.
     """
     check_shape("x", x, (None, None))
-    check_dtype("x", x)
+    check_rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
+    check_shape("x", x, (None, None))
     check_launchable("x", x)
+    for name, tensor in {"x": x, "weight": weight, "residual": residual}.items():
+        if tensor is not None:
+            check_last_dim_contiguous(name, tensor)
     num_rows, size = x.shape
-    check_positive("x.shape[1]", size)
-    check_shape("weight", weight, (size,), x.dtype)
-    check_eps(eps)
-    check_flag("unit_offset", unit_offset)
-    tensors = {"x": x, "weight": weight}
-    if residual is not None:
-        check_shape("residual", residual, x.shape, x.dtype)
-        check_apart("residual", residual)
-        tensors["residual"] = residual
-    for name, tensor in tensors.items():
-        check_last_dim_contiguous(name, tensor)
-        check_device(name, tensor, x.device)
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     block_size = triton.next_power_of_2(size)
     block_rows = max(1, _TILE // block_size)

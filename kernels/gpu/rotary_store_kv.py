@@ -1,27 +1,11 @@
 """What is between the QKV projection and attention, in one pass: QK norm, rotary, K and V into the cache."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import (
-    QUANTIZED_DTYPES,
-    check_apart,
-    check_device,
-    check_dtype,
-    check_eps,
-    check_flag,
-    check_indices,
-    check_last_dim_contiguous,
-    check_multiple,
-    check_once,
-    check_positive,
-    check_scales,
-    check_shape,
-    check_span,
-    in_debug_mode,
-)
+from ..arguments import check_rotary_store_kv
+from ..checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
 from .rms_norm import weighted
 from .target import check_launchable, check_target, current_target
 
@@ -191,43 +175,22 @@ def rotary_store_kv(
     Raises ValueError for a shape, dtype, stride or device that does not fit, and in debug mode (see `checks`)
     for a slot outside the cache or named twice.
     """
-    check_shape("qkv", qkv, (None, None, None))
-    check_dtype("qkv", qkv)
-    check_shape("key_cache", key_cache, (None, None, None, qkv.shape[2]))
-    check_scales(key_cache, key_scales, value_scales, qkv.dtype)
+    tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
+    weights = query_norm_weight, key_norm_weight
+    check_rotary_store_kv(*tensors, *weights, eps, unit_offset, key_scales, value_scales)
     check_launchable("qkv", qkv)
     check_target(key_cache.dtype, current_target())
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
-    num_heads = num_all_heads - 2 * num_kv_heads
-    half = head_dim // 2
-    check_positive("head_dim", head_dim)
-    check_multiple("head_dim", head_dim, "the two halves", 2)
-    check_positive("block_size", block_size)
-    check_eps(eps)
-    check_flag("unit_offset", unit_offset)
-    if num_kv_heads < 1 or num_heads < 1:
-        raise ValueError(
-            f"qkv must have more than twice key_cache's heads, got {num_all_heads} and {num_kv_heads}"
-        )
-    check_shape("cos", cos, (num_tokens, half), torch.float32)
-    check_shape("sin", sin, (num_tokens, half), torch.float32)
-    check_shape("value_cache", value_cache, key_cache.shape, key_cache.dtype)
-    check_shape("slot_mapping", slot_mapping, (num_tokens,), torch.int64)
-    tensors = {"qkv": qkv, "cos": cos, "sin": sin, "key_cache": key_cache, "value_cache": value_cache}
-    tensors["slot_mapping"] = slot_mapping
-    if query_norm_weight is not None and key_norm_weight is not None:
-        check_shape("query_norm_weight", query_norm_weight, (head_dim,), qkv.dtype)
-        check_shape("key_norm_weight", key_norm_weight, (head_dim,), qkv.dtype)
-        tensors |= {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}
-    elif query_norm_weight is not None or key_norm_weight is not None:
-        raise ValueError("query_norm_weight and key_norm_weight must both be given or both be None")
-    for name, tensor in tensors.items():
+    num_heads, half = num_all_heads - 2 * num_kv_heads, head_dim // 2
+    names = "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping"
+    for name, tensor in zip(names, tensors, strict=True):
         check_last_dim_contiguous(name, tensor)
-        check_device(name, tensor, qkv.device)
-    for name in ("qkv", "key_cache", "value_cache"):
-        check_apart(name, tensors[name])
-        check_span(name, tensors[name])
+    for name, weight in {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}.items():
+        if weight is not None:
+            check_last_dim_contiguous(name, weight)
+    for name, tensor in {"qkv": qkv, "key_cache": key_cache, "value_cache": value_cache}.items():
+        check_span(name, tensor)
     for name, key, value in (("cache", key_cache, value_cache), ("scales", key_scales, value_scales)):
         if key is not None and value is not None and key.data_ptr() == value.data_ptr() and key.numel():
             raise ValueError(f"key_{name} and value_{name} are both written, and must not be the same memory")
@@ -235,9 +198,6 @@ def rotary_store_kv(
         raise ValueError(
             f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
         )
-    if in_debug_mode():
-        check_indices("slot_mapping", slot_mapping, "the cache's slots", len(key_cache) * block_size)
-        check_once("slot_mapping", slot_mapping)
     block_half = triton.next_power_of_2(half)
     block_heads = max(1, _TILE // block_half)
     _rotary_store_kv_kernel[(num_tokens, triton.cdiv(num_all_heads, block_heads))](

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import check_dtype, check_last_dim_contiguous, check_multiple, check_shape
+from ..arguments import check_silu_and_mul
+from ..checks import check_last_dim_contiguous
 from .target import check_launchable
 
 _BLOCK = 2048  # in bfloat16 16 bytes a thread even for 256 threads: 4 warps on AMD
@@ -36,11 +37,9 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
     does not fit.
     """
-    check_shape("x", x, (None, None))
-    check_dtype("x", x)
+    check_silu_and_mul(x)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
-    check_multiple("x.shape[1]", x.shape[1], "the two halves", 2)
     num_tokens, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     grid = (num_tokens, triton.cdiv(size, _BLOCK))

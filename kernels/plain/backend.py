@@ -2,9 +2,18 @@
 
 import sys
 
-from ..reference import check_cache_dtype, copy_blocks, plan_attention, take_rows
+from ..reference import check_cache_dtype
 from .logprobs import token_logprobs
-from .ops import greedy, paged_attention, rms_norm, rotary_store_kv, silu_and_mul
+from .ops import (
+    copy_blocks,
+    greedy,
+    paged_attention,
+    plan_attention,
+    rms_norm,
+    rotary_store_kv,
+    silu_and_mul,
+    take_rows,
+)
 from .sampling import apply_penalties, sample_tokens
 
 name = "torch"

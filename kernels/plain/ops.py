@@ -5,8 +5,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..attention_options import AttentionOptions, AttentionPlan
-from ..checks import check_between, check_eps, check_positive, check_scales
+from ..arguments import (
+    check_copy_blocks,
+    check_logits,
+    check_rms_norm,
+    check_rotary_store_kv,
+    check_silu_and_mul,
+    check_take_rows,
+)
+from ..attention_options import AttentionOptions, AttentionPlan, check_attention, check_plan
+from ..checks import is_trusted
+
+
+def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return rows of a table [n, size] by i64[m]: [m, size], in `out` if given."""
+    if not is_trusted():
+        check_take_rows(table, indices, out)
+    return reference.take_rows(table, indices, out)
+
+
+def copy_blocks(
+    cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
+    pairs: Tensor,  # i64[num_pairs, 2], (from, to)
+) -> None:
+    """Set cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
+    if not is_trusted():
+        check_copy_blocks(cache, pairs)
+    reference.copy_blocks(cache, pairs)
 
 
 def rms_norm(
@@ -18,7 +43,8 @@ def rms_norm(
     unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
     """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given; see `reference.rms_norm`."""
-    check_eps(eps)
+    if not is_trusted():
+        check_rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
     if residual is not None:
         x = residual.add_(x)
     x32 = x.float()
@@ -32,6 +58,8 @@ def _weighted(x32: Tensor, weight: Tensor, dtype: torch.dtype, unit_offset: bool
 
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """Return silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
+    if not is_trusted():
+        check_silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -52,10 +80,10 @@ def rotary_store_kv(
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply QK norm and rotary, and store K and V in their slots; see `reference.rotary_store_kv`."""
-    check_scales(key_cache, key_scales, value_scales, qkv.dtype)
-    check_eps(eps)
-    if (query_norm_weight is None) != (key_norm_weight is None):
-        raise ValueError("query_norm_weight and key_norm_weight must both be given or both be None")
+    if not is_trusted():
+        tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
+        weights = query_norm_weight, key_norm_weight
+        check_rotary_store_kv(*tensors, *weights, eps, unit_offset, key_scales, value_scales)
     num_kv_heads = key_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     # Query and key heads go together: half the calls, which take most of the time of a decode.
@@ -65,8 +93,8 @@ def rotary_store_kv(
     if query_norm_weight is not None and key_norm_weight is not None:
         x32 = heads.float()
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
-        weights = (query_norm_weight, num_heads), (key_norm_weight, num_kv_heads)
-        weight = torch.cat([weight.expand(n, -1) for weight, n in weights])
+        numbers = (query_norm_weight, num_heads), (key_norm_weight, num_kv_heads)
+        weight = torch.cat([weight.expand(n, -1) for weight, n in numbers])
         x1, x2 = _weighted(x32 * scale, weight, qkv.dtype, unit_offset).float().chunk(2, dim=-1)
     else:
         x1, x2 = half1.float(), half2.float()
@@ -82,14 +110,33 @@ def rotary_store_kv(
 
 def _store(x: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None) -> None:
     """Store K or V, [num_tokens, num_kv_heads, head_dim], in their slots, quantised if there are scales."""
+    block_size = cache.shape[1]
     if scales is None:
         x = x.to(cache.dtype)
     else:
         x, scale = reference.quantize(x, cache.dtype)
-        block_size = cache.shape[1]
         scales[slots // block_size, :, slots % block_size] = scale
         x, cache = x.view(torch.int8), cache.view(torch.int8)  # index_copy_ takes no fp8 on a CPU
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, x)
+    if cache.stride(0) == block_size * cache.stride(1):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, x)
+    else:
+        cache[slots // block_size, slots % block_size] = x
+
+
+def plan_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    options: AttentionOptions,
+) -> AttentionPlan:
+    """Check the inputs, and return an empty plan: nothing is computed ahead of the layers."""
+    if not is_trusted():
+        inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
+        check_attention(*inputs, options, any_layout=True)
+    return AttentionPlan(())
 
 
 def paged_attention(
@@ -106,14 +153,12 @@ def paged_attention(
 
     Options other than scale, window and scales are left to the reference: no model here needs them fast.
     """
+    if not is_trusted():
+        inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
+        check_attention(*inputs, options, any_layout=True)
+        check_plan(plan, AttentionPlan)
     key_scales, value_scales = options.key_scales, options.value_scales
-    scale, sliding_window = options.scale, options.sliding_window
-    check_scales(key_cache, key_scales, value_scales, query.dtype)
-    check_positive("scale", scale)
-    if options.softcap is not None:
-        check_positive("softcap", options.softcap)
-    if sliding_window is not None:
-        check_between("sliding_window", sliding_window, 1, 2**31 - 1)
+    scale, sliding_window = float(options.scale), options.sliding_window
     special = (options.softcap, options.sinks, options.alibi_slopes, options.tree_mask)
     if not options.causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
         return reference.paged_attention(
@@ -177,9 +222,11 @@ def _mask(query_len: int, seq_len: int, low: int, sliding_window: int | None, de
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
     """Return the first of the highest logits, on a GPU any, and that logit; see `reference.greedy`."""
+    if not is_trusted():
+        check_logits(logits)
     if logits.device.type != "cpu":
         highest, tokens = logits.max(-1)
         return tokens, highest
     # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.
-    tokens = torch.from_numpy(logits.numpy().argmax(-1))
+    tokens = torch.from_numpy(logits.detach().numpy().argmax(-1))
     return tokens, logits.gather(1, tokens[:, None])[:, 0]

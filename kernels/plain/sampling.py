@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import check_penalties, check_sample_tokens
+from ..checks import is_trusted
 from . import selection as torch_selection
 from .selection import (
     candidates,
@@ -43,6 +45,13 @@ def apply_penalties(
     presence_penalty: Tensor,  # f32[n]
 ) -> None:
     """Penalise tokens of the prompt or the output; see `reference.apply_penalties`."""
+    if not is_trusted():
+        penalties = {
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+        }
+        check_penalties(logits, rows, slots, output_counts, seen, penalties)
     num, vocab_size = rows.shape[0], logits.shape[1]
     if torch.equal(slots, torch.arange(num, device=slots.device)):  # without a copy of large tensors
         counts, seen = output_counts[:num], seen[:num]
@@ -51,13 +60,13 @@ def apply_penalties(
     # Few tokens of the vocabulary were seen.
     found_at = places_where(seen)
     row = found_at // vocab_size
-    places = rows[row] * vocab_size + found_at % vocab_size
-    found, count = logits.view(-1)[places], counts.reshape(-1)[found_at].float()
+    places = rows[row], found_at % vocab_size
+    found, count = logits[places], counts.reshape(-1)[found_at].float()
     penalty = repetition_penalty[row]
     found = torch.where(found > 0, found / penalty, found * penalty)
     found -= frequency_penalty[row] * count
     found -= presence_penalty[row] * (count > 0)
-    logits.view(-1)[places] = found
+    logits[places] = found
 
 
 def sample_tokens(
@@ -77,6 +86,10 @@ def sample_tokens(
     Random numbers depend on (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or
     with nothing but -inf, get some token.
     """
+    if not is_trusted():
+        filters = {"min_p": min_p, "top_n_sigma": top_n_sigma, "typical_p": typical_p}
+        filters |= {"top_k": top_k, "top_p": top_p}
+        check_sample_tokens(logits, seeds, positions, temperature, filters)
     # A temperature below float32's smallest is 0, and 0 / 0 is NaN.
     temperature = temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     if top_n_sigma is None:

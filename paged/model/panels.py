@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.linear import linear as numba_linear
-from ..kernels.cpu.linear.linear import Panels, can_pair
+from ..kernels.cpu.linear.linear import can_pair
 from ..kernels.cpu.linear.pack_bf12 import pack_bf12
+from ..kernels.cpu.linear.panels import Panels
 from ..kernels.cpu.products.int4 import INT4_GROUP
 from ..kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
 from .linear import PlainWeight

@@ -85,9 +85,9 @@ def test_wrong_inputs_are_named():
         apply_penalties(logits, row, row, counts, counts, **values)
     with pytest.raises(ValueError, match=r"presence_penalty must have shape \[1\], got \[2\]"):
         apply_penalties(logits, row, row, counts, seen, **values | {"presence_penalty": torch.zeros(2)})
-    with pytest.raises(ValueError, match="slots must be on cpu, got meta"):
+    with pytest.raises(ValueError, match="slots must hold numbers, got a Tensor on meta"):
         apply_penalties(logits, row, row.to("meta"), counts, seen, **values)
-    with pytest.raises(ValueError, match="logits is written, and must not be expanded"):
+    with pytest.raises(ValueError, match="logits is written, and its elements must not share memory"):
         apply_penalties(logits[:1].expand(2, -1), row, row, counts, seen, **values)
 
 

@@ -79,17 +79,17 @@ def test_wrong_inputs_are_named():
         rms_norm(x, torch.randn(31), 1e-5)
     with pytest.raises(ValueError, match=r"x must have shape \[any, any\], got \[2, 4, 8\]"):
         rms_norm(torch.randn(2, 4, 8), torch.randn(8), 1e-5)
-    with pytest.raises(ValueError, match="weight must be on cpu, got meta"):
+    with pytest.raises(ValueError, match="weight must hold numbers, got a Tensor on meta"):
         rms_norm(x, torch.randn(32, device="meta"), 1e-5)
     with pytest.raises(ValueError, match="x must be contiguous in its last dimension"):
         rms_norm(torch.randn(32, 2).t(), torch.randn(32), 1e-5)
     with pytest.raises(ValueError, match=r"residual must be torch.float32, got torch.float16"):
         rms_norm(x, torch.randn(32), 1e-5, x.half())
     with pytest.raises(
-        ValueError, match=r"residual is written, and must not be expanded, got strides \(0, 1\)"
+        ValueError, match=r"residual is written, .* must not share memory, .* with strides \(0, 1\)"
     ):
         rms_norm(x, torch.randn(32), 1e-5, torch.randn(1, 32).expand(2, -1))
-    with pytest.raises(ValueError, match=r"x.shape\[1\] must be greater than 0, got 0"):
+    with pytest.raises(ValueError, match=r"x.shape\[-1\] must be greater than 0, got 0"):
         rms_norm(x[:, :0], torch.randn(0), 1e-5)
     with pytest.raises(ValueError, match="unit_offset must be True or False, got 2"):
         rms_norm(x, torch.randn(32), 1e-5, unit_offset=2)

@@ -15,9 +15,10 @@ from ...attention_options import (
     check_attention,
     check_layout,
     check_lengths,
+    check_plan,
     layout_of,
 )
-from ...checks import check_device, must_read_contents
+from ...checks import check_device, check_tensor, is_trusted
 from ..launch.tasks import addresses
 from ..products.amx import HAS_TILES
 from ..simd.numbers import KINDS
@@ -63,6 +64,7 @@ def plan_attention(
 
     Raises ValueError where they do not fit together.
     """
+    check_tensor("query", query)
     check_device("query", query, torch.device("cpu"))
     check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
     num_tokens, num_heads, head_dim = query.shape
@@ -108,14 +110,14 @@ def paged_attention(
     """
     if plan is None:
         plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
-    else:
+    elif is_trusted():
         check_layout(plan, layout_of(query, key_cache, value_cache, block_tables, seq_lens, options))
-        if must_read_contents(query.device):
-            fresh = plan_attention(
-                query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options
-            )
-            check_lengths(isinstance(plan, _LayerPlan) and np.array_equal(plan.work.units, fresh.work.units))
-    assert isinstance(plan, _LayerPlan), "a plan of another backend"
+    else:
+        check_plan(plan, _LayerPlan)
+        fresh = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+        check_layout(plan, fresh.layout)
+        check_lengths(isinstance(plan, _LayerPlan) and np.array_equal(plan.work.units, fresh.work.units))
+    assert isinstance(plan, _LayerPlan), "check_plan compares the types"
     work, out, parts = plan.work, query.new_empty(plan.out_shape), None
     _, num_heads, value_dim = plan.out_shape
     if work.num_parts:

@@ -7,14 +7,13 @@ each read from end to end by one thread. It may be narrower than the accumulator
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numba import carray
 from torch import Tensor
 
-from ...checks import KERNEL_DTYPES, check_dtype, check_shape
+from ...checks import KERNEL_DTYPES, check_device, check_dtype, check_shape, is_trusted
 from ..launch.huge_pages import in_huge_pages
 from ..launch.runs import num_runs, take_run
 from ..launch.tasks import Task, addresses, thread_scratch
@@ -23,7 +22,6 @@ from ..products.int4 import INT4_GROUP, PAIR_STEPS
 from ..products.kinds import (
     BF12,
     BF12_PAIRS,
-    BFLOAT16_PAIRS,
     INT4,
     INT4_PAIRS,
     INT8_PAIRS,
@@ -36,21 +34,24 @@ from ..products.reader import INT8_UNIT, PANEL
 from ..products.tiles import GATED, MOST_TILE_ROWS, PanelArgs, multiply_panel
 from ..products.unpack import unpack
 from ..simd.memory import address_of, get_byte, item_size, set_byte, store
-from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
+from ..simd.numbers import FLOAT32, INT8
 from ..simd.vectors import HAS_DOT, LANES, VECTOR_BYTES, function, splat
 from .amx_linear import TILES, is_read_apart, panels_of_unit, rows_of_unit, scratch_bytes, thirds_of
+from .panels import (
+    OUT_KINDS,
+    Panels,
+    check_bias,
+    check_codes,
+    check_outputs,
+    check_panels,
+    check_result_dtype,
+    check_weight,
+    num_panels_of,
+)
 
 _DEPTH = 320  # most steps of a panel at a time: 20 to 40 KiB, in the L1 cache while all rows use them
 UNPACKED_DEPTH = 128  # the same if they are unpacked first, to 4 bytes a number
 ROWS = 64  # of a unit of work
-OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-_KINDS = {**OUT_KINDS, torch.int8: INT8, torch.uint8: INT4, torch.int16: BF12}
-_PAIR_KINDS = {
-    torch.bfloat16: BFLOAT16_PAIRS,
-    torch.int8: INT8_PAIRS,
-    torch.uint8: INT4_PAIRS,
-    torch.int16: BF12_PAIRS,
-}
 _WIDTH = 4 * PANEL
 
 LINEAR = Task(
@@ -61,44 +62,6 @@ LINEAR = Task(
     ),
 )  # fmt: skip
 _RECORD = LINEAR.record
-
-
-class Panels(NamedTuple):
-    """A weight [out_features, in_features], packed for `linear`, and its scales.
-
-    In pairs, which are for x in bfloat16 or with AMX in float32, inputs 2 i and 2 i + 1 lie side by side.
-    """
-
-    # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]. int4: uint8 with
-    # LANES instead of PANEL, in pairs in the order of Int4Pairs. bfloat16 not in pairs: outputs i and i +
-    # LANES alternate. bf12: i16[num_panels, num_groups, BF12_GROUP_BYTES / 2], in pairs with a last
-    # dimension of 1.
-    weight: Tensor
-    # f32[num_panels * PANEL], for int8 in pairs divided by INT8_UNIT. int4: scales and zeros,
-    # bf16[num_panels, num_groups, 2, PANEL]. bf12: the exceptions, i32[n].
-    scales: Tensor
-    out_features: int
-    gated: bool = False  # the product is silu(first half of the outputs) * second half
-
-    @property
-    def in_features(self) -> int:
-        """The width of x."""
-        return self.depth * (1 + self.in_pairs)
-
-    @property
-    def depth(self) -> int:
-        """The number of steps."""
-        return self.weight.shape[1] * (PART_STEPS[self.kind] if self.weight.dtype == torch.int16 else 1)
-
-    @property
-    def in_pairs(self) -> bool:
-        """Whether a step is two inputs."""
-        return self.weight.dim() == 4
-
-    @property
-    def kind(self) -> int:
-        """The format, a key of FORMATS in `products.kinds`."""
-        return (_PAIR_KINDS if self.in_pairs else _KINDS)[self.weight.dtype]
 
 
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:
@@ -113,23 +76,15 @@ def _fills_tiles(in_features: int) -> bool:
 
 
 def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, gated: bool = False) -> Panels:
-    """Pack a weight [out_features, in_features], times scales f32[out_features], into panels.
+    """Pack a weight [out_features, in_features], times scales [out_features], into panels.
 
     pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises
     ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two, has
     inputs, and has scales exactly if it is int8.
     """
-    _check_pairs(pairs)
-    check_dtype("weight", weight, tuple(_PAIR_KINDS)[:2] if pairs else tuple(_KINDS)[:4])
-    if (scales is not None) != (weight.dtype == torch.int8):
-        given = "none" if scales is None else "some"
-        raise ValueError(
-            f"scales go with a weight in int8 and with no other, got {given} with {weight.dtype}"
-        )
+    check_weight(weight, scales, pairs=pairs, gated=gated)
     out_features, in_features = weight.shape
-    if not in_features:
-        raise ValueError(f"a weight must have inputs, got one of shape {list(weight.shape)}")
-    num_panels = _num_panels(out_features, gated)
+    num_panels = num_panels_of(out_features, gated)
     shape = num_panels, in_features // (1 + pairs), PANEL, 1 + pairs
     panels = in_huge_pages(weight.new_empty(shape)).zero_()
     by_halves = weight.dtype == torch.bfloat16 and not pairs
@@ -151,9 +106,9 @@ def pack_int4(
     codes: uint8[out_features, in_features], 0 to 15. scales, zeros:
         bf16[out_features, in_features // INT4_GROUP].
     """
-    _check_pairs(pairs)
+    check_codes(codes, scales, zeros, pairs=pairs, gated=gated)
     out_features, in_features = codes.shape
-    num_panels, num_groups = _num_panels(out_features, gated), in_features // INT4_GROUP
+    num_panels, num_groups = num_panels_of(out_features, gated), in_features // INT4_GROUP
     shape = num_panels, in_features // (1 + pairs), LANES, 1 + pairs
     panels = in_huge_pages(codes.new_empty(shape)).zero_()
     factors = scales.new_zeros(num_panels, num_groups, 2, PANEL)
@@ -168,19 +123,12 @@ def pack_int4(
 
 def pad(numbers: Tensor, *, gated: bool = False) -> Tensor:
     """Order a number for each output as the panels do: [out_features] -> f32[num_panels * PANEL]."""
-    padded = torch.zeros(_num_panels(len(numbers), gated), PANEL, dtype=torch.float32)
+    check_outputs("numbers", numbers, gated=gated)
+    check_dtype("numbers", numbers)
+    padded = torch.zeros(num_panels_of(len(numbers), gated), PANEL, dtype=torch.float32)
     for i, part in enumerate(_rows_of_panels(numbers, gated)):
         padded[i, : len(part)] = part
     return padded.flatten()
-
-
-def _check_pairs(pairs: bool) -> None:
-    if pairs and not HAS_DOT:
-        raise ValueError("pairs=True takes a CPU with AVX512-BF16; leave it out, as `can_pair` says")
-
-
-def _num_panels(out_features: int, gated: bool) -> int:
-    return -(-out_features // 2 // LANES) if gated else -(-out_features // PANEL)
 
 
 def _rows_of_panels(x: Tensor, gated: bool) -> Iterator[Tensor]:
@@ -222,10 +170,15 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None, dtype: torch.dtype | 
     accumulators are float32. Raises ValueError if x has another width or dtype than the weight is packed
     for.
     """
+    if not is_trusted():
+        check_panels(weight)
+        check_bias(weight, bias)
+        check_result_dtype(torch.float32 if dtype is None else dtype)
     check_shape("x", x, (None, weight.in_features))
     in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)
     in_pairs = (torch.bfloat16, torch.float32) if in_tiles else (torch.bfloat16,)
     check_dtype("x", x, in_pairs if weight.in_pairs else KERNEL_DTYPES)
+    check_device("x", x, weight.weight.device)
     num_rows, num_panels = x.shape[0], len(weight.weight)
     out_features = weight.out_features // (1 + weight.gated)
     out = x.new_empty(num_rows, out_features, dtype=dtype or x.dtype)

@@ -14,7 +14,7 @@ from ..products.reader import PANEL
 from ..simd.memory import get_byte, get_int, set_byte, set_int, set_long
 from ..simd.numbers import BFLOAT16
 from ..simd.vectors import function
-from .linear import Panels
+from .panels import Panels, check_panels
 
 _VALUES = 256  # of a byte
 _HEAD_END = TABLE_BYTES + 16  # bytes of a head that are in use; the rest is 0
@@ -34,6 +34,7 @@ def pack_bf12(panels: Panels) -> Panels:
     with byte lookups, have inputs that fill no groups, are small enough for the caches, or would have so many
     exceptions that little were saved.
     """
+    check_panels(panels)
     num_panels, num_weights = len(panels.weight), panels.weight.numel()
     encoded = FORMATS.get(_ENCODED.get(panels.kind, -1))
     is_large = num_weights >= _LEAST_WEIGHTS and panels.weight.is_cpu

@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...arguments import check_logits
+from ...checks import is_trusted
 from ...plain import ops as torch_ops
 from ..launch.tasks import Task, addresses
 from ..simd.memory import get_float, load, set_float, set_long, store
@@ -42,6 +44,8 @@ def _greedy(args, row, scratch):
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's maximum, f32[n], after its first index, i64[n]; see `reference.greedy`."""
+    if not is_trusted():
+        check_logits(logits)
     num_rows, size = logits.shape
     if logits.stride(1) != 1 or logits.dtype != torch.float32:
         return torch_ops.greedy(logits)

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...checks import KERNEL_DTYPES, check_eps
+from ...arguments import check_rms_norm
+from ...checks import KERNEL_DTYPES, is_trusted
 from ...plain import ops as torch_ops
 from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import LINE, some_of
@@ -90,9 +91,10 @@ def rms_norm(
 
     More than FEW_ROWS rows of whole pages are padded: the result is not contiguous.
     """
+    if not is_trusted():
+        check_rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
     size, dtype = weight.shape[0], x.dtype
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    check_eps(eps)
     regular = (
         dtype in KERNEL_DTYPES
         and x.is_cpu

@@ -6,14 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import (
-    KERNEL_DTYPES,
-    QUANTIZED_DTYPES,
-    check_eps,
-    check_indices,
-    check_once,
-    must_read_contents,
-)
+from ...arguments import check_rotary_store_kv
+from ...checks import KERNEL_DTYPES, QUANTIZED_DTYPES, is_trusted
 from ...plain import ops as torch_ops
 from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import get_long, item_size, load_some_as, set_float, some_of, store_some_as
@@ -168,11 +162,14 @@ def rotary_store_kv(
     value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply QK norm and rotary embeddings, store K and V; see `reference.rotary_store_kv`."""
+    if not is_trusted():
+        tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
+        weights = query_norm_weight, key_norm_weight
+        check_rotary_store_kv(*tensors, *weights, eps, unit_offset, key_scales, value_scales)
     num_tokens, num_rows, head_dim = qkv.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     num_heads = num_rows - 2 * num_kv_heads
     dtype, angles = qkv.dtype, num_tokens * (head_dim // 2)
-    check_eps(eps)
     regular = (
         dtype in KERNEL_DTYPES
         and block_size > 0
@@ -207,9 +204,6 @@ def rotary_store_kv(
             key_scales=key_scales,
             value_scales=value_scales,
         )
-    if must_read_contents(qkv.device):
-        check_indices("slot_mapping", slot_mapping, "the cache's slots", len(key_cache) * block_size)
-        check_once("slot_mapping", slot_mapping)
     num_units, per_unit = units_of_rows(num_tokens, num_rows * head_dim)
     ROTARY_STORE_KV.run(
         num_units,

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checks import KERNEL_DTYPES
+from ...arguments import check_silu_and_mul
+from ...checks import KERNEL_DTYPES, is_trusted
 from ...plain import ops as torch_ops
 from ..launch.tasks import Task, addresses
 from ..simd.memory import some_of
@@ -39,6 +40,8 @@ def _silu_and_mul_unit(args, unit):
 
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """Return silu(gate) * up, where x is gate and up side by side; see `reference.silu_and_mul`."""
+    if not is_trusted():
+        check_silu_and_mul(x)
     num_rows, size = x.shape[0], x.shape[1] // 2
     regular = x.is_cpu and x.shape[1] % 2 == 0 and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
     if not regular:

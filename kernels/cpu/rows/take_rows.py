@@ -4,10 +4,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import check_contiguous, check_dtype, check_indices, check_shape, must_read_contents
+from ...arguments import check_take_rows
+from ...checks import check_contiguous, check_device, check_dtype, check_indices, check_shape, is_trusted
 from ..launch.tasks import Task, addresses
-from ..linear.linear import Panels
-from ..products.kinds import BF12, BF12_PAIRS, BFLOAT16_PAIRS, INT8_PAIRS, STEP_BYTES, UNPACKED
+from ..linear.panels import Panels, check_panels, check_result_dtype
+from ..products.kinds import (
+    BF12,
+    BF12_PAIRS,
+    BFLOAT16_PAIRS,
+    INT4,
+    INT4_PAIRS,
+    INT8_PAIRS,
+    STEP_BYTES,
+    UNPACKED,
+)
 from ..products.reader import INT8_UNIT, PANEL
 from ..products.unpack import unpack
 from ..simd.gather import copy_row
@@ -29,6 +39,7 @@ from ..simd.memory import (
 from ..simd.numbers import BFLOAT16, FLOAT32, KINDS
 from ..simd.vectors import LANES, VECTOR_BYTES, function
 
+_CPU = torch.device("cpu")
 # kind: of numbers to widen to float32, or FLOAT32 to copy rows as they are.
 TAKE_ROWS = Task(("table", "indices", "out"), ("stride_bytes", "row_bytes", "kind"))
 TAKE_PANEL_ROWS = Task(("panels", "scales", "indices", "out"), ("in_features", "weight_kind", "out_kind"))
@@ -105,26 +116,29 @@ def _take_panel_row(args, i, scratch):
 
 def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the rows of [n, size] with indices i64[m]: [m, size]; see `reference.take_rows`."""
+    if not is_trusted():
+        check_take_rows(table, indices, out)
+        check_device("table", table, _CPU)
     if table.stride(1) != 1:
         table = table.contiguous()
     if out is None:
         out = table.new_empty(len(indices), table.shape[1])
-    else:
-        check_shape("out", out, (len(indices), table.shape[1]), table.dtype)
-        check_contiguous("out", out)
+    check_contiguous("out", out)
     return _take_rows(table, indices.contiguous(), out, FLOAT32)
 
 
 def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Return rows of a contiguous 16-bit [n, size] with indices i64[m] as f32[m, size]."""
+    if not is_trusted():
+        check_take_rows(table, indices)
     check_dtype("table", table, (torch.float16, torch.bfloat16))
+    check_device("table", table, _CPU)
     check_contiguous("table", table)
     out = table.new_empty(len(indices), table.shape[1], dtype=torch.float32)
     return _take_rows(table, indices.contiguous(), out, KINDS[table.dtype])
 
 
 def _take_rows(table: Tensor, indices: Tensor, out: Tensor, kind: int) -> Tensor:
-    _check_indices(indices, len(table))
     stride_bytes, row_bytes = table.stride(0) * table.itemsize, table.shape[1] * table.itemsize
     TAKE_ROWS.run(len(indices), *addresses(table, indices, out), stride_bytes, row_bytes, kind)
     return out
@@ -135,6 +149,14 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
 
     dtype: holds the weight's numbers.
     """
+    if not is_trusted():
+        check_panels(panels)
+        check_result_dtype(dtype)
+        check_shape("indices", indices, (None,), torch.int64)
+        check_device("indices", indices, _CPU)
+        check_indices("indices", indices, "the weight's rows", panels.out_features)
+    if panels.kind in (INT4, INT4_PAIRS):
+        raise ValueError("a weight in int4 can only be multiplied, not looked up")
     weight, size = panels.weight, panels.in_features
     if size < LANES:
         places = indices % PANEL
@@ -143,7 +165,6 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         rows = weight[indices // PANEL, :, places].flatten(1)
         unit = INT8_UNIT if panels.kind == INT8_PAIRS else 1.0
         return (rows * (unit * panels.scales[indices, None])).to(dtype)
-    _check_indices(indices, panels.out_features)
     indices = indices.contiguous()  # bound to a name: its memory must outlive the launch
     out = torch.empty(len(indices), size, dtype=dtype)
     is_bf12 = panels.kind in (BF12_PAIRS, BF12)
@@ -158,9 +179,3 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
         scratch_size=VECTOR_BYTES + (4 + 2 * PANEL * is_bf12) * size,
     )
     return out
-
-
-def _check_indices(indices: Tensor, num_rows: int) -> None:
-    check_dtype("indices", indices, (torch.int64,))
-    if must_read_contents(indices.device):
-        check_indices("indices", indices, "the table's rows", num_rows)

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import check_indices, check_once, must_read_contents
+from ...arguments import check_penalties
+from ...checks import is_trusted
 from ...plain import sampling as torch_sampling
 from ..launch.tasks import Task, addresses, is_plain
 from ..simd.memory import any_set, get_byte, get_float, get_int, get_long, set_float
@@ -54,6 +55,13 @@ def apply_penalties(
     presence_penalty: Tensor,  # f32[n]
 ) -> None:
     """Subtract penalties from the logits of tokens seen; see `reference.apply_penalties`."""
+    if not is_trusted():
+        penalties = {
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+        }
+        check_penalties(logits, rows, slots, output_counts, seen, penalties)
     num, size = rows.shape[0], logits.shape[1]
     columns = (repetition_penalty, frequency_penalty, presence_penalty)
     regular = (
@@ -67,9 +75,5 @@ def apply_penalties(
     if not regular:
         torch_sampling.apply_penalties(logits, rows, slots, output_counts, seen, *columns)
         return
-    if must_read_contents(logits.device):
-        check_indices("rows", rows, "the rows of logits", len(logits))
-        check_once("rows", rows)
-        check_indices("slots", slots, "the histories", min(len(output_counts), len(seen)))
     histories = (logits, rows, slots, output_counts, seen, *columns)
     PENALTIES.run(num, *addresses(*histories), size, logits.stride(0) * 4)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...arguments import check_sample_tokens
+from ...checks import is_trusted
 from ...plain import sampling as torch_sampling
 from ...plain import selection as torch_selection
 from ..launch.tasks import Task, addresses, is_plain
@@ -292,6 +294,10 @@ def sample_tokens(
     top_p: Tensor | None,  # f32[n], 1 keeps all
 ) -> Tensor:  # i64[n]
     """Draw one token of each row; see `plain.sampling.sample_tokens`."""
+    if not is_trusted():
+        filters = {"min_p": min_p, "top_n_sigma": top_n_sigma, "typical_p": typical_p}
+        filters |= {"top_k": top_k, "top_p": top_p}
+        check_sample_tokens(logits, seeds, positions, temperature, filters)
     num_rows, size = logits.shape
     floats = (temperature, min_p, top_n_sigma, typical_p, top_p)
     regular = (

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checks import check_between, check_indices, must_read_contents
+from ...arguments import check_token_logprobs
+from ...checks import is_trusted
 from ...plain import logprobs as torch_logprobs
 from ...plain import selection as torch_selection
 from ..launch.tasks import Task, addresses, is_plain
@@ -97,12 +98,11 @@ def token_logprobs(
     num_top: int,  # 0 to vocab_size
 ) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
     """Return log_softmax of tokens and of the likeliest; see `reference.token_logprobs`."""
+    if not is_trusted():
+        check_token_logprobs(logits, tokens, num_top)
     num_rows, size = logits.shape
     if logits.dtype != torch.float32 or logits.stride(1) != 1 or not is_plain(tokens, torch.int64, num_rows):
         return torch_logprobs.token_logprobs(logits, tokens, num_top)
-    check_between("num_top", num_top, 0, size)
-    if must_read_contents(logits.device):
-        check_indices("tokens", tokens, "the vocabulary", size)
     values = logits.new_empty(num_rows, 1 + num_top)
     ids, ranks = tokens.new_empty(num_rows, 1 + num_top), torch.empty_like(tokens)
     width = -(-size // torch_selection.HEIGHT)

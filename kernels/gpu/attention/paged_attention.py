@@ -21,6 +21,7 @@ from ...attention_options import (
     check_attention,
     check_layout,
     check_lengths,
+    check_plan,
     layout_of,
 )
 from ...checks import check_between, in_debug_mode
@@ -154,15 +155,16 @@ def paged_attention(
     """
     if plan is None:
         plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    elif in_debug_mode():
+        check_plan(plan, _LayerPlan)
+        fresh = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+        check_layout(plan, fresh.layout)
+        check_lengths(isinstance(plan, _LayerPlan) and _same_work(plan.decodes, fresh.decodes))
     else:
+        check_plan(plan, _LayerPlan)
         check_launchable("query", query)
         check_layout(plan, layout_of(query, key_cache, value_cache, block_tables, seq_lens, options))
-        if in_debug_mode():
-            fresh = plan_attention(
-                query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options
-            )
-            check_lengths(isinstance(plan, _LayerPlan) and _same_work(plan.decodes, fresh.decodes))
-    assert isinstance(plan, _LayerPlan), "a plan of another backend"
+    assert isinstance(plan, _LayerPlan), "check_plan compares the types"
     num_tokens, num_heads, _ = query.shape
     out = torch.empty(num_tokens, num_heads, value_cache.shape[3], dtype=query.dtype, device=query.device)
     if num_tokens == 0 or len(seq_lens) == 0:

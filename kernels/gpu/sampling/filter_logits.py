@@ -28,8 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checks import check_device, check_last_dim_contiguous, check_shape
+from ...arguments import check_filters
+from ...checks import check_apart, check_contiguous, check_last_dim_contiguous
 from ...gumbel import NOISE_BLOCK
+from ..target import check_launchable
 from .filter_row import (
     NUM_LIMITS,
     PARAMETERS,
@@ -185,25 +187,15 @@ class Filters(NamedTuple):
     top_k: Tensor | None  # i32[n], vocab_size keeps all
     top_p: Tensor | None  # f32[n], 1 keeps all
 
-    def check(self, n: int, device: torch.device) -> None:
-        """Raise ValueError for a shape, dtype or device that does not fit n rows."""
-        for name, value in self._asdict().items():
-            if value is not None:
-                check_shape(name, value, (n,), torch.int32 if name == "top_k" else torch.float32)
-                check_device(name, value, device)
-                if not value.is_contiguous():
-                    raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
 
-
-def check_logits(logits: Tensor, temperature: Tensor) -> None:
-    """Raise ValueError unless logits are rows of a vocabulary that masses can be summed over."""
-    check_shape("logits", logits, (None, None), torch.float32)
+def check_vocabulary(logits: Tensor, temperature: Tensor, filters: Filters) -> None:
+    """Raise ValueError unless kernels can sum masses over the logits, and all columns are contiguous."""
     check_last_dim_contiguous("logits", logits)
-    n, vocab_size = logits.shape
-    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"logits must be of 1 to {MAX_VOCAB_SIZE} tokens, got {vocab_size}")
-    check_shape("temperature", temperature, (n,), torch.float32)
-    check_device("temperature", temperature, logits.device)
+    if logits.shape[1] > MAX_VOCAB_SIZE:
+        raise ValueError(f"logits must be of 1 to {MAX_VOCAB_SIZE} tokens, got {logits.shape[1]}")
+    for name, column in {"temperature": temperature, **filters._asdict()}.items():
+        if column is not None:
+            check_contiguous(name, column)
 
 
 def block_maxima(logits: Tensor, *, moments: bool) -> tuple[Tensor, Tensor | None]:
@@ -280,9 +272,11 @@ def filter_logits(
     A NaN counts as -inf and +inf as the largest float: see sample_tokens. Raises ValueError for a shape,
     dtype or stride that does not fit.
     """
-    check_logits(logits, temperature)
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
-    filters.check(len(logits), logits.device)
+    check_filters(logits, temperature, filters._asdict())
+    check_apart("logits", logits)
+    check_launchable("logits", logits)
+    check_vocabulary(logits, temperature, filters)
     if len(logits) == 0:
         return
     maxima, moments = block_maxima(logits, moments=top_n_sigma is not None)

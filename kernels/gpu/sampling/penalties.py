@@ -5,15 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checks import (
-    check_apart,
-    check_device,
-    check_indices,
-    check_last_dim_contiguous,
-    check_once,
-    check_shape,
-    in_debug_mode,
-)
+from ...arguments import check_penalties
+from ...checks import check_contiguous, check_last_dim_contiguous
 from ..target import check_launchable
 
 _CHUNK = 4096  # tokens of one program
@@ -81,33 +74,20 @@ def apply_penalties(
     or stride that does not fit, and in debug mode (see `checks`) for rows and slots that do not exist or are
     named twice.
     """
-    check_shape("logits", logits, (None, None), torch.float32)
-    check_shape("rows", rows, (None,), torch.int64)
-    check_last_dim_contiguous("logits", logits)
-    check_apart("logits", logits)
-    check_launchable("logits", logits)
-    num_items, size = len(rows), logits.shape[1]
-    check_shape("slots", slots, (num_items,), torch.int64)
-    check_shape("output_counts", output_counts, (None, size), torch.int32)
-    check_shape("seen", seen, output_counts.shape, torch.bool)
-    tensors = {"rows": rows, "slots": slots, "output_counts": output_counts, "seen": seen}
-    for name, penalty in {
+    penalties = {
         "repetition_penalty": repetition_penalty,
         "frequency_penalty": frequency_penalty,
         "presence_penalty": presence_penalty,
-    }.items():
-        check_shape(name, penalty, (num_items,), torch.float32)
-        tensors[name] = penalty
+    }
+    check_penalties(logits, rows, slots, output_counts, seen, penalties)
+    check_last_dim_contiguous("logits", logits)
+    check_launchable("logits", logits)
+    tensors = {"rows": rows, "slots": slots, "output_counts": output_counts, "seen": seen, **penalties}
     for name, tensor in tensors.items():
-        check_device(name, tensor, logits.device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+        check_contiguous(name, tensor)
+    num_items, size = len(rows), logits.shape[1]
     if num_items == 0:
         return
-    if in_debug_mode():
-        check_indices("rows", rows, "those of logits", len(logits))
-        check_once("rows", rows)
-        check_indices("slots", slots, "those of output_counts", len(output_counts))
     _penalties_kernel[(num_items, triton.cdiv(size, _CHUNK))](
         logits_ptr=logits,
         rows_ptr=rows,

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...checks import check_device, check_shape
+from ...arguments import check_sample_tokens
+from ...checks import check_contiguous
 from ...gumbel import LN_2, LOG_POLYNOMIAL, SMALL_POLYNOMIAL, SQRT_HALF_BITS
 from ..target import check_launchable
-from .filter_logits import BLOCK, Filters, block_maxima, check_logits, row_limits
+from .filter_logits import BLOCK, Filters, block_maxima, check_vocabulary, row_limits
 from .filter_row import NUM_LIMITS, kept_and_scaled, load_finite, row_scale, scaled
 
 _LN_2 = tl.constexpr(LN_2)
@@ -148,17 +149,13 @@ def sample_tokens(
     then, and discards the token. (NaN counts as -inf and +inf as the largest float, so no search can hang.)
     Raises ValueError for a shape, dtype or stride that does not fit.
     """
-    check_logits(logits, temperature)
-    check_launchable("logits", logits)
-    n, vocab_size = logits.shape
-    for name, tensor in {"seeds": seeds, "positions": positions}.items():
-        check_shape(name, tensor, (n,), torch.int64)
-        check_device(name, tensor, logits.device)
-    for name, tensor in {"seeds": seeds, "positions": positions, "temperature": temperature}.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
-    filters.check(n, logits.device)
+    check_sample_tokens(logits, seeds, positions, temperature, filters._asdict())
+    check_launchable("logits", logits)
+    check_vocabulary(logits, temperature, filters)
+    check_contiguous("seeds", seeds)
+    check_contiguous("positions", positions)
+    n, vocab_size = logits.shape
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n == 0:
         return out

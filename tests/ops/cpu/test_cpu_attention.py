@@ -270,17 +270,15 @@ def test_powers_of_2_to_a_unit_in_the_last_place():
 
 
 def test_rows_that_the_kernels_would_misread_are_left_to_torch():
-    """The kernels would read or write beyond the end of each of these."""
-    x, other = torch.randn(5, 64), torch.randn(5, 64, dtype=torch.float64)
-    strided = torch.randn(64, 2)[:, 0]
+    """The kernels would read or write beyond the end of each of these, if they took any."""
+    x, strided = torch.randn(5, 64), torch.randn(64, 2)[:, 0]
     assert torch.equal(numba_kernels.rms_norm(x, strided, 1e-6), torch_ops.rms_norm(x, strided, 1e-6))
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        numba_kernels.rms_norm(x[:, :32], torch.ones(64), 1e-6)
+    other = torch.randn(64, 5).T
     added = other + x
     numba_kernels.rms_norm(x, torch.ones(64), 1e-6, other)
     assert torch.equal(other, added)
 
-    cos, caches = torch.randn(5, 16, dtype=torch.bfloat16), torch.zeros(2, 2, 4, 2, 32)
+    cos, caches = torch.randn(16, 5).T, torch.zeros(2, 2, 4, 2, 32)
     slots, qkv, expected = torch.arange(5), torch.randn(5, 8, 32), torch.zeros(2, 2, 4, 2, 32)
     torch_ops.rotary_store_kv(qkv.clone(), cos, cos, *expected, slots)
     numba_kernels.rotary_store_kv(qkv.clone(), cos, cos, *caches, slots)
@@ -290,15 +288,6 @@ def test_rows_that_the_kernels_would_misread_are_left_to_torch():
         numba_kernels.rotary_store_kv(
             qkv.clone(), cos, cos, *caches.to(torch.int8), slots, key_scales=scales[0], value_scales=scales[1]
         )
-    nowhere = x.to("meta")
-    assert numba_kernels.silu_and_mul(nowhere).is_meta
-    for operation, args in (
-        (numba_kernels.rms_norm, (nowhere, torch.ones(64), 1e-6)),
-        (numba_kernels.rms_norm, (x, nowhere[0], 1e-6)),
-        (numba_kernels.rotary_store_kv, (qkv.to("meta"), cos.float(), cos.float(), *caches, slots)),
-    ):
-        with pytest.raises(RuntimeError, match="meta"):
-            operation(*args)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match="needs key_scales"):
             numba_kernels.rotary_store_kv(qkv.clone(), cos, cos, *caches.to(dtype), slots)
@@ -328,7 +317,7 @@ def test_wrong_inputs_are_named():
         attend(paged_attention, **{**case, "sliding_window": 0})
     with pytest.raises(ValueError, match="seq_lens"):
         attend(paged_attention, **{**case, "seq_lens": case["seq_lens"].long()})
-    with pytest.raises(ValueError, match="query must be on cpu, got meta"):
+    with pytest.raises(ValueError, match="query must hold numbers, got a Tensor on meta"):
         attend(paged_attention, **{**case, "query": case["query"].to("meta")})
 
 

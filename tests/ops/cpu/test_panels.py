@@ -320,7 +320,7 @@ def test_what_the_kernel_would_misread_is_refused():
         PanelWeight(torch.ones(4, 32))(torch.ones(3, 16), None)
     with pytest.raises(ValueError, match=r"scales go with a weight in int8 .*, got some with torch\.float32"):
         numba_linear.pack(torch.ones(4, 32), torch.ones(4))
-    with pytest.raises(ValueError, match=r"a weight must have inputs, got one of shape \[4, 0\]"):
+    with pytest.raises(ValueError, match="in_features must be greater than 0, got 0"):
         PanelWeight(torch.ones(4, 1)[:, :0])
     with pytest.raises(ValueError, match=r"got none with torch\.int8"):
         numba_linear.pack(torch.ones(4, 32, dtype=torch.int8))

@@ -1,0 +1,194 @@
+"""Weights packed for `linear.linear`, and what they and what they are made of must be."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checks import (
+    check_between,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_multiple,
+    check_positive,
+    check_shape,
+    check_tensor,
+)
+from ..products.bf12 import BF12_GROUP, BF12_GROUP_BYTES, TABLE_BYTES
+from ..products.int4 import INT4_GROUP
+from ..products.kinds import (
+    BF12,
+    BF12_PAIRS,
+    BFLOAT16_PAIRS,
+    FORMATS,
+    INT4,
+    INT4_PAIRS,
+    INT8_PAIRS,
+    PART_STEPS,
+)
+from ..products.reader import PANEL
+from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8
+from ..simd.vectors import HAS_DOT, LANES
+
+OUT_KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+_KINDS = {**OUT_KINDS, torch.int8: INT8, torch.uint8: INT4, torch.int16: BF12}
+_PAIR_KINDS = {
+    torch.bfloat16: BFLOAT16_PAIRS,
+    torch.int8: INT8_PAIRS,
+    torch.uint8: INT4_PAIRS,
+    torch.int16: BF12_PAIRS,
+}
+_CPU = torch.device("cpu")
+
+
+class Panels(NamedTuple):
+    """A weight [out_features, in_features], packed for `linear`, and its scales.
+
+    In pairs, which are for x in bfloat16 or with AMX in float32, inputs 2 i and 2 i + 1 lie side by side.
+    """
+
+    # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]. int4: uint8 with
+    # LANES instead of PANEL, in pairs in the order of Int4Pairs. bfloat16 not in pairs: outputs i and i +
+    # LANES alternate. bf12: i16[num_panels, num_groups, BF12_GROUP_BYTES / 2], in pairs with a last
+    # dimension of 1.
+    weight: Tensor
+    # f32[num_panels * PANEL], for int8 in pairs divided by INT8_UNIT. int4: scales and zeros,
+    # bf16[num_panels, num_groups, 2, PANEL]. bf12: the exceptions, i32[n].
+    scales: Tensor
+    out_features: int
+    gated: bool = False  # the product is silu(first half of the outputs) * second half
+
+    @property
+    def in_features(self) -> int:
+        """The width of x."""
+        return self.depth * (1 + self.in_pairs)
+
+    @property
+    def depth(self) -> int:
+        """The number of steps."""
+        return self.weight.shape[1] * (PART_STEPS[self.kind] if self.weight.dtype == torch.int16 else 1)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether a step is two inputs."""
+        return self.weight.dim() == 4
+
+    @property
+    def kind(self) -> int:
+        """The format, a key of FORMATS in `products.kinds`."""
+        return (_PAIR_KINDS if self.in_pairs else _KINDS)[self.weight.dtype]
+
+
+def num_panels_of(out_features: int, gated: bool) -> int:
+    """Return how many panels hold so many outputs."""
+    return -(-out_features // 2 // LANES) if gated else -(-out_features // PANEL)
+
+
+def check_outputs(name: str, tensor: Tensor, *, gated: bool) -> None:
+    """Raise ValueError unless `tensor` has one entry for each output, of a gated weight an even number."""
+    check_tensor(name, tensor)
+    check_device(name, tensor, _CPU)
+    check_flag("gated", gated)
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} must have an entry for each output, got a tensor without dimensions")
+    check_positive("out_features", len(tensor))
+    check_multiple("out_features", len(tensor), "the two halves", 2 if gated else 1)
+
+
+def check_weight(weight: Tensor, scales: Tensor | None, *, pairs: bool, gated: bool) -> None:
+    """Raise ValueError unless `linear.pack` can pack this weight."""
+    _check_pairs(pairs)
+    check_shape("weight", weight, (None, None))
+    check_outputs("weight", weight, gated=gated)
+    check_dtype("weight", weight, tuple(_PAIR_KINDS)[:2] if pairs else tuple(_KINDS)[:4])
+    check_positive("in_features", weight.shape[1])
+    check_multiple("in_features", weight.shape[1], "a pair", 1 + pairs)
+    if (scales is not None) != (weight.dtype == torch.int8):
+        given = "none" if scales is None else "some"
+        raise ValueError(
+            f"scales go with a weight in int8 and with no other, got {given} with {weight.dtype}"
+        )
+    if scales is not None:
+        check_shape("scales", scales, (len(weight),))
+        check_dtype("scales", scales)
+        check_device("scales", scales, _CPU)
+
+
+def check_codes(codes: Tensor, scales: Tensor, zeros: Tensor, *, pairs: bool, gated: bool) -> None:
+    """Raise ValueError unless `linear.pack_int4` can pack these codes."""
+    _check_pairs(pairs)
+    check_shape("codes", codes, (None, None), torch.uint8)
+    check_outputs("codes", codes, gated=gated)
+    check_positive("in_features", codes.shape[1])
+    check_multiple("in_features", codes.shape[1], "INT4_GROUP", INT4_GROUP)
+    if int(codes.max()) > 15:
+        raise ValueError(f"codes must be 0 to 15, got {int(codes.max())}")
+    for name, tensor in {"scales": scales, "zeros": zeros}.items():
+        check_shape(name, tensor, (len(codes), codes.shape[1] // INT4_GROUP), torch.bfloat16)
+        check_device(name, tensor, _CPU)
+
+
+def _check_pairs(pairs: bool) -> None:
+    check_flag("pairs", pairs)
+    if pairs and not HAS_DOT:
+        raise ValueError("pairs=True takes a CPU with AVX512-BF16; leave it out, as `can_pair` says")
+
+
+def check_bias(panels: Panels, bias: Tensor | None) -> None:
+    """Raise ValueError unless the bias is what `linear.pad` makes for these panels."""
+    if bias is not None:
+        check_shape("bias", bias, (len(panels.weight) * PANEL,), torch.float32)
+        check_contiguous("bias", bias)
+        check_device("bias", bias, _CPU)
+
+
+def check_result_dtype(dtype: torch.dtype) -> None:
+    """Raise ValueError unless products and rows can have this dtype."""
+    if dtype not in tuple(OUT_KINDS):
+        raise ValueError(f"dtype must be one of {', '.join(map(str, OUT_KINDS))}, got {dtype!r}")
+
+
+def check_panels(panels: Panels) -> None:
+    """Raise ValueError unless the panels are as `pack`, `pack_int4` or `pack_bf12` makes them."""
+    if not isinstance(panels, Panels):
+        raise ValueError(f"weight must be Panels, see `pack`, got {type(panels).__name__}")
+    weight = panels.weight
+    check_tensor("panels.weight", weight)
+    dims = {3: _KINDS, 4: _PAIR_KINDS}.get(weight.dim(), {})
+    if weight.dtype not in dims or not FORMATS[dims[weight.dtype]].is_supported:
+        raise ValueError(
+            f"panels.weight must be in a format of this CPU, got {weight.dtype} of shape {list(weight.shape)}"
+        )
+    check_between("panels.out_features", panels.out_features, 1, 2**31 - 1)
+    check_flag("panels.gated", panels.gated)
+    check_multiple("panels.out_features", panels.out_features, "the two halves", 2 if panels.gated else 1)
+    kind, num_panels = panels.kind, num_panels_of(panels.out_features, panels.gated)
+    width = {INT4: LANES, INT4_PAIRS: LANES, BF12: BF12_GROUP_BYTES // 2, BF12_PAIRS: BF12_GROUP_BYTES // 2}
+    last = () if weight.dim() == 3 else (1 if kind == BF12_PAIRS else 2,)
+    check_shape("panels.weight", weight, (num_panels, None, width.get(kind, PANEL), *last))
+    check_positive("panels.in_features", panels.in_features)
+    for name, tensor in {"panels.weight": weight, "panels.scales": panels.scales}.items():
+        check_tensor(name, tensor)
+        check_contiguous(name, tensor)
+        check_device(name, tensor, _CPU)
+    if kind in (BF12, BF12_PAIRS):
+        _check_exceptions(weight, panels.scales)
+    elif kind in (INT4, INT4_PAIRS):
+        check_multiple("panels.in_features", panels.in_features, "INT4_GROUP", INT4_GROUP)
+        shape = num_panels, panels.in_features // INT4_GROUP, 2, PANEL
+        check_shape("panels.scales", panels.scales, shape, torch.bfloat16)
+    else:
+        check_shape("panels.scales", panels.scales, (num_panels * PANEL,), torch.float32)
+
+
+def _check_exceptions(weight: Tensor, exceptions: Tensor) -> None:
+    """Raise ValueError unless every bf12 group's exceptions are in the list, and within the group."""
+    check_shape("panels.scales", exceptions, (None,), torch.int32)
+    heads = weight.flatten(0, 1).flatten(1)[:, TABLE_BYTES // 2 : TABLE_BYTES // 2 + 8]
+    first, count = heads.contiguous().view(torch.int64).unbind(1)
+    offsets = exceptions >> 8
+    inside = (first >= 0) & (count >= 0) & (first <= len(exceptions)) & (count <= len(exceptions) - first)
+    if not bool(inside.all()) or not bool(((offsets >= 0) & (offsets < 2 * BF12_GROUP)).all()):
+        raise ValueError("panels.scales must be the exceptions that `pack_bf12` made with panels.weight")

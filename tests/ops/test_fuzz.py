@@ -1,0 +1,27 @@
+"""The first 2,000 wrong calls of `python -m tests.ops.fuzz`."""
+
+import pytest
+
+from tests.ops import fuzz
+from tests.support.kernel_cases import on_cpu
+
+
+@on_cpu
+def test_wrong_calls_are_refused():
+    reports = fuzz.run_backends(fuzz.BACKENDS, 2000)
+    assert not [(name, defect) for name, report in reports.items() for defect in report["defects"]]
+    for report in reports.values():
+        assert report["refused"] >= 2000 // len(reports)
+        assert 0 < report["accepted"] < report["refused"] / 4
+
+
+@pytest.mark.parametrize(
+    ("call", "status"), [("os.abort()", -6), ("time.sleep(60)", 1), ("os._exit(7)", 7)], ids=str
+)
+def test_a_call_that_does_not_return_is_reported(call, status, monkeypatch):
+    program = f"from tests.ops import fuzz; import os, time; fuzz.outcome_of = lambda *_: {call}"
+    monkeypatch.setattr(fuzz, "PROGRAM", ("-c", f"{program}; fuzz.LONGEST_S = 0.5; fuzz.main()"))
+    report = fuzz.run_backends(("torch",), 1, only=3)["torch"]
+    assert report["refused"] == 0
+    (defect,) = report["defects"]
+    assert defect.startswith(f"3  # ended the process with {status}: ")

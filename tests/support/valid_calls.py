@@ -1,0 +1,379 @@
+"""Valid calls of every launcher, small and random: what `tests.ops.fuzz` damages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged.kernels import reference
+from paged.kernels.attention_options import AttentionOptions
+from paged.kernels.backend import BackendName, Kernels, load_kernels
+from tests.support.kernel_cases import quantized, ragged_case, tree_of
+
+TENSORS_OF_ATTENTION = (
+    "query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q",
+)  # fmt: skip
+FILTERS = ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+@dataclass
+class Call:
+    """A launcher and its arguments by name, each option and each field of Panels by itself."""
+
+    name: str
+    launch: Callable[..., Any]
+    arguments: dict[str, Any]
+    written: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # None is another valid call
+    # The values that every entry must stay below, and those of which no two may be equal.
+    indices: dict[str, int] = field(default_factory=dict)
+    distinct: tuple[str, ...] = ()
+    expected: Callable[..., Any] | None = None  # the reference, for calls that are accepted
+
+
+def valid_call(backend: BackendName, generator: random.Random) -> Call:
+    """Make a random valid call of one of a backend's launchers."""
+    torch.manual_seed(generator.getrandbits(32))
+    kernels = load_kernels(backend)
+    makers = [*_MAKERS, _attention, _attention]
+    if backend == "triton":
+        makers.append(_filter_logits)
+    if backend == "numba":
+        makers += [_linear, _pack, _pack_int4, _pad, _panel_rows, _widen_rows]
+    return generator.choice(makers)(kernels, generator)
+
+
+def _dtype(generator: random.Random) -> torch.dtype:
+    return generator.choice([torch.float32, torch.float16, torch.bfloat16])
+
+
+def _take_rows(kernels: Kernels, generator: random.Random) -> Call:
+    table = torch.randn(9, generator.choice([1, 16, 37])).to(_dtype(generator))
+    arguments = {"table": table, "indices": torch.randint(9, (generator.randint(1, 5),))}
+    if generator.random() < 0.5:
+        arguments["out"] = torch.zeros(len(arguments["indices"]), table.shape[1], dtype=table.dtype)
+    return Call(
+        "take_rows",
+        kernels.take_rows,
+        arguments,
+        ("out",),
+        ("out",),
+        indices={"indices": 9},
+        expected=reference.take_rows,
+    )
+
+
+def _rms_norm(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, shape = _dtype(generator), (generator.randint(1, 4), generator.choice([16, 37, 256]))
+    arguments: dict[str, Any] = {
+        "x": torch.randn(shape).to(dtype),
+        "weight": torch.randn(shape[1]).to(dtype),
+        "eps": generator.choice([1e-5, 0, 1]),
+        "unit_offset": generator.random() < 0.3,
+    }
+    if generator.random() < 0.5:
+        arguments["residual"] = torch.randn(shape).to(dtype)
+    written = ("residual",)
+    return Call("rms_norm", kernels.rms_norm, arguments, written, written, expected=reference.rms_norm)
+
+
+def _silu_and_mul(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), 2 * generator.choice([1, 16, 37])).to(_dtype(generator))
+    return Call("silu_and_mul", kernels.silu_and_mul, {"x": x}, expected=reference.silu_and_mul)
+
+
+def _rotary_store_kv(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, num_tokens, num_kv_heads = _dtype(generator), generator.randint(1, 4), generator.randint(1, 2)
+    num_heads, dim, size = num_kv_heads * generator.randint(1, 2), generator.choice([16, 32]), 8
+    angles = torch.randn(num_tokens, dim // 2)
+    caches = torch.zeros(3, size, 2, num_kv_heads, dim)
+    arguments: dict[str, Any] = {
+        "qkv": torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim).to(dtype),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "slot_mapping": torch.randperm(3 * size)[:num_tokens],
+        "unit_offset": generator.random() < 0.3,
+        "eps": 1e-6,
+    }
+    if generator.random() < 0.5:
+        arguments |= {name: torch.randn(dim).to(dtype) for name in ("query_norm_weight", "key_norm_weight")}
+    cache_dtype = generator.choice([dtype, dtype, torch.int8, torch.float8_e4m3fn])
+    caches = caches.to(cache_dtype)
+    arguments |= {"key_cache": caches[:, :, 0], "value_cache": caches[:, :, 1]}
+    written: tuple[str, ...] = ("qkv", "key_cache", "value_cache")
+    if cache_dtype != dtype:
+        arguments |= {name: torch.ones(3, num_kv_heads, size) for name in ("key_scales", "value_scales")}
+        written += ("key_scales", "value_scales")
+    return Call(
+        "rotary_store_kv",
+        kernels.rotary_store_kv,
+        arguments,
+        written,
+        indices={"slot_mapping": 3 * size},
+        distinct=("slot_mapping",),
+    )
+
+
+def _copy_blocks(kernels: Kernels, generator: random.Random) -> Call:
+    cache = torch.randn(2, 6, 4, 1, 16).to(_dtype(generator))
+    arguments = {"cache": cache, "pairs": torch.randperm(6)[:4].view(2, 2)}
+    return Call(
+        "copy_blocks",
+        kernels.copy_blocks,
+        arguments,
+        ("cache",),
+        indices={"pairs": 6},
+        distinct=("pairs",),
+        expected=reference.copy_blocks,
+    )
+
+
+def _attention(kernels: Kernels, generator: random.Random) -> Call:
+    seq_lens = [generator.randint(1, 40) for _ in range(generator.randint(1, 3))]
+    kind = generator.choice(["plain", "window", "tree", "shared", "mla", "int8", "fp8", "special"])
+    query_lens = [1 if kind == "shared" else generator.randint(0, min(n, 5)) for n in seq_lens]
+    if kind == "shared":
+        seq_lens = [n + 8 for n in seq_lens]
+    num_kv_heads = generator.randint(1, 2)
+    case = ragged_case(
+        seq_lens,
+        query_lens,
+        num_heads=num_kv_heads * generator.randint(1, 3),
+        num_kv_heads=num_kv_heads,
+        head_dim=48 if kind == "mla" else 32,
+        block_size=8,
+        dtype=_dtype(generator),
+        value_dim=32,
+        value_in_key=kind == "mla",
+        sliding_window=generator.randint(1, 20) if kind == "window" else None,
+    )
+    num_heads = case["query"].shape[1]
+    if kind in ("int8", "fp8"):
+        case = quantized(case, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    elif kind == "tree":
+        case["tree_mask"] = tree_of(case, generator)
+    elif kind == "shared":
+        case["block_tables"][:, 0] = case["block_tables"][0, 0].clone()
+        case["shared_prefix_len"] = 8
+    elif kind == "special":
+        case |= {"softcap": 5.0, "sinks": torch.randn(num_heads), "alibi_slopes": torch.rand(num_heads)}
+        case["causal"] = generator.random() < 0.5
+    name = generator.choice(["paged_attention", "plan_attention", "planned"])
+    launch = {"plan_attention": _plan, "paged_attention": _attend, "planned": _attend_by_plan}[name]
+    expected = None if name == "plan_attention" else _expected_attention
+    optional = ("sinks", "alibi_slopes", "tree_mask", "softcap", "sliding_window")
+    call = Call(name, lambda **given: launch(kernels, given), case, optional=optional, expected=expected)
+    if name == "planned":
+        case["plan"] = _plan(kernels, case)
+    return call
+
+
+def _inputs(given: dict[str, Any]) -> dict[str, Any]:
+    """Put the options into one value, unless the call has damaged that as a whole."""
+    kept = {name: value for name, value in given.items() if name in (*TENSORS_OF_ATTENTION, "unknown")}
+    others = {name: value for name, value in given.items() if name not in (*kept, "plan", "options")}
+    return {**kept, "options": given["options"] if "options" in given else AttentionOptions(**others)}
+
+
+def _attend(kernels: Any, given: dict[str, Any]) -> Tensor:
+    return kernels.paged_attention(**_inputs(given))
+
+
+def _expected_attention(**given: Any) -> Tensor:
+    floats = {name: float(given[name]) for name in ("scale", "softcap") if given.get(name) is not None}
+    return _attend(reference, {**given, **floats})
+
+
+def _plan(kernels: Kernels, given: dict[str, Any]) -> Any:
+    return kernels.plan_attention(**_inputs(given))
+
+
+def _attend_by_plan(kernels: Kernels, given: dict[str, Any]) -> Tensor:
+    return kernels.paged_attention(**_inputs(given), plan=given["plan"])
+
+
+def _greedy(kernels: Kernels, generator: random.Random) -> Call:
+    logits = torch.randn(generator.randint(1, 4), generator.choice([1, 50, 300]))
+    return Call("greedy", kernels.greedy, {"logits": logits}, expected=reference.greedy)
+
+
+def _token_logprobs(kernels: Kernels, generator: random.Random) -> Call:
+    n, size = generator.randint(1, 4), generator.choice([2, 50, 300])
+    arguments = {
+        "logits": torch.randn(n, size),
+        "tokens": torch.randint(size, (n,)),
+        "num_top": generator.randint(0, 2),
+    }
+    return Call(
+        "token_logprobs",
+        kernels.token_logprobs,
+        arguments,
+        indices={"tokens": size},
+        expected=reference.token_logprobs,
+    )
+
+
+def _apply_penalties(kernels: Kernels, generator: random.Random) -> Call:
+    n, size = generator.randint(1, 3), generator.choice([30, 70])
+    arguments: dict[str, Any] = {
+        "logits": torch.randn(5, size),
+        "rows": torch.randperm(5)[:n],
+        "slots": torch.randint(4, (n,)),
+        "output_counts": torch.randint(3, (4, size), dtype=torch.int32),
+        "seen": torch.rand(4, size) < 0.5,
+    }
+    arguments["seen"] |= arguments["output_counts"] > 0
+    arguments |= {name: torch.rand(n) + 0.5 for name in PENALTIES}
+    return Call(
+        "apply_penalties",
+        kernels.apply_penalties,
+        arguments,
+        ("logits",),
+        indices={"rows": 5, "slots": 4},
+        distinct=("rows",),
+        expected=_penalized,
+    )
+
+
+def _penalized(**given: Any) -> None:
+    # The others skip a token that was not seen, whatever its count.
+    reference.apply_penalties(**{**given, "output_counts": given["output_counts"] * given["seen"]})
+
+
+def _sample_tokens(kernels: Kernels, generator: random.Random) -> Call:
+    n, size = generator.randint(1, 3), generator.choice([1, 50, 300])
+    arguments: dict[str, Any] = {
+        "logits": torch.randn(n, size),
+        "seeds": torch.randint(2**62, (n,)),
+        "positions": torch.randint(1000, (n,)),
+        **_filters(n, generator),
+    }
+    return Call("sample_tokens", kernels.sample_tokens, arguments, ("logits",), FILTERS)
+
+
+def _filters(n: int, generator: random.Random) -> dict[str, Any]:
+    """Make a temperature and some of the filters, None for the others."""
+    filters: dict[str, Any] = {name: torch.rand(n) for name in ("temperature", *FILTERS)}
+    filters["top_k"] = torch.randint(1, 60, (n,), dtype=torch.int32)
+    return {name: None if name in FILTERS and generator.random() < 0.5 else x for name, x in filters.items()}
+
+
+def _filter_logits(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.gpu.sampling.filter_logits import filter_logits
+
+    n = generator.randint(1, 3)
+    arguments = {"logits": torch.randn(n, 300), **_filters(n, generator)}
+    return Call("filter_logits", filter_logits, arguments, ("logits",), FILTERS)
+
+
+_MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
+    _take_rows, _rms_norm, _silu_and_mul, _rotary_store_kv, _copy_blocks, _attention, _greedy,
+    _token_logprobs, _apply_penalties, _sample_tokens,
+]  # fmt: skip
+
+
+@cache
+def _panels(kind: str) -> Any:
+    """Pack a weight in one of the formats, of 64 inputs, large enough for bf12."""
+    from paged.kernels.cpu.linear.linear import can_pair, pack, pack_int4
+    from paged.kernels.cpu.linear.pack_bf12 import pack_bf12
+
+    gated, pairs = "gated" in kind, "pairs" in kind and can_pair(torch.bfloat16, 64)
+    if "int4" in kind:
+        scales = [torch.rand(48, 2).bfloat16() for _ in range(2)]
+        codes = torch.randint(16, (48, 64), dtype=torch.uint8)
+        return pack_int4(codes, *scales, pairs=pairs, gated=gated)
+    if "int8" in kind:
+        codes = torch.randint(-127, 128, (48, 64), dtype=torch.int8)
+        return pack(codes, torch.rand(48), pairs=pairs, gated=gated)
+    if "bf12" in kind:
+        return pack_bf12(pack((torch.randn(2**13, 64) / 8).bfloat16(), pairs=pairs, gated=gated))
+    return pack(torch.randn(48, 64).to(torch.bfloat16 if pairs else torch.float32), pairs=pairs, gated=gated)
+
+
+def _panel_fields(generator: random.Random, *, lookup: bool = False) -> dict[str, Any]:
+    formats = ["float", "int8", "float", "int8", "bf12"] if lookup else ["float", "int8", "int4", "bf12"]
+    kind = generator.choice(formats) + generator.choice(["", " pairs"])
+    kind += "" if lookup or "bf12" in kind else generator.choice(["", " gated"])
+    return {f"panels.{name}": value for name, value in _panels(kind)._asdict().items()}
+
+
+def _assembled(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """Put the fields of Panels together, unless the call has damaged them as a whole."""
+    from paged.kernels.cpu.linear.panels import Panels
+
+    fields = {key.removeprefix("panels."): x for key, x in given.items() if key.startswith("panels.")}
+    others = {key: x for key, x in given.items() if not key.startswith("panels.")}
+    return others if name in others else {**others, name: Panels(**fields)}
+
+
+def _linear(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.cpu.linear.linear import linear, pad
+
+    fields = _panel_fields(generator)
+    dtype = torch.bfloat16 if fields["panels.weight"].dim() == 4 else _dtype(generator)
+    arguments = {
+        **fields,
+        "x": torch.randn(generator.randint(1, 3), 64).to(dtype),
+        "bias": pad(torch.randn(fields["panels.out_features"]), gated=fields["panels.gated"]),
+        "dtype": generator.choice([None, torch.float32]),
+    }
+    return Call(
+        "linear", lambda **given: linear(**_assembled(given, "weight")), arguments, optional=("bias", "dtype")
+    )
+
+
+def _panel_rows(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.cpu.rows.take_rows import take_panel_rows
+
+    fields = _panel_fields(generator, lookup=True)
+    num_rows = fields["panels.out_features"]
+    arguments = {**fields, "indices": torch.randint(num_rows, (3,)), "dtype": torch.float32}
+    return Call(
+        "take_panel_rows",
+        lambda **given: take_panel_rows(**_assembled(given, "panels")),
+        arguments,
+        indices={"indices": num_rows},
+    )
+
+
+def _widen_rows(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.cpu.rows.take_rows import widen_rows
+
+    table = torch.randn(9, 37).to(generator.choice([torch.float16, torch.bfloat16]))
+    arguments = {"table": table, "indices": torch.randint(9, (3,))}
+    return Call("widen_rows", widen_rows, arguments, indices={"indices": 9})
+
+
+def _pack(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.cpu.linear.linear import pack
+
+    dtype = generator.choice([torch.float32, torch.float16, torch.bfloat16, torch.int8])
+    weight = torch.randint(-9, 9, (40, 32)).to(dtype)
+    scales = torch.rand(40) if dtype == torch.int8 else None
+    return Call("pack", pack, {"weight": weight, "scales": scales, "pairs": False, "gated": False})
+
+
+def _pack_int4(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.cpu.linear.linear import pack_int4
+
+    arguments: dict[str, Any] = {"codes": torch.randint(16, (40, 64), dtype=torch.uint8)}
+    arguments |= {name: torch.rand(40, 2).bfloat16() for name in ("scales", "zeros")}
+    return Call("pack_int4", pack_int4, {**arguments, "gated": generator.random() < 0.5, "pairs": False})
+
+
+def _pad(_: Kernels, generator: random.Random) -> Call:
+    from paged.kernels.cpu.linear.linear import pad
+    from paged.kernels.cpu.linear.pack_bf12 import pack_bf12
+
+    if generator.random() < 0.5:
+        fields = _panel_fields(generator)
+        return Call("pack_bf12", lambda **given: pack_bf12(**_assembled(given, "panels")), fields)
+    return Call("pad", pad, {"numbers": torch.randn(generator.randint(1, 80)), "gated": False})
