@@ -116,9 +116,11 @@ def run_calls(backend: str, seed: int, num_calls: int, place: Path) -> None:
     """Run calls from this seed on until so many were refused; write a line of JSON before each call."""
     import torch
 
+    from paged.kernels.backend import load_kernels
     from tests.support.interpreter import remember_builtins
 
     remember_builtins()
+    load_kernels(backend)  # may compile for longer than a call may take
     warnings.simplefilter("ignore")  # of torch, about nested and sparse tensors
     torch.set_num_threads(2)
     found: dict[str, Any] = {"refused": 0, "accepted": 0, "defects": [], "is_running": True}
