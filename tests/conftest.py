@@ -23,6 +23,7 @@ if not HAS_GPU and importlib.util.find_spec("triton"):
 # A worker takes one file after another. These take longest: begun last, they would leave the others idle.
 LONGEST_FIRST = [
     "test_aot",
+    "test_fake_cuda",
     "test_attention_variants",
     "test_matches_transformers",
     "test_paged_attention",

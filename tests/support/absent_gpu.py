@@ -79,8 +79,8 @@ def always(_: str) -> bool:
 
 
 @contextmanager
-def compiling(target: str, skip: Callable[[str], bool] = never) -> Iterator[list[Launch]]:
-    """Compile for `target` each kernel that is launched inside the block, unless `skip` is true of its key.
+def compiling(gpu: str | AbsentGPU, skip: Callable[[str], bool] = never) -> Iterator[list[Launch]]:
+    """Compile for a GPU, or a target's, what is launched inside the block, unless `skip` is true of its key.
 
     Yields the launches as they come. As in Triton's own caches a key is made of all that a binary follows
     from: the source of the kernel and of what it calls, arguments as far as they are specialised, options,
@@ -110,7 +110,7 @@ def compiling(target: str, skip: Callable[[str], bool] = never) -> Iterator[list
         cache[jit_key] = launch = Launch(self.fn.__name__, key, binary)
         return launch
 
-    driver.set_active(AbsentGPU(target))
+    driver.set_active(AbsentGPU(gpu) if isinstance(gpu, str) else gpu)
     JITFunction.run, JITFunction._do_compile = note_launch, compile_or_skip
     try:
         yield launches

@@ -1,0 +1,322 @@
+"""What is run on fake CUDA devices: each setting changed alone from a base case, and random combinations."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+
+from paged import BeamSearchParams, LLMEngine, SamplingParams, StructuredOutputsParams
+from paged.runner.model_runner import ModelRunner
+from paged.scheduler.schedule import Schedule
+from tests.support.checkpoints import CONFIGS, SHAPE, checkpoint
+from tests.support.fake_cuda import Event, FakeCuda, fake_cuda
+
+# Shapes that only a GPU's kernels treat in a way of their own.
+CONFIGS["qwen3, 3 layers"] = lambda: Qwen3Config(
+    **{**SHAPE, "tie_word_embeddings": True, "num_hidden_layers": 3}
+)
+CONFIGS["llama, head_dim 128"] = lambda: LlamaConfig(**{**SHAPE, "head_dim": 128})
+
+PROMPTS = [[5, 6, 7], [*range(10, 30)]]
+OPTIONS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "num_blocks": 64,
+    "max_model_len": 256,
+    "preemption_mode": "recompute",
+}
+PARAMS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 5, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of an engine, and the kinds of its steps that are counted, the last of each: see `run_case`."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    model: str = "demo"
+    target: str = "sm_90"
+    counted: tuple[str, ...] = ("decode",)
+    use: Callable[[LLMEngine, SamplingParams], None] | None = None  # instead of `generate`
+
+
+Step = tuple[str, list[Event]]  # the kind and the events of a step, or of the time before one
+
+
+def run_case(case: Case) -> list[Step]:
+    """Run a case. Return its steps, and what was asked of the device between them, as "between".
+
+    The step by which memory is measured is "profile"; `kind_of` has the others.
+    """
+    steps: list[Step] = []
+    with fake_cuda(case.target) as cuda, mock.patch.object(ModelRunner, "execute", _recorded(cuda, steps)):
+        model = case.model if case.model == "demo" else str(checkpoint(case.model))
+        has_tokenizer = case.model == "demo"
+        engine = LLMEngine(model, **{**OPTIONS, "skip_tokenizer_init": not has_tokenizer, **case.options})
+        if has_tokenizer:
+            cuda.token = engine.get_tokenizer().encode("a")[0]
+        params = SamplingParams(**{**PARAMS, **case.params})
+        (case.use or generate)(engine, params)
+        engine.scheduler.check()
+        assert cuda.current == 0, "the engine has changed the current device"
+        steps.append(("between", cuda.take()))
+    return steps
+
+
+def _recorded(cuda: FakeCuda, steps: list[Step]) -> Callable[..., Any]:
+    execute = ModelRunner.execute
+
+    def recorded(self: ModelRunner, schedule: Schedule) -> Any:
+        is_profile = not steps and self.config.num_blocks is None  # the first step
+        steps.append(("between", cuda.take()))
+        kind = kind_of(schedule) if not is_profile else "profile"
+        try:
+            output = execute(self, schedule)
+        finally:
+            steps.append((kind, cuda.take()))
+        assert not output.errors, output.errors
+        return output
+
+    return recorded
+
+
+def kind_of(schedule: Schedule) -> str:
+    """Return what is special about a step: the first of these that it does."""
+    kinds = {
+        "swap out": schedule.swap_out,
+        "swap in": schedule.swap_in,
+        "copy": schedule.copies,
+        "decode": schedule.is_decode,
+    }
+    return next((kind for kind, does in kinds.items() if does), "prompt")
+
+
+# Uses of an engine
+
+
+def generate(engine: LLMEngine, params: SamplingParams) -> None:
+    """Complete PROMPTS."""
+    engine.generate(PROMPTS, params, use_tqdm=False)
+
+
+def _long_prompt(engine: LLMEngine, params: SamplingParams) -> None:
+    engine.generate([[5] * 1200, [6, 7]], params, use_tqdm=False)
+
+
+def _under_pressure(engine: LLMEngine, params: SamplingParams) -> None:
+    """Run more requests than fit in the KV cache."""
+    engine.generate([[i] * 16 for i in range(4)], params, use_tqdm=False)
+    stats = engine.stats()
+    assert stats.num_recompute_preemptions + stats.num_swap_preemptions, "no request was preempted"
+
+
+def _fork(engine: LLMEngine, params: SamplingParams) -> None:
+    engine.add_request("parent", PROMPTS[0], params)
+    engine.step()
+    engine.fork("parent", "child")
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def _beams(engine: LLMEngine, _: SamplingParams) -> None:
+    engine.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True), use_tqdm=False)
+
+
+def _encode(engine: LLMEngine, _: SamplingParams) -> None:
+    engine.encode(PROMPTS, use_tqdm=False)
+
+
+def _score(engine: LLMEngine, _: SamplingParams) -> None:
+    engine.score("def f(", ["x):", "y):"], use_tqdm=False)
+
+
+def _save_prefix(engine: LLMEngine, params: SamplingParams) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        generate(engine, params)
+        assert engine.save_prefix(Path(folder) / "prefix.safetensors") == 1
+
+
+def _load_prefix(engine: LLMEngine, params: SamplingParams) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        generate(engine, params)
+        engine.save_prefix(file := Path(folder) / "prefix.safetensors")
+        engine.reset_prefix_cache()
+        engine.runner.execute(Schedule())  # ends the time that `save_prefix` is counted in
+        assert engine.load_prefix(file) == 1
+
+
+def _generate_again(engine: LLMEngine, params: SamplingParams) -> None:
+    generate(engine, params)
+    generate(engine, params)
+
+
+def _prefix_hit(engine: LLMEngine, params: SamplingParams) -> None:
+    generate(engine, params)
+    outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+    assert outputs[1].num_cached_tokens == 16
+
+
+def _nothing(engine: LLMEngine, _: SamplingParams) -> None: ...
+
+
+def _unchanged(_tokens: list[int], logits: Tensor) -> Tensor:
+    return logits
+
+
+TINY = {"num_blocks": 12, "block_size": 8, "enable_prefix_caching": False}
+DRY = {"dry_multiplier": 0.8}
+# What each field of SamplingParams is changed to; several where the way is not the same.
+CHANGES: dict[str, dict[str, Any]] = {
+    "temperature 0": {"temperature": 0.0},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.5},
+    "top_n_sigma": {"top_n_sigma": 1.0},
+    "seed": {"seed": 3},
+    "n": {"n": 2},
+    "best_of": {"best_of": 3},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "dry_multiplier": DRY,
+    "dry_base": {**DRY, "dry_base": 2.0},
+    "dry_allowed_length": {**DRY, "dry_allowed_length": 1},
+    "dry_sequence_breakers": {**DRY, "dry_sequence_breakers": ("self", "def")},
+    "dry_penalty_last_n": {**DRY, "dry_penalty_last_n": 4},
+    "logit_bias": {"logit_bias": {5: 2.0}},
+    "allowed_token_ids": {"allowed_token_ids": [1, 2, 3]},
+    "bad_words of one token": {"bad_words": ["def"]},
+    "bad_words of several tokens": {"bad_words": ["import os.path"]},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": [7]},
+    "stop": {"stop": "never"},
+    "logprobs": {"logprobs": 5},
+    "logprobs of all tokens": {"logprobs": -1},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "logits_processors": {"logits_processors": [_unchanged]},
+    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="a+")},
+    "cache_salt": {"cache_salt": "salt"},
+}
+# Whose other steps are not as usual either.
+COUNTED = {
+    "prompt_logprobs": ("prompt", "decode"),
+    "n": ("copy", "decode"),
+    "repetition_penalty": ("prompt", "decode"),
+}
+# Fields that only the host reads.
+OF_THE_HOST = {
+    "max_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "output_kind",
+    "priority",
+    "timeout_s",
+}
+
+_SWAP = {**TINY, "preemption_mode": "swap", "swap_space": 0.01}
+_LONG = {"max_tokens": 24}
+_OTHERS = [
+    Case("base", counted=("prompt", "decode")),
+    *(Case(f"model {name}", model=name) for name in CONFIGS),
+    Case("dtype float32", {"dtype": "float32"}),
+    Case("dtype float16", {"dtype": "float16"}),
+    Case("KV int8", {"kv_cache_dtype": "int8"}),
+    Case("KV fp8", {"kv_cache_dtype": "fp8"}),
+    Case("KV bfloat16 of float32", {"dtype": "float32", "kv_cache_dtype": "bfloat16"}),
+    *(Case(f"block_size {size}", {"block_size": size}) for size in (8, 64, 256)),
+    Case("descriptors", {"block_size": 128}, model="llama, head_dim 128"),
+    Case("chunked prompts", {"max_num_batched_tokens": 7}),
+    Case(
+        "long prompt: splits of decodes",
+        {"max_model_len": 2048, "num_blocks": 128},
+        use=_long_prompt,
+        counted=("prompt", "decode"),
+    ),
+    Case("no prefix cache", {"enable_prefix_caching": False}),
+    Case("prefix hit", use=_prefix_hit, counted=("prompt",)),
+]
+_USES = [
+    Case("encode", use=_encode, counted=("prompt",)),
+    Case("score", use=_score, counted=("prompt",)),
+    Case("beams", use=_beams, counted=("copy",)),
+    Case("fork", use=_fork, counted=("copy",)),
+    Case("preemption by recompute", TINY, _LONG, use=_under_pressure),
+    Case("preemption by swap", _SWAP, _LONG, use=_under_pressure, counted=("swap out", "swap in")),
+    Case(
+        "preemption by swap, KV int8",
+        {**_SWAP, "kv_cache_dtype": "int8"},
+        _LONG,
+        use=_under_pressure,
+        counted=("swap out", "swap in"),
+    ),
+    Case("save_prefix", use=_save_prefix, counted=("between",)),
+    Case("load_prefix", use=_load_prefix, counted=("between",)),
+    Case(
+        "memory profiling",
+        {"num_blocks": None, "max_num_batched_tokens": 512},
+        use=_nothing,
+        counted=("profile",),
+    ),
+]
+_DEVICES = [
+    Case("cuda:1 while cuda:0 is current", {"device": "cuda:1"}),
+    *(Case(f"target {target}", target=target) for target in ("sm_80", "sm_100", "gfx942")),
+    *(
+        Case(f"target {target}, KV int8", {"kv_cache_dtype": "int8"}, target=target)
+        for target in ("sm_80", "sm_100", "gfx942")
+    ),
+]
+CASES = [
+    *_OTHERS,
+    *(Case(name, params=params, counted=COUNTED.get(name, ("decode",))) for name, params in CHANGES.items()),
+    *_USES,
+    *_DEVICES,
+]
+
+
+def random_case(seed: int) -> Case:
+    """Return a case that changes many settings at once."""
+    rng = random.Random(seed)
+    model = rng.choice(["demo", *CONFIGS])
+    target = rng.choice(["sm_80", "sm_90", "sm_100", "gfx942"])
+    dtype = rng.choice(["bfloat16", "float16", "float32"])
+    caches = ["auto", "int8", *(["fp8"] if target in ("sm_90", "sm_100") else [])]
+    swaps = rng.random() < 0.5
+    options = {
+        "device": rng.choice(["cuda", "cuda:0", "cuda:1"]),
+        "dtype": dtype,
+        "kv_cache_dtype": rng.choice(caches),
+        "block_size": rng.choice([8, 16, 64]),
+        "max_num_batched_tokens": rng.choice([7, 64, None]),
+        "num_blocks": rng.choice([64, None]),
+        "enable_prefix_caching": rng.random() < 0.7,
+        "preemption_mode": "swap" if swaps else "recompute",
+        "swap_space": 0.01 if swaps else None,
+        "scheduling_policy": rng.choice(["fcfs", "longest-prefix-match", "fair"]),
+    }
+    params: dict[str, Any] = {}
+    excluded = {"structured_outputs", "best_of", "temperature 0"}  # an error, or the end of sampling
+    if model != "demo":  # they need a tokenizer
+        excluded |= {"bad_words of one token", "bad_words of several tokens", "stop", "dry_sequence_breakers"}
+    names = [name for name in CHANGES if name not in excluded]
+    for name in rng.sample(names, rng.randint(1, 5)):
+        params |= CHANGES[name]
+    if model != "demo" and "dry_multiplier" in params:
+        params["dry_sequence_breakers"] = ()
+    use = rng.choice([generate, _generate_again])
+    return replace(
+        Case(f"random {seed}"), model=model, target=target, options=options, params=params, use=use
+    )
