@@ -113,10 +113,10 @@ def _damages(call: Call, name: str, generator: random.Random) -> Iterator[Damage
         for other in (object(), "plan", 1, (), torch.ones(1)):
             yield Damage(name, type(other).__name__, other, is_wrong=True)
     elif isinstance(value, Tensor):
-        yield from _wrong_kinds(call, name)
-        for make in (_of_dtype, _of_shape, _of_memory, _of_contents, _shared):
-            with contextlib.suppress(NotImplementedError):  # torch lacks some operations for fp8
-                yield from make(call, name, value, generator)
+        # One way, then one of its damages: each way is as likely, however many damages it has.
+        make = generator.choice([_wrong_kinds, _of_dtype, _of_shape, _of_memory, _of_contents, _shared])
+        with contextlib.suppress(NotImplementedError):  # torch lacks some operations for fp8
+            yield from make(call, name, value, generator)
     elif value is not None:
         for other in SCALARS:
             if other is not None or name not in call.optional:
@@ -142,7 +142,7 @@ def _may_be(name: str, value: Any) -> bool:
     return is_number and (0 <= value <= 1 if name == "eps" else 0 < value < 2**100)
 
 
-def _wrong_kinds(call: Call, name: str) -> Iterator[Damage]:
+def _wrong_kinds(call: Call, name: str, *_: object) -> Iterator[Damage]:
     for value in (None, [1, 2], (0.5,), "x", 3, 2.5, True, math.nan, HUGE, -1, object(), {}, np.ones(3)):
         if value is not None or name not in call.optional:
             yield Damage(name, f"of type {type(value).__name__}", value, is_wrong=True)
