@@ -34,8 +34,7 @@ def warm_up(runner: ModelRunner) -> int:
         for params in EVERY_WAY_TO_SAMPLE:
             runner.execute(_end_of_a_prompt(runner, 1, params))
         if num_blocks > 1:
-            with runner.on_device:
-                runner.kv_cache.copy_blocks([(0, num_blocks - 1)], kernels)
+            runner.execute(Schedule(copies=[(0, num_blocks - 1)]))
         return int(bar.n)
 
 

@@ -8,9 +8,11 @@ download and wait of the host is recorded.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -59,13 +61,15 @@ def lacks() -> str | None:
     return None if shutil.which("g++") else "the fake CUDA device needs g++, which is not installed"
 
 
-def load_guard(folder: Path) -> None:
-    """Compile the guard into this folder, and load it: a second."""
-    root, library = Path(torch.__file__).parent, folder / "guard.so"
-    source = Path(__file__).with_name("fake_guard.cpp")
+@functools.cache  # once in a process
+def load_guard() -> None:
+    """Compile the guard and load it: a second."""
+    root, source = Path(torch.__file__).parent, Path(__file__).with_name("fake_guard.cpp")
     flags = ["-std=c++20", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib"]
-    subprocess.run(["g++", *flags, str(source), "-o", str(library), "-lc10"], check=True)
-    torch.ops.load_library(str(library))
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/guard.so"
+        subprocess.run(["g++", *flags, str(source), "-o", library, "-lc10"], check=True)
+        torch.ops.load_library(library)
 
 
 class FakeCuda:
@@ -96,12 +100,14 @@ class FakeCuda:
         if blocking:
             self.events.append(Event("wait", f"{name} {kind}", place, in_transfer=True))
 
-    def note_copy(self, source: torch.device, target: torch.device, *, blocking: bool) -> None:
-        """Record a copy between devices, which on a GPU would be an upload or a download."""
+    def note_copy(self, source: Tensor, target: torch.device, *, blocking: bool, pinned: bool) -> None:
+        """Record a copy to another device. pinned: whether its part on the host is in pinned memory."""
         kind = "upload" if target.type == "cuda" else "download"
-        if source.type == target.type:
-            raise RuntimeError(f"a copy from {source} to {target}: an engine has one device")
-        self.note_transfer(kind, "blocking" if blocking else "asynchronous", blocking=blocking)
+        if source.device.type == target.type:
+            raise RuntimeError(f"a copy from {source.device} to {target}: an engine has one device")
+        # From or to pageable memory the driver stages a copy, for which the host may have to wait.
+        name = "blocking" if blocking else "asynchronous" if pinned else "staged"
+        self.note_transfer(kind, name, blocking=blocking)
 
     def value(self, dtype: torch.dtype) -> float | bool:
         """Return what every element of a download is."""
@@ -173,20 +179,24 @@ class _Recorder(TorchDispatchMode):
         if source.device == target:
             cuda.note("operation", name)
             return func(*args, **kwargs)
-        cuda.note_copy(source.device, target, blocking=not non_blocking)
+        # torch downloads into new pinned memory if it need not wait.
+        pinned = cuda.is_pinned(args[0] if into and target.type == "cpu" else source)
+        pinned = pinned or (target.type == "cpu" and not into and bool(non_blocking))
+        cuda.note_copy(source, target, blocking=not non_blocking, pinned=pinned)
         if target.type == "cuda":
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             if into:
                 return args[0].copy_(torch.full(source.shape, cuda.value(args[0].dtype), dtype=args[0].dtype))
             dtype = kwargs.get("dtype") or source.dtype
-            return torch.full(source.shape, cuda.value(dtype), dtype=dtype)
+            out = torch.full(source.shape, cuda.value(dtype), dtype=dtype)
+        return cuda.pin(out) if non_blocking else out
 
     def _check_indices(self, args: tuple[Any, ...]) -> None:
         """Record the indices that torch would upload; refuse those that it would."""
         for index in _tensors(args[1]):
             if index.device.type == "cpu":
-                self._cuda.note_copy(index.device, args[0].device, blocking=True)
+                self._cuda.note_copy(index, args[0].device, blocking=True, pinned=False)
             elif index.device != args[0].device:
                 raise RuntimeError(f"an index on {index.device} into a tensor on {args[0].device}")
 
@@ -334,7 +344,8 @@ def _data_ptr(tensor: FakeTensor) -> int:
 
 @contextmanager
 def fake_cuda(target: str = "sm_90") -> Iterator[FakeCuda]:
-    """Inside the block, torch and Triton see two GPUs of this target; call `load_guard` once before."""
+    """Inside the block, torch and Triton see two GPUs of this target."""
+    load_guard()
     cuda = FakeCuda()
     with ExitStack() as stack:
         for name, function in _torch_cuda(cuda, target).items():
