@@ -27,6 +27,7 @@ simulation: $(INSTALLED)
 # Named bugs, put in one at a time: each must be caught.
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants $(ARGS)
+	$(BIN)/python -m tests.gpu_mutants $(ARGS)
 
 # The kernels on the oldest Triton that is supported, whose interpreter does what newer numpy refuses.
 test-triton-3.6:

@@ -24,6 +24,7 @@ if not HAS_GPU and importlib.util.find_spec("triton"):
 LONGEST_FIRST = [
     "test_aot",
     "test_fake_cuda",
+    "test_gpu_mutants",
     "test_attention_variants",
     "test_matches_transformers",
     "test_paged_attention",

@@ -1,0 +1,172 @@
+"""Mutation tests of the CUDA path: seeded bugs that the engine's steps on fake devices must show.
+
+    python -m tests.gpu_mutants          # all of them: a table, and exit code 1 if one survives
+    python -m tests.gpu_mutants item     # only mutants with one of these words in their names
+
+A mutant replaces one text, which must occur exactly once, by another. Its case runs in a process that imports
+the changed module. A bug shows as an error, or as a row or a place that `kernels/gpu/STEPS.md` does not have.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import multiprocessing
+import sys
+import time
+from typing import Any, NamedTuple
+
+# What is imported here, the processes of all mutants share.
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config  # noqa: F401
+
+from tests.mutants import planted
+from tests.support.fake_cuda import load_guard
+
+
+class Mutant(NamedTuple):
+    """A bug: in `file`, `old` becomes `new`. The case of `tests.steps` that must show it."""
+
+    name: str
+    case: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "a tensor of seeds is made on the CPU",
+        "base",
+        "sampling/sampler",
+        "for request in drawn], device=self.device)",
+        "for request in drawn])",
+    ),
+    Mutant(
+        "pairs of blocks to copy stay on the CPU",
+        "fork",
+        "model/kv_cache",
+        '_as_tensor(pairs, self.tensors["kv"].device)',
+        '_as_tensor(pairs, torch.device("cpu"))',
+    ),
+    Mutant(
+        "a list is an index",
+        "logprobs",
+        "sampling/sampler",
+        "return self.kernels.take_rows(logits, self._asked_rows, self._raw)",
+        "return logits[self._asked]",
+    ),
+    Mutant(
+        "item() in the sampler",
+        "base",
+        "sampling/sampler",
+        "drawn = batch.draw(logits).tolist()",
+        "drawn = [token.item() for token in batch.draw(logits)]",
+    ),
+    Mutant(
+        "a truth value is read in a greedy step",
+        "temperature 0",
+        "sampling/sampler",
+        "if batch.is_greedy and grammar_masks is None:",
+        "if batch.is_greedy and grammar_masks is None and (highest < 9).all():",
+    ),
+    Mutant(
+        "a layer uploads, without a wait",
+        "base",
+        "model/decoder",
+        "residual: Tensor = self.embedding(batch.token_ids)",
+        "residual = self.embedding(batch.token_ids)\n"
+        "        torch.zeros(1).to(residual.device, non_blocking=True)",
+    ),
+    Mutant(
+        "the upload of a batch blocks",
+        "base",
+        "model/batch",
+        "tensor.to(device, non_blocking=True)",
+        "tensor.to(device)",
+    ),
+    Mutant(
+        "a step launches outside the device context",
+        "cuda:1 while cuda:0 is current",
+        "runner/model_runner",
+        "with self.on_device, TrustedContents():\n            self._copy_blocks",
+        "with TrustedContents():\n            self._copy_blocks",
+    ),
+    Mutant(
+        "a norm is launched twice",
+        "base",
+        "model/decoder",
+        "        hidden = self.post_attention_norm(hidden, residual)\n",
+        "        hidden = self.post_attention_norm(self.post_attention_norm(hidden, residual), residual)\n",
+    ),
+    Mutant(
+        "attention is planned for each layer",
+        "base",
+        "model/layers",
+        "plan = queries.plans.get(key := (self.window, table.shape[1]))",
+        "plan = queries.plans.get(key := (self.layer, table.shape[1]))",
+    ),
+]
+
+
+def found_in(case: str, file: str | None = None, text: str = "") -> list[str]:
+    """Return what is wrong in the steps of a case if a file of the package has this text."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_look, args=(there, case, file, text))
+    process.start()
+    there.close()
+    try:
+        found: list[str] = here.recv()
+    except EOFError as error:
+        raise RuntimeError(f"the process of case {case!r} ended without a result") from error
+    process.join()
+    return found
+
+
+def _look(results: Any, case: str, file: str | None, text: str) -> None:
+    if file is not None:
+        _plant(f"paged.{file.replace('/', '.')}", text)
+    from tests import steps
+
+    (chosen,) = (known for known in steps.CASES if known.name == case)
+    reported, kept = steps.report([chosen]), steps.TABLE.read_text()
+    errors = [error.strip().splitlines()[-1] for error in steps.errors(reported)]
+    results.send(
+        errors + [line for line in steps.rows(reported) + steps.places(reported) if line not in kept]
+    )
+
+
+def _plant(module: str, text: str) -> None:
+    """Have this process import a module from another text than its file's."""
+    assert not any(name == "paged" or name.startswith("paged.") for name in sys.modules)
+    loader = importlib.machinery.SourceFileLoader
+    get_code = loader.get_code
+
+    def get_planted(self: Any, fullname: str) -> Any:
+        return compile(text, self.path, "exec") if fullname == module else get_code(self, fullname)
+
+    loader.get_code = get_planted  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Try every mutant."""
+    words = sys.argv[1:]
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    texts = [planted(m.file, m.name, m.old, m.new) for m in chosen]
+    load_guard()
+    for case in dict.fromkeys(mutant.case for mutant in chosen):
+        if wrong := found_in(case):
+            sys.exit(f"no bug is planted, and {case!r} has {wrong}; is STEPS.md fresh?")
+    survivors = []
+    for mutant, text in zip(chosen, texts, strict=True):
+        before = time.perf_counter()
+        found = found_in(mutant.case, mutant.file, text)
+        survivors += [] if found else [mutant.name]
+        print(
+            f"{mutant.name:44} {time.perf_counter() - before:4.1f} s  {(found or ['SURVIVES'])[0]}",
+            flush=True,
+        )
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught")
+    sys.exit(f"not caught: {', '.join(survivors)}" if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()
