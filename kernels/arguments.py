@@ -134,11 +134,24 @@ def check_rotary_store_kv(
         check_alone({**written, **scales}, read)
 
 
-def check_copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Raise ValueError unless pairs are i64[n, 2], no block both a source and a target, or a target twice."""
+def check_copy_blocks(cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None:
+    """Raise ValueError unless pairs are i64[n, 2], no block both a source and a target, or a target twice.
+
+    target: has planes and blocks like the cache's, and may be on another device.
+    """
     check_shape("cache", cache, (None, None, None, None, None))
     check_dtype("cache", cache, (*KERNEL_DTYPES, *QUANTIZED_DTYPES))
     check_shape("pairs", pairs, (None, 2), torch.int64)
+    if target is not None:
+        check_shape("target", target, (len(cache), None, *cache.shape[2:]), cache.dtype)
+        check_apart("target", target)
+        check_device("pairs", pairs, target.device if cache.device.type == "cpu" else cache.device)
+        if must_read_contents(pairs.device):
+            check_indices("the sources of pairs", pairs[:, 0], "the cache's blocks", cache.shape[1])
+            check_indices("the targets of pairs", pairs[:, 1], "the target's blocks", target.shape[1])
+            check_once("the targets of pairs", pairs[:, 1])
+            check_alone({"target": target}, {"cache": cache, "pairs": pairs})
+        return
     check_apart("cache", cache)
     check_device("pairs", pairs, cache.device)
     if must_read_contents(cache.device):

@@ -137,11 +137,13 @@ def rotary_store_kv(
 def copy_blocks(
     cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
+    target: Tensor | None = None,  # another cache of such blocks, written in place of this one
 ) -> None:
-    """Set cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
+    """Set target[:, to] = cache[:, from]; no block of a cache is both, and none is a target twice."""
+    target = cache if target is None else target
     # A slice for each pair: 2 to 5 times faster on a CPU than index_copy_ of all, and pairs are few.
-    for source, target in pairs.tolist():
-        cache[:, target] = cache[:, source]
+    for source, to in pairs.tolist():
+        target[:, to] = cache[:, source]
 
 
 def paged_attention(

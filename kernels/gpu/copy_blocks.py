@@ -16,10 +16,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # a view at any offset
 def _copy_blocks_kernel(
-    cache_ptr,
+    source_ptr,
+    target_ptr,
     pairs_ptr,
-    stride_plane: tl.constexpr,
-    stride_block: tl.constexpr,
+    source_stride_plane: tl.constexpr,
+    source_stride_block: tl.constexpr,
+    target_stride_plane: tl.constexpr,
+    target_stride_block: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -28,36 +31,46 @@ def _copy_blocks_kernel(
     source, target = tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
     offs = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     mask = offs < SIZE
-    cache_ptr += plane * stride_plane
+    source_ptr += plane * source_stride_plane + source * source_stride_block
+    target_ptr += plane * target_stride_plane + target * target_stride_block
     # [CHUNK]
-    elements = tl.load(cache_ptr + source * stride_block + offs, mask=mask)
-    tl.store(cache_ptr + target * stride_block + offs, elements, mask=mask)
+    tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=mask), mask=mask)
 
 
 def copy_blocks(
     cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
+    target: Tensor | None = None,  # another cache of such blocks, written in place of this one
 ) -> None:
-    """Set cache[:, to] = cache[:, from] for all pairs at once, bit for bit.
+    """Set cache[:, to] = cache[:, from], or target[:, to], for all pairs at once, bit for bit.
 
-    This is the copy in copy-on-write (PagedAttention, Kwon et al. 2023). No block may be both a source and a
-    target, nor a target twice. Raises ValueError for a shape, dtype or stride that does not fit, and in debug
-    mode (see `checks`) for pairs that break these rules or lie outside the cache.
+    Within a cache this is the copy in copy-on-write (PagedAttention, Kwon et al. 2023): no block may be both
+    a source and a target, nor a target twice. Between two it swaps: either may be pinned host memory, which
+    the GPU reads and writes over its link. A launch is in the order of the stream and waits for nothing.
+
+    Raises ValueError for a shape, dtype or stride that does not fit, for host memory that is not pinned, and
+    in debug mode (see `checks`) for pairs that break these rules or lie outside the caches.
     """
-    check_copy_blocks(cache, pairs)
-    check_launchable("cache", cache)
-    if not cache[:1, :1].is_contiguous():
-        raise ValueError(f"cache must be contiguous within a block, got strides {cache.stride()}")
+    check_copy_blocks(cache, pairs, target)
+    to = cache if target is None else target
+    for name, tensor in (("cache", cache), ("target", to)):
+        check_launchable(name, tensor, or_pinned=target is not None)
+        if not tensor[:1, :1].is_contiguous():
+            raise ValueError(f"{name} must be contiguous within a block, got strides {tensor.stride()}")
+    check_launchable("pairs", pairs)
     check_contiguous("pairs", pairs)
     num_pairs, num_planes, size = len(pairs), len(cache), cache.shape[2:].numel()
     if num_pairs == 0:
         return
-    bits = cache.view(_BITS[cache.element_size()])
+    bits = _BITS[cache.element_size()]
     _copy_blocks_kernel[(num_pairs, num_planes, triton.cdiv(size, _CHUNK))](
-        cache_ptr=bits,
+        source_ptr=cache.view(bits),
+        target_ptr=to.view(bits),
         pairs_ptr=pairs,
-        stride_plane=cache.stride(0),
-        stride_block=cache.stride(1),
+        source_stride_plane=cache.stride(0),
+        source_stride_block=cache.stride(1),
+        target_stride_plane=to.stride(0),
+        target_stride_block=to.stride(1),
         SIZE=size,
         CHUNK=_CHUNK,
         num_warps=4,

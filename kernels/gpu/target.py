@@ -37,8 +37,11 @@ def current_target() -> str:
     return _target_of(driver.active.get_current_device())
 
 
-def check_launchable(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the tensor is on the current GPU, the one that Triton launches on."""
+def check_launchable(name: str, tensor: Tensor, *, or_pinned: bool = False) -> None:
+    """Raise ValueError unless the tensor is on the current GPU, the one that Triton launches on.
+
+    or_pinned: host memory that is pinned goes too, as the GPU can address it.
+    """
     if in_interpreter():
         return
     from triton.runtime import driver
@@ -50,7 +53,7 @@ def check_launchable(name: str, tensor: Tensor) -> None:
             f"{name} is on {tensor.device}, and Triton finds no GPU here: use load_kernels('numba') or "
             "load_kernels('torch'), or set TRITON_INTERPRET=1 before paged is imported"
         ) from error
-    if tensor.device != current:
+    if tensor.device != current and not (or_pinned and tensor.is_pinned()):
         raise ValueError(f"{name} must be on the current device {current}, got {tensor.device}")
 
 

@@ -27,11 +27,12 @@ def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tens
 def copy_blocks(
     cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
+    target: Tensor | None = None,  # another cache of such blocks, written in place of this one
 ) -> None:
-    """Set cache[:, to] = cache[:, from]; no block is both, and none is a target twice."""
+    """Set target[:, to] = cache[:, from]; no block of a cache is both, and none is a target twice."""
     if not is_trusted():
-        check_copy_blocks(cache, pairs)
-    reference.copy_blocks(cache, pairs)
+        check_copy_blocks(cache, pairs, target)
+    reference.copy_blocks(cache, pairs, target)
 
 
 def rms_norm(

@@ -74,22 +74,26 @@ class KVCache:
 
     def copy_blocks(self, pairs: Pairs, kernels: Kernels) -> None:
         """Copy blocks (from, to) in all layers. No block may be both source and target."""
-        on_device = _as_tensor(pairs, self.tensors["kv"].device)
+        on_device = self._on_device(pairs)
         for tensor in self.tensors.values():
-            planes = tensor.flatten(0, 1)
-            kernels.copy_blocks(planes if planes.dim() == 5 else planes[..., None], on_device)
+            kernels.copy_blocks(_planes(tensor), on_device)
 
-    def swap_out(self, pairs: Pairs) -> None:
+    def swap_out(self, pairs: Pairs, kernels: Kernels) -> None:
         """Copy blocks to host memory, by pairs (block, host block)."""
-        source, target = _as_tensor(pairs, torch.device("cpu")).unbind(1)
+        on_device = self._on_device(pairs)
         for name, tensor in self.tensors.items():
-            self.host[name][:, :, target] = tensor[:, :, source.to(tensor.device)].cpu()
+            kernels.copy_blocks(_planes(tensor), on_device, _planes(self.host[name]))
 
-    def swap_in(self, pairs: Pairs) -> None:
+    def swap_in(self, pairs: Pairs, kernels: Kernels) -> None:
         """Copy blocks from host memory, by pairs (host block, block)."""
-        source, target = _as_tensor(pairs, torch.device("cpu")).unbind(1)
+        on_device = self._on_device(pairs)
         for name, tensor in self.tensors.items():
-            tensor[:, :, target.to(tensor.device)] = self.host[name][:, :, source].to(tensor.device)
+            kernels.copy_blocks(_planes(self.host[name]), on_device, _planes(tensor))
+
+    def _on_device(self, pairs: Pairs) -> Tensor:  # i64[num_pairs, 2]
+        device = self.tensors["kv"].device
+        on_host = torch.tensor(pairs, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return on_host.to(device, non_blocking=True)
 
     @property
     def num_bytes(self) -> int:
@@ -108,5 +112,7 @@ class KVCache:
         return text + (f", {self.num_host_blocks:,} on the host" if self.num_host_blocks else "")
 
 
-def _as_tensor(pairs: Pairs, device: torch.device) -> Tensor:
-    return torch.tensor(pairs, dtype=torch.int64).to(device)
+def _planes(tensor: Tensor) -> Tensor:
+    """View the cache's K and V, or their scales, as [num_planes, num_blocks, ..., ..., ...]."""
+    planes = tensor.flatten(0, 1)
+    return planes if planes.dim() == 5 else planes[..., None]

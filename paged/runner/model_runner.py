@@ -138,9 +138,10 @@ class ModelRunner:
         return logits, *self.model.kernels.greedy(logits)
 
     def _copy_blocks(self, schedule: Schedule) -> None:
+        kernels = self.model.kernels
         if schedule.swap_out:
-            self.kv_cache.swap_out(schedule.swap_out)
+            self.kv_cache.swap_out(schedule.swap_out, kernels)
         if schedule.swap_in:
-            self.kv_cache.swap_in(schedule.swap_in)
+            self.kv_cache.swap_in(schedule.swap_in, kernels)
         if schedule.copies:
-            self.kv_cache.copy_blocks(schedule.copies, self.model.kernels)
+            self.kv_cache.copy_blocks(schedule.copies, kernels)

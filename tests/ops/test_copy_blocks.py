@@ -45,6 +45,20 @@ def test_one_source_for_many_in_a_part_of_a_larger_tensor(name):
     torch.testing.assert_close(whole, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_between_two_caches_to_the_bit(name, dtype):
+    """As swapping does: the caches have different numbers of blocks, and a block number may be in both."""
+    source, target = any_bits((3, 5, 8, 2, 40), dtype), any_bits((3, 9, 8, 2, 40), dtype)
+    before, expected = source.clone(), target.clone()
+    pairs = torch.tensor([[4, 8], [0, 4], [4, 0]], device=DEVICE)
+    expected[:, pairs[:, 1]] = source[:, pairs[:, 0]]
+    load_kernels(name).copy_blocks(source, pairs, target)
+    bits = BITS[dtype.itemsize]
+    torch.testing.assert_close(target.view(bits), expected.view(bits), rtol=0, atol=0)
+    torch.testing.assert_close(source.view(bits), before.view(bits), rtol=0, atol=0)
+
+
 def test_reference_copies_from_the_first_to_the_second():
     cache = torch.arange(6.0).view(2, 3, 1, 1, 1)
     reference.copy_blocks(cache, torch.tensor([[2, 0]]))
@@ -70,6 +84,25 @@ def test_wrong_inputs_are_named():
         copy_blocks(cache[:, :1].expand(-1, 3, -1, -1, -1), pairs)
     with pytest.raises(ValueError, match="pairs must hold numbers, got a Tensor on meta"):
         copy_blocks(cache, pairs.to("meta"))
+
+
+def test_wrong_targets_are_named(monkeypatch):
+    monkeypatch.setenv("PAGED_DEBUG", "1")
+    copy_blocks, pairs = load_kernels("triton").copy_blocks, torch.tensor([[2, 4]])
+    cache, target = torch.randn(2, 3, 4, 1, 8), torch.randn(2, 5, 4, 1, 8)
+    copy_blocks(cache, pairs, target)
+    with pytest.raises(
+        ValueError, match=r"target must have shape .*, got \[2, 5, 4, 1, 7\]"
+    ):
+        copy_blocks(cache, pairs, target[..., :7])
+    with pytest.raises(ValueError, match=r"target must be torch.float32, got torch.float16"):
+        copy_blocks(cache, pairs, target.half())
+    with pytest.raises(ValueError, match="the sources of pairs must be between 0 and 2, the cache's blocks"):
+        copy_blocks(cache, pairs + 1, target)
+    with pytest.raises(ValueError, match="the targets of pairs must be between 0 and 4, the target's blocks"):
+        copy_blocks(cache, torch.tensor([[2, 5]]), target)
+    with pytest.raises(ValueError, match="target must be contiguous within a block"):
+        copy_blocks(cache, pairs, target.transpose(2, 4).contiguous().transpose(2, 4))
 
 
 @pytest.mark.parametrize(
