@@ -92,8 +92,7 @@ class KVCache:
 
     def _on_device(self, pairs: Pairs) -> Tensor:  # i64[num_pairs, 2]
         device = self.tensors["kv"].device
-        on_host = torch.tensor(pairs, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return on_host.to(device, non_blocking=True)
+        return torch.tensor(pairs, dtype=torch.int64).to(device, non_blocking=True)
 
     @property
     def num_bytes(self) -> int:

@@ -240,13 +240,13 @@ class _Driver(AbsentGPU):
 
 
 def _checked_launch(cuda: FakeCuda, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap JITFunction.run: every tensor must be on the current device, where the kernel is launched."""
+    """Wrap JITFunction.run: every tensor must be where the kernel is launched, or in pinned memory."""
 
     def launch(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
         current = torch.device("cuda", cuda.current)
         for name, value in [*enumerate(args), *kwargs.items()]:
             tensor = getattr(value, "base", value)  # of a descriptor
-            if isinstance(tensor, Tensor) and tensor.device != current:
+            if isinstance(tensor, Tensor) and tensor.device != current and not cuda.is_pinned(tensor):
                 raise RuntimeError(
                     f"{self.fn.__name__} is launched on {current}, and {name} is on {tensor.device}"
                 )
@@ -357,7 +357,7 @@ def fake_cuda(target: str = "sm_90") -> Iterator[FakeCuda]:
         }.items():
             stack.enter_context(mock.patch.object(FakeTensor, name, method, create=True))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda t: cuda.pin(t.clone())))
-        stack.enter_context(mock.patch.object(Tensor, "is_pinned", cuda.is_pinned))
+        stack.enter_context(mock.patch.object(Tensor, "is_pinned", lambda t, *_: cuda.is_pinned(t)))
         stack.enter_context(compiling(_Driver(target, cuda), skip=always))
         stack.enter_context(mock.patch.object(JITFunction, "run", _checked_launch(cuda, JITFunction.run)))
         stack.enter_context(_Fake(allow_non_fake_inputs=True))
