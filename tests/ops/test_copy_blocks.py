@@ -91,9 +91,7 @@ def test_wrong_targets_are_named(monkeypatch):
     copy_blocks, pairs = load_kernels("triton").copy_blocks, torch.tensor([[2, 4]])
     cache, target = torch.randn(2, 3, 4, 1, 8), torch.randn(2, 5, 4, 1, 8)
     copy_blocks(cache, pairs, target)
-    with pytest.raises(
-        ValueError, match=r"target must have shape .*, got \[2, 5, 4, 1, 7\]"
-    ):
+    with pytest.raises(ValueError, match=r"target must have shape .*, got \[2, 5, 4, 1, 7\]"):
         copy_blocks(cache, pairs, target[..., :7])
     with pytest.raises(ValueError, match=r"target must be torch.float32, got torch.float16"):
         copy_blocks(cache, pairs, target.half())
