@@ -25,6 +25,7 @@ LONGEST_FIRST = [
     "test_aot",
     "test_fake_cuda",
     "test_gpu_mutants",
+    "test_late_cuda",
     "test_attention_variants",
     "test_matches_transformers",
     "test_paged_attention",

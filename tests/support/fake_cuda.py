@@ -31,8 +31,8 @@ from tests.support.absent_gpu import AbsentGPU, always, compiling
 ROOT = Path(__file__).parents[2]
 NUM_DEVICES = 2
 GIB = 2**30
-# Operations that allocate or rename, and launch nothing.
-_NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "alias", "lift_fresh"}
+# Operations of torch that allocate or rename, and launch nothing.
+NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "alias", "lift_fresh"}
 _COPIES = {"_to_copy", "copy_"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 # Operations that read from the device what their result's size or the host depends on, and how often.
@@ -134,7 +134,7 @@ def _place() -> str:
     return "outside the project"
 
 
-class _Fake(FakeTensorMode):
+class FakeMode(FakeTensorMode):
     avoid_device_init = True  # whatever torch.cuda.is_available() says
 
 
@@ -152,7 +152,7 @@ class _Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None and device.type == "cuda" and device.index is None:
             device = kwargs["device"] = torch.device("cuda", self._cuda.current)
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
         to_gpu = device is not None and device.type == "cuda"
         if not to_gpu and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             pin = kwargs.pop("pin_memory", None)
@@ -166,7 +166,7 @@ class _Recorder(TorchDispatchMode):
         if name in _READS:
             return self._read(name, args, kwargs)
         out = func(*args, **kwargs)
-        if not func.is_view and name not in _NO_KERNEL and any(t.numel() for t in _tensors([out])):
+        if not func.is_view and name not in NO_KERNEL and any(t.numel() for t in tensors_in([out])):
             self._cuda.note("operation", name)
         return out
 
@@ -194,7 +194,7 @@ class _Recorder(TorchDispatchMode):
 
     def _check_indices(self, args: tuple[Any, ...]) -> None:
         """Record the indices that torch would upload; refuse those that it would."""
-        for index in _tensors(args[1]):
+        for index in tensors_in(args[1]):
             if index.device.type == "cpu":
                 self._cuda.note_copy(index, args[0].device, blocking=True, pinned=False)
             elif index.device != args[0].device:
@@ -215,13 +215,13 @@ class _Recorder(TorchDispatchMode):
         return torch.empty(kwargs.get("minlength", minlength), dtype=torch.int64, device=tensor.device)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield the tensors among values and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 class _Driver(AbsentGPU):
@@ -310,7 +310,12 @@ def _torch_cuda(cuda: FakeCuda, target: str) -> dict[str, Any]:
     """Return the functions of torch.cuda as of a machine with these devices."""
     major, minor = divmod(int(target[3:]), 10) if target.startswith("sm_") else (9, 4)
     properties = SimpleNamespace(
-        name="fake", major=major, minor=minor, multi_processor_count=132, total_memory=80 * GIB
+        name="fake",
+        major=major,
+        minor=minor,
+        gcnArchName=f"{target}:sramecc+:xnack-",
+        multi_processor_count=132,
+        total_memory=80 * GIB,
     )
     return {
         "is_available": lambda: True,
@@ -350,6 +355,8 @@ def fake_cuda(target: str = "sm_90") -> Iterator[FakeCuda]:
     with ExitStack() as stack:
         for name, function in _torch_cuda(cuda, target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        is_rocm = target.startswith("gfx")
+        stack.enter_context(mock.patch.object(torch.version, "hip", "6.4" if is_rocm else None))
         for name, method in {
             "data_ptr": _data_ptr,
             "tolist": lambda tensor: tensor.cpu().tolist(),
@@ -360,6 +367,6 @@ def fake_cuda(target: str = "sm_90") -> Iterator[FakeCuda]:
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", lambda t, *_: cuda.is_pinned(t)))
         stack.enter_context(compiling(_Driver(target, cuda), skip=always))
         stack.enter_context(mock.patch.object(JITFunction, "run", _checked_launch(cuda, JITFunction.run)))
-        stack.enter_context(_Fake(allow_non_fake_inputs=True))
+        stack.enter_context(FakeMode(allow_non_fake_inputs=True))
         stack.enter_context(_Recorder(cuda))
         yield cuda

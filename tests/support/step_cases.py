@@ -301,7 +301,7 @@ def random_case(seed: int) -> Case:
         "kv_cache_dtype": rng.choice(caches),
         "block_size": rng.choice([8, 16, 64]),
         "max_num_batched_tokens": rng.choice([7, 64, None]),
-        "num_blocks": rng.choice([64, None]),
+        "num_blocks": rng.choice([64, 64, 64, None]),
         "enable_prefix_caching": rng.random() < 0.7,
         "preemption_mode": "swap" if swaps else "recompute",
         "swap_space": 0.01 if swaps else None,

@@ -1,0 +1,317 @@
+"""A stand-in for a GPU that computes: on the CPU, late, and in any order that streams and events allow.
+
+A tensor on the device is a DeviceTensor: it has memory on the CPU, which holds its numbers once the stream
+has come so far. Operations and launches, which Triton's interpreter runs, are queued and return at once. They
+run when the host waits, or earlier by chance: whatever the host reads, or changes, too soon is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.support.fake_cuda import NO_KERNEL, FakeMode, load_guard, tensors_in
+
+GPU = torch.device("cuda", 0)
+GIB = 2**30
+NOT_YET = 77  # what memory holds before the device has come so far
+# Operations whose result the host has to wait for.
+_READS = {"_local_scalar_dense", "nonzero", "bincount"}
+
+
+class DeviceTensor(Tensor):
+    """A tensor on the device. memory: on the CPU, of the same shape and strides."""
+
+    memory: Tensor
+
+    @staticmethod
+    def __new__(cls, memory: Tensor) -> DeviceTensor:
+        layout = {"strides": memory.stride(), "storage_offset": memory.storage_offset()}
+        made = Tensor._make_wrapper_subclass(cls, memory.shape, dtype=memory.dtype, device=GPU, **layout)
+        made.memory = memory
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} on the device outside of `late_cuda`")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+    def record_stream(self, _: Any) -> None: ...
+
+
+class Stream:
+    """Work in order: functions, and events that other streams or the host have to wait for."""
+
+    cuda_stream, device = 0, GPU
+
+    def __init__(self, gpu: LateCuda) -> None:
+        self._gpu, self.queue = gpu, deque[Callable[[], None] | Event]()
+        gpu.streams.append(self)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether there is work, and it does not wait for another stream."""
+        return bool(self.queue) and (not isinstance(self.queue[0], Event) or self.queue[0].done)
+
+    def run_one(self) -> None:
+        work = self.queue.popleft()
+        if not isinstance(work, Event):
+            work()
+
+    def query(self) -> bool:
+        self._gpu.run_by_chance()
+        return not self.queue
+
+    def synchronize(self) -> None:
+        self._gpu.run_until(lambda: not self.queue)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._gpu)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(event.recorded)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+class Event:
+    """A point in a stream. `recorded` is that of the last `record`; a wait is for the one known then."""
+
+    def __init__(self, gpu: LateCuda) -> None:
+        self._gpu, self.done, self.recorded = gpu, True, self
+
+    def record(self, stream: Stream | None = None) -> None:
+        point = self.recorded = Event(self._gpu)
+        point.done = False
+        (stream or self._gpu.current_stream).queue.append(lambda: setattr(point, "done", True))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._gpu.current_stream).wait_event(self)
+
+    def query(self) -> bool:
+        self._gpu.run_by_chance()
+        return self.recorded.done
+
+    def synchronize(self) -> None:
+        point = self.recorded
+        self._gpu.run_until(lambda: point.done)
+
+    def elapsed_time(self, _: Event) -> float:
+        return 0.0
+
+
+class LateCuda:
+    """The device: its streams, and the host's pinned memory. seed: of the order in which work is done."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self.eagerness = self._rng.choice([0.0, 0.2, 0.6])  # how much is done before the host waits
+        self.streams: list[Stream] = []
+        self.current_stream = Stream(self)
+        self.num_late = 0  # how much work was still to be done when the host waited
+        self._pinned: dict[int, Tensor] = {}
+
+    def enqueue(self, work: Callable[[], Any]) -> None:
+        """Queue work on the current stream."""
+        self.current_stream.queue.append(work)
+        self.run_by_chance()
+
+    def run_by_chance(self) -> None:
+        """Run some of what is queued."""
+        while self._rng.random() < self.eagerness and self._run_one():
+            pass
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Run what is queued, in an order that is left to chance, until the host need not wait any more."""
+        self.num_late += sum(len(stream.queue) for stream in self.streams)
+        while not is_done():
+            assert self._run_one(), "the streams wait for each other"
+
+    def _run_one(self) -> bool:
+        able = [stream for stream in self.streams if stream.can_run]
+        if able:
+            with _disable_current_modes():
+                self._rng.choice(able).run_one()
+        return bool(able)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Take a tensor on the CPU for pinned memory from now on."""
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in pinned memory."""
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._pinned
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Inside, this is the current stream."""
+        before, self.current_stream = self.current_stream, stream
+        try:
+            yield
+        finally:
+            self.current_stream = before
+
+
+class _Queueing(TorchDispatchMode):
+    """Every operation: run on the CPU if all its tensors are there, else queued."""
+
+    def __init__(self, gpu: LateCuda) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        to_gpu = (device := kwargs.get("device")) is not None and device.type == "cuda"
+        pin = kwargs.pop("pin_memory", None)
+        on_gpu = any(isinstance(tensor, DeviceTensor) for tensor in tensors_in([*args, *kwargs.values()]))
+        with _disable_current_modes():
+            if not to_gpu and not on_gpu:
+                out = func(*args, **kwargs)
+                return self._gpu.pin(out) if pin else out
+            if name in ("_to_copy", "copy_"):
+                source, target = (args[1], args[0].device) if name == "copy_" else (args[0], device or GPU)
+                if source.device.type != target.type:
+                    return self._transfer(name, args, kwargs)
+            if to_gpu:
+                kwargs["device"] = torch.device("cpu")
+            return self._compute(func, name, args, kwargs)
+
+    def _compute(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gpu = self._gpu
+        # What is given on the CPU, such as a scalar, is read now.
+        given = tree_map_only(Tensor, _memory_or_copy, (args, kwargs))
+        if name in _READS:
+            gpu.current_stream.synchronize()
+        if name in _READS or func.is_view or name in NO_KERNEL:
+            return _on_gpu(func(*given[0], **given[1]))
+        if func._schema.is_mutable:
+            gpu.enqueue(lambda: func(*given[0], **given[1]))
+            return kwargs.get("out", args[0])
+        shapes, options = tree_map_only(Tensor, _shape_of, given)
+        if "device" in options:
+            options["device"] = torch.device("meta")
+        outs = tree_map_only(Tensor, _memory_like, func(*shapes, **options))
+
+        def work() -> None:
+            made = func(*given[0], **given[1])
+            for out, result in zip(tensors_in([outs]), tensors_in([made]), strict=True):
+                out.copy_(result)
+
+        gpu.enqueue(work)
+        return _on_gpu(outs)
+
+    def _transfer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Queue a copy between host and device; wait for it where CUDA does."""
+        gpu, into = self._gpu, name == "copy_"
+        source = args[1] if into else args[0]
+        blocking = not (kwargs.get("non_blocking") or (into and len(args) > 2 and args[2]))
+        if into:
+            out = _memory(args[0])
+            blocking = blocking or (out is args[0] and not gpu.is_pinned(out))
+        else:
+            out = torch.full(source.shape, NOT_YET, dtype=kwargs.get("dtype") or source.dtype)
+        is_upload = not isinstance(source, DeviceTensor)
+        # Pageable memory is staged at once; pinned memory is read when the copy runs.
+        numbers = source.clone() if is_upload and not gpu.is_pinned(source) else _memory(source)
+        gpu.enqueue(lambda: out.copy_(numbers))
+        if blocking:
+            gpu.current_stream.synchronize()
+        if into:
+            return args[0]
+        return DeviceTensor(out) if is_upload else out if blocking else gpu.pin(out)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    return tensor.memory if isinstance(tensor, DeviceTensor) else tensor
+
+
+def _memory_or_copy(tensor: Tensor) -> Tensor:
+    return tensor.memory if isinstance(tensor, DeviceTensor) else tensor.clone()
+
+
+def _shape_of(memory: Tensor) -> Tensor:
+    return torch.empty_strided(memory.shape, memory.stride(), dtype=memory.dtype, device="meta")
+
+
+def _memory_like(shape: Tensor) -> Tensor:
+    return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype).fill_(NOT_YET)
+
+
+def _on_gpu(values: Any) -> Any:
+    return tree_map_only(Tensor, DeviceTensor, values)
+
+
+def _queued_launch(gpu: LateCuda, run: Callable[..., Any]) -> Callable[..., Any]:
+    def on_cpu(value: Any) -> Any:
+        if isinstance(value, TensorDescriptor):
+            return TensorDescriptor(on_cpu(value.base), value.shape, value.strides, value.block_shape)
+        assert not isinstance(value, Tensor) or isinstance(value, DeviceTensor), "a launch with a CPU tensor"
+        return _memory(value)
+
+    def launch(self: InterpretedFunction, *args: Any, **kwargs: Any) -> None:
+        arguments = [on_cpu(value) for value in args], {k: on_cpu(value) for k, value in kwargs.items()}
+        gpu.enqueue(lambda: run(self, *arguments[0], **arguments[1]))
+
+    return launch
+
+
+@contextmanager
+def late_cuda(seed: int) -> Iterator[LateCuda]:
+    """Inside the block, torch sees one GPU, which does its work late. Needs Triton's interpreter."""
+    load_guard()
+    gpu = LateCuda(seed)
+    properties = SimpleNamespace(name="late", multi_processor_count=1, total_memory=GIB)
+    names = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "device": lambda _: _Nothing(),
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (9, 0),
+        "synchronize": lambda *_: gpu.run_until(lambda: not any(s.queue for s in gpu.streams)),
+        "Stream": lambda *_, **__: Stream(gpu),
+        "Event": lambda *_, **__: Event(gpu),
+        "current_stream": lambda *_: gpu.current_stream,
+        "stream": gpu.stream,
+    }
+    with ExitStack() as stack:
+        for name, function in names.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda t: gpu.pin(t.clone())))
+        stack.enter_context(mock.patch.object(Tensor, "is_pinned", gpu.is_pinned))
+        launch = _queued_launch(gpu, InterpretedFunction.run)
+        stack.enter_context(mock.patch.object(InterpretedFunction, "run", launch))
+        stack.enter_context(FakeMode())
+        stack.enter_context(_Queueing(gpu))
+        yield gpu
+
+
+class _Nothing:
+    """torch.cuda.device of the only device; entered again and again."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
