@@ -23,11 +23,15 @@ class Kernels(Protocol):
     """
 
     name: str  # for messages; callers decide by the capabilities below
-    head_dims: range  # the head dimensions that attention takes
     has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
     records_steps: bool  # the launches of a step can be recorded, and replayed without Python between them
     compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
     needs_partials: bool  # attention allocates partial results of split decodes, which grow with the batch
+
+    def head_dims(self) -> range:
+        """Return the head dimensions that attention takes. Raises ValueError if it has no kernel for the
+        current device.
+        """
 
     def check_cache_dtype(self, dtype: torch.dtype) -> None:
         """Raise ValueError if the current device cannot read a cache of this dtype."""

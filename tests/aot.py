@@ -6,6 +6,8 @@ known, and of what is known a share on each target.
     python -m tests.aot sm_90          # one target's table; needs TRITON_INTERPRET unset
     python -m tests.aot sm_90 --json <tests/kernel_figures.json    # the same for the tests
     python -m tests.aot --write        # compiles all, and keeps what it finds: table and known figures
+    python -m tests.aot --check sm_120 # compiles attention for every case, not only the common ones, and says
+                                       # what spills or does not fit
 """
 
 import json
@@ -24,18 +26,21 @@ import triton
 
 from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
-from tests.support.absent_gpu import TARGETS, Launch, compiling, never
-from tests.support.binary_figures import figures
+from tests.support.absent_gpu import CONSUMER_TARGETS, TARGETS, Launch, compiling, never
+from tests.support.binary_figures import SHARED_LIMITS, figures
 from tests.support.kernel_launches import (
     ATTENTION_CASES,
+    COMMON_CASES,
     DTYPES,
-    FP8_TARGETS,
     ROTARY_CASES,
     VOCAB_SIZE,
+    AttentionCase,
+    has_case,
     launch_attention,
     launch_others,
     launch_rotary_store_kv,
     launch_sampling,
+    targets_of,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -68,24 +73,47 @@ def report(target: str, known: Mapping[str, Figures]) -> list[dict[str, Any]]:
 
 
 def _attention(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch]]:
-    kernels = load_kernels("triton")
     rows = []
-    for number, (head_dim, group, dtype, block_size, options) in enumerate(ATTENTION_CASES):
-        targets = _targets(options.get("cache"))
-        if target not in targets:
-            continue
-        case = " ".join([f"{head_dim}x{group} {dtype} block {block_size}", *map(_told, options.items())])
-        with compiling(target, _skip(number, target, known, targets)) as launches:
-            launch_attention(kernels, head_dim, group, DTYPES[dtype], block_size, **options)
-        rows += [(case, launch) for launch in launches]
+    for number, case in enumerate(ATTENTION_CASES):
+        targets = tuple(
+            name
+            for name in TARGETS
+            if has_case(name, case) and (name not in CONSUMER_TARGETS or case in COMMON_CASES)
+        )
+        if target in targets:
+            rows += _launches(case, target, _skip(number, target, known, targets))
     return rows
+
+
+def _launches(case: AttentionCase, target: str, skip: Callable[[str], bool]) -> list[tuple[str, Launch]]:
+    head_dim, group, dtype, block_size, options = case
+    told = " ".join([f"{head_dim}x{group} {dtype} block {block_size}", *map(_told, options.items())])
+    with compiling(target, skip) as launches:
+        launch_attention(load_kernels("triton"), head_dim, group, DTYPES[dtype], block_size, **options)
+    return [(told, launch) for launch in launches]
+
+
+def check(target: str) -> int:
+    """Compile attention for every case that a target has; print what is wrong, and return how much it is."""
+    wrong = 0
+    for case in ATTENTION_CASES:
+        if not has_case(target, case):
+            continue
+        with TrustedContents():
+            launches = _launches(case, target, never)
+        for told, launch in launches:
+            found = figures(target, launch.binary)
+            if found["stack"] or found["local"] or found["shared"] > SHARED_LIMITS[target]:
+                print(launch.kernel, told, found, flush=True)
+                wrong += 1
+    return wrong
 
 
 def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch]]:
     kernels = load_kernels("triton")
     rows = []
     for number, (num_heads, num_kv_heads, head_dim, dtype, norm, cache) in enumerate(ROTARY_CASES):
-        targets = _targets(cache)
+        targets = targets_of(cache)
         if target not in targets:
             continue
         told = (f"{num_heads}/{num_kv_heads}x{head_dim}", dtype, norm, f"cache {cache}" if cache else "")
@@ -105,11 +133,6 @@ def _others(target: str, known: Mapping[str, Figures]) -> list[tuple[str, Launch
     without = {launch.key for _, launch in rows}
     case = f"vocabulary {VOCAB_SIZE} filters"
     return rows + [(case, launch) for launch in launches if launch.key not in without]
-
-
-def _targets(cache: str | None) -> tuple[str, ...]:
-    """Return the targets that have such a cache."""
-    return FP8_TARGETS if cache == "float8_e4m3fn" else tuple(TARGETS)
 
 
 def _skip(
@@ -144,7 +167,7 @@ def table(target: str, rows: list[dict[str, Any]]) -> str:
     for row in rows:
         values = {
             **row,
-            "tensor": sum(row.get(name, 0) for name in ("wgmma", "mma", "tcgen05", "mfma")),
+            "tensor": sum(row.get(name, 0) for name in ("wgmma", "mma", "tcgen05", "mfma", "wmma")),
             "wide": row.get("async_copies", 0) + row.get("loads_16B", 0),
         }
         cells = [row["kernel"], row["case"], *(str(values.get(name, "")) for name in COLUMNS)]
@@ -157,17 +180,22 @@ README = """# What the kernels compile to
 Made by `python -m tests.aot --write` with Triton {version} and no GPU; a test fails when it is stale.
 Nothing spills: no row has a stack. Registers are per thread, shared memory is in bytes per block; blocks per
 SM follow from both. Instructions are the machine code's bytes over the 16 of each, the padding behind them
-included; on gfx942 those listed. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma (sm_80,
-and where a block has less than 64 rows), counted in the PTX, and MFMA (gfx942). Wide loads are asynchronous
-copies of 16 bytes, by TMA of a tile, on gfx942 loads of 16 bytes. A case names head_dim x GQA group, dtype,
-tokens of a block and options.
+included; on AMD those listed. Tensor core instructions are wgmma (sm_90), tcgen05 (sm_100), mma (sm_80,
+sm_86, sm_89, sm_120, and where a block has less than 64 rows), counted in the PTX, MFMA (gfx942) and WMMA
+(gfx1100, whose "SM" is a WGP). Wide loads are asynchronous copies of 16 bytes, by TMA of a tile, on AMD loads
+of 16 bytes. A case names head_dim x GQA group, dtype, tokens of a block and options.
+
+The GPUs of data centers have every case, those of desktops and workstations ({consumer}) the common ones: any
+other case compiles there without a spill too, says `python -m tests.aot --check TARGET`.
 
 """
 
 
 def readme(reports: dict[str, list[dict[str, Any]]]) -> str:
     """kernels/README.md from the reports of all targets."""
-    return README.format(version=triton.__version__) + "\n".join(map(table, reports, reports.values()))
+    return README.format(version=triton.__version__, consumer=", ".join(CONSUMER_TARGETS)) + "\n".join(
+        map(table, reports, reports.values())
+    )
 
 
 def reports(known: Mapping[str, Figures]) -> dict[str, list[dict[str, Any]]]:
@@ -207,6 +235,8 @@ def figures_of(row: dict[str, Any]) -> Figures:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         write(reports({}))
+    elif sys.argv[1:2] == ["--check"]:
+        sys.exit(check(sys.argv[2]) > 0)
     elif sys.argv[2:] == ["--json"]:
         json.dump(report(sys.argv[1], json.load(sys.stdin)), sys.stdout)
     else:

@@ -15,8 +15,12 @@ from .sampling.sample_tokens import sample_tokens
 from .sampling.token_logprobs import token_logprobs
 
 name = "numba"
-head_dims = range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)
 has_linear = True
 records_steps = True
 compiles_at_launch = False  # `compile_ahead` compiles all
 needs_partials = False
+
+
+def head_dims() -> range:
+    """Return the head dimensions that attention takes."""
+    return range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)

@@ -2,9 +2,10 @@
 
 import torch
 
-from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..attention_options import MIN_HEAD_DIM
 from ..plain.logprobs import token_logprobs
 from ..plain.ops import greedy, take_rows
+from .attention.config import largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .copy_blocks import copy_blocks
 from .rms_norm import rms_norm
@@ -15,11 +16,15 @@ from .silu_and_mul import silu_and_mul
 from .target import check_target, current_target, in_interpreter
 
 name = "triton"
-head_dims = range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)
 has_linear = False
 records_steps = False
 compiles_at_launch = not in_interpreter()
 needs_partials = True
+
+
+def head_dims() -> range:
+    """Return the head dimensions that attention takes. Raises ValueError if it has no tiles for this GPU."""
+    return range(MIN_HEAD_DIM, largest_head_dim(current_target()) + 1)
 
 
 def check_cache_dtype(dtype: torch.dtype) -> None:

@@ -17,8 +17,12 @@ from .ops import (
 from .sampling import apply_penalties, sample_tokens
 
 name = "torch"
-head_dims = range(1, sys.maxsize)
 has_linear = False
 records_steps = False
 compiles_at_launch = False
 needs_partials = False
+
+
+def head_dims() -> range:
+    """Return the head dimensions that attention takes: any."""
+    return range(1, sys.maxsize)

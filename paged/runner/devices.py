@@ -117,13 +117,16 @@ def check_attention(
     kernels: Kernels, head_dim: int, kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
 ) -> None:
     """Raise ConfigError unless the backend has attention for this head_dim and KV cache dtype."""
-    dims = kernels.head_dims
-    if head_dim not in dims:
-        raise ConfigError(
-            f"attention_backend {kernels.name!r} takes a head_dim from {dims[0]} to {dims[-1]}, this "
-            f"model's is {head_dim}; use 'torch'"
-        )
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        try:
+            dims = kernels.head_dims()
+        except ValueError as error:
+            raise ConfigError(f"attention_backend {kernels.name!r}: {error}") from error
+        if head_dim not in dims:
+            raise ConfigError(
+                f"attention_backend {kernels.name!r} takes a head_dim from {dims[0]} to {dims[-1]} on this "
+                f"device, {device}; this model's is {head_dim}; use 'torch'"
+            )
         try:
             kernels.check_cache_dtype(kv_dtype)
         except ValueError as error:

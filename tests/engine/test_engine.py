@@ -678,8 +678,23 @@ def test_bad_engine_option_is_refused_by_name(name, value):
 def test_heads_that_a_backend_has_no_kernel_for_are_refused_at_once(tmp_path, backend):
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
     edit_json(tmp_path / "config.json", head_dim=8)
-    with pytest.raises(ConfigError, match=f"{backend!r} takes a head_dim from 16 to 576, .* use 'torch'"):
+    with pytest.raises(ConfigError, match=f"{backend!r} takes a head_dim from 16 to 576 .* use 'torch'"):
         new_engine(tmp_path, attention_backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("gfx1100", "'triton' takes a head_dim from 16 to 128 on .* model's is 256; use 'torch'"),
+        ("sm_75", "'triton': .* made for sm_80, .*, this is sm_75; use the backend 'torch'"),
+    ],
+)
+def test_gpu_without_kernels_for_a_model_is_refused_at_once(tmp_path, monkeypatch, target, message):
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", head_dim=256)
+    monkeypatch.setattr("paged.kernels.gpu.backend.current_target", lambda: target)
+    with pytest.raises(ConfigError, match=message):
+        new_engine(tmp_path, attention_backend="triton")
 
 
 def test_unknown_engine_option_is_refused_with_the_one_meant():

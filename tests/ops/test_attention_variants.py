@@ -222,7 +222,7 @@ def test_quantised_cache_needs_its_scales(name):
         attend(paged_attention, **{**case, **half})
 
 
-@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "gfx942", "gfx1100"])
 def test_fp8_is_refused_where_there_is_none(monkeypatch, target):
     monkeypatch.setattr(triton_attention, "current_target", lambda: target)
     case = quantized(ragged_case([3], [1]), torch.float8_e4m3fn)

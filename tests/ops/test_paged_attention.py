@@ -10,7 +10,7 @@ from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.attention import paged_attention as triton_attention
-from paged.kernels.gpu.attention.config import choose_config, split_size
+from paged.kernels.gpu.attention.config import FAMILIES, choose_config, largest_head_dim, split_size
 from paged.kernels.gpu.attention.split_kv import MAX_SPLITS, plan_decodes
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import SAME_IN_FLOAT64, assert_exact_enough
@@ -235,7 +235,7 @@ def test_batch_without_decodes_looks_for_none(monkeypatch):
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", "sm_120", "gfx942", "gfx1100"])
 def test_tiles_of_a_gpu(monkeypatch, target, block_size):
     """The tiles a GPU gets, whatever this machine is: longer than a block, and shorter."""
     monkeypatch.setattr(triton_attention, "current_target", lambda: target)
@@ -355,14 +355,22 @@ def test_config_depends_on_the_model_alone():
             assert narrow.num_stages == 1
         assert choose_config(576, 16, torch.bfloat16, "prefill", target, 512, torch.int8).BLOCK_M == 32
     for group in (1, 3, 5, 7, 16, 20, 128):
-        for target in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "interpreter"):
+        for target in (*FAMILIES, "interpreter"):
             for use in ("prefill", "decode", "shared"):
-                for head_dim, value_dim in [(80, None), (576, 512), (16, 256)]:
+                for head_dim, value_dim in [(80, None), (576, 512), (16, 256), (128, 64)]:
+                    if max(head_dim, value_dim or 0) > largest_head_dim(target):
+                        continue
                     config = choose_config(head_dim, group, torch.float16, use, target, value_dim)
                     assert 1 <= config.BLOCK_Q * config.BLOCK_G <= config.BLOCK_M
                     assert split_size(target) % config.TILE == 0
-    with pytest.raises(ValueError, match="head_dim must be between 16 and 576, got 577"):
+    with pytest.raises(ValueError, match="head_dim must be between 16 and 576 on sm_90, got 577"):
         choose_config(577, 4, torch.bfloat16, "decode", "sm_90")
+    for dims in [(129, None), (64, 129)]:
+        with pytest.raises(ValueError, match=r"_dim must be .* 16 and 128 on gfx1100, got 129; .* 'torch'"):
+            choose_config(dims[0], 4, torch.bfloat16, "decode", "gfx1100", dims[1])
+    for target in ("sm_75", "gfx1030"):
+        with pytest.raises(ValueError, match=rf"made for sm_80, .*, this is {target}; use .*torch"):
+            choose_config(64, 4, torch.bfloat16, "decode", target)
     with pytest.raises(ValueError, match="group must be between 1 and 128, got 129"):
         choose_config(64, 129, torch.bfloat16, "decode", "sm_90")
 

@@ -16,12 +16,19 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-TARGETS = {
+DATA_CENTER_TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+CONSUMER_TARGETS = {
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+TARGETS = DATA_CENTER_TARGETS | CONSUMER_TARGETS
 
 
 class AbsentGPU:

@@ -21,7 +21,7 @@ from paged.requests.request import Request, RequestInputs
 from paged.runner import load
 from paged.runner.model_runner import ModelRunner
 from paged.runner.warm_up import warm_up
-from tests.support.absent_gpu import TARGETS, always, compiling
+from tests.support.absent_gpu import DATA_CENTER_TARGETS, always, compiling
 from tests.support.kernel_launches import (
     launch_attention,
     launch_others,
@@ -113,7 +113,7 @@ def main() -> None:
             "variants": {model: count_variants(target, model) for model in MODELS},
             "warm_up": count_warm_up(target),
         }
-        for target in TARGETS
+        for target in DATA_CENTER_TARGETS
     }
     json.dump(found, sys.stdout)
 

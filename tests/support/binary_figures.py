@@ -11,16 +11,30 @@ from typing import Any
 import triton
 
 # Shared memory one block may use, in bytes.
-SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-# An SM's registers, warps, shared memory in bytes and blocks.
+SHARED_LIMITS = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024,
+    "gfx1100": 64 * 1024,
+}
+# An SM's registers, warps, shared memory in bytes and blocks (NVIDIA, "CUDA C++ Programming Guide", compute
+# capabilities).
 SM_LIMITS = {
     "sm_80": (65536, 64, 164 * 1024, 32),
+    "sm_86": (65536, 48, 100 * 1024, 16),
+    "sm_89": (65536, 48, 100 * 1024, 24),
     "sm_90": (65536, 64, 228 * 1024, 32),
     "sm_100": (65536, 64, 228 * 1024, 32),
+    "sm_120": (65536, 48, 100 * 1024, 24),
 }
-# A CU's SIMDs, VGPRs of each lane and waves on one of them, and shared memory in bytes (AMD, "CDNA 3 ISA
-# Reference Guide"; LLVM's AMDGPUUsage for the units in which gfx942 allocates them).
-AMD_LIMITS = (4, 512, 8, 64 * 1024)
+# A CU's SIMDs, VGPRs of each lane, the units in which these are allocated, waves on a SIMD, and shared memory
+# in bytes (AMD, "CDNA 3 ISA Reference Guide" and "RDNA3 ISA Reference Guide"; LLVM's AMDGPUUsage for the
+# units). On gfx1100 a block has all of a WGP, which is two CUs.
+AMD_LIMITS = {"gfx942": (4, 512, 8, 8, 64 * 1024), "gfx1100": (4, 1536, 24, 16, 128 * 1024)}
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 
 
@@ -28,7 +42,7 @@ def figures(target: str, binary: Any) -> dict[str, float]:
     """Read one binary's figures; "stack" is where registers spill to, in bytes, as is "local" memory
     (AMD: instructions that use it).
     """
-    return _amd_figures(binary) if target.startswith("gfx") else _nvidia_figures(target, binary)
+    return _amd_figures(target, binary) if target.startswith("gfx") else _nvidia_figures(target, binary)
 
 
 def _machine_code(cubin: bytes) -> int:
@@ -85,7 +99,7 @@ def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
     }
 
 
-def _amd_figures(binary: Any) -> dict[str, float]:
+def _amd_figures(target: str, binary: Any) -> dict[str, float]:
     isa = binary.asm["amdgcn"]
 
     def field(name: str) -> int:
@@ -94,8 +108,9 @@ def _amd_figures(binary: Any) -> dict[str, float]:
         return int(match.group(1))
 
     registers, shared, warps = field("vgpr_count"), binary.metadata.shared, binary.metadata.num_warps
-    simds, all_registers, max_waves, all_shared = AMD_LIMITS
-    waves = min(all_registers // (-(-registers // 8) * 8), max_waves)  # allocated in units of 8
+    matrix = "wmma" if target.startswith("gfx11") else "mfma"  # RDNA's matrix instructions, or CDNA's
+    simds, all_registers, unit, max_waves, all_shared = AMD_LIMITS[target]
+    waves = min(all_registers // (-(-registers // unit) * unit), max_waves)
     return {
         "registers": registers,
         "stack": field("private_segment_fixed_size"),
@@ -103,7 +118,7 @@ def _amd_figures(binary: Any) -> dict[str, float]:
         "shared": shared,
         "warps": warps,
         "blocks_per_sm": min(simds * waves // warps, all_shared // max(shared, 1)),
-        "mfma": len(re.findall(r"^\s+v_mfma", isa, re.M)),
+        matrix: len(re.findall(rf"^\s+v_{matrix}", isa, re.M)),
         "instructions": len(re.findall(r"^\s+[vs]_|^\s+(?:global|ds|buffer|flat)_", isa, re.M)),
         **_widths(re.findall(r"\b(?:global|buffer)_(load|store)_(\w+)", isa), _amd_bytes),
     }
@@ -127,5 +142,6 @@ def _ptx_bytes(suffix: str) -> int:
 
 
 def _amd_bytes(suffix: str) -> int:
-    """Return the bytes a thread; of dwordx4 they are 4 times 4. Anything narrower counts as 4."""
-    return 4 * int(suffix.removeprefix("dwordx") or 1) if re.fullmatch(r"dwordx[234]", suffix) else 4
+    """Return the bytes a thread; of dwordx4, or b128, they are 4 times 4. Anything narrower counts as 4."""
+    wide = re.fullmatch(r"dwordx([234])|b(64|96|128)", suffix)
+    return 4 if wide is None else 4 * int(wide[1]) if wide[1] else int(wide[2]) // 8

@@ -7,14 +7,17 @@ import torch
 from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import Kernels
 from paged.kernels.checks import QUANTIZED_DTYPES
+from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
 from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
+from tests.support.absent_gpu import TARGETS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}
 # Every row of choose_config's tables and each branch of the kernels, with head dims that are padded and the
 # smallest and the largest blocks: head_dim, group, dtype, block_size, and what else is not as usual.
-ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
+AttentionCase = tuple[int, int, str, int, dict[str, Any]]
+ATTENTION_CASES: list[AttentionCase] = [
     (64, 4, "bfloat16", 16, {"alibi": True, "causal": False}),
     (128, 4, "bfloat16", 16, {"window": 4096}),
     (128, 7, "float16", 64, {}),
@@ -77,8 +80,43 @@ ATTENTION_CASES: list[tuple[int, int, str, int, dict[str, Any]]] = [
     (128, 8, "bfloat16", 16, {"max_decode_q": 4, "cache": "int8"}),
     (256, 8, "bfloat16", 16, {"max_decode_q": 4}),
 ]
-# e4m3 arithmetic begins with sm_89, and gfx942 has a format of its own.
-FP8_TARGETS = ("sm_90", "sm_100")
+# Of these, what people run on GPUs of their own; compiled for CONSUMER_TARGETS too.
+COMMON_CASES: list[AttentionCase] = [
+    (64, 4, "bfloat16", 64, {}),  # Llama 3.2 1B
+    (128, 4, "bfloat16", 16, {"window": 4096}),  # Mistral 7B
+    (128, 7, "float16", 64, {}),  # Qwen 2.5 7B
+    (96, 3, "float16", 8, {"window": 1024}),  # Phi-3
+    (256, 4, "bfloat16", 16, {"window": 4096, "softcap": True}),  # Gemma 2
+    (64, 8, "bfloat16", 16, {"window": 128, "sinks": True}),  # gpt-oss
+    (576, 16, "bfloat16", 64, {"value_dim": 512}),  # DeepSeek V2 Lite
+    (64, 4, "bfloat16", 16, {"cache": "int8"}),
+    (128, 4, "bfloat16", 16, {"cache": "int8"}),
+    (256, 4, "bfloat16", 16, {"cache": "int8"}),
+    (128, 4, "bfloat16", 16, {"cache": "float8_e4m3fn"}),
+    (128, 4, "bfloat16", 64, {"cache": "float8_e4m3fn"}),
+    (64, 4, "float32", 16, {}),
+    (128, 7, "float32", 16, {}),
+    (64, 32, "bfloat16", 16, {"shared": True}),
+    (128, 4, "bfloat16", 16, {"shared": True}),
+    (64, 8, "bfloat16", 64, {"max_decode_q": 8}),  # speculative tokens
+]
+# e4m3 arithmetic begins with sm_89, and AMD's has a format of its own.
+FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def has_case(target: str, case: AttentionCase) -> bool:
+    """Return whether a target has kernels for this head_dim and cache, and for so many tokens of a decode."""
+    head_dim, group, dtype, _, options = case
+    if head_dim > largest_head_dim(target) or target not in targets_of(options.get("cache")):
+        return False
+    queries = options.get("max_decode_q", 1)
+    config = choose_config(head_dim, group, DTYPES[dtype], "decode", target, queries=queries)
+    return queries <= config.BLOCK_Q
+
+
+def targets_of(cache: str | None) -> tuple[str, ...]:
+    """Return the targets that have such a cache."""
+    return FP8_TARGETS if cache == "float8_e4m3fn" else tuple(TARGETS)
 
 
 def launch_attention(

@@ -9,12 +9,14 @@ from packaging.version import Version
 
 from paged.kernels.gpu.attention.config import choose_config
 from tests.aot import TABLE, figures_of, known_figures, readme, reports
-from tests.support.absent_gpu import TARGETS
+from tests.support.absent_gpu import CONSUMER_TARGETS, DATA_CENTER_TARGETS, TARGETS
 from tests.support.binary_figures import SHARED_LIMITS
-from tests.support.kernel_launches import ATTENTION_CASES, DTYPES, FP8_TARGETS
+from tests.support.kernel_launches import ATTENTION_CASES, COMMON_CASES, DTYPES, has_case
 
 SAMPLING = {"penalties", "maxima", "coarse", "gather", "search", "mask", "best", "pick"}
 KNOWN = known_figures()
+AMD = [target for target in TARGETS if target.startswith("gfx")]
+NVIDIA = [target for target in TARGETS if target not in AMD]
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +50,21 @@ def row_of_the_table(use, head_dim, value_dim, dtype, cache_dtype, group, target
     return use, width, dtype == torch.float32, converted, *shape
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", CONSUMER_TARGETS)
+def test_common_cases_are_compiled(compiled, target):
+    assert all(case in ATTENTION_CASES for case in COMMON_CASES)
+    expected = [case for case in COMMON_CASES if has_case(target, case)]
+    found = {row["case"] for row in compiled[target] if row["kernel"] == "decode"}
+    assert len(found) == len(expected) == {"sm_86": 15, "gfx1100": 11}.get(target, 17)
+
+
+@pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_every_row_that_choose_config_can_return_is_compiled(target):
     compiled_rows = set()
-    for head_dim, group, dtype, _, options in ATTENTION_CASES:
-        if options.get("cache") == "float8_e4m3fn" and target not in FP8_TARGETS:
+    for case in ATTENTION_CASES:
+        if not has_case(target, case):
             continue
+        head_dim, group, dtype, _, options = case
         dtypes = DTYPES[dtype], DTYPES[options.get("cache", dtype)]
         for use in ("shared", "decode") if options.get("shared") else ("prefill", "decode"):
             value_dim = options.get("value_dim", head_dim)
@@ -76,11 +87,11 @@ def test_attention_uses_the_tensor_cores(compiled, target):
     for row in compiled[target]:
         if row["kernel"] not in ("prefill", "decode") or "float32" in row["case"]:
             continue
-        if target == "gfx942":
-            assert row["mfma"] > 0, row
+        if target in AMD:
+            assert row["wmma" if target == "gfx1100" else "mfma"] > 0, row
             assert row["loads_16B"] > 0, row
             continue
-        best = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}[target]
+        best = {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(target, "mma")
         # 64 rows make the best; a decode has fewer, unless its group is large or a prefix is shared.
         head_dim, few_rows = int(row["case"].split("x")[0]), row["kernel"] == "decode"
         # 64 rows of 1024 partial results would be all registers, and 8 bits need some on their way.
@@ -119,7 +130,7 @@ LEAST_BLOCKS = {
 def test_an_sm_holds_as_many_blocks_as_designed(compiled, target):
     def least(row):
         in_float32 = f"{row['kernel']} float32" if "float32" in row["case"] else ""
-        return LEAST_BLOCKS.get(in_float32, LEAST_BLOCKS[row["kernel"]])[target == "gfx942"]
+        return LEAST_BLOCKS.get(in_float32, LEAST_BLOCKS[row["kernel"]])[target in AMD]
 
     assert [row for row in compiled[target] if row["blocks_per_sm"] < least(row)] == []
 
@@ -128,10 +139,10 @@ def test_an_sm_holds_as_many_blocks_as_designed(compiled, target):
 def test_attention_has_warps_for_every_scheduler(compiled, target):
     """Two on NVIDIA's, of one block or two: one computes weights while the other's products run. AMD: one."""
     for row in attention_rows({target: compiled[target]}):
-        assert row["blocks_per_sm"] * row["warps"] >= (4 if target == "gfx942" else 8), row
+        assert row["blocks_per_sm"] * row["warps"] >= (4 if target in AMD else 8), row
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("target", NVIDIA)
 def test_decodes_of_whole_tiles_load_by_descriptors(compiled, target):
     """Both loops of it, K and V, in no more registers than leave room for 3 blocks an SM, 2 if quantised."""
     described = set()
@@ -141,10 +152,10 @@ def test_decodes_of_whole_tiles_load_by_descriptors(compiled, target):
             assert row["tma"] >= 4, row
             assert row["blocks_per_sm"] >= (2 if "cache" in row["case"] else 3), row
     expected = {("decode", case) for case in ("128x7 float16", "128x4 bfloat16", "256x4 bfloat16")}
-    assert described == (set() if target == "sm_80" else expected)
+    assert described == (expected if target in ("sm_90", "sm_100") else set())
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("target", NVIDIA)
 def test_decode_hides_latency_with_several_blocks_an_sm(compiled, target):
     for row in compiled[target]:
         if row["kernel"] == "decode" and row["warps"] == 4:
@@ -182,7 +193,7 @@ def test_loads_do_not_wait_for_each_other(compiled, target):
     for row in compiled[target]:
         if row["kernel"] == "rotary_store_kv" and " cache " not in row["case"]:
             assert row["shared"] == 0, row
-        if row["kernel"] == "rms_norm" and target != "gfx942":
+        if row["kernel"] == "rms_norm" and target not in AMD:
             assert row["loads_behind_barrier"] == 0, row
 
 

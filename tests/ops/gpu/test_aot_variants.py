@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.aot import run_compiler
-from tests.support.absent_gpu import TARGETS
+from tests.support.absent_gpu import DATA_CENTER_TARGETS
 from tests.support.aot_variants import MODELS
 
 
@@ -15,7 +15,7 @@ def found():
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_batches_do_not_multiply_binaries(found, target, model):
     """One model's batches of any size: a handful of binaries, all of them made by a warm-up."""
     num_kinds = len(MODELS[model][3])  # of layers
@@ -39,11 +39,11 @@ def test_batches_do_not_multiply_binaries(found, target, model):
     }
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_warm_up_compiles_all_that_batches_need(found, target):
     assert found[target]["warm_up"] == {"num_compiled": 19, "ready": 19, "later": []}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_a_listener_is_called_for_every_kernel_that_is_compiled(found, target):
     assert found[target]["compiled"] == [5, 5]
