@@ -31,7 +31,7 @@ from torch import Tensor
 from ...arguments import check_filters
 from ...checks import check_apart, check_contiguous, check_last_dim_contiguous
 from ...gumbel import NOISE_BLOCK
-from ..target import check_launchable
+from ..target import check_launchable, current_target
 from .filter_row import (
     NUM_LIMITS,
     PARAMETERS,
@@ -251,8 +251,10 @@ def row_limits(
     over_blocks = {"logits_ptr": logits, "stride_row": logits.stride(0), "num_warps": 4}
     _coarse_kernel[(n, num_blocks)](**arguments, **over_blocks)
     _gather_kernel[(n, num_blocks)](list_ptr=candidates, **arguments, **over_blocks)
+    # There ptxas spills to run a third block on an SM, unless it is told how many registers there are.
+    registers = {"maxnreg": 128} if current_target() in ("sm_120", "sm_121") else {}
     search_kernel[(n,)](
-        list_ptr=candidates, limits_ptr=limits, NUM_LIMITS=NUM_LIMITS, **arguments, num_warps=8
+        list_ptr=candidates, limits_ptr=limits, NUM_LIMITS=NUM_LIMITS, **arguments, **registers, num_warps=8
     )
     return limits
 
