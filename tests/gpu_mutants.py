@@ -44,8 +44,15 @@ MUTANTS = [
         "pairs of blocks to copy stay on the CPU",
         "fork",
         "model/kv_cache",
-        '_as_tensor(pairs, self.tensors["kv"].device)',
-        '_as_tensor(pairs, torch.device("cpu"))',
+        "torch.tensor(pairs, dtype=torch.int64).to(device, non_blocking=True)",
+        "torch.tensor(pairs, dtype=torch.int64)",
+    ),
+    Mutant(
+        "host memory for swapping is pageable",
+        "preemption by swap",
+        "model/kv_cache",
+        'pinned = device.type == "cuda" and num_host_blocks > 0',
+        "pinned = False",
     ),
     Mutant(
         "a list is an index",

@@ -268,7 +268,8 @@ def _queued_launch(gpu: LateCuda, run: Callable[..., Any]) -> Callable[..., Any]
     def on_cpu(value: Any) -> Any:
         if isinstance(value, TensorDescriptor):
             return TensorDescriptor(on_cpu(value.base), value.shape, value.strides, value.block_shape)
-        assert not isinstance(value, Tensor) or isinstance(value, DeviceTensor), "a launch with a CPU tensor"
+        if isinstance(value, Tensor):  # a kernel reaches pinned memory too
+            assert isinstance(value, DeviceTensor) or gpu.is_pinned(value), "a launch with pageable memory"
         return _memory(value)
 
     def launch(self: InterpretedFunction, *args: Any, **kwargs: Any) -> None:
@@ -301,7 +302,7 @@ def late_cuda(seed: int) -> Iterator[LateCuda]:
         for name, function in names.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda t: gpu.pin(t.clone())))
-        stack.enter_context(mock.patch.object(Tensor, "is_pinned", gpu.is_pinned))
+        stack.enter_context(mock.patch.object(Tensor, "is_pinned", lambda t, *_: gpu.is_pinned(t)))
         launch = _queued_launch(gpu, InterpretedFunction.run)
         stack.enter_context(mock.patch.object(InterpretedFunction, "run", launch))
         stack.enter_context(FakeMode())
