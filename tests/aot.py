@@ -185,8 +185,8 @@ sm_86, sm_89, sm_120, and where a block has less than 64 rows), counted in the P
 (gfx1100, whose "SM" is a WGP). Wide loads are asynchronous copies of 16 bytes, by TMA of a tile, on AMD loads
 of 16 bytes. A case names head_dim x GQA group, dtype, tokens of a block and options.
 
-The GPUs of data centers have every case, those of desktops and workstations ({consumer}) the common ones: any
-other case compiles there without a spill too, says `python -m tests.aot --check TARGET`.
+The GPUs of data centers have every case, those of desktops and workstations ({consumer}) the common ones;
+`python -m tests.aot --check TARGET` compiles the others too and lists those that spill there.
 
 """
 
