@@ -124,13 +124,17 @@ def _rotary_store_kv(kernels: Kernels, generator: random.Random) -> Call:
 def _copy_blocks(kernels: Kernels, generator: random.Random) -> Call:
     cache = torch.randn(2, 6, 4, 1, 16).to(_dtype(generator))
     arguments = {"cache": cache, "pairs": torch.randperm(6)[:4].view(2, 2)}
+    written = "cache"
+    if generator.random() < 0.5:
+        written, arguments["target"] = "target", torch.zeros_like(cache)
     return Call(
         "copy_blocks",
         kernels.copy_blocks,
         arguments,
-        ("cache",),
+        (written,),
+        ("target",),
         indices={"pairs": 6},
-        distinct=("pairs",),
+        distinct=("pairs",) if written == "cache" else (),  # between two caches a source may be a target
         expected=reference.copy_blocks,
     )
 
