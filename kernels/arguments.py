@@ -4,8 +4,6 @@ A check raises ValueError, before anything is written. It reads what tensors hol
 says so. A backend whose kernels need more of a layout, as Triton's do, checks the rest itself.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -185,9 +183,16 @@ def check_penalties(
     slots: Tensor,
     output_counts: Tensor,
     seen: Tensor,
-    penalties: Mapping[str, Tensor],
+    repetition_penalty: Tensor,
+    frequency_penalty: Tensor,
+    presence_penalty: Tensor,
 ) -> None:
     """Raise ValueError unless there is a slot and a number of each penalty for each of the rows."""
+    penalties = {
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+    }
     check_logits(logits)
     check_apart("logits", logits)
     check_shape("rows", rows, (None,), torch.int64)
@@ -206,9 +211,19 @@ def check_penalties(
         check_alone({"logits": logits}, read)
 
 
-def check_filters(logits: Tensor, temperature: Tensor, filters: Mapping[str, Tensor | None]) -> None:
+def check_filters(
+    logits: Tensor,
+    temperature: Tensor,
+    min_p: Tensor | None,
+    top_n_sigma: Tensor | None,
+    typical_p: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+) -> None:
     """Raise ValueError unless there is a temperature, and a number of each filter in use, for each row."""
     check_logits(logits)
+    filters = {"min_p": min_p, "top_n_sigma": top_n_sigma, "typical_p": typical_p}
+    filters |= {"top_k": top_k, "top_p": top_p}
     limits = {"temperature": (0, _LARGEST), "top_n_sigma": (0, _LARGEST), "top_k": (1, 2**31 - 1)}
     read = {"temperature": temperature, **{name: x for name, x in filters.items() if x is not None}}
     for name, column in read.items():
@@ -225,10 +240,13 @@ def check_sample_tokens(
     seeds: Tensor,
     positions: Tensor,
     temperature: Tensor,
-    filters: Mapping[str, Tensor | None],
+    *filters: Tensor | None,
 ) -> None:
-    """Raise ValueError unless each row of logits has a seed, a position, and what `check_filters` asks."""
-    check_filters(logits, temperature, filters)
+    """Raise ValueError unless each row of logits has a seed, a position, and what `check_filters` asks.
+
+    filters: as `check_filters` takes them.
+    """
+    check_filters(logits, temperature, *filters)
     check_apart("logits", logits)
     for name, tensor in {"seeds": seeds, "positions": positions}.items():
         check_shape(name, tensor, (len(logits),), torch.int64)

@@ -94,7 +94,7 @@ MUTANTS = [
         "a step launches outside the device context",
         "cuda:1 while cuda:0 is current",
         "runner/model_runner",
-        "with self.on_device, TrustedContents():\n            self._copy_blocks",
+        "with self._on_device, TrustedContents():\n            self._copy_blocks",
         "with TrustedContents():\n            self._copy_blocks",
     ),
     Mutant(

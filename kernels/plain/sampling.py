@@ -46,12 +46,8 @@ def apply_penalties(
 ) -> None:
     """Penalise tokens of the prompt or the output; see `reference.apply_penalties`."""
     if not is_trusted():
-        penalties = {
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-        }
-        check_penalties(logits, rows, slots, output_counts, seen, penalties)
+        penalties = repetition_penalty, frequency_penalty, presence_penalty
+        check_penalties(logits, rows, slots, output_counts, seen, *penalties)
     num, vocab_size = rows.shape[0], logits.shape[1]
     if torch.equal(slots, torch.arange(num, device=slots.device)):  # without a copy of large tensors
         counts, seen = output_counts[:num], seen[:num]
@@ -87,9 +83,8 @@ def sample_tokens(
     with nothing but -inf, get some token.
     """
     if not is_trusted():
-        filters = {"min_p": min_p, "top_n_sigma": top_n_sigma, "typical_p": typical_p}
-        filters |= {"top_k": top_k, "top_p": top_p}
-        check_sample_tokens(logits, seeds, positions, temperature, filters)
+        filters = min_p, top_n_sigma, typical_p, top_k, top_p
+        check_sample_tokens(logits, seeds, positions, temperature, *filters)
     # A temperature below float32's smallest is 0, and 0 / 0 is NaN.
     temperature = temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     if top_n_sigma is None:

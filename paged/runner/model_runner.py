@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Owner of all device memory: the weights, and the KV cache, which takes what they leave.
 
-    on_device: the context in which its device is the current one, as Triton's launches and copies need it.
-
     Raises ConfigError where the options do not fit this machine.
     """
 
@@ -40,7 +38,7 @@ class ModelRunner:
         self.config, self.model_config = config, model_config
         self.device = resolve_device(config.device)
         on_gpu = self.device.type == "cuda"
-        self.on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
+        self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
         self.num_threads: int | None = None  # on a GPU: torch's own default
         if on_gpu:
             sum_in_float32()
@@ -89,7 +87,7 @@ class ModelRunner:
         # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
-        with self.on_device, TrustedContents():
+        with self._on_device, TrustedContents():
             self._copy_blocks(schedule)
             if not schedule.requests:
                 return StepOutput()

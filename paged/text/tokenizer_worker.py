@@ -22,8 +22,6 @@ MOST_CHARACTERS = 500  # of an error's message
 
 # Classes of transformers that take all from tokenizer.json.
 GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-# These hold what no class of a model does.
-BASE_CLASSES = (*GENERAL_CLASSES, "PreTrainedTokenizer", "PythonBackend", "SentencePieceBackend")
 
 
 class Source(NamedTuple):
@@ -62,18 +60,16 @@ def load(source: Source) -> Any:
 
 
 def _check_class(file: str, name: str | None) -> None:
-    """Raise ValueError for a class of transformers that is not one of tokenizers. Others are not imported."""
-    import transformers
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+    """Raise ValueError for a class of transformers that is not one of tokenizers.
 
-    known = {*BASE_CLASSES, *filter(None, TOKENIZER_MAPPING_NAMES.values())}
-    known |= {each.removesuffix("Fast") for each in known}
-    while name:
-        if name not in known and (name in dir(transformers) or name in vars(transformers)):
+    name: one that `tokenizer_files` has found to be like a tokenizer's.
+    """
+    import transformers
+
+    for each in (name, name.removesuffix("Fast")) if name else ():
+        found = getattr(transformers, each, transformers.PreTrainedTokenizerBase)
+        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)):
             raise ValueError(f"{file}: tokenizer_class {name!r} is not a class of tokenizers")
-        if name in known or not name.endswith("Fast"):
-            return
-        name = name.removesuffix("Fast")
 
 
 def _config(source: Source) -> Any:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
@@ -161,10 +160,8 @@ def test_a_prompt_that_exceeds_the_limits_is_refused_alone(tmp_path):
     engine.add_request("good", "a c", params)
     engine.step()
     for text, reason in HARD.items():
-        started = time.process_time()
         with pytest.raises(RequestError, match=re.escape(reason)):
             engine.add_request("hard", text, params)
-        assert time.process_time() - started < 0.3, "it was this process that worked"
     engine.add_request("after", "a c", params)
     outputs = {}
     while engine.has_unfinished_requests():
@@ -196,7 +193,7 @@ SETTINGS = {
     "class": ({"tokenizer_class": "AutoModelForCausalLM"}, "must be the name of a tokenizer's class"),
     "class-that-loads": (
         {"tokenizer_class": "AutoTokenizerFast"},
-        "'AutoTokenizer' is not a class of tokenizers",
+        "'AutoTokenizerFast' is not a class of tokenizers",
     ),
 }
 
@@ -240,6 +237,16 @@ def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
         file.rename(blobs / file.name)
         file.symlink_to(f"../../blobs/{file.name}")
     assert Tokenizer(snapshot).encode("def") == Tokenizer(DEMO).encode("def")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "PreTrainedTokenizer"],
+)
+def test_classes_that_checkpoints_name_are_loaded_in_this_process(tmp_path, name):
+    tokenizer = Tokenizer(write(tmp_path, settings={"tokenizer_class": name}))
+    assert len(tokenizer.hf) == len(tokenizer)
+    assert tokenizer.decode(tokenizer.encode("def f(x):")).endswith("def f(x):")
 
 
 def test_paths_in_the_settings_are_not_given_to_classes(tmp_path, monkeypatch):

@@ -106,7 +106,7 @@ class Graph:
         self._table = _table(recorder.launches)
         self._flat = self._table.reshape(-1)
         self._counters = self._table[:, _COUNTERS]
-        self._record = (self._table.ctypes.data, threads().address, len(self._table), self._table.strides[0])
+        self._place = (self._table.ctypes.data, len(self._table), self._table.strides[0])
         starts = range(0, len(self._flat), self._table.shape[1])
         # Where the table holds pointers.
         self._pointers = np.array(
@@ -185,7 +185,9 @@ class Graph:
     def replay(self) -> tuple[Tensor, ...]:
         """Launch everything. Return the outputs, which the next replay overwrites."""
         self._counters.fill(0)
-        GRAPH.run(self._num_threads, *self._record)
+        address, *sizes = self._place
+        # The threads are asked for at each replay, as a forked process has others.
+        GRAPH.run(self._num_threads, address, threads().address, *sizes)
         return self._outputs
 
 

@@ -56,12 +56,8 @@ def apply_penalties(
 ) -> None:
     """Subtract penalties from the logits of tokens seen; see `reference.apply_penalties`."""
     if not is_trusted():
-        penalties = {
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-        }
-        check_penalties(logits, rows, slots, output_counts, seen, penalties)
+        penalties = repetition_penalty, frequency_penalty, presence_penalty
+        check_penalties(logits, rows, slots, output_counts, seen, *penalties)
     num, size = rows.shape[0], logits.shape[1]
     columns = (repetition_penalty, frequency_penalty, presence_penalty)
     regular = (

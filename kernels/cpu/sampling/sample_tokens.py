@@ -295,9 +295,8 @@ def sample_tokens(
 ) -> Tensor:  # i64[n]
     """Draw one token of each row; see `plain.sampling.sample_tokens`."""
     if not is_trusted():
-        filters = {"min_p": min_p, "top_n_sigma": top_n_sigma, "typical_p": typical_p}
-        filters |= {"top_k": top_k, "top_p": top_p}
-        check_sample_tokens(logits, seeds, positions, temperature, filters)
+        filters = min_p, top_n_sigma, typical_p, top_k, top_p
+        check_sample_tokens(logits, seeds, positions, temperature, *filters)
     num_rows, size = logits.shape
     floats = (temperature, min_p, top_n_sigma, typical_p, top_p)
     regular = (

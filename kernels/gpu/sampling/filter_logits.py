@@ -275,7 +275,7 @@ def filter_logits(
     dtype or stride that does not fit.
     """
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
-    check_filters(logits, temperature, filters._asdict())
+    check_filters(logits, temperature, *filters)
     check_apart("logits", logits)
     check_launchable("logits", logits)
     check_vocabulary(logits, temperature, filters)

@@ -79,7 +79,7 @@ def apply_penalties(
         "frequency_penalty": frequency_penalty,
         "presence_penalty": presence_penalty,
     }
-    check_penalties(logits, rows, slots, output_counts, seen, penalties)
+    check_penalties(logits, rows, slots, output_counts, seen, **penalties)
     check_last_dim_contiguous("logits", logits)
     check_launchable("logits", logits)
     tensors = {"rows": rows, "slots": slots, "output_counts": output_counts, "seen": seen, **penalties}

@@ -150,7 +150,7 @@ def sample_tokens(
     Raises ValueError for a shape, dtype or stride that does not fit.
     """
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
-    check_sample_tokens(logits, seeds, positions, temperature, filters._asdict())
+    check_sample_tokens(logits, seeds, positions, temperature, *filters)
     check_launchable("logits", logits)
     check_vocabulary(logits, temperature, filters)
     check_contiguous("seeds", seeds)
