@@ -25,6 +25,7 @@ CONFIGS["qwen3, 3 layers"] = lambda: Qwen3Config(
 )
 CONFIGS["llama, head_dim 128"] = lambda: LlamaConfig(**{**SHAPE, "head_dim": 128})
 
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 PROMPTS = [[5, 6, 7], [*range(10, 30)]]
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
@@ -273,10 +274,11 @@ _USES = [
 ]
 _DEVICES = [
     Case("cuda:1 while cuda:0 is current", {"device": "cuda:1"}),
-    *(Case(f"target {target}", target=target) for target in ("sm_80", "sm_100", "gfx942")),
+    *(Case(f"target {target}", target=target) for target in TARGETS if target != "sm_90"),
     *(
         Case(f"target {target}, KV int8", {"kv_cache_dtype": "int8"}, target=target)
-        for target in ("sm_80", "sm_100", "gfx942")
+        for target in TARGETS
+        if target != "sm_90"
     ),
 ]
 CASES = [
@@ -291,9 +293,9 @@ def random_case(seed: int) -> Case:
     """Return a case that changes many settings at once."""
     rng = random.Random(seed)
     model = rng.choice(["demo", *CONFIGS])
-    target = rng.choice(["sm_80", "sm_90", "sm_100", "gfx942"])
+    target = rng.choice(TARGETS)
     dtype = rng.choice(["bfloat16", "float16", "float32"])
-    caches = ["auto", "int8", *(["fp8"] if target in ("sm_90", "sm_100") else [])]
+    caches = ["auto", "int8", *(["fp8"] if target in ("sm_89", "sm_90", "sm_100", "sm_120") else [])]
     swaps = rng.random() < 0.5
     options = {
         "device": rng.choice(["cuda", "cuda:0", "cuda:1"]),
