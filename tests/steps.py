@@ -126,6 +126,16 @@ def table(reported: dict[str, Any]) -> str:
     return "\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
 
 
+def counts_in(text: str) -> dict[tuple[str, str], list[int]]:
+    """Return the counts of each case and step in the rows of a table."""
+    known = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 2 + len(KINDS) and cells[-1].isdigit():
+            known[cells[0], cells[1]] = [*map(int, cells[2:])]
+    return known
+
+
 def errors(reported: dict[str, Any]) -> list[str]:
     """Return the errors of cases that failed."""
     return [f"{name}: {case['error']}" for name, case in reported.items() if case["error"]]

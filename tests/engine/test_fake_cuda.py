@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from paged import SamplingParams
 from tests.aot import run_compiler
-from tests.steps import KINDS, NUM_RANDOM, TABLE, errors, rows, table
+from tests.steps import KINDS, NUM_RANDOM, TABLE, counts_in, errors, rows, table
 from tests.support.fake_cuda import lacks
 from tests.support.step_cases import CASES, CHANGES, OF_THE_HOST
 
@@ -48,20 +48,14 @@ def test_every_parameter_of_sampling_has_a_case():
 
 def test_no_step_asks_for_more_than_the_table_says(reported, kept):
     """The counts of each step; a smaller one is a stale table, and a larger one a step that got slower."""
-    known = dict(_counts(line) for line in kept.splitlines() if line.count("|") == len(KINDS) + 3)
-    for line in rows({case.name: reported[case.name] for case in CASES}):
-        name, counts = _counts(line)
+    known = counts_in(kept)
+    for case, found in counts_in("\n".join(rows({case.name: reported[case.name] for case in CASES}))).items():
         grown = [
-            f"{kind}: {known[name][i]} to {n}"
-            for i, (kind, n) in enumerate(zip(KINDS, counts, strict=True))
-            if n > known[name][i]
+            f"{kind}: {before} to {now}"
+            for kind, before, now in zip(KINDS, known[case], found, strict=True)
+            if now > before
         ]
-        assert not grown, f"{name} grew from {', '.join(grown)}"
-
-
-def _counts(line):
-    _, case, step, *counts, _ = (cell.strip() for cell in line.split("|"))
-    return (case, step), [int(n) if n.isdigit() else -1 for n in counts]
+        assert not grown, f"{case} grew from {', '.join(grown)}"
 
 
 def test_table_is_fresh(reported, kept):

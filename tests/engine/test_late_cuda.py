@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from paged import LLMEngine, SamplingParams
 from paged.kernels.gpu.target import in_interpreter
-from tests.support.checkpoints import checkpoint
+from tests.support.engine_uses import CASES, draws_of_a_gpu
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
 
@@ -21,55 +19,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _penultimate(_tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Ban the likeliest token."""
-    return logits.index_fill(0, logits.argmax(), -torch.inf)
-
-
-WAYS_TO_SAMPLE: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"seed": 1, "logprobs": 2, "prompt_logprobs": 1},
-    {"seed": 2, "top_p": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-    {"seed": 3, "logit_bias": {7: 3.0}, "min_tokens": 3, "stop_token_ids": [9]},
-    {"temperature": 0.0, "logits_processors": [_penultimate]},
-    {"temperature": 0.0, "dry_multiplier": 4.0, "dry_sequence_breakers": ()},
-]
-
-
-def _sampled(engine: LLMEngine) -> Any:
-    """Sample in every way at once, with a shared prefix and a fork of a prompt for two samples."""
-    params = [SamplingParams(max_tokens=3, ignore_eos=True, **way) for way in WAYS_TO_SAMPLE]
-    params.append(SamplingParams(max_tokens=3, ignore_eos=True, n=2, seed=5))
-    prompts = [[*range(10, 29), i] for i in range(len(params))]
-    outputs = engine.generate(prompts, params, use_tqdm=False)
-    return [[sample.token_ids for sample in output.outputs] for output in outputs]
-
-
-def _preempted(engine: LLMEngine) -> Any:
-    """Run more requests than fit in the cache; some of them are swapped out and in again."""
-    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
-    outputs = engine.generate([[i] * 14 for i in range(3)], params, use_tqdm=False)
-    assert engine.stats().num_swap_preemptions, "no request was swapped out"
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-SWAPPING = {"block_size": 8, "num_blocks": 7, "preemption_mode": "swap", "swap_space": 0.01}
-CASES: dict[str, tuple[str, dict[str, Any], Callable[[LLMEngine], Any]]] = {
-    "sampling": ("qwen3", {}, _sampled),
-    "swapping in int8": ("llama", {**SWAPPING, "kv_cache_dtype": "int8"}, _preempted),
-    "swapping with windows": ("qwen2-mixed", {**SWAPPING, "num_blocks": 14}, _preempted),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_same_tokens_as_on_a_cpu(case):
-    model, options, use = CASES[case]
-    options = {"num_blocks": 64, "max_model_len": 40, "skip_tokenizer_init": True, **options}
-    options = {"dtype": "float32", "attention_backend": "triton", "preemption_mode": "recompute", **options}
-    expected = use(LLMEngine(str(checkpoint(model)), device="cpu", **options))
-    with late_cuda(seed=0) as gpu:
-        assert use(LLMEngine(str(checkpoint(model)), device="cuda", **options)) == expected
-    assert gpu.num_late > 100, "the host has waited for nothing"
+@pytest.mark.parametrize("name", CASES)
+def test_same_results_as_on_a_cpu(name):
+    case = CASES[name]
+    with draws_of_a_gpu():
+        expected = case.use(case.engine())
+    with late_cuda(seed=[*CASES].index(name)) as gpu:
+        case.use(case.engine(device="cuda", attention_backend="triton")).assert_like(expected)
+    assert gpu.num_late > 20, "the host has waited for nothing"
 
 
 # What the stand-in shows

@@ -8,6 +8,7 @@ run when the host waits, or earlier by chance: whatever the host reads, or chang
 from __future__ import annotations
 
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,6 +81,8 @@ class Stream:
         return not self.queue
 
     def synchronize(self) -> None:
+        if self._gpu.warns:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         self._gpu.run_until(lambda: not self.queue)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -129,6 +132,7 @@ class LateCuda:
         self.streams: list[Stream] = []
         self.current_stream = Stream(self)
         self.num_late = 0  # how much work was still to be done when the host waited
+        self.warns = False  # of waits, as torch.cuda.set_sync_debug_mode("warn") does
         self._pinned: dict[int, Tensor] = {}
 
     def enqueue(self, work: Callable[[], Any]) -> None:
@@ -296,6 +300,7 @@ def late_cuda(seed: int) -> Iterator[LateCuda]:
         "Stream": lambda *_, **__: Stream(gpu),
         "Event": lambda *_, **__: Event(gpu),
         "current_stream": lambda *_: gpu.current_stream,
+        "set_sync_debug_mode": lambda mode: setattr(gpu, "warns", mode == "warn"),
         "stream": gpu.stream,
     }
     with ExitStack() as stack:
