@@ -26,6 +26,7 @@ LONGEST_FIRST = [
     "test_fake_cuda",
     "test_gpu_mutants",
     "test_late_cuda",
+    "test_on_gpu",
     "test_attention_variants",
     "test_matches_transformers",
     "test_paged_attention",

@@ -3,12 +3,14 @@
     python -m benchmarks.gpu                # needs a CUDA or ROCm GPU
     python -m benchmarks.gpu --report       # rewrites benchmarks/README.md from the existing results
     python -m benchmarks.gpu --tiny         # anywhere, in Triton's interpreter: tries out this program
+    python -m benchmarks.gpu --sanitize     # NVIDIA's compute-sanitizer instead, which takes its time
 
-Runs the tests of the kernels, compiled; measures the device's ceilings, a large copy and a large matrix
-product; times every kernel against its limit and against those of other projects that are installed (pip
-install flashinfer-python==0.6.1 conch-triton-kernels==1.3); and runs the engine on nano-vllm's workload. Each
-kernel is compared with the reference on the batch on which it is timed. Times are medians between events, of
-CUDA graphs where they can be captured, with a cold L2 cache and outputs filled with NaN.
+Runs the tests of the engine and then of the kernels, compiled; measures the device's ceilings, a large copy
+and a large matrix product; times every kernel against its limit and against those of other projects that
+are installed (pip install flashinfer-python==0.6.1 conch-triton-kernels==1.3); and runs the engine on
+nano-vllm's workload. Each kernel is compared with the reference on the batch on which it is timed. Times
+are medians between events, of CUDA graphs where they can be captured, with a cold L2 cache and outputs
+filled with NaN.
 
 Writes benchmarks/results/<gpu>-<date>.json, pictures (with `pip install 'paged[plots]'`), and
 benchmarks/README.md from all results. A section that fails is recorded as an error in the JSON, the others
@@ -29,8 +31,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import sanitizer
 from benchmarks.gpu.comparator_names import NAMES, SLOW, readiness_key
-from benchmarks.gpu.gpu_tests import run_tests, test_files
+from benchmarks.gpu.gpu_tests import engine_tests, kernel_tests, run_tests
 from benchmarks.gpu.report import print_summary, write_report
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +49,8 @@ def main() -> None:
     if args.report:
         print(f"wrote {write_report(args.out or RESULTS)}")
         return
+    if args.sanitize:
+        sanitizer.main()
     started = time.time()
     deadline = started + args.budget
     found: dict[str, Any] = {"device": None, "sections": {}}
@@ -80,6 +85,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small sizes; without a GPU in the interpreter")
     parser.add_argument("--report", action="store_true", help="only rewrite the tables from existing JSON")
     parser.add_argument(
+        "--sanitize", action="store_true", help="only run engine tests under memcheck and racecheck"
+    )
+    parser.add_argument(
         "--out", type=Path, help="folder of results; default benchmarks/results, with --tiny a temporary one"
     )
     parser.add_argument("--budget", type=float, default=510, help="seconds for everything")
@@ -88,15 +96,24 @@ def parse_args() -> argparse.Namespace:
 
 
 def tests_section(tiny: bool, seconds: float) -> dict[str, Any]:
-    """Run the tests, as a section of one row."""
+    """Run the tests of the engine, then of the kernels: a section of two rows."""
     print(f"tests, for at most {seconds:.0f} s", flush=True)
-    started = time.time()
-    row = run_tests(test_files(tiny), seconds, 1 if tiny else max(1, min(12, (os.cpu_count() or 2) - 2)))
-    shown = {name: row[name] for name in ("passed", "failed", "error", "skipped", "unfinished")}
-    print(f"  {shown}", flush=True)
-    failed = row["failed"] + row["error"] or not row["passed"]
-    error = f"{row['failures']}\n{row['tail']}" if failed else None
-    return {"rows": [row], "error": error, "seconds": time.time() - started}
+    started, rows = time.time(), []
+    num_processes = 1 if tiny else max(1, min(12, (os.cpu_count() or 2) - 2))
+    for case, files, share in (
+        ("engine tests", engine_tests(tiny), 0.5),
+        ("kernel tests", kernel_tests(tiny), 1.0),
+    ):
+        left = (seconds - (time.time() - started)) * share
+        rows.append(row := run_tests(case, files, left, num_processes))
+        shown = {name: row[name] for name in ("passed", "failed", "error", "skipped", "unfinished")}
+        print(f"  {case}: {shown}", flush=True)
+    errors = [f"{row['failures']}\n{row['tail']}" for row in rows if _is_wrong(row)]
+    return {"rows": rows, "error": "\n".join(errors) or None, "seconds": time.time() - started}
+
+
+def _is_wrong(row: dict[str, Any]) -> bool:
+    return bool(row["failed"] or row["error"] or not row["passed"])
 
 
 def prepare_comparators() -> subprocess.Popen[str]:

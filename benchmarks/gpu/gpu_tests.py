@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,11 +20,11 @@ _RESULT = re.compile(r"^(\S.*) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*\[ *
 _COLLECTED = re.compile(r"collected (\d+) items?")
 
 
-def run_tests(files: list[Path], seconds: float, num_processes: int) -> dict[str, Any]:
+def run_tests(case: str, files: list[str], seconds: float, num_processes: int) -> dict[str, Any]:
     """Run these files for at most so many seconds. Unfinished tests are counted, not failures."""
     deadline = time.time() + seconds
     if num_processes == 1:
-        shards = [list(map(str, files))]
+        shards = [files]
     else:
         with ThreadPoolExecutor(num_processes) as pool:
             ids = [test for tests in pool.map(collect, files) for test in tests]
@@ -33,7 +34,8 @@ def run_tests(files: list[Path], seconds: float, num_processes: int) -> dict[str
     collected = sum(int(match.group(1)) for log in logs if (match := _COLLECTED.search(log)))
     wrong = [log for log in logs if "FAILED" in log or "ERROR" in log or not _COLLECTED.search(log)]
     return {
-        "case": "tests",
+        "case": case,
+        "ran": sum(r not in ("SKIPPED", "ERROR") for _, r in found),
         **{
             name: sum(r == name.upper() for _, r in found)
             for name in ("passed", "failed", "error", "skipped")
@@ -46,13 +48,16 @@ def run_tests(files: list[Path], seconds: float, num_processes: int) -> dict[str
 
 def run_shards(shards: list[list[str]], deadline: float) -> list[str]:
     """Run pytest on all shards at once, until the deadline. Return their output."""
+    # Threads of all these processes on every core would wait for each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(shards or [1])))}
     with tempfile.TemporaryDirectory() as directory:
         running = []
         for i, tests in enumerate(shards):
             path = Path(directory, f"{i}.log")
             with path.open("w") as log:
                 command = [*_PYTEST, "-v", "--color=no", *tests]
-                running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+                options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": subprocess.STDOUT}
+                running.append(subprocess.Popen(command, **options))
         for process in running:
             try:
                 process.wait(max(0.0, deadline - time.time()))
@@ -62,25 +67,36 @@ def run_shards(shards: list[list[str]], deadline: float) -> list[str]:
         return [Path(directory, f"{i}.log").read_text() for i in range(len(running))]
 
 
-def test_files(tiny: bool) -> list[Path]:
-    """Return every kernel test and every file with a test marked `gpu`, the longest last."""
+def engine_tests(tiny: bool) -> list[str]:
+    """Return the files outside of kernel tests with a test marked `gpu`."""
     if tiny:
-        return [ROOT / "tests" / "ops" / "test_silu_and_mul.py"]
-    files = [
-        file
-        for file in sorted((ROOT / "tests").rglob("test_*.py"))
-        if file.name not in _NOT_HERE and (_is_of_kernels(file) or "pytest.mark.gpu" in file.read_text())
-    ]
-    return sorted(files, key=lambda file: file.name == "test_attention_variants.py")
+        return ["tests/engine/test_on_gpu.py::test_results_are_those_of_a_cpu"]
+    return [file for file in _test_files() if not _is_of_kernels(file) and "pytest.mark.gpu" in _text(file)]
 
 
-def _is_of_kernels(file: Path) -> bool:
-    return file.parent in (ROOT / "tests" / "ops", ROOT / "tests" / "ops" / "gpu")
+def kernel_tests(tiny: bool) -> list[str]:
+    """Return the files with tests of kernels, the longest last."""
+    if tiny:
+        return ["tests/ops/test_silu_and_mul.py"]
+    files = [file for file in _test_files() if _is_of_kernels(file) and Path(file).name not in _NOT_HERE]
+    return sorted(files, key=lambda file: "test_attention_variants" in file)
 
 
-def collect(file: Path) -> list[str]:
+def _test_files() -> list[str]:
+    return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").rglob("test_*.py"))]
+
+
+def _text(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+def _is_of_kernels(file: str) -> bool:
+    return Path(file).parent in (Path("tests", "ops"), Path("tests", "ops", "gpu"))
+
+
+def collect(file: str) -> list[str]:
     """Return the ids of a file's tests; outside kernel tests only those marked `gpu`."""
     chosen = [] if _is_of_kernels(file) else ["-m", "gpu"]
-    command = [*_PYTEST, "--collect-only", "-q", *chosen, str(file)]
+    command = [*_PYTEST, "--collect-only", "-q", *chosen, file]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if "::" in line]

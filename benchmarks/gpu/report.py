@@ -45,8 +45,8 @@ def report_of(result: dict[str, Any], beside: Path) -> str:
         lines.append(f"Ceilings: {gb_per_s:,.0f} GB/s copied, {tflops:,.0f} TFLOP/s.\n")
     for row in sections.get("tests", {"rows": []})["rows"]:
         lines.append(
-            f"Tests: {row['passed']} passed, {row['failed'] + row['error']} failed, {row['skipped']} skipped,"
-            f" {row['unfinished']} not finished in their share of the time.\n"
+            f"{row['case'].capitalize()}: {row['passed']} passed, {row['failed'] + row['error']} failed,"
+            f" {row['skipped']} skipped, {row['unfinished']} not finished in their share of the time.\n"
         )
     for row in sections.get("engine", {"rows": []})["rows"]:
         told = row.get("skipped") or f"{row['tokens_per_s']:,.0f} output tokens/s in {row['seconds']:.1f} s"
@@ -124,6 +124,7 @@ def print_summary(result: dict[str, Any]) -> None:
             "meaningful": result["meaningful"],
             "seconds": result["seconds"],
             "limits": result["limits"],
+            "tests": {row["case"]: row["ran"] for row in sections.get("tests", {"rows": []})["rows"]},
             "errors": [name for name, section in sections.items() if section["error"]],
             "of_limit": {row["case"]: round(row["of_limit"], 3) for row in shown},
         }

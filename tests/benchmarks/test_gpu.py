@@ -18,7 +18,7 @@ from benchmarks import roofline, timing
 from benchmarks.cases import attention_case
 from benchmarks.compiled import hot_loop
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import gpu_tests
+from benchmarks.gpu import gpu_tests, sanitizer
 from benchmarks.gpu.comparators import COMPARATORS, Skip, adapt
 from benchmarks.gpu.report import attention_table, write_report
 from benchmarks.shapes import WITH_SLOW, attention_shapes, cascade, decode, prefill, skewed, tiny_shapes
@@ -46,9 +46,9 @@ def test_a_tiny_run_has_every_section(tiny_run):
         assert section["error"] is None, name
         assert section["rows"], name
     assert result["limits"]["bytes_per_s"] > 0
-    (tests,) = result["sections"]["tests"]["rows"]
-    assert tests["passed"] > 0
-    assert tests["failed"] == tests["error"] == tests["unfinished"] == 0
+    for tests in result["sections"]["tests"]["rows"]:
+        assert tests["passed"] == tests["ran"] > 0
+        assert tests["failed"] == tests["error"] == tests["unfinished"] == 0
 
 
 def test_a_tiny_run_proves_and_compares_every_batch(tiny_run):
@@ -277,11 +277,49 @@ def test_a_comparator_that_cannot_do_a_batch_says_why():
 
 
 def test_tests_that_run_on_a_gpu_are_found():
-    names = [file.name for file in gpu_tests.test_files(tiny=False)]
+    names = [Path(file).name for file in gpu_tests.kernel_tests(tiny=False)]
     assert "test_paged_attention.py" in names
     assert "test_aot.py" not in names
     assert names[-1] == "test_attention_variants.py"
-    assert gpu_tests.collect(ROOT / "tests" / "ops" / "test_silu_and_mul.py")
+    (file,) = gpu_tests.engine_tests(tiny=False)
+    tests = gpu_tests.collect(file)
+    assert len(tests) >= 60
+    assert all("[cuda" in test for test in tests)
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "error"),
+    [
+        ("ERROR SUMMARY: 0 errors", 0, None),
+        ("ERROR SUMMARY: 3 errors", 86, "memcheck found 3 errors"),
+        ("RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 86, "memcheck found 2 errors"),
+        ("ERROR SUMMARY: 0 errors", 1, "the tests ended with exit code 1"),
+        ("Target application returned an error", 0, "memcheck printed no summary"),
+    ],
+)
+def test_sanitizer_says_what_it_found(tmp_path, told, code, error):
+    """A stand-in for the program says what it would run, that tests passed, and that it found something."""
+    said = f"echo $PYTORCH_NO_CUDA_MEMORY_CACHING $@\necho 5 passed\necho '========= {told}'\nexit {code}\n"
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\n{said}")
+    program.chmod(0o700)
+    row = sanitizer.sanitize(str(program), "memcheck", ["tests/ops"])
+    assert (row["error"], row["passed"]) == (error, 5)
+    assert not error or row["tail"].startswith("1 --tool memcheck --target-processes all")
+    program.write_text(f"#!/bin/sh\n{said}".replace("5 passed", "deselected"))
+    assert sanitizer.sanitize(str(program), "memcheck", ["tests/ops"])["error"] == (error or "no test ran")
+
+
+def test_sanitizer_that_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    if sanitizer.find_sanitizer() is None:
+        with pytest.raises(SystemExit, match=r"compute-sanitizer is missing: .*; install NVIDIA's CUDA"):
+            sanitizer.main()
+    program = tmp_path / "bin" / "compute-sanitizer"
+    program.parent.mkdir()
+    program.touch(0o700)
+    assert sanitizer.find_sanitizer() == str(program)
 
 
 def test_bytes_and_flops_of_a_decode_by_hand():
