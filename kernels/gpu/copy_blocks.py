@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..arguments import check_copy_blocks
 from ..checks import check_contiguous
+from .launch import Launch, Launches, combination
 from .target import check_launchable
 
 _CHUNK = 2048
-# Copied as integers: no value is rounded, and NaN payloads stay.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # no value is rounded, and NaN payloads stay
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # a view at any offset
@@ -51,6 +51,19 @@ def copy_blocks(
     Raises ValueError for a shape, dtype or stride that does not fit, for host memory that is not pinned, and
     in debug mode (see `checks`) for pairs that break these rules or lie outside the caches.
     """
+    where = None if target is None else (_is_pinned(cache), _is_pinned(target))
+    launch, bits = _launches.find(combination((cache, pairs, target), where), cache, pairs, target)
+    if launch is not None:
+        launch(cache.view(bits), (cache if target is None else target).view(bits), pairs)
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    """Return whether this is host memory that a GPU can address, False if it is no tensor."""
+    return isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_pinned()
+
+
+def _bind(cache: Tensor, pairs: Tensor, target: Tensor | None) -> tuple[Launch | None, torch.dtype]:
+    """Check the arguments. Return the launch, if there are pairs, and the dtype of copies."""
     check_copy_blocks(cache, pairs, target)
     to = cache if target is None else target
     for name, tensor in (("cache", cache), ("target", to)):
@@ -60,13 +73,12 @@ def copy_blocks(
     check_launchable("pairs", pairs)
     check_contiguous("pairs", pairs)
     num_pairs, num_planes, size = len(pairs), len(cache), cache.shape[2:].numel()
-    if num_pairs == 0:
-        return
     bits = _BITS[cache.element_size()]
-    _copy_blocks_kernel[(num_pairs, num_planes, triton.cdiv(size, _CHUNK))](
-        source_ptr=cache.view(bits),
-        target_ptr=to.view(bits),
-        pairs_ptr=pairs,
+    if num_pairs == 0:
+        return None, bits
+    launch = Launch(
+        _copy_blocks_kernel,
+        (num_pairs, num_planes, triton.cdiv(size, _CHUNK)),
         source_stride_plane=cache.stride(0),
         source_stride_block=cache.stride(1),
         target_stride_plane=to.stride(0),
@@ -75,3 +87,7 @@ def copy_blocks(
         CHUNK=_CHUNK,
         num_warps=4,
     )
+    return launch, bits
+
+
+_launches = Launches(_bind)

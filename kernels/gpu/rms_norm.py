@@ -1,12 +1,12 @@
 """RMS norm, with the residual addition before it."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..arguments import check_rms_norm
 from ..checks import check_last_dim_contiguous, check_shape
+from .launch import Launch, Launches, combination
 from .target import check_launchable
 
 _TILE = 2048  # values that one program normalises, or one row if that is longer
@@ -70,22 +70,29 @@ def rms_norm(
     multiply by 1 + weight and round only the product, as in HF's Gemma3RMSNorm. Raises ValueError for a
     shape, dtype, stride or value that does not fit.
     """
+    key = combination((x, weight, residual), eps, unit_offset)
+    launch, size = _launches.find(key, x, weight, eps, residual, unit_offset)
+    out = x.new_empty(size)
+    launch(x, residual, weight, out)
+    return out
+
+
+def _bind(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, unit_offset: bool
+) -> tuple[Launch, tuple[int, int]]:
+    """Check the arguments. Return the launch, and the size of the output."""
     check_shape("x", x, (None, None))
     check_rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
-    check_shape("x", x, (None, None))
     check_launchable("x", x)
     for name, tensor in {"x": x, "weight": weight, "residual": residual}.items():
         if tensor is not None:
             check_last_dim_contiguous(name, tensor)
     num_rows, size = x.shape
-    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     block_size = triton.next_power_of_2(size)
     block_rows = max(1, _TILE // block_size)
-    _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
-        x_ptr=x,
-        residual_ptr=residual,
-        weight_ptr=weight,
-        out_ptr=out,
+    launch = Launch(
+        _rms_norm_kernel,
+        (triton.cdiv(num_rows, block_rows),),
         num_rows=num_rows,
         eps=float(eps),  # an int would be another specialisation
         stride_x=x.stride(0),
@@ -96,4 +103,7 @@ def rms_norm(
         BLOCK_SIZE=block_size,
         num_warps=min(16, max(4, block_size // 1024)),
     )
-    return out
+    return launch, (num_rows, size)
+
+
+_launches = Launches(_bind)

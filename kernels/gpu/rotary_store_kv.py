@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ..arguments import check_rotary_store_kv
 from ..checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
+from .launch import Launch, Launches, combination
 from .rms_norm import weighted
 from .target import check_launchable, check_target, current_target
 
-# Pairs (x1, x2) of one program, whatever the model: two warps move them 16 bytes a thread, on AMD too. In a
-# smaller tile two threads would own a pair, and one could read a query that the other had already written.
+# Pairs (x1, x2) of a program, 16 bytes a thread for two warps. In fewer, a thread would read another's query.
 _TILE = 1024
 
 
@@ -176,8 +176,31 @@ def rotary_store_kv(
     for a slot outside the cache or named twice.
     """
     tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
-    weights = query_norm_weight, key_norm_weight
-    check_rotary_store_kv(*tensors, *weights, eps, unit_offset, key_scales, value_scales)
+    weights, scales = (query_norm_weight, key_norm_weight), (key_scales, value_scales)
+    key = combination((*tensors, *weights, *scales), eps, unit_offset)
+    launch, num_heads = _launches.find(key, *tensors, weights, eps, unit_offset, scales)
+    for name, keys, values in (("cache", key_cache, value_cache), ("scales", *scales)):
+        if keys is not None and values is not None and keys.data_ptr() == values.data_ptr() and keys.numel():
+            raise ValueError(f"key_{name} and value_{name} are both written, and must not be the same memory")
+    launch(qkv, cos, sin, key_cache, value_cache, *scales, slot_mapping, *weights)
+    return qkv[:, :num_heads]
+
+
+def _bind(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    unit_offset: bool,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> tuple[Launch, int]:
+    """Check the arguments. Return the launch, and the number of query heads."""
+    tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
+    check_rotary_store_kv(*tensors, *weights, eps, unit_offset, *scales)
     check_launchable("qkv", qkv)
     check_target(key_cache.dtype, current_target())
     num_tokens, num_all_heads, head_dim = qkv.shape
@@ -186,31 +209,20 @@ def rotary_store_kv(
     names = "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping"
     for name, tensor in zip(names, tensors, strict=True):
         check_last_dim_contiguous(name, tensor)
-    for name, weight in {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}.items():
+    for name, weight in zip(("query_norm_weight", "key_norm_weight"), weights, strict=True):
         if weight is not None:
             check_last_dim_contiguous(name, weight)
     for name, tensor in {"qkv": qkv, "key_cache": key_cache, "value_cache": value_cache}.items():
         check_span(name, tensor)
-    for name, key, value in (("cache", key_cache, value_cache), ("scales", key_scales, value_scales)):
-        if key is not None and value is not None and key.data_ptr() == value.data_ptr() and key.numel():
-            raise ValueError(f"key_{name} and value_{name} are both written, and must not be the same memory")
     if value_cache.stride() != key_cache.stride():
         raise ValueError(
             f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
         )
     block_half = triton.next_power_of_2(half)
     block_heads = max(1, _TILE // block_half)
-    _rotary_store_kv_kernel[(num_tokens, triton.cdiv(num_all_heads, block_heads))](
-        qkv_ptr=qkv,
-        cos_ptr=cos,
-        sin_ptr=sin,
-        key_cache_ptr=key_cache,
-        value_cache_ptr=value_cache,
-        key_scale_ptr=key_scales,
-        value_scale_ptr=value_scales,
-        slot_mapping_ptr=slot_mapping,
-        query_weight_ptr=query_norm_weight,
-        key_weight_ptr=key_norm_weight,
+    launch = Launch(
+        _rotary_store_kv_kernel,
+        (num_tokens, triton.cdiv(num_all_heads, block_heads)),
         eps=float(eps),  # an int would be another specialisation
         stride_qkv_token=qkv.stride(0),
         stride_qkv_head=qkv.stride(1),
@@ -229,4 +241,7 @@ def rotary_store_kv(
         UNIT_OFFSET=unit_offset,
         num_warps=2,
     )
-    return qkv[:, :num_heads]
+    return launch, num_heads
+
+
+_launches = Launches(_bind)

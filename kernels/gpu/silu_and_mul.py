@@ -1,12 +1,12 @@
 """SwiGLU's product, silu(gate) * up."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..arguments import check_silu_and_mul
 from ..checks import check_last_dim_contiguous
+from .launch import Launch, Launches, combination
 from .target import check_launchable
 
 _BLOCK = 2048  # in bfloat16 16 bytes a thread even for 256 threads: 4 warps on AMD
@@ -37,13 +37,21 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
     does not fit.
     """
+    launch, size = _launches.find(combination((x,)), x)
+    out = x.new_empty(size)
+    launch(x, out)
+    return out
+
+
+def _bind(x: Tensor) -> tuple[Launch, tuple[int, int]]:
+    """Check the arguments. Return the launch, and the size of the output."""
     check_silu_and_mul(x)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
     num_tokens, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
-    _silu_and_mul_kernel[grid](
-        x_ptr=x, out_ptr=out, stride_x=x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
-    )
-    return out
+    launch = Launch(_silu_and_mul_kernel, grid, stride_x=x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4)
+    return launch, (num_tokens, size)
+
+
+_launches = Launches(_bind)

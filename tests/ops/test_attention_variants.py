@@ -1,7 +1,6 @@
 """Every option of attention, alone and in pairs, on small adversarial ragged batches."""
 
 import random
-from collections import defaultdict
 from itertools import combinations
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from paged.kernels import reference
 from paged.kernels.backend import load_kernels
+from paged.kernels.gpu.attention import launches
 from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import INTERPRETED_SPLIT
 from paged.kernels.gpu.target import in_interpreter
@@ -112,12 +112,14 @@ def test_pairs_of_options_match_float64(pair, batch, seed, heads, dtype):
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_weight_times_a_scale_is_not_rounded_to_float16(monkeypatch, kind):
     """It may be less than that holds. Triton's interpreter multiplies no bfloat16: its name must do."""
-    monkeypatch.setattr(triton_attention, "in_interpreter", lambda: False)
+    monkeypatch.setattr(launches, "in_interpreter", lambda: False)
     monkeypatch.setattr(triton_attention, "current_target", lambda: "sm_90")
     launched = []
-    for name in ("prefill_kernel", "decode_kernel"):
-        recorder = defaultdict(lambda: lambda **kwargs: launched.append(kwargs["layer"].WEIGHT_DTYPE))
-        monkeypatch.setattr(triton_attention, name, recorder)
+
+    def bind(_kernel, _grid, *, layer, **_):
+        return lambda *_: launched.append(layer.WEIGHT_DTYPE)
+
+    monkeypatch.setattr(launches, "Launch", bind)
     case = ragged_case([30, 40], [1, 9], dtype=torch.float16)
     attend(triton_attention.paged_attention, **case)
     attend(triton_attention.paged_attention, **quantized(case, kind))

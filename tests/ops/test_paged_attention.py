@@ -11,7 +11,7 @@ from paged.kernels.attention_options import AttentionOptions
 from paged.kernels.backend import load_kernels
 from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import FAMILIES, choose_config, largest_head_dim, split_size
-from paged.kernels.gpu.attention.split_kv import MAX_SPLITS, plan_decodes
+from paged.kernels.gpu.attention.split_kv import MAX_SPLITS, Splits, plan_decodes
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import SAME_IN_FLOAT64, assert_exact_enough
 from tests.support.kernel_cases import (
@@ -178,7 +178,8 @@ def test_plan_lists_every_split_of_every_decode_once(window):
     seq_lens = torch.tensor([5, 64, 65, 300, 9, 130, 0], dtype=torch.int32, device=DEVICE)
     query_lens = [1, 4, 1, 2, 9, 3, 0]
     sizes = {"max_keys": 320, "decode_q": 8, "window": window, "tile": 16, "split": 64}
-    plan = plan_decodes(seq_lens, cu_seqlens(query_lens), **sizes)
+    splits = Splits(len(seq_lens), **sizes)
+    plan = plan_decodes(seq_lens, cu_seqlens(query_lens), splits)
     expected = []
     for seq, (seq_len, query_len) in enumerate(zip(seq_lens.tolist(), query_lens, strict=True)):
         first = max(0, seq_len - query_len - window + 1) // 16 * 16 if window else 0
@@ -188,14 +189,12 @@ def test_plan_lists_every_split_of_every_decode_once(window):
     *first_item, num_work = plan.first_item.tolist()
     assert [tuple(item) for item in plan.work.tolist()[:num_work]] == work
     assert first_item == [0, *accumulate(map(len, expected))]
-    assert plan.most_splits * len(query_lens) >= num_work
+    assert splits.most_splits * len(query_lens) >= num_work
 
 
 def test_layers_of_a_batch_share_a_plan(monkeypatch):
     planned = []
-    monkeypatch.setattr(
-        triton_attention, "plan_decodes", lambda *a, **kw: planned.append(kw) or plan_decodes(*a, **kw)
-    )
+    monkeypatch.setattr(triton_attention, "plan_decodes", lambda *a: planned.append(a[2]) or plan_decodes(*a))
     plans: dict = {}
     for sliding_window in (None, 9, None, 9):  # the layers of a model that mixes them
         case = ragged_case(*MIXED, sliding_window=sliding_window)
@@ -203,7 +202,7 @@ def test_layers_of_a_batch_share_a_plan(monkeypatch):
             plans[sliding_window] = triton_attention.plan_attention(*inputs_of(case))
         got = attend(triton_attention.paged_attention, plans[sliding_window], **case)
         assert_exact_enough(got, case, reference.paged_attention)
-    assert [kw["window"] for kw in planned] == [0, 9]
+    assert [splits.most_splits for splits in planned] == [5, 1], "without a window, and with one"
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"] if DEVICE == "cpu" else ["triton"])
@@ -319,9 +318,8 @@ def test_skewed_batch_costs_at_most_a_fifth_more_than_its_bytes(where):
     config = choose_config(128, 8, torch.bfloat16, "decode", "sm_90")
     num_kv_heads, group, dim, num_sms = 4, 8, 128, 132
     sizes = {"max_keys": 65536, "decode_q": 1, "window": 0, "tile": config.TILE, "split": split_size("sm_90")}
-    plan = plan_decodes(
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), cu_seqlens([1] * 64), **sizes
-    )
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    plan = plan_decodes(lengths, cu_seqlens([1] * 64), Splits(64, **sizes))
     num_work = int(plan.first_item[-1])
     own, _ = paged_attention_cost([1] * 64, seq_lens, num_kv_heads * group, num_kv_heads, dim, 2)
     moved, on_sm = 0, [0] * num_sms

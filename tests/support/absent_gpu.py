@@ -98,9 +98,11 @@ def compiling(gpu: str | AbsentGPU, skip: Callable[[str], bool] = never) -> Iter
 
     @functools.wraps(run)
     def note_launch(self: JITFunction, *args: Any, **kwargs: Any) -> Launch:
-        kwargs["warmup"] = True
-        launches.append(run(self, *args, **kwargs))
-        return launches[-1]
+        is_launch, kwargs["warmup"] = not kwargs["warmup"], True
+        launch = run(self, *args, **kwargs)
+        if is_launch:
+            launches.append(launch)
+        return launch
 
     @functools.wraps(compile_now)
     def compile_or_skip(

@@ -10,6 +10,8 @@ from typing import Any
 
 import triton
 
+from paged.kernels.gpu.occupancy import blocks_per_sm
+
 # Shared memory one block may use, in bytes.
 SHARED_LIMITS = {
     "sm_80": 163 * 1024,
@@ -21,20 +23,6 @@ SHARED_LIMITS = {
     "gfx942": 64 * 1024,
     "gfx1100": 64 * 1024,
 }
-# An SM's registers, warps, shared memory in bytes and blocks (NVIDIA, "CUDA C++ Programming Guide", compute
-# capabilities).
-SM_LIMITS = {
-    "sm_80": (65536, 64, 164 * 1024, 32),
-    "sm_86": (65536, 48, 100 * 1024, 16),
-    "sm_89": (65536, 48, 100 * 1024, 24),
-    "sm_90": (65536, 64, 228 * 1024, 32),
-    "sm_100": (65536, 64, 228 * 1024, 32),
-    "sm_120": (65536, 48, 100 * 1024, 24),
-}
-# A CU's SIMDs, VGPRs of each lane, the units in which these are allocated, waves on a SIMD, and shared memory
-# in bytes (AMD, "CDNA 3 ISA Reference Guide" and "RDNA3 ISA Reference Guide"; LLVM's AMDGPUUsage for the
-# units). On gfx1100 a block has all of a WGP, which is two CUs.
-AMD_LIMITS = {"gfx942": (4, 512, 8, 8, 64 * 1024), "gfx1100": (4, 1536, 24, 16, 128 * 1024)}
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 
 
@@ -69,21 +57,14 @@ def _nvidia_figures(target: str, binary: Any) -> dict[str, float]:
     cubin, ptx = binary.asm["cubin"], binary.asm["ptx"]
     usage = dict(re.findall(r"([A-Z]+):(\d+)", cuobjdump(cubin, "--dump-resource-usage")))
     registers = int(usage["REG"])
-    all_registers, max_warps, shared, max_blocks = SM_LIMITS[target]
-    warps = binary.metadata.num_warps
-    per_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256
+    shared, warps = binary.metadata.shared, binary.metadata.num_warps
     return {
         "registers": registers,
         "stack": int(usage["STACK"]),
         "local": int(usage["LOCAL"]),
-        "shared": binary.metadata.shared,
+        "shared": shared,
         "warps": warps,
-        "blocks_per_sm": min(
-            all_registers // per_warp // warps,
-            shared // (binary.metadata.shared + 1024),  # 1 KiB is reserved for each block
-            max_warps // warps,
-            max_blocks,
-        ),
+        "blocks_per_sm": blocks_per_sm(target, registers, shared, warps),
         # Each of these becomes one instruction of the tensor cores.
         "wgmma": ptx.count("wgmma.mma_async."),
         "mma": len(re.findall(r"(?<!\.)\bmma\.sync\.", ptx)),
@@ -109,15 +90,13 @@ def _amd_figures(target: str, binary: Any) -> dict[str, float]:
 
     registers, shared, warps = field("vgpr_count"), binary.metadata.shared, binary.metadata.num_warps
     matrix = "wmma" if target.startswith("gfx11") else "mfma"  # RDNA's matrix instructions, or CDNA's
-    simds, all_registers, unit, max_waves, all_shared = AMD_LIMITS[target]
-    waves = min(all_registers // (-(-registers // unit) * unit), max_waves)
     return {
         "registers": registers,
         "stack": field("private_segment_fixed_size"),
         "local": len(re.findall(r"^\s+scratch_", isa, re.M)),
         "shared": shared,
         "warps": warps,
-        "blocks_per_sm": min(simds * waves // warps, all_shared // max(shared, 1)),
+        "blocks_per_sm": blocks_per_sm(target, registers, shared, warps),
         matrix: len(re.findall(rf"^\s+v_{matrix}", isa, re.M)),
         "instructions": len(re.findall(r"^\s+[vs]_|^\s+(?:global|ds|buffer|flat)_", isa, re.M)),
         **_widths(re.findall(r"\b(?:global|buffer)_(load|store)_(\w+)", isa), _amd_bytes),

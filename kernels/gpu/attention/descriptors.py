@@ -1,6 +1,6 @@
 """Descriptors of K and V, by which the tensor memory accelerator (TMA) loads a tile in one instruction."""
 
-from typing import Any
+import weakref
 
 import torch
 from torch import Tensor
@@ -13,21 +13,34 @@ from .config import AttentionConfig
 _REGISTERS, _REGISTERS_QUANTIZED = 168, 208
 
 
-def describe_caches(
-    key_cache: Tensor, value_cache: Tensor, config: AttentionConfig, dtype: torch.dtype, target: str
-) -> dict[str, Any]:
-    """Return the arguments by which a decode loads the caches: descriptors, or None to load by pointers.
+# By the address of a Python object, which must still be the cache that the reference is to.
+_described: dict[tuple[int, tuple[int, ...]], tuple[weakref.ref[Tensor], TensorDescriptor]] = {}
 
-    A box is a tile of one KV head. Descriptors are passed by value, also to a CUDA graph: nothing is kept.
+
+def register_limit(cache_dtype: torch.dtype) -> int:
+    """Return the registers of a thread of a decode that loads by descriptors."""
+    return _REGISTERS if cache_dtype.itemsize == 2 else _REGISTERS_QUANTIZED
+
+
+def describe(cache: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """Return the descriptor of a layer's keys or values, made once and kept as long as they are.
+
+    box: a tile of one KV head. Descriptors are passed by value, also to a CUDA graph.
     """
-    if not loads_by_descriptors(key_cache, value_cache, config, dtype, target):
-        return {"key_desc": None, "value_desc": None}
-    box = [1, config.TILE, 1, key_cache.shape[3]]
-    return {
-        "key_desc": TensorDescriptor.from_tensor(key_cache, box),
-        "value_desc": TensorDescriptor.from_tensor(value_cache, box),
-        "maxnreg": _REGISTERS if key_cache.dtype.itemsize == 2 else _REGISTERS_QUANTIZED,
-    }
+    key = id(cache), box
+    reference, described = _described.get(key, (None, None))
+    if reference is not None and reference() is cache and _is_of(described, cache):
+        return described
+    # Of another view, so that it does not keep the cache, whose end takes it out of the table.
+    described = TensorDescriptor.from_tensor(cache.detach(), list(box))
+    _described[key] = weakref.ref(cache, lambda _: _described.pop(key, None)), described
+    return described
+
+
+def _is_of(described: TensorDescriptor, cache: Tensor) -> bool:
+    """Return whether the cache is where it was; its strides follow from its shape."""
+    base = described.base
+    return bool(base.data_ptr() == cache.data_ptr() and base.shape == cache.shape)
 
 
 def loads_by_descriptors(

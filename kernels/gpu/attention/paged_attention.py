@@ -6,13 +6,9 @@ The kernel, the length of a split and the order of the merge depend on the seque
 batch-invariant.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...attention_options import (
@@ -25,42 +21,31 @@ from ...attention_options import (
     layout_of,
 )
 from ...checks import check_between, in_debug_mode
-from ..target import check_launchable, check_target, current_target, in_interpreter, num_sms
-from .config import AttentionConfig, Use, choose_config, split_size
-from .descriptors import describe_caches
-from .kernel import decode_kernel, prefill_kernel
-from .split_kv import MAX_SPLITS, DecodePlan, merge_splits, plan_decodes
-from .tiles import Layer
+from ..launch import Launch, Launches, combination
+from ..target import check_launchable, check_target, current_target
+from .config import split_size
+from .launches import Configs, DecodeLaunches, bind_decodes, bind_prefill, launch_decodes
+from .split_kv import DecodePlan, Splits, plan_decodes
 
-_TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Decode programs for each SM. Where fewer fit at once (COMPILED.md), the others run as these end.
-_PROGRAMS_PER_SM = 4
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # those of `paged_attention`
 
 
 @dataclass(frozen=True, slots=True)
-class _Configs:
-    """The model and target that determine tile shapes."""
+class _Bound:
+    """The launches of a combination of arguments, which have been checked."""
 
-    head_dim: int
-    value_dim: int
-    group: int
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    target: str
-    max_decode_q: int
-
-    def choose(self, use: Use) -> AttentionConfig:
-        model = self.head_dim, self.group, self.dtype
-        queries = self.max_decode_q if use == "decode" else 1
-        return choose_config(*model, use, self.target, self.value_dim, self.cache_dtype, queries)
+    prefill: Launch | None
+    decodes: DecodeLaunches | None  # None: no sequence can be a decode
+    shape: tuple[int, int, int]  # of the output
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerPlan(AttentionPlan):
     """What the launches of a batch have in common."""
 
-    configs: _Configs
-    decodes: DecodePlan | None  # None: no sequence can be a decode
+    combination: tuple[object, ...] | None  # of the layer that the plan was made for
+    bound: _Bound
+    decodes: DecodePlan | None
 
 
 def plan_attention(
@@ -77,37 +62,12 @@ def plan_attention(
     Raises ValueError for a shape, dtype, stride, device, value or combination that does not fit; what the
     int32 tensors hold is checked only in debug mode, see `checks`.
     """
-    check_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
-    check_launchable("query", query)
-    num_heads, head_dim = query.shape[1:]
-    block_size, num_kv_heads, value_dim = value_cache.shape[1:]
-    configs = _Configs(
-        head_dim=head_dim,
-        value_dim=value_dim,
-        group=num_heads // num_kv_heads,
-        dtype=query.dtype,
-        cache_dtype=key_cache.dtype,
-        target=current_target(),
-        max_decode_q=options.max_decode_q,
-    )
-    check_target(key_cache.dtype, configs.target)
-    decodes = None
-    if query.shape[0] and len(seq_lens):
-        config = configs.choose("decode")
-        check_between("max_decode_q", options.max_decode_q, 1, config.BLOCK_Q)
-        if options.min_seqlen_q <= options.max_decode_q:
-            decodes = plan_decodes(
-                seq_lens,
-                cu_seqlens_q,
-                max_keys=block_tables.shape[1] * block_size,
-                decode_q=options.max_decode_q,
-                window=options.sliding_window or 0,
-                tile=config.TILE,
-                split=split_size(configs.target),
-                shared_prefix_len=options.shared_prefix_len,
-            )
+    inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
+    key = _combination(inputs, options)
+    bound = _launches.find(key, inputs, options)
     layout = layout_of(query, key_cache, value_cache, block_tables, seq_lens, options)
-    return _LayerPlan(layout, configs, decodes)
+    decodes = None if bound.decodes is None else plan_decodes(seq_lens, cu_seqlens_q, bound.decodes.splits)
+    return _LayerPlan(layout, key, bound, decodes)
 
 
 def paged_attention(
@@ -153,172 +113,96 @@ def paged_attention(
     softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
     after PagedAttention (Kwon et al. 2023). Raises ValueError where the inputs, or the plan, do not fit.
     """
+    inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
     if plan is None:
-        plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
-    elif in_debug_mode():
-        check_plan(plan, _LayerPlan)
-        fresh = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)
+        plan = plan_attention(*inputs, options)
+        bound = plan.bound
+    elif type(plan) is _LayerPlan and plan.combination == _combination(inputs, options) is not None:
+        bound = plan.bound
+    else:
+        bound = _bound_for(plan, inputs, options)
+    assert isinstance(plan, _LayerPlan), "check_plan compares the types"
+    out = query.new_empty(bound.shape)
+    tensors = (
+        key_cache, value_cache, options.key_scales, options.value_scales, out,
+        options.sinks, options.alibi_slopes, options.tree_mask,
+    )  # fmt: skip
+    lengths = block_tables, seq_lens, cu_seqlens_q
+    # Which of the two serves a sequence is decided on the device, by its own query_len.
+    if bound.prefill is not None:
+        bound.prefill(query, *tensors, *lengths)
+    if bound.decodes is not None:
+        assert plan.decodes is not None, "the plan's layout is this one"
+        launch_decodes(bound.decodes, plan.decodes, query, tensors, lengths)
+    return out
+
+
+def _bound_for(plan: AttentionPlan, inputs: Inputs, options: AttentionOptions) -> _Bound:
+    """Return the launches for a layer that differs from the plan's, as far as one of the same layout may."""
+    query, key_cache, value_cache, block_tables, seq_lens, _ = inputs
+    check_plan(plan, _LayerPlan)
+    if in_debug_mode():
+        fresh = plan_attention(*inputs, options)
         check_layout(plan, fresh.layout)
         check_lengths(isinstance(plan, _LayerPlan) and _same_work(plan.decodes, fresh.decodes))
-    else:
-        check_plan(plan, _LayerPlan)
-        check_launchable("query", query)
-        check_layout(plan, layout_of(query, key_cache, value_cache, block_tables, seq_lens, options))
-    assert isinstance(plan, _LayerPlan), "check_plan compares the types"
-    num_tokens, num_heads, _ = query.shape
-    out = torch.empty(num_tokens, num_heads, value_cache.shape[3], dtype=query.dtype, device=query.device)
-    if num_tokens == 0 or len(seq_lens) == 0:
-        return out
-    arguments = _arguments(query, key_cache, value_cache, out, block_tables, seq_lens, cu_seqlens_q, options)
-    # Which of the two serves a sequence is decided on the device, by its own query_len.
-    if options.max_seqlen_q > options.max_decode_q:
-        _launch_prefill(arguments, plan.configs)
-    if plan.decodes is not None:
-        _launch_decode(arguments, plan.configs, plan.decodes)
-    return out
+        return fresh.bound
+    check_launchable("query", query)
+    check_layout(plan, layout_of(query, key_cache, value_cache, block_tables, seq_lens, options))
+    key = _combination(inputs, options)
+    return _bind_checked(inputs, options) if key is None else _launches.find(key, inputs, options)
 
 
 def _same_work(a: DecodePlan | None, b: DecodePlan | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a.first_item, b.first_item))
 
 
-def _arguments(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    out: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    options: AttentionOptions,
-) -> dict[str, Any]:
-    """Return the arguments that all launches have in common."""
-    head_dim, value_dim = query.shape[2], out.shape[2]
-    num_heads, (_, block_size, num_kv_heads, _) = query.shape[1], key_cache.shape
-    # The largest power of two, and what is left over: 80 = 64 + 16, 576 = 512 + 64.
-    block_d = 1 << (head_dim.bit_length() - 1)
-    rest = head_dim - block_d
-    biased = options.softcap is not None or options.alibi_slopes is not None
-    quantized = options.key_scales is not None
-    layer = Layer(
-        stride_query_token=query.stride(0),
-        stride_query_head=query.stride(1),
-        stride_key_block=key_cache.stride(0),
-        stride_key_slot=key_cache.stride(1),
-        stride_key_head=key_cache.stride(2),
-        stride_value_block=value_cache.stride(0),
-        stride_value_slot=value_cache.stride(1),
-        stride_value_head=value_cache.stride(2),
-        stride_scale_block=num_kv_heads * block_size,
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // num_kv_heads,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        BLOCK_D=block_d,
-        BLOCK_R=max(16, triton.next_power_of_2(rest)) if rest else 0,
-        BLOCK_V=triton.next_power_of_2(value_dim),
-        WINDOW=options.sliding_window or 0,
-        CAUSAL=options.causal,
-        SOFTCAP=options.softcap is not None,
-        ALIBI=options.alibi_slopes is not None,
-        SINKS=options.sinks is not None,
-        TREE=options.tree_mask is not None,
-        QUANTIZED=quantized,
-        VALUE_IN_KEY=value_dim == block_d and _is_view_of(value_cache, key_cache),
-        **_dot_dtypes(query.dtype, quantized=quantized),
+def _combination(inputs: Inputs, options: AttentionOptions) -> tuple[object, ...] | None:
+    """Return what checks and launches follow from, see `combination`."""
+    if type(options) is not AttentionOptions:
+        return None
+    return combination((*inputs, *options[8:]), *options[:8], pair=inputs[1:3])
+
+
+def _bind(inputs: Inputs, options: AttentionOptions) -> _Bound:
+    """Check the arguments. Return their launches."""
+    check_attention(*inputs, options)
+    check_launchable("query", inputs[0])
+    check_target(inputs[1].dtype, current_target())
+    return _bind_checked(inputs, options)
+
+
+def _bind_checked(inputs: Inputs, options: AttentionOptions) -> _Bound:
+    query, key_cache, value_cache, block_tables, seq_lens, _ = inputs
+    num_tokens, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, value_dim = value_cache.shape
+    configs = Configs(
+        head_dim=head_dim,
+        value_dim=value_dim,
+        group=num_heads // num_kv_heads,
+        dtype=query.dtype,
+        cache_dtype=key_cache.dtype,
+        target=current_target(),
+        max_decode_q=options.max_decode_q,
     )
-    return {
-        "query_ptr": query,
-        "key_cache_ptr": key_cache,
-        "value_cache_ptr": value_cache,
-        "key_scale_ptr": options.key_scales,
-        "value_scale_ptr": options.value_scales,
-        "out_ptr": out,
-        "sinks_ptr": options.sinks,
-        "alibi_ptr": options.alibi_slopes,
-        "tree_ptr": options.tree_mask,
-        "block_tables_ptr": block_tables,
-        "seq_lens_ptr": seq_lens,
-        "cu_seqlens_q_ptr": cu_seqlens_q,
-        "num_seqs": seq_lens.shape[0],
-        "stride_table": block_tables.stride(0),
-        "score_scale": float(options.scale),  # an int would be compiled for
-        # From scores to powers of two, in one multiplication where neither softcap nor bias comes between.
-        "exp_scale": math.log2(math.e) * (1.0 if biased else options.scale),
-        "softcap": float(options.softcap or 0.0),
-        "layer": layer,
-    }
+    prefill = decodes = None
+    if num_tokens and len(seq_lens):
+        config = configs.choose("decode")
+        check_between("max_decode_q", options.max_decode_q, 1, config.BLOCK_Q)
+        layers = query, key_cache, value_cache, block_tables
+        if options.max_seqlen_q > options.max_decode_q:
+            prefill = bind_prefill(*layers, options, configs)
+        if options.min_seqlen_q <= options.max_decode_q:
+            splits = Splits(
+                len(seq_lens),
+                max_keys=block_tables.shape[1] * block_size,
+                decode_q=options.max_decode_q,
+                window=options.sliding_window or 0,
+                tile=config.TILE,
+                split=split_size(configs.target),
+                shared_prefix_len=options.shared_prefix_len,
+            )
+            decodes = bind_decodes(*layers, options, configs, splits)
+    return _Bound(prefill, decodes, (num_tokens, num_heads, value_dim))
 
 
-def _dot_dtypes(dtype: torch.dtype, *, quantized: bool) -> dict[str, tl.dtype]:
-    """Return the dtypes in which queries and keys, and weights and values, are multiplied."""
-    if in_interpreter():
-        return {"DOT_DTYPE": tl.float32, "WEIGHT_DTYPE": tl.float32}
-    own = _TL_DTYPES[dtype]
-    # A weight times a scale may underflow in float16. Values of 8 bits are exact in bfloat16 too.
-    weights = tl.bfloat16 if quantized and dtype == torch.float16 else own
-    return {"DOT_DTYPE": own, "WEIGHT_DTYPE": weights}
-
-
-def _is_view_of(value_cache: Tensor, key_cache: Tensor) -> bool:
-    same_strides = value_cache.stride()[:3] == key_cache.stride()[:3]
-    return same_strides and value_cache.data_ptr() == key_cache.data_ptr() and key_cache.numel() > 0
-
-
-def _launch_prefill(arguments: dict[str, Any], configs: _Configs) -> None:
-    config = configs.choose("prefill")
-    # sum_i ceil(query_len_i / BLOCK_Q) is at most this, whatever the lengths: no need to know them here.
-    num_q_blocks = arguments["query_ptr"].shape[0] // config.BLOCK_Q + arguments["num_seqs"]
-    grid = (num_q_blocks, _num_head_blocks(arguments, config))
-    prefill_kernel[grid](**arguments, DECODE_Q=configs.max_decode_q, **_tiles(config))
-
-
-def _launch_decode(arguments: dict[str, Any], configs: _Configs, plan: DecodePlan) -> None:
-    out = arguments["out_ptr"]
-    _, num_heads, value_dim = out.shape
-    # A sequence of one split writes its output itself, in every batch.
-    partial_q = configs.max_decode_q
-    places = (arguments["num_seqs"] * plan.most_splits if plan.most_splits > 1 else 0, partial_q, num_heads)
-    partial = torch.empty(*places, value_dim, dtype=torch.float32, device=out.device)
-    partial_max = torch.empty(places, dtype=torch.float32, device=out.device)
-    partial_sum = torch.empty(places, dtype=torch.float32, device=out.device)
-
-    def launch(config: AttentionConfig, most_work: int, *, shared: bool) -> None:
-        num_programs = min(
-            most_work * _num_head_blocks(arguments, config), _PROGRAMS_PER_SM * num_sms(out.device)
-        )
-        caches = arguments["key_cache_ptr"], arguments["value_cache_ptr"]
-        decode_kernel[(num_programs,)](
-            **arguments,
-            **describe_caches(*caches, config, configs.dtype, configs.target),
-            partial_ptr=partial,
-            partial_max_ptr=partial_max,
-            partial_sum_ptr=partial_sum,
-            work_ptr=plan.work,
-            first_item_ptr=plan.first_item,
-            partial_q=partial_q,
-            min_split=plan.min_split,
-            shared_splits=plan.shared_splits,
-            SPLIT=split_size(configs.target),
-            MAX_SPLITS=MAX_SPLITS,
-            SHARED=shared,
-            **_tiles(config),
-        )
-
-    if plan.shared_splits:
-        shared = configs.choose("shared")
-        num_blocks = triton.cdiv(arguments["num_seqs"], shared.BLOCK_Q)
-        launch(shared, num_blocks * plan.shared_splits, shared=True)
-    launch(configs.choose("decode"), plan.work.shape[0], shared=False)
-    if plan.most_splits > 1:
-        merge_splits(out, partial, partial_max, partial_sum, arguments["cu_seqlens_q_ptr"], plan)
-
-
-def _tiles(config: AttentionConfig) -> dict[str, Any]:
-    return {"tiles": config, "num_warps": config.num_warps, "num_stages": config.num_stages}
-
-
-def _num_head_blocks(arguments: dict[str, Any], config: AttentionConfig) -> int:
-    layer: Layer = arguments["layer"]
-    return layer.NUM_HEADS // layer.GROUP * -(-layer.GROUP // config.BLOCK_G)
+_launches = Launches(_bind)

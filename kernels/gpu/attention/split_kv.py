@@ -1,8 +1,6 @@
 """Split decodes (flash decoding, Dao et al. 2023): the list of splits to work through, and their merge.
 
-The length of a sequence's splits depends on its own length alone, and they are merged in a fixed order: the
-result is batch-invariant. The list is made on the device: a CUDA graph then holds the same launches for all
-lengths, and one long sequence among short ones does not leave SMs idle.
+Splits and the order of their merge follow from the sequence alone: the result is batch-invariant.
 """
 
 from dataclasses import dataclass
@@ -11,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ..launch import Launch
 
 # Results depend on it in their last bits. A longer context gets longer splits.
 MAX_SPLITS = 64
@@ -108,73 +108,73 @@ def _plan_kernel(
     tl.store(place + 1, split, mask=mask)
 
 
+class Splits:
+    """How decodes are split, and the launch that lists their splits.
+
+    The list is made on the device: a CUDA graph then holds the same launches for all lengths, and one long
+    sequence among short ones does not leave SMs idle.
+
+    most_splits: of a sequence. min_split: key tokens of a split, at least. shared_splits: of a common prefix.
+
+    max_keys: as many as the block tables can hold. decode_q: the most query tokens of a decode. window: 0 is
+        none. shared_prefix_len: rounded down to whole splits, whose length follows from max_keys; one shorter
+        than a split is not shared.
+    """
+
+    __slots__ = ("launch", "min_split", "most_splits", "num_seqs", "shared_splits")
+
+    def __init__(
+        self,
+        num_seqs: int,
+        *,
+        max_keys: int,
+        decode_q: int,
+        window: int,
+        tile: int,
+        split: int,
+        shared_prefix_len: int = 0,
+    ) -> None:
+        if window:
+            max_keys = min(max_keys, window + decode_q + tile)
+        self.num_seqs, self.min_split = num_seqs, split
+        if shared_prefix_len:  # one length for all, or they would have no split in common
+            self.min_split = max(triton.cdiv(max_keys, split * MAX_SPLITS), 1) * split
+        self.most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
+        self.shared_splits = shared_prefix_len // self.min_split
+        self.launch = Launch(
+            _plan_kernel,
+            (num_seqs + 1,),
+            num_seqs=num_seqs,
+            min_split=self.min_split,
+            shared_splits=self.shared_splits,
+            DECODE_Q=decode_q,
+            WINDOW=window,
+            TILE=tile,
+            SPLIT=split,
+            MAX_SPLITS=MAX_SPLITS,
+            CHUNK=256,
+            num_warps=4,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """The splits of a batch's decodes, in device memory; valid for every layer of the same shape."""
 
     work: Tensor  # i32[most_splits * num_seqs, 2], (sequence, split): filled as far as there is work
     first_item: Tensor  # i32[num_seqs + 2], exclusive prefix sum of the splits, then the number of work items
-    most_splits: int  # of one sequence
-    min_split: int  # key tokens, at least
-    shared_splits: int  # at the beginning, which all sequences have in common
 
 
 def plan_decodes(
     seq_lens: Tensor,  # i32[num_seqs]
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1]
-    *,
-    max_keys: int,  # as many as the block tables can hold
-    decode_q: int,  # the most query tokens of a decode
-    window: int,  # 0: none
-    tile: int,
-    split: int,
-    shared_prefix_len: int = 0,
+    splits: Splits,
 ) -> DecodePlan:
-    """List the splits of all decodes.
-
-    A shared prefix is rounded down to whole splits, whose length follows from max_keys; one shorter than a
-    split is not shared.
-    """
-    if window:
-        max_keys = min(max_keys, window + decode_q + tile)
-    min_split = split
-    if shared_prefix_len:  # one length for all, or they would have no split in common
-        min_split = max(triton.cdiv(max_keys, split * MAX_SPLITS), 1) * split
-    num_seqs = seq_lens.shape[0]
-    most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
-    plan = DecodePlan(
-        work=torch.empty(num_seqs * most_splits, 2, dtype=torch.int32, device=seq_lens.device),
-        first_item=torch.empty(num_seqs + 2, dtype=torch.int32, device=seq_lens.device),
-        most_splits=most_splits,
-        min_split=min_split,
-        shared_splits=shared_prefix_len // min_split,
-    )
-    _plan_kernel[(num_seqs + 1,)](
-        work_ptr=plan.work,
-        first_item_ptr=plan.first_item,
-        seq_lens_ptr=seq_lens,
-        cu_seqlens_q_ptr=cu_seqlens_q,
-        num_seqs=num_seqs,
-        min_split=min_split,
-        shared_splits=plan.shared_splits,
-        DECODE_Q=decode_q,
-        WINDOW=window,
-        TILE=tile,
-        SPLIT=split,
-        MAX_SPLITS=MAX_SPLITS,
-        CHUNK=256,
-        num_warps=4,
-    )
-    return plan
-
-
-def most_partial_bytes(
-    num_seqs: int, max_keys: int, num_heads: int, value_dim: int, split: int, decode_q: int = 1
-) -> int:
-    """Return the most bytes that partial results of so many decodes take."""
-    most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
-    values = num_heads * (value_dim + 2) * decode_q
-    return 4 * num_seqs * most_splits * values if most_splits > 1 else 0
+    """List the splits of all decodes."""
+    work = torch.empty(splits.num_seqs * splits.most_splits, 2, dtype=torch.int32, device=seq_lens.device)
+    first_item = torch.empty(splits.num_seqs + 2, dtype=torch.int32, device=seq_lens.device)
+    splits.launch(work, first_item, seq_lens, cu_seqlens_q)
+    return DecodePlan(work, first_item)
 
 
 @triton.jit(
@@ -229,27 +229,15 @@ def _merge_kernel(
     tl.store(out_ptr + offs_out, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=offs_v < VALUE_DIM)
 
 
-def merge_splits(
-    out: Tensor,  # [num_tokens, num_heads, value_dim]; the decodes of several splits are written
-    partial: Tensor,  # f32[num_items, partial_q, num_heads, value_dim], unnormalised
-    partial_max: Tensor,  # f32[num_items, partial_q, num_heads], of the scores in powers of two
-    partial_sum: Tensor,  # f32[num_items, partial_q, num_heads]
-    cu_seqlens_q: Tensor,  # i32[num_seqs + 1]
-    plan: DecodePlan,
-) -> None:
-    """Merge the splits of every decode that has more than one, and write its rows of `out`.
+def merge_launch(num_seqs: int, partial_q: int, num_heads: int, value_dim: int) -> Launch:
+    """Bind the merge of the splits of every decode that has more than one, whose output it writes.
 
     A row is sum_s(w_s * partial_s) / sum_s(w_s * partial_sum_s) over its splits s, where
     w_s = 2 ** (partial_max_s - max_s(partial_max_s)).
     """
-    _, partial_q, num_heads, value_dim = partial.shape
-    _merge_kernel[(cu_seqlens_q.shape[0] - 1, num_heads, partial_q)](
-        partial_ptr=partial,
-        partial_max_ptr=partial_max,
-        partial_sum_ptr=partial_sum,
-        out_ptr=out,
-        first_item_ptr=plan.first_item,
-        cu_seqlens_q_ptr=cu_seqlens_q,
+    return Launch(
+        _merge_kernel,
+        (num_seqs, num_heads, partial_q),
         partial_q=partial_q,
         NUM_HEADS=num_heads,
         VALUE_DIM=value_dim,
@@ -258,3 +246,12 @@ def merge_splits(
         CHUNK=_CHUNK,
         num_warps=4,
     )
+
+
+def most_partial_bytes(
+    num_seqs: int, max_keys: int, num_heads: int, value_dim: int, split: int, decode_q: int = 1
+) -> int:
+    """Return the most bytes that partial results of so many decodes take."""
+    most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
+    values = num_heads * (value_dim + 2) * decode_q
+    return 4 * num_seqs * most_splits * values if most_splits > 1 else 0

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from paged.kernels import reference
+from paged.kernels.gpu.attention import launches
 from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import choose_config
-from paged.kernels.gpu.attention.descriptors import describe_caches, loads_by_descriptors
+from paged.kernels.gpu.attention.descriptors import describe, loads_by_descriptors
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_exact_enough
 from tests.support.kernel_cases import attend, quantized, ragged_case, take_sequences, tree_of
 
 # Around the edges of a tile (64) and a block.
 SEQ_LENS, QUERY_LENS = [300, 64, 129, 1, 63], [1, 1, 3, 1, 2]
-BY_POINTERS = {"key_desc": None, "value_desc": None}
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def test_same_bits_as_by_pointers(monkeypatch, head_dim, block_size, option):
     described = []
 
     def note(*arguments):
-        described.append(describe_caches(*arguments))
+        described.append(describe(*arguments))
         return described[-1]
 
-    monkeypatch.setattr(triton_attention, "describe_caches", note)
+    monkeypatch.setattr(launches, "describe", note)
     got = attend(triton_attention.paged_attention, **case)
-    assert [found["value_desc"].block_shape[3] for found in described] == [head_dim]
+    assert [found.block_shape[3] for found in described] == [head_dim] * 2
     assert_exact_enough(got, case, reference.paged_attention)
-    monkeypatch.setattr(triton_attention, "describe_caches", lambda *_: BY_POINTERS)
+    monkeypatch.setattr(launches, "loads_by_descriptors", lambda *_: False)
     if in_interpreter():  # two binaries may contract to other fused multiply-adds
         torch.testing.assert_close(got, attend(triton_attention.paged_attention, **case), rtol=0, atol=0)
 

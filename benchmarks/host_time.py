@@ -1,0 +1,247 @@
+"""What does the host do in a step on a GPU? Decode steps of Qwen3-0.6B's shape, without the device's work.
+
+    python -m benchmarks.host_time
+
+Needs no GPU. The engine, the launchers and Triton's dispatch run as they do on one, up to `kernel.run`, which
+does nothing; linear layers return memory as it is. Every figure is thread CPU time, the 10th percentile of
+many steps, in microseconds:
+
+schedule  the scheduler chooses what the step computes
+upload    what becomes tensors, and the draw of tokens: `ModelRunner.execute` without the model
+launch    the model: its launchers, Triton's dispatch, and torch's allocations and views
+update    tokens are recorded
+
+Not in it: the driver's calls (some 2.5 µs a launch or copy), cuBLAS's dispatch in linear layers, and the
+time between steps. The vocabulary has 1,024 tokens, as the host's work does not depend on it, but the few
+operations of torch on logits, which really run here, do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import mmap
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
+
+import torch
+from torch import Tensor, nn
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction, driver
+
+from benchmarks.common import SHAPES, print_json, print_table
+from paged import LLMEngine, SamplingParams
+from paged.kernels.backend import load_kernels
+from paged.model.decoder import Decoder
+from paged.model.linear import Linear
+from paged.runner.sizes import Sizes
+from tests.support.absent_gpu import TARGETS, AbsentGPU
+
+VOCAB_SIZE, MAX_MODEL_LEN, MAX_NEW_TOKENS = 1024, 4096, 2000
+PARTS = ("schedule", "upload", "launch", "update")
+_empty = torch.empty
+
+
+def main() -> None:
+    """Time steps of each number of requests."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--num-requests", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--context", type=int, default=500, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--target", choices=TARGETS, default="sm_90")
+    parser.add_argument("--block-size", type=int, default=64)
+    args = parser.parse_args()
+    rows = []
+    with absent_gpu(args.target) as launched:
+        for num_requests in args.num_requests:
+            engine = engine_of(num_requests, args.context + MAX_NEW_TOKENS, args.block_size)
+            rows.append({"requests": num_requests, **time_steps(engine, num_requests, args, launched)})
+            print_table(rows[-1:])
+            del engine
+    print_table(rows)
+    print("Not in it: the driver's calls (some 2.5 µs a launch or copy) and cuBLAS's dispatch.")
+    print_json({"benchmark": "host_time", "rows": rows, **vars(args)})
+
+
+def time_steps(
+    engine: LLMEngine, num_requests: int, args: argparse.Namespace, launched: Counter[str]
+) -> dict[str, Any]:
+    """Return the microseconds of each part of a decode step, and its launches of Triton's kernels."""
+    params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=MAX_NEW_TOKENS)
+    for i in range(num_requests):
+        engine.add_request(str(i), [i % VOCAB_SIZE] * args.context, params)
+    while any(r.num_output_tokens < 2 for r in (*engine.scheduler.running, *engine.scheduler.waiting())):
+        engine.core.step()
+    clock = Clock()
+    clock.watch(engine.scheduler, "schedule")
+    clock.watch(engine.runner, "execute")
+    clock.watch(engine.runner, "compute")
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    for _ in range(args.steps):
+        launched.clear()
+        clock.spent.clear()
+        started = time.thread_time()
+        engine.core.step()
+        whole, spent = time.thread_time() - started, clock.spent
+        times["schedule"].append(spent["schedule"])
+        times["upload"].append(spent["execute"] - spent["compute"])
+        times["launch"].append(spent["compute"])
+        times["update"].append(whole - spent["schedule"] - spent["execute"])
+    assert len(engine.scheduler.running) == num_requests, "a request has ended"
+    microseconds = {part: sorted(seconds)[len(seconds) // 10] * 1e6 for part, seconds in times.items()}
+    outside = sum(microseconds.values()) - microseconds["launch"]
+    return {**microseconds, "outside launches": outside, "launches": launched.total()}
+
+
+class Clock:
+    """The thread's CPU time in methods, since `spent` was cleared."""
+
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Count the time in this method of this object."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.spent[name] += time.thread_time() - started  # type: ignore[assignment]
+
+        setattr(owner, name, timed)
+
+
+# A GPU that is not here
+
+
+@contextlib.contextmanager
+def absent_gpu(target: str) -> Iterator[Counter[str]]:
+    """Inside, kernels are specialised and launched for this target, and do nothing. Yields their launches."""
+    launched: Counter[str] = Counter()
+    patches = {
+        "triton.runtime.JITFunction._do_compile": _compile_nothing(launched),
+        "torch.empty": _empty_or_zeros,
+        "paged.runner.model_runner.load_model": _load_stubbed,
+    }
+    driver.set_active(AbsentGPU(target))
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        for name, replacement in patches.items():
+            stack.enter_context(mock.patch(name, replacement))
+        yield launched
+
+
+class _Launched(CompiledKernel):  # type: ignore[misc]  (untyped)
+    """A compiled kernel that does nothing."""
+
+    module, function, packed_metadata = None, 0, ()
+    n_regs, metadata = 128, SimpleNamespace(shared=64 * 1024, num_warps=4)
+
+    def __init__(self, name: str, launched: Counter[str]) -> None:
+        self.name, self._launched = name, launched
+
+    def launch_metadata(self, *_: Any) -> None: ...
+
+    def run(self, *_: Any) -> None:  # type: ignore[override]
+        self._launched[self.name] += 1
+
+
+def _compile_nothing(launched: Counter[str]) -> Callable[..., _Launched]:
+    def compile_nothing(self: JITFunction, key: Any, _: Any, device: int, *__: Any) -> _Launched:
+        kernel = self.device_caches[device][0][key] = _Launched(self.fn.__name__, launched)
+        return kernel
+
+    return compile_nothing
+
+
+def _empty_or_zeros(*size: Any, **options: Any) -> Tensor:
+    """Allocate as torch.empty. Zero numbers that the host reads, or torch as an index: no kernel writes them.
+
+    The KV cache, which no kernel reads, may be larger than this machine's memory.
+    """
+    if options.get("dtype") in (torch.int64, torch.int32, torch.bool):
+        return torch.zeros(*size, **options)
+    sizes = size[0] if isinstance(size[0], (tuple, list)) else size
+    if len(sizes) == 6 and 0 not in sizes:
+        itemsize = torch.empty((), dtype=options["dtype"]).itemsize
+        num_bytes = torch.Size(sizes).numel() * itemsize
+        with tempfile.TemporaryFile() as file:  # of which no byte is ever written
+            file.truncate(num_bytes)
+            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=options["dtype"]).view(sizes)
+    return _empty(*size, **options)
+
+
+# A model without weights
+
+
+class _Stub:
+    """A linear layer's weight that multiplies nothing."""
+
+    gated = False
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self._size, self._dtype = size, dtype
+
+    def __call__(self, x: Tensor, _: Tensor | None) -> Tensor:
+        return x.new_empty(x.shape[0], self._size, dtype=self._dtype)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return _empty(indices.shape[0], self._size, dtype=self._dtype)
+
+
+class _Logits(_Stub):
+    def __call__(self, x: Tensor, _: Tensor | None) -> Tensor:
+        return x.new_zeros(x.shape[0], self._size, dtype=torch.float32)
+
+
+def _load_stubbed(sizes: Sizes, *_: Any) -> Decoder:
+    """Make the model with Triton's launchers, though the device is a CPU here, and without weights."""
+    model = Decoder(sizes.model, load_kernels("triton"))
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.form = _Stub(module.weight.shape[0] if hasattr(module, "weight") else 0, dtype)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 1:
+                setattr(
+                    module, name, nn.Parameter(torch.ones_like(parameter, dtype=dtype), requires_grad=False)
+                )
+    model.embedding.form = _Stub(sizes.model.hidden_size, dtype)
+    model.head.form = _Logits(sizes.model.vocab_size, dtype)
+    return model
+
+
+def engine_of(num_requests: int, max_tokens: int, block_size: int) -> LLMEngine:
+    """Make an engine of Qwen3-0.6B's shape with room for so many requests of so many tokens."""
+    shape = {**SHAPES["qwen3-0.6b"], "vocab_size": VOCAB_SIZE, "architectures": ["Qwen3ForCausalLM"]}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        return LLMEngine(
+            folder,
+            device="cpu",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            preemption_mode="recompute",
+            block_size=block_size,
+            num_blocks=num_requests * -(-max_tokens // block_size),
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=16384,
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Launches that are checked once and kept, so that a later call of the same kind costs little Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from ..checks import in_debug_mode, is_trusted
+from .target import in_interpreter
+
+MOST_COMBINATIONS = 256  # that a launcher keeps: a prompt of another length is another combination
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def combination(
+    tensors: tuple[Tensor | None, ...], *options: object, pair: tuple[Tensor, Tensor] | None = None
+) -> tuple[object, ...] | None:
+    """Return what the checks of a call and its launch follow from, as a key, or None: check in any case.
+
+    That is: the current device, and of each tensor its shape, strides, dtype and device. Outside of
+    `TrustedContents` it is also what `check_tensor` looks at; and None, where checks read what tensors hold.
+    Addresses are left to `Launch`, but for those of a pair: whether they are one, and multiples of 16.
+    Options are compared with their types: True is not 1.
+    """
+    try:
+        device = _current_device()
+        key = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+        if pair is not None:
+            first, second = pair[0].data_ptr(), pair[1].data_ptr()
+            options = (*options, first == second, (first | second) % 16 == 0)
+        if not is_trusted():
+            if getattr(tensors[0], "is_cpu", True) or in_debug_mode():
+                return None
+            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            return (device, options, *map(type, options), *key, modes, *map(_memory, tensors))
+    except (AttributeError, TypeError, RuntimeError):
+        return None  # no tensor, or no GPU: the checks say so
+    return (device, options, *map(type, options), *key)
+
+
+def _memory(tensor: Tensor | None) -> tuple[object, ...] | None:
+    """Return what else may be wrong with a tensor, see `check_tensor` and `check_apart`."""
+    if tensor is None:
+        return None
+    held = tensor.untyped_storage().nbytes(), tensor.storage_offset()
+    return (type(tensor), tensor.requires_grad, tensor.is_inference(), tensor.layout, tensor.is_nested, held)
+
+
+class Launches(Generic[P, T]):
+    """What a launcher has bound for each combination of arguments; the oldest goes when there are too many.
+
+    bind: checks the arguments and returns their launches, or raises ValueError.
+    """
+
+    def __init__(self, bind: Callable[P, T]) -> None:
+        self._bind = bind
+        self._kept: dict[object, T] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, key: tuple[object, ...] | None, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what was bound for this `combination`; if nothing was, check the arguments and bind."""
+        try:
+            bound = self._kept.get(key)
+        except TypeError:  # an option that has no hash: the checks refuse it
+            bound = key = None
+        if bound is not None:
+            return bound
+        bound = self._bind(*args, **kwargs)
+        if key is not None:
+            with self._lock:
+                if len(self._kept) >= MOST_COMBINATIONS:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[key] = bound
+        return bound
+
+
+class _Compiled(NamedTuple):
+    """A kernel for tensors that all begin at multiples of 16 bytes, on one device."""
+
+    device: int
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+    aligned: tuple[int, ...]  # the tensors whose addresses it was specialised on
+
+
+class Launch:
+    """A kernel, its grid, and all of its arguments but the tensors, which come first and are given in calls.
+
+    All tensors of a call must be of one `combination`. The first call goes through Triton's dispatch. Later
+    ones launch the compiled kernel themselves, on the current stream: of what Triton's dispatch specialises
+    on, only addresses can have changed. It is asked again if one is no multiple of 16, if hooks are set, and
+    always in the interpreter and on AMD GPUs, where it also looks at the sizes of memory. Triton's other
+    settings are those of the first call.
+
+    grid: or a function of the compiled kernel, which is None where kernels are not compiled.
+    """
+
+    __slots__ = ("_compiled", "_fixed", "_grid", "_kernel", "_rest")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...] | Callable[[CompiledKernel | None], tuple[int, ...]],
+        **fixed: Any,
+    ) -> None:
+        self._kernel, self._grid, self._fixed = kernel, grid, fixed
+        self._rest = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
+        self._compiled: _Compiled | None = None
+
+    def __call__(self, *tensors: Any) -> None:
+        """Launch on these tensors: every one, descriptor or None that the kernel takes, in its order."""
+        compiled = self._compiled
+        if compiled is not None:
+            device, run, function, metadata, aligned = compiled
+            addresses = 0
+            for i in aligned:
+                addresses |= tensors[i].data_ptr()
+            if not (addresses & 15 or _has_hooks()):
+                stream = driver.active.get_current_stream(device)
+                run(*self._grid, stream, function, metadata, None, None, None, *tensors, *self._rest)  # type: ignore[misc]
+                return
+        self._dispatch(tensors)
+
+    def _dispatch(self, tensors: tuple[Any, ...]) -> None:
+        """Launch through Triton, and keep the kernel that it found."""
+        kernel, names = self._kernel, self._kernel.arg_names
+        arguments = dict(zip(names[: len(tensors)], tensors, strict=True)) | self._fixed
+        if callable(self._grid):
+            found = kernel.run(grid=None, warmup=True, **arguments)
+            self._grid = self._grid(found if isinstance(found, CompiledKernel) else None)
+        self._grid = (*self._grid, 1, 1)[:3]
+        found = kernel[self._grid](**arguments)
+        if not isinstance(found, CompiledKernel) or driver.active.get_current_target().backend != "cuda":
+            return
+        aligned = tuple(
+            i
+            for i, (tensor, parameter) in enumerate(zip(tensors, kernel.params, strict=False))
+            if isinstance(tensor, Tensor) and not parameter.do_not_specialize_on_alignment
+        )
+        if all(tensors[i].data_ptr() % 16 == 0 for i in aligned):
+            device = driver.active.get_current_device()
+            self._compiled = _Compiled(device, found.run, found.function, found.packed_metadata, aligned)
+
+
+def _has_hooks() -> bool:
+    """Return whether a profiler, say, wants to know of launches."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
+
+
+def _current_device() -> int:
+    """Return the number of the GPU that Triton launches on. Raises RuntimeError if it finds none."""
+    return -1 if _INTERPRETED else driver.active.get_current_device()
+
+
+_INTERPRETED = in_interpreter()  # as the kernels, which are made when their modules are imported
