@@ -10,7 +10,7 @@ from .launch import Launch, Launches, combination
 from .rms_norm import weighted
 from .target import check_launchable, check_target, current_target
 
-# Pairs (x1, x2) of a program, 16 bytes a thread for two warps. In fewer, a thread would read another's query.
+# Pairs (x1, x2) of a program: 16 bytes a thread for two warps. Each thread must own its pairs, see `_bind`.
 _TILE = 1024
 
 
@@ -218,6 +218,8 @@ def _bind(
         raise ValueError(
             f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
         )
+    # Whatever the model, two warps move a tile 16 bytes a thread, on AMD too. In a smaller one two threads
+    # would own a pair, and one could read a query that the other had already written.
     block_half = triton.next_power_of_2(half)
     block_heads = max(1, _TILE // block_half)
     launch = Launch(
