@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..arguments import check_copy_blocks
 from ..checks import check_contiguous
-from .launch import Launch, Launches, combination
+from .launch import BoundLaunch, Launches, combination
 from .target import check_launchable
 
 _CHUNK = 2048
@@ -62,7 +62,7 @@ def _is_pinned(tensor: Tensor) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_pinned()
 
 
-def _bind(cache: Tensor, pairs: Tensor, target: Tensor | None) -> tuple[Launch | None, torch.dtype]:
+def _bind(cache: Tensor, pairs: Tensor, target: Tensor | None) -> tuple[BoundLaunch | None, torch.dtype]:
     """Check the arguments. Return the launch, if there are pairs, and the dtype of copies."""
     check_copy_blocks(cache, pairs, target)
     to = cache if target is None else target
@@ -76,7 +76,7 @@ def _bind(cache: Tensor, pairs: Tensor, target: Tensor | None) -> tuple[Launch |
     bits = _BITS[cache.element_size()]
     if num_pairs == 0:
         return None, bits
-    launch = Launch(
+    launch = BoundLaunch(
         _copy_blocks_kernel,
         (num_pairs, num_planes, triton.cdiv(size, _CHUNK)),
         source_stride_plane=cache.stride(0),

@@ -27,7 +27,7 @@ def combination(
 
     That is: the current device, and of each tensor its shape, strides, dtype and device. Outside of
     `TrustedContents` it is also what `check_tensor` looks at; and None, where checks read what tensors hold.
-    Addresses are left to `Launch`, but for those of a pair: whether they are one, and multiples of 16.
+    Addresses are left to `BoundLaunch`, but for those of a pair: whether they are one, and multiples of 16.
     Options are compared with their types: True is not 1.
     """
     try:
@@ -95,7 +95,7 @@ class _Compiled(NamedTuple):
     aligned: tuple[int, ...]  # the tensors whose addresses it was specialised on
 
 
-class Launch:
+class BoundLaunch:
     """A kernel, its grid, and all of its arguments but the tensors, which come first and are given in calls.
 
     All tensors of a call must be of one `combination`. The first call goes through Triton's dispatch. Later

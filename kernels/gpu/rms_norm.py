@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..arguments import check_rms_norm
 from ..checks import check_last_dim_contiguous, check_shape
-from .launch import Launch, Launches, combination
+from .launch import BoundLaunch, Launches, combination
 from .target import check_launchable
 
 _TILE = 2048  # values that one program normalises, or one row if that is longer
@@ -79,7 +79,7 @@ def rms_norm(
 
 def _bind(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, unit_offset: bool
-) -> tuple[Launch, tuple[int, int]]:
+) -> tuple[BoundLaunch, tuple[int, int]]:
     """Check the arguments. Return the launch, and the size of the output."""
     check_shape("x", x, (None, None))
     check_rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
@@ -90,7 +90,7 @@ def _bind(
     num_rows, size = x.shape
     block_size = triton.next_power_of_2(size)
     block_rows = max(1, _TILE // block_size)
-    launch = Launch(
+    launch = BoundLaunch(
         _rms_norm_kernel,
         (triton.cdiv(num_rows, block_rows),),
         num_rows=num_rows,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..arguments import check_rotary_store_kv
 from ..checks import QUANTIZED_DTYPES, check_last_dim_contiguous, check_span
-from .launch import Launch, Launches, combination
+from .launch import BoundLaunch, Launches, combination
 from .rms_norm import weighted
 from .target import check_launchable, check_target, current_target
 
@@ -197,7 +197,7 @@ def _bind(
     eps: float,
     unit_offset: bool,
     scales: tuple[Tensor | None, Tensor | None],
-) -> tuple[Launch, int]:
+) -> tuple[BoundLaunch, int]:
     """Check the arguments. Return the launch, and the number of query heads."""
     tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
     check_rotary_store_kv(*tensors, *weights, eps, unit_offset, *scales)
@@ -222,7 +222,7 @@ def _bind(
     # would own a pair, and one could read a query that the other had already written.
     block_half = triton.next_power_of_2(half)
     block_heads = max(1, _TILE // block_half)
-    launch = Launch(
+    launch = BoundLaunch(
         _rotary_store_kv_kernel,
         (num_tokens, triton.cdiv(num_all_heads, block_heads)),
         eps=float(eps),  # an int would be another specialisation

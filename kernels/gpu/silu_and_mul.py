@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..arguments import check_silu_and_mul
 from ..checks import check_last_dim_contiguous
-from .launch import Launch, Launches, combination
+from .launch import BoundLaunch, Launches, combination
 from .target import check_launchable
 
 _BLOCK = 2048  # in bfloat16 16 bytes a thread even for 256 threads: 4 warps on AMD
@@ -43,14 +43,16 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     return out
 
 
-def _bind(x: Tensor) -> tuple[Launch, tuple[int, int]]:
+def _bind(x: Tensor) -> tuple[BoundLaunch, tuple[int, int]]:
     """Check the arguments. Return the launch, and the size of the output."""
     check_silu_and_mul(x)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
     num_tokens, size = x.shape[0], x.shape[1] // 2
     grid = (num_tokens, triton.cdiv(size, _BLOCK))
-    launch = Launch(_silu_and_mul_kernel, grid, stride_x=x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4)
+    launch = BoundLaunch(
+        _silu_and_mul_kernel, grid, stride_x=x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
+    )
     return launch, (num_tokens, size)
 
 

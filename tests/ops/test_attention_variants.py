@@ -119,7 +119,7 @@ def test_a_weight_times_a_scale_is_not_rounded_to_float16(monkeypatch, kind):
     def bind(_kernel, _grid, *, layer, **_):
         return lambda *_: launched.append(layer.WEIGHT_DTYPE)
 
-    monkeypatch.setattr(launches, "Launch", bind)
+    monkeypatch.setattr(launches, "BoundLaunch", bind)
     case = ragged_case([30, 40], [1, 9], dtype=torch.float16)
     attend(triton_attention.paged_attention, **case)
     attend(triton_attention.paged_attention, **quantized(case, kind))

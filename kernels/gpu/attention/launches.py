@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from ...attention_options import AttentionOptions
-from ..launch import Launch
+from ..launch import BoundLaunch
 from ..occupancy import blocks_per_sm
 from ..target import in_interpreter, num_sms
 from .config import AttentionConfig, Use, choose_config, split_size
@@ -45,7 +45,7 @@ class Configs:
 class _Decode(NamedTuple):
     """A launch of the decode kernel. box: of the caches' descriptors; None: they are loaded by pointers."""
 
-    launch: Launch
+    launch: BoundLaunch
     box: tuple[int, ...] | None
 
 
@@ -58,7 +58,7 @@ class DecodeLaunches:
     splits: Splits
     shared: _Decode | None  # of the prefix that all sequences have in common
     own: _Decode
-    merge: Launch | None
+    merge: BoundLaunch | None
     places: tuple[int, int, int]  # of partial results: items, query tokens and heads
 
 
@@ -69,7 +69,7 @@ def bind_prefill(
     block_tables: Tensor,
     options: AttentionOptions,
     configs: Configs,
-) -> Launch:
+) -> BoundLaunch:
     """Bind the launch for all sequences that are no decodes."""
     config, num_seqs = configs.choose("prefill"), len(block_tables)
     layer = _layer(query, key_cache, value_cache, options)
@@ -77,7 +77,7 @@ def bind_prefill(
     num_q_blocks = query.shape[0] // config.BLOCK_Q + num_seqs
     grid = (num_q_blocks, _num_head_blocks(layer, config))
     numbers = _numbers(block_tables, options)
-    return Launch(
+    return BoundLaunch(
         prefill_kernel, grid, **numbers, DECODE_Q=configs.max_decode_q, layer=layer, **_tiles(config)
     )
 
@@ -102,7 +102,7 @@ def bind_decodes(
             return (min(most_programs, fitting * _programs_per_sm(compiled, configs.target)),)
 
         by_descriptors = loads_by_descriptors(key_cache, value_cache, config, configs.dtype, configs.target)
-        launch = Launch(
+        launch = BoundLaunch(
             decode_kernel,
             grid,
             **_numbers(block_tables, options),

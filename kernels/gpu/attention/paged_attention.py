@@ -21,7 +21,7 @@ from ...attention_options import (
     layout_of,
 )
 from ...checks import check_between, in_debug_mode
-from ..launch import Launch, Launches, combination
+from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable, check_target, current_target
 from .config import split_size
 from .launches import Configs, DecodeLaunches, bind_decodes, bind_prefill, launch_decodes
@@ -34,7 +34,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # those of `page
 class _Bound:
     """The launches of a combination of arguments, which have been checked."""
 
-    prefill: Launch | None
+    prefill: BoundLaunch | None
     decodes: DecodeLaunches | None  # None: no sequence can be a decode
     shape: tuple[int, int, int]  # of the output
 

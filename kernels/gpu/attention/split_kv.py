@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch
+from ..launch import BoundLaunch
 
 # Results depend on it in their last bits. A longer context gets longer splits.
 MAX_SPLITS = 64
@@ -141,7 +141,7 @@ class Splits:
             self.min_split = max(triton.cdiv(max_keys, split * MAX_SPLITS), 1) * split
         self.most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
         self.shared_splits = shared_prefix_len // self.min_split
-        self.launch = Launch(
+        self.launch = BoundLaunch(
             _plan_kernel,
             (num_seqs + 1,),
             num_seqs=num_seqs,
@@ -229,13 +229,13 @@ def _merge_kernel(
     tl.store(out_ptr + offs_out, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=offs_v < VALUE_DIM)
 
 
-def merge_launch(num_seqs: int, partial_q: int, num_heads: int, value_dim: int) -> Launch:
+def merge_launch(num_seqs: int, partial_q: int, num_heads: int, value_dim: int) -> BoundLaunch:
     """Bind the merge of the splits of every decode that has more than one, whose output it writes.
 
     A row is sum_s(w_s * partial_s) / sum_s(w_s * partial_sum_s) over its splits s, where
     w_s = 2 ** (partial_max_s - max_s(partial_max_s)).
     """
-    return Launch(
+    return BoundLaunch(
         _merge_kernel,
         (num_seqs, num_heads, partial_q),
         partial_q=partial_q,
