@@ -57,7 +57,7 @@ def valid():
     heads = torch.randn(3, 8, 16, device=DEVICE)
     caches = torch.randn(2, 4, 16, 2, 16, device=DEVICE)
     lengths = torch.tensor([5, 20, 9], dtype=torch.int32, device=DEVICE)
-    starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 1, 3, 3], dtype=torch.int32, device=DEVICE)
     tables = torch.tensor([[0, 1], [1, 2], [3, 0]], dtype=torch.int32, device=DEVICE)
     x, weight = torch.randn(3, 32, device=DEVICE), torch.ones(32, device=DEVICE)
     angles = torch.randn(3, 8, device=DEVICE)
@@ -74,7 +74,7 @@ def valid():
         "paged_attention": {
             "query": heads[:, :4].contiguous(), "key_cache": caches[0], "value_cache": caches[1],
             "block_tables": tables, "seq_lens": lengths, "cu_seqlens_q": starts,
-            "options": AttentionOptions(scale=0.25, max_seqlen_q=1, min_seqlen_q=1),
+            "options": AttentionOptions(scale=0.25, max_seqlen_q=2),
         },
     }  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_a_changed_option_is_another_launch():
     sinks = torch.randn(4, device=DEVICE)
     changes = [
         {"scale": 1.0}, {"softcap": 2.0}, {"sliding_window": 3}, {"causal": False}, {"sinks": sinks},
-        {"alibi_slopes": sinks}, {"max_seqlen_q": 2}, {"min_seqlen_q": 0}, {},
+        {"alibi_slopes": sinks}, {"max_seqlen_q": 3}, {"min_seqlen_q": 1}, {"max_decode_q": 2}, {},
     ]  # fmt: skip
     with TrustedContents():
         for change in norms * 2:

@@ -1,0 +1,16 @@
+"""benchmarks.host_time: it runs without a GPU, and its last line is what it measured."""
+
+import json
+
+from tests.aot import run_compiler
+
+
+def test_it_measures_every_part_of_a_step():
+    options = ["--num-requests", "1", "3", "--context", "20", "--steps", "5"]
+    *lines, last = run_compiler("benchmarks.host_time", *options).splitlines()
+    rows = json.loads(last)["rows"]
+    assert [row["requests"] for row in rows] == [1, 3]
+    for row in rows:
+        assert min(row[part] for part in ("schedule", "upload", "launch", "update")) > 0
+        assert 28 * 5 < row["launches"] <= 28 * 10 + 12, "of 28 layers, and of the others"
+    assert "driver" in lines[-1], "what is not in it"
