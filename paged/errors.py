@@ -7,7 +7,7 @@ PagedError
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
 ├── CheckpointError        files that are missing, damaged, or disagree with their config
-├── EngineDeadError        the async engine was shut down, or a step of it raised
+├── EngineDeadError        the async engine was shut down, a step of it raised, or a GPU failed for good
 └── UsageError             a call in the wrong state, such as freeing a block twice
 
 All are ValueErrors too, so that code written for `except ValueError` keeps working.
@@ -69,7 +69,7 @@ class CheckpointError(PagedError):
 
 
 class EngineDeadError(PagedError):
-    """The async engine was shut down, or a step of it raised: see __cause__."""
+    """The async engine was shut down, a step of it raised, or the GPU of an engine failed: see __cause__."""
 
 
 class UsageError(PagedError):

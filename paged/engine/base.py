@@ -191,6 +191,13 @@ class BaseEngine:
         """Return whether `step` has anything to compute or to return."""
         return self.core.has_unfinished()
 
+    def unfinished(self) -> list[RequestOutput]:
+        """Return all unfinished requests so far, with every token whatever their output_kind.
+
+        An engine on another device goes on with one from its prompt_token_ids and outputs[i].token_ids.
+        """
+        return [self.core.outputs.so_far(group) for group in self.core.groups.values() if not group.finished]
+
     def step(self) -> list[RequestOutput]:
         """Run one step. Return an output of each request that got a token or finished.
 
@@ -200,6 +207,9 @@ class BaseEngine:
         If the step raises, no request is lost: the next call computes again what was not finished. Cached and
         pinned prefixes are forgotten. Ctrl-C waits for the end of the step, whose outputs the next call
         returns; a second Ctrl-C acts at once.
+
+        Raises EngineDeadError if the GPU has failed: no step can run any more, and `unfinished` returns what
+        is left.
         """
         self.core.step(self.core.outbox)
         return self.core.outbox.take()

@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from ..errors import RequestError
+from ..errors import EngineDeadError, RequestError
 from ..interrupts import HeldInterrupts
 from ..requests.request import Outbox, Request, RequestGroup, RequestStatus
+from ..runner.devices import failure_of
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule, StepOutput
@@ -23,6 +24,7 @@ class EngineCore:
 
     groups: the unfinished requests by id.
     outbox: receives the outputs of requests that were added without an outbox of their own.
+    dead: the error of every further step, once the GPU has failed.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class EngineCore:
         self.outputs = OutputProcessor(tokenizer)
         self.groups: dict[str, RequestGroup] = {}
         self.outbox = Outbox()
+        self.dead: EngineDeadError | None = None
         self._with_stops: set[RequestGroup] = set()  # requests with stop strings
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
         self._ids = itertools.count()
@@ -51,7 +54,14 @@ class EngineCore:
 
         outbox: publish to it also the unfinished requests that got a token and belong to it.
         on_schedule: called with what the step computes, before it is computed.
+
+        Raises EngineDeadError if the GPU has failed, once the requests that finished before are published.
         """
+        if self.dead is not None:
+            if not self._finished:
+                raise EngineDeadError(str(self.dead)) from self.dead.__cause__
+            self.publish()
+            return []
         advanced = list[Request]()
         with HeldInterrupts():
             with self._recovery():
@@ -89,13 +99,21 @@ class EngineCore:
         """On an error, keep the requests that the step finished, and have the others computed again."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             # The failed step may have appended tokens. They stay, and may complete a stop string.
             samples = [sample for group in self._with_stops for sample in group.samples]
             self._end_at_stop_strings([s for s in samples if not isinstance(s.stop_reason, str)])
             self.scheduler.release_finished()
             self.scheduler.cancel()
             self._finished |= dict.fromkeys(group for group in self.groups.values() if group.finished)
+            # Ctrl-C must not wait for a GPU that may never answer.
+            if isinstance(error, Exception) and (failure := failure_of(self.runner.device)) is not None:
+                reason = str(failure).partition("\n")[0]
+                self.dead = EngineDeadError(
+                    f"{self.runner.device} has failed: {reason}; it can only be used again in a new process. "
+                    "engine.unfinished() returns the requests so far, for another engine to go on with"
+                )
+                raise self.dead from error
             raise
 
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:

@@ -50,6 +50,16 @@ def target_of(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
+def failure_of(device: torch.device) -> Exception | None:
+    """Wait for a device. Return its error if it has failed for good, as a GPU does for a whole process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:  # torch.AcceleratorError, since torch 2.8
+        return error
+    return None
+
+
 def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
     """Return the dtype to compute in: the one requested, or for "auto" the checkpoint's.
 

@@ -44,7 +44,13 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
     require_whole_groups(model, forms)
     # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
     sources = check_weights(model.hf_tensors(), directory)
-    model.load(device, forms, lambda tensors: load_weights(tensors, sources))
+    try:
+        model.load(device, forms, lambda tensors: load_weights(tensors, sources))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end other "
+            f"processes there; {error}"
+        ) from error
     return model
 
 

@@ -64,7 +64,10 @@ def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int)
 
 
 def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) -> int:
-    """Run a step of the largest size. Return the bytes that torch held at its peak, without the KV cache."""
+    """Run a step of the largest size. Return the bytes that torch held at its peak, without the KV cache.
+
+    Raises ConfigError if there is no memory for it.
+    """
     lengths = _largest_step(sizes)
     num_blocks = len(sizes.model.layer_groups) * sum(-(-n // sizes.block_size) for n in lengths)
     scheduler = Scheduler(
@@ -83,8 +86,14 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
     schedule = scheduler.schedule()
     torch.cuda.reset_peak_memory_stats(device)
     kv_cache = new_kv_cache(sizes, device, num_blocks)
-    run_step(schedule, kv_cache)
-    torch.cuda.synchronize(device)
+    try:
+        run_step(schedule, kv_cache)
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory for a step of {sum(lengths):,} tokens beside the weights on {device}: lower "
+            f"max_num_batched_tokens or max_num_seqs, or end other processes there; {error}"
+        ) from error
     peak = torch.cuda.max_memory_allocated(device) - kv_cache.num_bytes
     del kv_cache
     torch.cuda.empty_cache()

@@ -146,6 +146,7 @@ def _process(logits: Tensor, row: int, request: Request, numbers: Sequence[int])
 
     numbers: how many arguments each of them takes.
     """
+    shape, device = logits[row].shape, logits.device
     for i, processor in enumerate(request.inputs.params.logits_processors):
         name = f"logits_processors[{i}]"
         try:
@@ -154,8 +155,10 @@ def _process(logits: Tensor, row: int, request: Request, numbers: Sequence[int])
             changed = processor(*given[-numbers[i] :])
         except Exception as error:  # any error of a user's function is its request's
             return f"{name} raised {type(error).__name__}: {error}"
-        if not isinstance(changed, Tensor) or changed.shape != logits[row].shape:
+        if not isinstance(changed, Tensor) or changed.shape != shape:
             got = f"shape {[*changed.shape]}" if isinstance(changed, Tensor) else f"{type(changed).__name__}"
-            return f"{name} must return a tensor of shape {[*logits[row].shape]}, got {got}"
+            return f"{name} must return a tensor of shape {[*shape]}, got {got}"
+        if changed.device != device:
+            return f"{name} must return a tensor on {device}, as its logits are, got {changed.device}"
         logits[row] = changed
     return None

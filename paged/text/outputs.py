@@ -70,13 +70,20 @@ class OutputProcessor:
 
     def output(self, group: RequestGroup) -> RequestOutput:
         """Return the output of a request so far; for output_kind DELTA, what is new since the last call."""
+        return self._output(group, self._completions(group))
+
+    def so_far(self, group: RequestGroup) -> RequestOutput:
+        """Return all of a request so far, and of each of its samples, whatever was returned before."""
+        return self._output(group, [self._progress_of(sample).cumulative() for sample in group.samples])
+
+    def _output(self, group: RequestGroup, completions: list[CompletionOutput]) -> RequestOutput:
         first = group.samples[0]
         cached = first.num_cached_tokens  # for a fork it includes tokens that the parent had generated
         return RequestOutput(
             request_id=group.request_id,
             prompt=first.inputs.prompt,
             prompt_token_ids=first.inputs.prompt_token_ids,
-            outputs=self._completions(group),
+            outputs=completions,
             finished=group.finished,
             num_cached_tokens=cached and min(cached, first.num_prompt_tokens),
             metrics=first.metrics,

@@ -132,11 +132,15 @@ class LateCuda:
         self.streams: list[Stream] = []
         self.current_stream = Stream(self)
         self.num_late = 0  # how much work was still to be done when the host waited
+        self.free_bytes = GIB
+        # Called before anything is queued, and whenever the host waits. An exception is the device's error.
+        self.fault: Callable[[], None] = lambda: None
         self.warns = False  # of waits, as torch.cuda.set_sync_debug_mode("warn") does
         self._pinned: dict[int, Tensor] = {}
 
     def enqueue(self, work: Callable[[], Any]) -> None:
         """Queue work on the current stream."""
+        self.fault()
         self.current_stream.queue.append(work)
         self.run_by_chance()
 
@@ -147,6 +151,7 @@ class LateCuda:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run what is queued, in an order that is left to chance, until the host need not wait any more."""
+        self.fault()
         self.num_late += sum(len(stream.queue) for stream in self.streams)
         while not is_done():
             assert self._run_one(), "the streams wait for each other"
@@ -300,6 +305,11 @@ def late_cuda(seed: int) -> Iterator[LateCuda]:
         "Stream": lambda *_, **__: Stream(gpu),
         "Event": lambda *_, **__: Event(gpu),
         "current_stream": lambda *_: gpu.current_stream,
+        "mem_get_info": lambda *_: (gpu.free_bytes, GIB),
+        "memory_reserved": lambda *_: GIB // 8,
+        "max_memory_allocated": lambda *_: GIB // 8,
+        "reset_peak_memory_stats": lambda *_: None,
+        "empty_cache": lambda: None,
         "set_sync_debug_mode": lambda mode: setattr(gpu, "warns", mode == "warn"),
         "stream": gpu.stream,
     }
