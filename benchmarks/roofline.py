@@ -55,7 +55,6 @@ GPUS = {
 }
 # Assumed for all of them: the latency of a load under load, and of a kernel launch behind another kernel.
 LATENCY_S, LAUNCH_S = 1e-6, 2e-6
-PROGRAMS_PER_SM = 4  # of the decode kernel, at most
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def bytes_in_flight(gpu: Gpu, shape: AttentionShape, compiled: Any, programs: in
     """Return the bytes that all blocks together have requested at any time."""
     element = 1 if shape.cache else 2
     tile = 2 * compiled.config.TILE * shape.head_dim * element
-    resident = min(compiled.blocks_per_sm, PROGRAMS_PER_SM) * gpu.sms
+    resident = compiled.blocks_per_sm * gpu.sms
     return float(min(resident, programs) * compiled.tiles_in_flight() * tile)
 
 

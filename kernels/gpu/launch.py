@@ -93,6 +93,7 @@ class _Compiled(NamedTuple):
     function: int
     metadata: Any
     aligned: tuple[int, ...]  # the tensors whose addresses it was specialised on
+    large: tuple[bool, ...] | None  # of an AMD GPU: see `_are_large`
 
 
 class BoundLaunch:
@@ -100,9 +101,9 @@ class BoundLaunch:
 
     All tensors of a call must be of one `combination`. The first call goes through Triton's dispatch. Later
     ones launch the compiled kernel themselves, on the current stream: of what Triton's dispatch specialises
-    on, only addresses can have changed. It is asked again if one is no multiple of 16, if hooks are set, and
-    always in the interpreter and on AMD GPUs, where it also looks at the sizes of memory. Triton's other
-    settings are those of the first call.
+    on, only addresses can have changed, and on AMD GPUs whether memory is large. It is asked again if so, if
+    an address is no multiple of 16, if hooks are set, and always in the interpreter. Triton's other settings
+    are those of the first call.
 
     grid: or a function of the compiled kernel, which is None where kernels are not compiled.
     """
@@ -123,11 +124,11 @@ class BoundLaunch:
         """Launch on these tensors: every one, descriptor or None that the kernel takes, in its order."""
         compiled = self._compiled
         if compiled is not None:
-            device, run, function, metadata, aligned = compiled
+            device, run, function, metadata, aligned, large = compiled
             addresses = 0
             for i in aligned:
                 addresses |= tensors[i].data_ptr()
-            if not (addresses & 15 or _has_hooks()):
+            if not (addresses & 15 or _has_hooks() or (large is not None and large != _are_large(tensors))):
                 stream = driver.active.get_current_stream(device)
                 run(*self._grid, stream, function, metadata, None, None, None, *tensors, *self._rest)  # type: ignore[misc]
                 return
@@ -142,7 +143,7 @@ class BoundLaunch:
             self._grid = self._grid(found if isinstance(found, CompiledKernel) else None)
         self._grid = (*self._grid, 1, 1)[:3]
         found = kernel[self._grid](**arguments)
-        if not isinstance(found, CompiledKernel) or driver.active.get_current_target().backend != "cuda":
+        if not isinstance(found, CompiledKernel):
             return
         aligned = tuple(
             i
@@ -151,7 +152,15 @@ class BoundLaunch:
         )
         if all(tensors[i].data_ptr() % 16 == 0 for i in aligned):
             device = driver.active.get_current_device()
-            self._compiled = _Compiled(device, found.run, found.function, found.packed_metadata, aligned)
+            large = _are_large(tensors) if driver.active.get_current_target().backend == "hip" else None
+            self._compiled = _Compiled(
+                device, found.run, found.function, found.packed_metadata, aligned, large
+            )
+
+
+def _are_large(tensors: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Return of each tensor whether offsets into its memory need more than 31 bits."""
+    return tuple(x.untyped_storage().nbytes() >= 2**31 for x in tensors if isinstance(x, Tensor))
 
 
 def _has_hooks() -> bool:

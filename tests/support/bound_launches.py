@@ -61,7 +61,7 @@ class _Compiled(CompiledKernel):
     """A compiled kernel that notes how it is launched."""
 
     module, function, packed_metadata, n_regs = None, 0, (), 64
-    metadata = SimpleNamespace(shared=50_000, num_warps=4)
+    metadata = SimpleNamespace(shared=70_000, num_warps=4)  # 3 on an SM of sm_90
 
     def __init__(self, name: str, gpus: Gpus) -> None:
         self._name, self._gpus = name, gpus
@@ -118,7 +118,7 @@ def calls_of(target: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def compare(target: str) -> dict[str, Any]:
     """Compare the launches of second calls with those of first calls, which Triton dispatches."""
-    found: dict[str, Any] = {"calls": 0, "launches": 0, "dispatched": 0, "differ": []}
+    found: dict[str, Any] = {"calls": 0, "launches": 0, "dispatched": 0, "differ": [], "programs": 0}
     with two(target) as gpus:
         for name, call in calls_of(target):
             first, num_first = gpus.during(call)
@@ -126,42 +126,70 @@ def compare(target: str) -> dict[str, Any]:
             assert len(first) >= num_first > 0
             found["calls"] += 1
             found["launches"] += len(second)
+            decodes = [grid[0] for kernel, _, grid, *_ in second if kernel == "decode_kernel"]
+            found["programs"] = max(found["programs"], *decodes, 0)
             found["dispatched"] += num_second
             if first != second:
                 found["differ"].append(name)
     return found
 
 
-def change() -> dict[str, list[Any]]:
-    """Return, for what may change between calls, whether Triton is asked again, and the stream."""
-    weight = torch.ones(64, dtype=torch.bfloat16)
-    long = torch.ones(2 * 64 + 8, dtype=torch.bfloat16)
-    aligned, odd = long[:128].view(2, 64), long[1:129].view(2, 64)
-    found: dict[str, list[Any]] = {}
+class Norms:
+    """Calls of one launcher, by what changes: if Triton is asked, on which stream, and which kernel it is."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus, self._weight = gpus, torch.ones(64, dtype=torch.bfloat16)
+        self._calls: dict[str, tuple[int, int, int]] = {}
+
+    def call(self, name: str, memory: torch.Tensor, start: int = 0) -> None:
+        """Normalise two rows of this memory."""
+        x = memory[start : start + 128].view(2, 64)
+        launched, num_dispatched = self._gpus.during(lambda: KERNELS.rms_norm(x, self._weight, 1e-6))
+        ((_, kernel, _, stream, _),) = launched
+        self._calls[name] = num_dispatched, stream, kernel
+
+    def found(self) -> dict[str, tuple[int, int, int]]:
+        """Return the calls, with kernels numbered as they came."""
+        kernels = list(dict.fromkeys(kernel for _, _, kernel in self._calls.values()))
+        return {name: (*rest, kernels.index(kernel)) for name, (*rest, kernel) in self._calls.items()}
+
+
+def change() -> dict[str, tuple[int, int, int]]:
+    """Return what becomes of a call when addresses, streams, devices and hooks change."""
+    memory = torch.ones(136, dtype=torch.bfloat16)
     with two("sm_90") as gpus:
-
-        def norm(name: str, x: torch.Tensor = aligned) -> None:
-            launched, num_dispatched = gpus.during(lambda: KERNELS.rms_norm(x, weight, 1e-6))
-            found[name] = [num_dispatched, launched[0][3], launched[0][1]]
-
-        norm("first")
-        norm("second")
-        norm("an odd address", odd)
-        norm("an address as at first")
+        norms = Norms(gpus)
+        norms.call("first", memory)
+        norms.call("second", memory)
+        norms.call("an odd address", memory, start=1)
+        norms.call("an address as at first", memory)
         gpus.stream = 8
-        norm("another stream")
+        norms.call("another stream", memory)
         gpus.current = 1
-        norm("another device, first")
-        norm("another device, second")
+        norms.call("another device, first", memory)
+        norms.call("another device, second", memory)
         gpus.current = 0
-        norm("the first device again")
-        for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        norms.call("the first device again", memory)
+        hooks = {"before": knobs.runtime.launch_enter_hook, "after": knobs.runtime.launch_exit_hook}
+        for name, hook in hooks.items():
             hook.add(print_nothing)
-            norm(f"a hook {len(found)}")
+            norms.call(f"a hook {name}", memory)
             hook.remove(print_nothing)
-        norm("no hook")
-    names = {place: i for i, place in enumerate(dict.fromkeys(place for *_, place in found.values()))}
-    return {name: [*rest, names[place]] for name, (*rest, place) in found.items()}
+        norms.call("no hook", memory)
+    return norms.found()
+
+
+def change_sizes() -> dict[str, tuple[int, int, int]]:
+    """Return what becomes of a call on an AMD GPU when its tensors lie in larger memory."""
+    little, much = (torch.empty(size, dtype=torch.bfloat16) for size in (128, 2**30))
+    with two("gfx942") as gpus:
+        norms = Norms(gpus)
+        norms.call("first", little)
+        norms.call("second", little)
+        norms.call("in 2 GiB", much)
+        norms.call("in little again", little)
+        norms.call("and once more", little)
+    return norms.found()
 
 
 def print_nothing(_: Any) -> None:
@@ -171,4 +199,4 @@ def print_nothing(_: Any) -> None:
 if __name__ == "__main__":
     with TrustedContents():  # the tensors hold nothing
         results = {target: compare(target) for target in ("sm_90", "gfx942")}
-        json.dump({**results, "changes": change()}, sys.stdout)
+        json.dump({**results, "changes": change(), "sizes": change_sizes()}, sys.stdout)

@@ -25,14 +25,16 @@ def found():
     return json.loads(run_compiler("tests.support.bound_launches"))
 
 
-def test_later_calls_launch_what_triton_would_without_asking_it(found):
+@pytest.mark.parametrize(("target", "num_calls", "num_launches"), [("sm_90", 72, 246), ("gfx942", 69, 237)])
+def test_later_calls_launch_what_triton_would_without_asking_it(found, target, num_calls, num_launches):
     """The same kernels, grids, streams, tensors, descriptors, numbers and constants, for every launcher."""
-    assert found["sm_90"] == {"calls": 72, "launches": 246, "dispatched": 0, "differ": []}
+    expected = {"calls": num_calls, "launches": num_launches, "dispatched": 0, "differ": []}
+    assert {name: found[target][name] for name in expected} == expected
 
 
-def test_later_calls_on_an_amd_gpu_ask_triton(found):
-    """It compiles for large memory and for small."""
-    assert found["gfx942"] == {"calls": 69, "launches": 237, "dispatched": 237, "differ": []}
+def test_a_decode_has_as_many_programs_as_fit(found):
+    """Blocks of 70,000 bytes of shared memory: three on an SM, one on a CU, of which there is one here."""
+    assert [found[target]["programs"] for target in ("sm_90", "gfx942")] == [3, 1]
 
 
 def test_triton_is_asked_again_where_another_kernel_may_be_needed(found):
@@ -46,9 +48,19 @@ def test_triton_is_asked_again_where_another_kernel_may_be_needed(found):
         ("another device, first", [1, 108, 2]),
         ("another device, second", [0, 108, 2]),
         ("the first device again", [0, 8, 0]),
-        ("a hook 8", [1, 8, 0]),
-        ("a hook 9", [1, 8, 0]),
+        ("a hook before", [1, 8, 0]),
+        ("a hook after", [1, 8, 0]),
         ("no hook", [0, 8, 0]),
+    ]
+
+
+def test_triton_is_asked_on_an_amd_gpu_where_memory_is_large(found):
+    assert list(found["sizes"].items()) == [
+        ("first", [1, 7, 0]),
+        ("second", [0, 7, 0]),
+        ("in 2 GiB", [1, 7, 1]),
+        ("in little again", [1, 7, 0]),
+        ("and once more", [0, 7, 0]),
     ]
 
 
