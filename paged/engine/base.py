@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +20,7 @@ from ..model.hub import resolve
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
 from ..runner.model_runner import ModelRunner
+from ..runner.swap_rate import measure_swap_rate
 from ..runner.warm_up import warm_up
 from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..scheduler.stats import EngineStats
@@ -49,7 +51,7 @@ class BaseEngine:
         self.num_kernels = warm_up(runner)
         if self.num_kernels:
             logger.info("%d kernels in %.1f s", self.num_kernels, time.perf_counter() - started)
-        sizes, cache = runner.sizes, runner.kv_cache
+        sizes, cache = replace(runner.sizes, host_bytes_per_s=measure_swap_rate(runner)), runner.kv_cache
         self.max_model_len = sizes.max_model_len
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
         self.scheduler = sizes.new_scheduler(self.block_manager)

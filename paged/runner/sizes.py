@@ -52,6 +52,7 @@ class Sizes:
     device: "cuda" or "cpu".
     dtype: of activations.
     target: what kernels are compiled for on a GPU, "sm_90" for example.
+    host_bytes_per_s: that swapping was measured to reach; None takes an estimate.
 
     Raises ConfigError for an option that contradicts the model, the device or the dtype, and
     UnsupportedModelError for a dtype that no kernel computes in.
@@ -62,6 +63,7 @@ class Sizes:
     device: str
     dtype: str
     target: str = ""
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         config, longest = self.config, self.model.max_context
@@ -166,7 +168,8 @@ class Sizes:
     def swap_pays(self, num_tokens: int) -> bool:
         """Return whether it takes less time to swap a sequence's KV out and in than to recompute it.
 
-        An estimate: the FLOPs of linear layers and attention, against the bytes over the host link, twice.
+        An estimate: the FLOPs of linear layers and attention, against the bytes over the host link, twice, at
+        the rate that was measured where it was.
         """
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
@@ -174,7 +177,7 @@ class Sizes:
         kv_bytes = num_tokens * self.kv_bytes_per_token
         attention = 2 * num_tokens**2 * model.num_layers * model.num_heads * model.head_dim
         recompute_s = (2 * model.num_layer_params * num_tokens + attention) / rates.flops_per_s
-        return 2 * kv_bytes / rates.bytes_per_s < recompute_s
+        return 2 * kv_bytes / (self.host_bytes_per_s or rates.bytes_per_s) < recompute_s
 
     def new_block_manager(self, num_blocks: int, num_host_blocks: int = 0) -> BlockManager:
         """Make a block manager for this model."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paged.kernels.gpu.target import in_interpreter
+from paged.runner.swap_rate import measure_swap_rate
 from tests.support.engine_uses import CASES, draws_of_a_gpu
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
@@ -27,6 +28,17 @@ def test_same_results_as_on_a_cpu(name):
     with late_cuda(seed=[*CASES].index(name)) as gpu:
         case.use(case.engine(device="cuda", attention_backend="triton")).assert_like(expected)
     assert gpu.num_late > 20, "the host has waited for nothing"
+
+
+@pytest.mark.parametrize(("mode", "is_measured"), [("auto", True), ("swap", False)])
+def test_swapping_is_measured_where_it_may_not_pay(mode, is_measured):
+    options = {"device": "cuda", "attention_backend": "triton", "preemption_mode": mode}
+    with late_cuda(seed=3):
+        engine = CASES["swapping with windows"].engine(**options)
+        rate = measure_swap_rate(engine.runner, iter([10.0, 10.5]).__next__)
+    # All 14 blocks, out and in.
+    assert rate == (2 * 14 * engine.runner.sizes.block_bytes / 0.5 if is_measured else None)
+    assert bool(engine.scheduler.preemption.swap_pays.__self__.host_bytes_per_s) == is_measured
 
 
 # What the stand-in shows

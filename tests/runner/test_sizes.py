@@ -81,6 +81,11 @@ def test_swapping_pays_when_it_takes_less_time_than_recomputing():
     assert break_even == pytest.approx(7000, rel=0.05)
     assert [sizes().swap_pays(round(break_even * x)) for x in (0.01, 0.99, 1.01)] == [False, False, True]
     assert sizes(preemption_mode="swap").swap_pays(1)
+    # Over a link of twice that rate it pays sooner, by twice what linear layers and attention then differ in.
+    faster = replace(sizes(), host_bytes_per_s=24e9)
+    sooner = (2 * BLOCK_BYTES / 16 / 24e9 * 100e12 - 2 * layers) / (2 * 4 * 8 * 64)
+    assert sooner < break_even / 2
+    assert [faster.swap_pays(round(sooner * x)) for x in (0.99, 1.01)] == [False, True]
 
 
 @pytest.mark.parametrize(
