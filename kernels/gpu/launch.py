@@ -79,7 +79,7 @@ class Launches(Generic[P, T]):
         bound = self._bind(*args, **kwargs)
         if key is not None:
             with self._lock:
-                if len(self._kept) >= MOST_COMBINATIONS:
+                if key not in self._kept and len(self._kept) >= MOST_COMBINATIONS:
                     del self._kept[next(iter(self._kept))]
                 self._kept[key] = bound
         return bound

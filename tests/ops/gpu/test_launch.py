@@ -1,7 +1,9 @@
 """Launches that are kept: equal to those of Triton's dispatch, of what still fits, and not too many."""
 
 import json
+import random
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -172,6 +174,19 @@ def test_the_oldest_of_too_many_combinations_goes():
     assert bound.find((9,), -1) == "launch -1", "it was bound anew"
     assert bound.find(None, 1) == "launch 1"
     assert len(bound) == MOST_COMBINATIONS, "what has no key is not kept"
+
+
+def test_threads_share_what_is_kept():
+    """Engines in several threads, more combinations than are kept: each call gets its own launch."""
+    bound = Launches(lambda number: number)
+
+    def call(seed):
+        numbers = random.Random(seed).choices(range(MOST_COMBINATIONS + 50), k=3000)
+        return [number for number in numbers if bound.find((number,), number) != number]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(call, range(8))) == [[]] * 8
+    assert len(bound) == MOST_COMBINATIONS
 
 
 def test_what_is_refused_is_not_kept():
