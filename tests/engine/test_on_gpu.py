@@ -203,7 +203,7 @@ def test_tokens_with_every_parameter_are_those_of_a_cpu(place):
 def test_no_token_depends_on_rounding(what, monkeypatch):
     """What is compared between devices stays the same with logits that are less exact than any device's."""
     exact, results = Decoder.logits, []
-    for noise in (0.0, 1e-3, 1e-3):
+    for noise in (0.0, 1e-3):
 
         def noisy(self: Decoder, hidden: torch.Tensor, noise: float = noise) -> torch.Tensor:
             logits = exact(self, hidden)
@@ -216,9 +216,7 @@ def test_no_token_depends_on_rounding(what, monkeypatch):
                 results.append({name: result.tokens for name, result in found.items()})
             else:
                 results.append(CASES[what].use(CASES[what].engine()).tokens)
-    first, *others = results
-    for other in others:
-        assert other == first
+    assert results[0] == results[1]
 
 
 # Waits
