@@ -241,15 +241,22 @@ def check_sample_tokens(
     positions: Tensor,
     temperature: Tensor,
     *filters: Tensor | None,
+    highest: Tensor | None = None,
 ) -> None:
     """Raise ValueError unless each row of logits has a seed, a position, and what `check_filters` asks.
 
     filters: as `check_filters` takes them.
+    highest: written.
     """
     check_filters(logits, temperature, *filters)
     check_apart("logits", logits)
     for name, tensor in {"seeds": seeds, "positions": positions}.items():
         check_shape(name, tensor, (len(logits),), torch.int64)
         check_device(name, tensor, logits.device)
+    if highest is not None:
+        check_shape("highest", highest, (len(logits),), torch.float32)
+        check_device("highest", highest, logits.device)
+        check_contiguous("highest", highest)
     if must_read_contents(logits.device):
-        check_alone({"logits": logits}, {"seeds": seeds, "positions": positions})
+        read = {"seeds": seeds, "positions": positions, "temperature": temperature}
+        check_alone({"logits": logits, "highest": highest}, read)

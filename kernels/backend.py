@@ -26,6 +26,7 @@ class Kernels(Protocol):
     has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
     records_steps: bool  # the launches of a step can be recorded, and replayed without Python between them
     compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
+    unpacks_steps: bool  # has `gpu.unpack_step`, which makes a step's batch of one upload
     needs_partials: bool  # attention allocates partial results of split decodes, which grow with the batch
 
     def head_dims(self) -> range:
@@ -118,6 +119,7 @@ class Kernels(Protocol):
         typical_p: Tensor | None,
         top_k: Tensor | None,
         top_p: Tensor | None,
+        highest: Tensor | None = None,
     ) -> Tensor: ...
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...

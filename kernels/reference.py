@@ -309,12 +309,13 @@ def sample_tokens(
     seeds: Tensor,  # i64[n]
     positions: Tensor,  # i64[n]
     *,
-    temperature: Tensor,  # f32[n], above 0
+    temperature: Tensor,  # f32[n]; 0 takes the first of the highest logits, whatever the filters
     min_p: Tensor | None,  # f32[n], 0 keeps all; None: no row uses it
     top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
     typical_p: Tensor | None,  # f32[n], 1 keeps all
     top_k: Tensor | None,  # i32[n], vocab_size keeps all
     top_p: Tensor | None,  # f32[n], 1 keeps all
+    highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
 ) -> Tensor:  # i64[n]
     """Return the first kept token with the highest (logit - highest) / temperature + Gumbel noise."""
     kept = kept_tokens(
@@ -327,7 +328,10 @@ def sample_tokens(
         top_p=top_p,
     )
     noise = gumbel_noise(seeds, positions, logits.shape[1])
-    return gumbel_scores(logits, temperature, noise).where(kept, -torch.inf).argmax(-1)
+    drawn = gumbel_scores(logits, temperature, noise).where(kept, -torch.inf).argmax(-1)
+    if highest is not None:
+        highest.copy_(greedy(logits)[1])
+    return drawn.where(temperature > 0, _finite(logits).argmax(-1))
 
 
 def gumbel_scores(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:

@@ -206,7 +206,7 @@ MUTANTS = {
             "self._running.remove(request)",
             "self.running.remove(request)",
         ),
-        ("steps never end", "self.block_manager.end_step()\n        now", "now"),
+        ("steps never end", "self._running.end_step()\n        now", "now"),
     ],
     "scheduler/preemption": [
         ("makes room for a priority beside no request", "room = room.minus(running.claim(request))", "pass"),

@@ -16,6 +16,7 @@ from .sampling.token_logprobs import token_logprobs
 
 name = "numba"
 has_linear = True
+unpacks_steps = False
 records_steps = True
 compiles_at_launch = False  # `compile_ahead` compiles all
 needs_partials = False

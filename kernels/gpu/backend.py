@@ -17,6 +17,7 @@ from .target import check_target, current_target, in_interpreter
 
 name = "triton"
 has_linear = False
+unpacks_steps = True
 records_steps = False
 compiles_at_launch = not in_interpreter()
 needs_partials = True

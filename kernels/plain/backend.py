@@ -18,6 +18,7 @@ from .sampling import apply_penalties, sample_tokens
 
 name = "torch"
 has_linear = False
+unpacks_steps = False
 records_steps = False
 compiles_at_launch = False
 needs_partials = False

@@ -38,11 +38,10 @@ def _top(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
 
 def _ranks(logprobs: Tensor, own: Tensor, top_values: Tensor) -> Tensor:  # i64[n]
     """Return one more than the number of likelier tokens, counted among the top ones where possible."""
+    if logprobs.device.type != "cpu":  # the host does not wait to learn which rows need it
+        return 1 + (logprobs > own).sum(-1)
     ranks = 1 + (top_values > own).sum(-1)
     beyond = (ranks > top_values.shape[1]).nonzero()[:, 0]
-    if logprobs.device.type != "cpu":
-        ranks[beyond] = 1 + (logprobs[beyond] > own[beyond]).sum(-1)
-        return ranks
     # numpy counts bools several times as fast as torch, a row at a time without copies.
     array, bounds = logprobs.numpy(), own.numpy()
     for row in beyond.tolist():

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..arguments import check_penalties, check_sample_tokens
 from ..checks import is_trusted
 from . import selection as torch_selection
+from .ops import greedy
 from .selection import (
     candidates,
     chunks,
@@ -70,21 +71,43 @@ def sample_tokens(
     seeds: Tensor,  # i64[n]
     positions: Tensor,  # i64[n]
     *,
-    temperature: Tensor,  # f32[n], above 0
+    temperature: Tensor,  # f32[n]; 0 takes the first of the highest logits, whatever the filters
     min_p: Tensor | None,  # f32[n]; None where no row uses it, as below
     top_n_sigma: Tensor | None,  # f32[n]
     typical_p: Tensor | None,  # f32[n]
     top_k: Tensor | None,  # i32[n]
     top_p: Tensor | None,  # f32[n]
+    highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
 ) -> Tensor:  # i64[n]
     """Draw a token of each row; see `reference.kept_tokens` for which may be drawn.
 
     Random numbers depend on (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or
-    with nothing but -inf, get some token.
+    with nothing but -inf, get some token. Raises ValueError for a shape, dtype or device that does not fit.
     """
     if not is_trusted():
         filters = min_p, top_n_sigma, typical_p, top_k, top_p
-        check_sample_tokens(logits, seeds, positions, temperature, *filters)
+        check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
+    columns = seeds, positions, temperature, min_p, top_n_sigma, typical_p, top_k, top_p
+    is_drawn = temperature > 0
+    if highest is None and is_drawn.all():
+        return _drawn(logits, *columns)
+    likeliest, greatest = greedy(logits)  # before the draw destroys the logits
+    if highest is not None:
+        highest.copy_(greatest)
+    return _drawn(logits, *columns).where(is_drawn, likeliest)
+
+
+def _drawn(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    min_p: Tensor | None,
+    top_n_sigma: Tensor | None,
+    typical_p: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+) -> Tensor:
     # A temperature below float32's smallest is 0, and 0 / 0 is NaN.
     temperature = temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     if top_n_sigma is None:

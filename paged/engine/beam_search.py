@@ -289,7 +289,7 @@ class BeamSearch:
         for child in chosen:
             request = child.beam.request
             if child.beam in parents and request.status is RequestStatus.RUNNING:
-                request.token_ids[-1] = child.token_id
+                self.scheduler.replace_last_token(request, child.token_id)
             else:
                 request = self._fork(request, child.token_id)
             parents.discard(child.beam)

@@ -172,10 +172,10 @@ def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
     # Decodes come first; each computes the last token of its request.
     decoding = requests[: schedule.num_decode_tokens]
     token_ids = [request.token_ids[-1] for request in decoding]
-    positions = [request.num_computed_tokens for request in decoding]
+    positions = schedule.num_computed_tokens[: len(decoding)]
     seq_lens = [position + 1 for position in positions]
-    for request, n in zip(requests[len(decoding) :], schedule.num_new_tokens[len(decoding) :], strict=True):
-        start = request.num_computed_tokens
+    for i in range(len(decoding), len(requests)):
+        request, start, n = requests[i], schedule.num_computed_tokens[i], schedule.num_new_tokens[i]
         token_ids += request.token_ids[start : start + n]
         positions += range(start, start + n)
         seq_lens.append(start + n)
@@ -185,8 +185,9 @@ def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
 def _rope_lens(schedule: Schedule) -> list[int]:
     """Return the length for dynamic rope: a prompt's full length, a generated token's own position + 1."""
     lengths: list[int] = []
-    for request, n in zip(schedule.requests, schedule.num_new_tokens, strict=True):
-        start, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
+    steps = zip(schedule.requests, schedule.num_computed_tokens, schedule.num_new_tokens, strict=True)
+    for request, start, n in steps:
+        prompt_len = request.num_prompt_tokens
         lengths += [prompt_len] * (min(prompt_len, start + n) - start)
         lengths += range(max(prompt_len, start) + 1, start + n + 1)
     return lengths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 from ..kernels.backend import Kernels
 from ..kernels.checks import QUANTIZED_DTYPES
 from .config import ModelConfig
-
-Pairs = Sequence[tuple[int, int]]
 
 
 class LayerCache(NamedTuple):
@@ -72,27 +69,32 @@ class KVCache:
         """Return one layer's part."""
         return self._layers[index]
 
-    def copy_blocks(self, pairs: Pairs, kernels: Kernels) -> None:
-        """Copy blocks (from, to) in all layers. No block may be both source and target."""
-        on_device = self._on_device(pairs)
+    def copy_blocks(
+        self,
+        pairs: Tensor,  # i64[num_pairs, 2], (from, to), on the device
+        kernels: Kernels,
+    ) -> None:
+        """Copy blocks in all layers. No block may be both source and target."""
         for tensor in self.tensors.values():
-            kernels.copy_blocks(_planes(tensor), on_device)
+            kernels.copy_blocks(_planes(tensor), pairs)
 
-    def swap_out(self, pairs: Pairs, kernels: Kernels) -> None:
-        """Copy blocks to host memory, by pairs (block, host block)."""
-        on_device = self._on_device(pairs)
+    def swap_out(
+        self,
+        pairs: Tensor,  # i64[num_pairs, 2], (block, host block), on the device
+        kernels: Kernels,
+    ) -> None:
+        """Copy blocks to host memory."""
         for name, tensor in self.tensors.items():
-            kernels.copy_blocks(_planes(tensor), on_device, _planes(self.host[name]))
+            kernels.copy_blocks(_planes(tensor), pairs, _planes(self.host[name]))
 
-    def swap_in(self, pairs: Pairs, kernels: Kernels) -> None:
-        """Copy blocks from host memory, by pairs (host block, block)."""
-        on_device = self._on_device(pairs)
+    def swap_in(
+        self,
+        pairs: Tensor,  # i64[num_pairs, 2], (host block, block), on the device
+        kernels: Kernels,
+    ) -> None:
+        """Copy blocks from host memory."""
         for name, tensor in self.tensors.items():
-            kernels.copy_blocks(_planes(self.host[name]), on_device, _planes(tensor))
-
-    def _on_device(self, pairs: Pairs) -> Tensor:  # i64[num_pairs, 2]
-        device = self.tensors["kv"].device
-        return torch.tensor(pairs, dtype=torch.int64).to(device, non_blocking=True)
+            kernels.copy_blocks(_planes(self.host[name]), pairs, _planes(tensor))
 
     @property
     def num_bytes(self) -> int:

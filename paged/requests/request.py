@@ -16,6 +16,7 @@ from .stop_strings import StopStrings
 from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+NO_SEAT = -1
 
 
 class TokenLogprobs(NamedTuple):
@@ -161,9 +162,11 @@ class SamplingState:
     """The sampler's record of one request.
 
     logprobs: of the output tokens, if they are reported.
+    parameters: a row of `sampling.parameters`, once it is written.
     """
 
     seed: int = 0
+    parameters: bytes = b""
     grammar: Grammar | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -182,6 +185,7 @@ class Request:
     alert_at: the number of tokens from which on `on_token` must be called for each new one.
     num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
     ready: whether the next step may include it: it is running, and no step in flight computes it.
+    seat: its place in what the device keeps about running requests; NO_SEAT while it does not run.
     arrival: its number in the order of arrival.
     rank: its place among the running requests.
     protected: whether it reached max_preemptions and is not preempted any more.
@@ -201,6 +205,7 @@ class Request:
     num_cached_tokens: int | None = None
     status: RequestStatus = RequestStatus.WAITING
     ready: bool = False
+    seat: int = NO_SEAT
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False

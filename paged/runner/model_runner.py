@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.batch import Batch, BatchBuilder
 from ..model.config import ModelConfig
 from ..model.kv_cache import KVCache
+from ..model.transfers import Sent, Transfers, Upload
 from ..sampling.reporter import Reporter
 from ..sampling.sampler import Sampler
 from ..sampling.structured_outputs import GrammarMasks
@@ -25,6 +28,7 @@ from .sizes import Sizes
 from .threads import set_threads
 
 if TYPE_CHECKING:
+    from .seated_batches import SeatedBatches  # needs Triton
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -59,7 +63,13 @@ class ModelRunner:
         self.batch_builder = BatchBuilder(
             self.sizes.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
-        self.sampler = Sampler(kernels, model_config.vocab_size, self.device)
+        self.transfers = Transfers(self.device)
+        self.seated_batches: SeatedBatches | None = None  # instead of the batch builder
+        if kernels.unpacks_steps:
+            from .seated_batches import SeatedBatches
+
+            self.seated_batches = SeatedBatches(self.sizes, self.device)
+        self.sampler = self._new_sampler()
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
         if on_gpu:
             # No more logits at once than in the step by which memory was measured.
@@ -88,22 +98,46 @@ class ModelRunner:
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
         with self._on_device, TrustedContents():
-            self._copy_blocks(schedule)
+            upload, download = self.transfers.new_upload(), self.transfers.new_download()
+            moves = [
+                upload.put(pairs, torch.int64) if pairs else None
+                for pairs in (schedule.swap_out, schedule.swap_in, schedule.copies)
+            ]
             if not schedule.requests:
+                upload.send()
+                self._move_blocks(*moves)
                 return StepOutput()
-            batch = self.batch_builder.build(schedule)
+            new_batch = self._prepare_batch(schedule, upload)
+            draw = self.sampler.prepare(schedule.sampled_requests, schedule.sampled_positions(), upload)
+            reports = self.reporter.prepare(schedule.asked_rows(), upload)
+            seats = upload.put(schedule.sampled_seats, torch.int64) if self.seated_batches else None
+            upload.send()
+            self._move_blocks(*moves)
+            batch = new_batch()
             masks = GrammarMasks.start(schedule.sampled_requests)
             try:
                 logits, best, asked = self.compute(batch)
-                step = self.sampler.sample(logits, schedule.sampled_requests, masks, best)
+                tokens = draw.run(logits, download, masks, best)
             finally:
                 if masks is not None:  # also after an error, so that its worker no longer reads the requests
                     masks.wait()
+            if self.seated_batches is not None and seats is not None and tokens is not None:
+                self.seated_batches.record(seats.tensor, tokens)
+            if asked is not None:
+                reports.run(asked, download)
+            download.send()
+            download.wait()
+            step = draw.result()
             if masks is not None:
                 masks.check(step)
-            if asked is not None:
-                step.reports = self.reporter.report(schedule.asked_rows(), asked)
+            step.reports = reports.results()
             return step
+
+    def _prepare_batch(self, schedule: Schedule, upload: Upload) -> Callable[[], Batch]:
+        """Return what makes the step's batch, once the upload is sent."""
+        if self.seated_batches is None:
+            return partial(self.batch_builder.build, schedule)
+        return partial(self.seated_batches.batch, self.seated_batches.put(schedule, upload))
 
     def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Run the model on a batch.
@@ -128,18 +162,24 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.execute(schedule)
         del self.kv_cache
-        self.sampler = Sampler(self.model.kernels, self.model_config.vocab_size, self.device)
+        self.sampler = self._new_sampler()
+
+    def _new_sampler(self) -> Sampler:
+        return Sampler(
+            self.model.kernels, self.model_config.vocab_size, self.device, self.config.max_num_seqs
+        )
 
     def _next_logits(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         """Return the logits of a decode batch, and each row's greedy token and its logit."""
         logits = self.model.logits(self.model(batch, kv_cache))
         return logits, *self.model.kernels.greedy(logits)
 
-    def _copy_blocks(self, schedule: Schedule) -> None:
-        kernels = self.model.kernels
-        if schedule.swap_out:
-            self.kv_cache.swap_out(schedule.swap_out, kernels)
-        if schedule.swap_in:
-            self.kv_cache.swap_in(schedule.swap_in, kernels)
-        if schedule.copies:
-            self.kv_cache.copy_blocks(schedule.copies, kernels)
+    def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
+        """Swap blocks out, swap others in, and copy blocks, by pairs that were sent."""
+        kernels, cache = self.model.kernels, self.kv_cache
+        if out is not None:
+            cache.swap_out(out.tensor, kernels)
+        if back is not None:
+            cache.swap_in(back.tensor, kernels)
+        if copies is not None:
+            cache.copy_blocks(copies.tensor, kernels)

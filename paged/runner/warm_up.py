@@ -54,4 +54,8 @@ def _end_of_a_prompt(runner: ModelRunner, max_new_tokens: int, params: SamplingP
     blocks.start(request.blocks, [[] for _ in blocks.windows])
     for start, end in ((0, length - num_new), (length - num_new, length)):
         assert blocks.grow(request.blocks, start, end, []), "no room for what fits"
-    return Schedule([request], [num_new], [request], [0], num_tokens=num_new)
+    request.seat = 0
+    schedule = Schedule(newcomers=[request])
+    schedule.add(request, num_new)
+    schedule.sample(request, 0)
+    return schedule

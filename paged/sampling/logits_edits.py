@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.backend import Kernels
+from ..model.transfers import Sent, Upload
 from ..requests.request import Request
 from ..sampling_params import SamplingParams, num_arguments
 from .dry import DryHistory
-from .token_history import TokenHistory
+from .token_history import Reading, TokenHistory
 
 IndexedRequests = list[tuple[int, Request, SamplingParams]]  # row of the logits, request, its parameters
+
+
+class StepEdits(NamedTuple):
+    """What one step adds to the edits of a batch.
+
+    banned: flat indices of the logits that are banned now, beyond those that always are.
+    """
+
+    banned: Sent | None
+    reading: Reading | None
 
 
 class LogitsEdits:
@@ -25,29 +37,32 @@ class LogitsEdits:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[tuple[int, Request]],  # with the rows of their logits
         kernels: Kernels,
         history: TokenHistory,
         dry: DryHistory,
         vocab_size: int,
+        upload: Upload,
     ) -> None:
         self.kernels, self.history, self.dry, self.vocab_size = kernels, history, dry, vocab_size
-        self.device = history.slots.device
-        rows = [(row, request, request.inputs.params) for row, request in enumerate(requests)]
-        self._allowed = self._allowed_tokens([(r, q, p) for r, q, p in rows if p.allowed_token_ids])
+        rows = [(row, request, request.inputs.params) for row, request in requests]
+        self._allowed = self._allowed_tokens([(r, q, p) for r, q, p in rows if p.allowed_token_ids], upload)
         words = [(r, q, bad) for r, q, _ in rows if (bad := q.inputs.rules.bad_words)]
         # A bad word of one token is always banned; a longer one, if all its tokens but the last were just
         # generated.
-        self._banned = [self._flat_index(r, w[0]) for r, _, bad in words for w in bad if len(w) == 1]
+        banned = [self._flat_index(r, w[0]) for r, _, bad in words for w in bad if len(w) == 1]
+        self._banned = upload.put(banned, torch.int64) if banned else None
         self._words = [(r, q, long) for r, q, bad in words if (long := _by_last_but_one(bad))]
         self._early = [(r, q, p) for r, q, p in rows if p.min_tokens and q.stop_ids]
-        self._biases = self._logit_biases([(r, q, p) for r, q, p in rows if p.logit_bias])
+        self._biases = self._logit_biases([(r, q, p) for r, q, p in rows if p.logit_bias], upload)
         penalized = [(r, q, p) for r, q, p in rows if p.penalizes]
-        history.keep([request for _, request, _ in penalized])
-        self._penalties = self._penalty_columns(penalized)
+        history.keep([request for _, request, _ in penalized], upload)
+        self._penalized_rows = [row for row, _, _ in penalized]
+        self._penalties = self._penalty_columns(penalized, upload)
         repeating = [(r, q) for r, q, p in rows if p.dry_multiplier and p.dry_penalty_last_n]
         dry.keep([request for _, request in repeating])
-        self._dry_rows = self._longs(self._flat_index(row, 0) for row, _ in repeating) if repeating else None
+        starts = [self._flat_index(row, 0) for row, _ in repeating]
+        self._dry_rows = upload.put(starts, torch.int64) if repeating else None
         self._processed = [
             (r, q, [*map(num_arguments, ps)]) for r, q, p in rows if (ps := p.logits_processors)
         ]
@@ -58,37 +73,51 @@ class LogitsEdits:
         bans = self._allowed is not None or self._banned or self._words or self._early
         return bool(bans or self._dry_rows is not None or self._processed)
 
-    def apply(self, logits: Tensor) -> dict[int, str]:
+    def prepare(self, positions: Sequence[int], upload: Upload) -> StepEdits:
+        """Send what depends on the tokens so far. positions: of the token that each row draws."""
+        banned = self._last_tokens_of_words() + self._early_stops(positions)
+        reading = None
+        if self._penalties is not None:
+            reading = self.history.prepare([positions[row] for row in self._penalized_rows], upload)
+        return StepEdits(upload.put(banned, torch.int64) if banned else None, reading)
+
+    def apply(self, logits: Tensor, step: StepEdits) -> dict[int, str]:
         """Edit f32[num_rows, vocab_size] in place. Return the errors of rows that failed."""
         flat = logits.view(-1)
         if self._allowed is not None:
-            rows, allowed = self._allowed
+            rows, allowed = (sent.tensor for sent in self._allowed)
             kept = flat[allowed]
             logits.index_fill_(0, rows, -torch.inf)
             flat[allowed] = kept
-        if banned := self._banned + self._last_tokens_of_words() + self._early_stops():
-            flat.index_fill_(0, self._longs(banned), -torch.inf)
+        for banned in (self._banned, step.banned):
+            if banned is not None:
+                flat.index_fill_(0, banned.tensor, -torch.inf)
         if self._biases is not None:
-            flat.index_add_(0, *self._biases)
-        if self._penalties is not None:
-            rows, *columns = self._penalties
+            flat.index_add_(0, *(sent.tensor for sent in self._biases))
+        if self._penalties is not None and step.reading is not None:
+            rows, *columns = (sent.tensor for sent in self._penalties)
             history = self.history
-            history.update()
-            self.kernels.apply_penalties(
-                logits, rows, history.slots, history.output_counts, history.seen, *columns
-            )
+            history.read(step.reading)
+            assert history.slots is not None, "no request has a slot"
+            counts = history.output_counts, history.seen
+            self.kernels.apply_penalties(logits, rows, history.slots.tensor, *counts, *columns)
         if self._dry_rows is not None:
             self.dry.update()
-            self.dry.apply(flat, self._dry_rows)
+            self.dry.apply(flat, self._dry_rows.tensor)
         return {r: message for r, q, num in self._processed if (message := _process(logits, r, q, num))}
 
-    def _allowed_tokens(self, rows: IndexedRequests) -> tuple[Tensor, Tensor] | None:
+    def record(self, tokens: Tensor) -> None:
+        """Count the tokens that were drawn, i64[num_rows]."""
+        if self._penalties is not None:
+            self.history.record(tokens, self._penalties[0].tensor)
+
+    def _allowed_tokens(self, rows: IndexedRequests, upload: Upload) -> tuple[Sent, Sent] | None:
         if not rows:
             return None
         allowed = [self._flat_index(row, token) for row, _, p in rows for token in p.allowed_token_ids or ()]
-        return self._longs(row for row, _, _ in rows), self._longs(allowed)
+        return upload.put([row for row, _, _ in rows], torch.int64), upload.put(allowed, torch.int64)
 
-    def _logit_biases(self, rows: IndexedRequests) -> tuple[Tensor, Tensor] | None:
+    def _logit_biases(self, rows: IndexedRequests, upload: Upload) -> tuple[Sent, Sent] | None:
         biases = {
             self._flat_index(row, token): bias
             for row, _, params in rows
@@ -96,14 +125,18 @@ class LogitsEdits:
         }
         if not biases:
             return None
-        return self._longs(biases), torch.tensor([*biases.values()], device=self.device)
+        return upload.put([*biases], torch.int64), upload.put([*biases.values()], torch.float32)
 
-    def _penalty_columns(self, rows: IndexedRequests) -> tuple[Tensor, ...] | None:
+    def _penalty_columns(self, rows: IndexedRequests, upload: Upload) -> tuple[Sent, ...] | None:
         if not rows:
             return None
-        values = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, _, p in rows]
-        columns = torch.tensor(values, dtype=torch.float32, device=self.device).T.contiguous()
-        return self._longs(row for row, _, _ in rows), *columns
+        columns = (
+            [p.repetition_penalty for _, _, p in rows],
+            [p.frequency_penalty for _, _, p in rows],
+            [p.presence_penalty for _, _, p in rows],
+        )
+        sent = (upload.put(column, torch.float32) for column in columns)
+        return upload.put(self._penalized_rows, torch.int64), *sent
 
     def _last_tokens_of_words(self) -> list[int]:
         """Return the last tokens of bad words whose other tokens were just generated."""
@@ -118,18 +151,17 @@ class LogitsEdits:
                     banned.append(self._flat_index(row, word[-1]))
         return banned
 
-    def _early_stops(self) -> list[int]:
+    def _early_stops(self, positions: Sequence[int]) -> list[int]:
         """Return the stop tokens of requests that have not reached min_tokens."""
         if not self._early:
             return []
-        self._early = [(row, q, p) for row, q, p in self._early if q.num_output_tokens < p.min_tokens]
+        self._early = [
+            (row, q, p) for row, q, p in self._early if positions[row] - q.num_prompt_tokens < p.min_tokens
+        ]
         return [self._flat_index(row, token) for row, q, _ in self._early for token in q.stop_ids]
 
     def _flat_index(self, row: int, token: int) -> int:
         return row * self.vocab_size + token
-
-    def _longs(self, numbers: Iterable[int]) -> Tensor:
-        return torch.tensor([*numbers], dtype=torch.int64, device=self.device)
 
 
 def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:

@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.backend import Kernels
+from ..model.transfers import Download, Received, Sent, Upload
 from ..requests.request import TokenLogprobs
 
 
-def token_logprobs(
-    kernels: Kernels,
-    logits: Tensor,  # f32[num_rows, vocab_size]
-    token_ids: Sequence[int],  # the chosen token of each row
-    num_tops: Sequence[int],  # how many of the most likely tokens to report for each row; -1: all
-) -> list[TokenLogprobs]:
-    """Compute the log_softmax of each row's chosen and most likely tokens; NaN if a row is not finite.
+class _Group(NamedTuple):
+    """Rows that report equally many tokens. sent: the rows on the device; None: all, in order."""
+
+    num_top: int
+    rows: list[int]
+    sent: Sent | None
+
+
+class AskedLogprobs:
+    """The log_softmax of each row's chosen and most likely tokens; NaN if a row is not finite.
 
     Batch-invariant: only rows that report equally many tokens are computed together.
+
+    num_tops: how many of the most likely tokens to report for each row; -1: all.
     """
-    num_rows, vocab_size = logits.shape
-    rows_by_size: dict[int, list[int]] = {}
-    for row, num_top in enumerate(num_tops):
-        size = vocab_size if num_top < 0 else min(num_top, vocab_size)
-        rows_by_size.setdefault(size, []).append(row)
-    reports: dict[int, TokenLogprobs] = {}
-    for size, rows in rows_by_size.items():
-        chosen = logits
-        if len(rows) < num_rows:
-            chosen = kernels.take_rows(logits, torch.tensor(rows, device=logits.device))
-        tokens = torch.tensor([token_ids[row] for row in rows], device=logits.device)
-        values, ids, ranks = kernels.token_logprobs(chosen, tokens, size)
-        columns = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
-        reports.update(zip(rows, (TokenLogprobs(*column) for column in columns), strict=True))
-    return [reports[row] for row in range(num_rows)]
+
+    def __init__(self, num_tops: Sequence[int], vocab_size: int, upload: Upload) -> None:
+        self._num_rows = len(num_tops)
+        rows_by_size: dict[int, list[int]] = {}
+        for row, num_top in enumerate(num_tops):
+            size = vocab_size if num_top < 0 else min(num_top, vocab_size)
+            rows_by_size.setdefault(size, []).append(row)
+        is_one = len(rows_by_size) == 1
+        self._groups = [
+            _Group(size, rows, None if is_one else upload.put(rows, torch.int64))
+            for size, rows in rows_by_size.items()
+        ]
+
+    def compute(
+        self,
+        kernels: Kernels,
+        logits: Tensor,  # f32[num_rows, vocab_size]
+        tokens: Tensor,  # i64[num_rows], the chosen ones
+        download: Download,
+    ) -> list[list[Received]]:
+        """Compute them. Return what `reports` takes, once the download has arrived."""
+        found = []
+        for size, _, sent in self._groups:
+            rows = logits if sent is None else kernels.take_rows(logits, sent.tensor)
+            chosen = tokens if sent is None else tokens.index_select(0, sent.tensor)
+            found.append([download.get(part) for part in kernels.token_logprobs(rows, chosen, size)])
+        return found
+
+    def reports(self, found: list[list[Received]]) -> list[TokenLogprobs]:
+        """Return what was computed, by row."""
+        reports: dict[int, TokenLogprobs] = {}
+        for group, (values, ids, ranks) in zip(self._groups, found, strict=True):
+            columns = zip(ids.numbers.tolist(), values.numbers.tolist(), ranks.numbers.tolist(), strict=True)
+            reports.update(zip(group.rows, (TokenLogprobs(*column) for column in columns), strict=True))
+        return [reports[row] for row in range(self._num_rows)]

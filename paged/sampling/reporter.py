@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.backend import Kernels
+from ..model.transfers import Download, Received, Upload
 from ..requests.request import TokenLogprobs
 from ..scheduler.schedule import AskedRows
-from .logprobs import token_logprobs
+from .logprobs import AskedLogprobs
 
 # The most logits in memory at once: 64 MiB, and as much again for their log-probabilities. A vocabulary of
 # 131,072 makes them 128 rows, enough to read the head efficiently.
@@ -28,39 +29,67 @@ class Reporter:
     """
 
     def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, kernels: Kernels) -> None:
-        self.head, self.kernels = head, kernels
+        self.head, self.kernels, self.vocab_size = head, kernels, vocab_size
         self.max_rows = max(1, MAX_LOGITS // vocab_size)
 
-    def report(
-        self,
-        asked: Sequence[AskedRows],
-        hidden: Tensor,  # [num_rows, hidden_size], the rows of all reports, one after another
-    ) -> list[tuple[AskedRows, Reported]]:
-        """Return each report's results: log-probabilities by row, or a sum, f64[hidden_size] on the CPU."""
-        parts = hidden.split_with_sizes([rows.end - rows.start for rows in asked])
-        scored = [i for i, rows in enumerate(asked) if rows.report.num_top is not None]
-        summed = [i for i, rows in enumerate(asked) if rows.report.num_top is None]
-        found: dict[int, Reported] = {}
-        if scored:
-            chosen = hidden if not summed else torch.cat([parts[i] for i in scored])
-            logprobs = iter(self._logprobs([asked[i] for i in scored], chosen))
-            found |= {i: [*itertools.islice(logprobs, len(parts[i]))] for i in scored}
-        if summed:
-            # One transfer from the GPU.
-            sums = torch.stack([parts[i].sum(0, dtype=torch.float64) for i in summed]).cpu()
-            found |= zip(summed, sums, strict=True)
-        return [(rows, found[i]) for i, rows in enumerate(asked)]
+    def prepare(self, asked: Sequence[AskedRows], upload: Upload) -> StepReports:
+        """Send what a step's reports need."""
+        return StepReports(self, asked, upload)
 
-    def _logprobs(self, asked: Sequence[AskedRows], hidden: Tensor) -> list[TokenLogprobs]:
-        """Return the log-probabilities of the token that follows each row."""
+
+class StepReports:
+    """The reports that one step computes."""
+
+    def __init__(self, reporter: Reporter, asked: Sequence[AskedRows], upload: Upload) -> None:
+        self._reporter, self._asked = reporter, asked
+        self._scored = [i for i, rows in enumerate(asked) if rows.report.num_top is not None]
+        self._summed = [i for i, rows in enumerate(asked) if rows.report.num_top is None]
+        self._sums: Received | None = None
         tokens, num_tops = list[int](), list[int]()
-        for request, report, start, end, _ in asked:
+        for request, report, start, end, _ in (asked[i] for i in self._scored):
             assert report.num_top is not None
             tokens += request.token_ids[start + 1 : end + 1]
             num_tops += [report.num_top] * (end - start)
-        logprobs = []
-        for i in range(0, len(tokens), self.max_rows):
-            rows = slice(i, i + self.max_rows)
-            logits = self.head(hidden[rows])
-            logprobs += token_logprobs(self.kernels, logits, tokens[rows], num_tops[rows])
-        return logprobs
+        # By part of bounded size: the tokens that follow its rows, and what they report.
+        self._parts = [
+            (
+                upload.put(tokens[i : i + reporter.max_rows], torch.int64),
+                AskedLogprobs(num_tops[i : i + reporter.max_rows], reporter.vocab_size, upload),
+            )
+            for i in range(0, len(tokens), reporter.max_rows)
+        ]
+        self._found: list[list[list[Received]]] = []
+
+    def run(
+        self,
+        hidden: Tensor,  # [num_rows, hidden_size], the rows of all reports, one after another
+        download: Download,
+    ) -> None:
+        """Compute the reports."""
+        parts, reporter = (
+            hidden.split_with_sizes([rows.end - rows.start for rows in self._asked]),
+            self._reporter,
+        )
+        if self._scored:
+            scored = hidden if not self._summed else torch.cat([parts[i] for i in self._scored])
+            for rows, (tokens, logprobs) in zip(
+                torch.split(scored, reporter.max_rows), self._parts, strict=True
+            ):
+                logits = reporter.head(rows)
+                self._found.append(logprobs.compute(reporter.kernels, logits, tokens.tensor, download))
+        if self._summed:
+            sums = torch.stack([parts[i].sum(0, dtype=torch.float64) for i in self._summed])
+            self._sums = download.get(sums)
+
+    def results(self) -> list[tuple[AskedRows, Reported]]:
+        """Return each report's results: log-probabilities by row, or a sum, f64[hidden_size] on the CPU."""
+        found: dict[int, Reported] = {}
+        logprobs = itertools.chain.from_iterable(
+            asked.reports(rows) for (_, asked), rows in zip(self._parts, self._found, strict=True)
+        )
+        for i in self._scored:
+            rows = self._asked[i]
+            found[i] = [*itertools.islice(logprobs, rows.end - rows.start)]
+        if self._sums is not None:
+            found |= zip(self._summed, torch.from_numpy(self._sums.numbers), strict=True)
+        return [(rows, found[i]) for i, rows in enumerate(self._asked)]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.backend import Kernels
+from ..model.transfers import Download, Received, Upload
 from ..requests.request import Request, TokenLogprobs
-from ..sampling_params import SamplingParams
 from ..scheduler.schedule import NOT_FINITE, StepOutput
 from .dry import DryHistory
 from .logits_edits import LogitsEdits
-from .logprobs import token_logprobs
+from .logprobs import AskedLogprobs
+from .parameters import SentParameters, columns_of
 from .structured_outputs import GrammarMasks
-from .token_history import TokenHistory
+from .token_history import MIN_SLOTS, TokenHistory
 
 NONE_LEFT = (
     "no token is left: bad_words, min_tokens or a logits processor ban everything that allowed_token_ids and "
@@ -29,13 +30,27 @@ OVERFLOW = "the sampling parameters made logits that are not finite"
 class Sampler:
     """Chooses a token for each request.
 
-    Tensors made from the requests' parameters are kept while the same requests are sampled.
+    What is made of the requests' parameters is kept while the same requests are sampled.
+
+    max_num_seqs: the most requests of a batch; on a GPU, memory for their penalties is allocated at once.
     """
 
-    def __init__(self, kernels: Kernels, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, kernels: Kernels, vocab_size: int, device: torch.device, max_num_seqs: int = MIN_SLOTS
+    ) -> None:
         self.kernels, self.vocab_size, self.device = kernels, vocab_size, device
-        self.history, self.dry = TokenHistory(vocab_size, device), DryHistory(device)
+        num_slots = max_num_seqs if device.type == "cuda" else MIN_SLOTS
+        self.history, self.dry = TokenHistory(vocab_size, device, num_slots), DryHistory(device)
         self._last: _Batch | None = None
+
+    def prepare(self, requests: Sequence[Request], positions: Sequence[int], upload: Upload) -> Draw:
+        """Send what the draw of a token for each request needs. positions: of those tokens."""
+        batch = self._last
+        if batch is None or batch.requests != requests:
+            # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
+            self._last = None
+            batch = self._last = _Batch(requests, self, upload)
+        return Draw(batch, positions, upload)
 
     def sample(
         self,
@@ -44,65 +59,133 @@ class Sampler:
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
     ) -> StepOutput:
-        """Choose one token for each row of f32[len(requests), vocab_size], which is changed in place.
+        """Choose one token for each row of f32[len(requests), vocab_size], at once: see `Draw.run`."""
+        upload, download = Upload(self.device), Download(self.device)
+        draw = self.prepare(requests, [len(request.token_ids) for request in requests], upload)
+        upload.send()
+        draw.run(logits, download, grammar_masks, best)
+        download.send()
+        download.wait()
+        return draw.result()
+
+
+class Draw:
+    """One step's choice of a token for each request of a batch."""
+
+    def __init__(self, batch: _Batch, positions: Sequence[int], upload: Upload) -> None:
+        self._batch, self._kernels = batch, batch.kernels
+        self._edits = None if batch.edits is None else batch.edits.prepare(positions, upload)
+        self._positions = upload.put(positions, torch.int64) if batch.parameters else None
+        self._errors: dict[int, str] = {}
+        self._tokens: Received | None = None
+        self._of_model: Received | None = None  # each row's highest logit
+        self._edited: Received | None = None  # after all edits; None: as the model's
+        self._logprobs: list[list[Received]] = []
+
+    def run(
+        self,
+        logits: Tensor,
+        download: Download,
+        grammar_masks: GrammarMasks | None = None,
+        best: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | None:
+        """Choose one token for each row of f32[num_requests, vocab_size], which is changed in place.
 
         best: `kernels.greedy` of the logits, if already computed.
 
-        A row gets an error instead of a token if the model's logits are not finite, or if the request's own
-        parameters leave no token.
+        Returns the tokens, i64[num_requests]; None if there is no request. A row gets an error instead if the
+        model's logits are not finite, or if the request's own parameters leave no token.
         """
-        if not requests:
-            return StepOutput()
-        batch = self._last
-        if batch is None or batch.requests != requests:
-            # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
-            self._last = None
-            batch = self._last = _Batch(requests, self)
-        tokens, highest = best or self.kernels.greedy(logits)
-        if batch.is_greedy and grammar_masks is None:
-            return _greedy(tokens.tolist(), highest.tolist())
-        return self._sample(logits, highest, batch, grammar_masks)
+        batch, kernels = self._batch, self._kernels
+        if not batch.requests:
+            return None
+        is_edited = batch.edits is not None or grammar_masks is not None
+        if best is None and (is_edited or batch.parameters is None):
+            best = kernels.greedy(logits)
+        if batch.parameters is None and not (is_edited or batch.asked):
+            assert best is not None, "a greedy token is the one of the highest logit"
+            tokens, highest = best
+        else:
+            raw = batch.raw_rows(logits, changed=grammar_masks is not None)
+            tokens, highest = self._choose(logits, grammar_masks, best, download)
+            if raw is not None:
+                self._logprobs = batch.compute_logprobs(raw, tokens, download)
+        self._tokens, self._of_model = download.get(tokens), download.get(highest)
+        return tokens
 
-    def _sample(
-        self, logits: Tensor, highest: Tensor, batch: _Batch, grammar_masks: GrammarMasks | None
-    ) -> StepOutput:
-        raw = batch.raw_rows(logits, changed=grammar_masks is not None)
-        errors: dict[int, str] = {}
+    def _choose(
+        self,
+        logits: Tensor,
+        grammar_masks: GrammarMasks | None,
+        best: tuple[Tensor, Tensor] | None,
+        download: Download,
+    ) -> tuple[Tensor, Tensor]:
+        """Edit the logits and choose. Return the tokens, and the highest logits of the model."""
+        batch = self._batch
         if grammar_masks is not None:
             grammar_masks.apply(logits)
-        if batch.edits is not None:
-            errors = batch.edits.apply(logits)
+        if batch.edits is not None and self._edits is not None:
+            self._errors = batch.edits.apply(logits, self._edits)
+        is_edited = batch.edits is not None or grammar_masks is not None
         may_ban_all = batch.may_ban_all or grammar_masks is not None
-        edited = self.kernels.greedy(logits)[1] if may_ban_all else None
-        drawn = batch.draw(logits).tolist()
-        reports = batch.reports(raw, drawn)
-        of_model = highest.tolist()
-        errors.update(_not_finite(of_model, of_model if edited is None else edited.tolist(), errors))
+        highest: Tensor | None = None
+        if batch.parameters is None:
+            tokens, highest = self._kernels.greedy(logits) if is_edited or best is None else best
+        else:
+            assert self._positions is not None, "random numbers depend on the position"
+            if best is None or may_ban_all:  # else the draw's own reading of the logits tells nothing new
+                highest = logits.new_empty(len(logits))
+            tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, highest)
+        if batch.edits is not None:
+            batch.edits.record(tokens)
+        if may_ban_all and highest is not None:
+            self._edited = download.get(highest)
+        of_model = highest if best is None else best[1]
+        assert of_model is not None, "nothing tells the highest logits"
+        return tokens, of_model
+
+    def result(self) -> StepOutput:
+        """Return the tokens and errors, once the download has arrived."""
+        if self._tokens is None or self._of_model is None:
+            return StepOutput()
+        drawn, of_model = self._tokens.numbers.tolist(), self._of_model.numbers.tolist()
+        if self._edited is None and not self._errors and math.isfinite(sum(of_model)):
+            return StepOutput(drawn, self._batch.reports(self._logprobs))
+        edited = of_model if self._edited is None else self._edited.numbers.tolist()
+        errors = self._errors | _not_finite(of_model, edited, self._errors)
         tokens = [None if row in errors else token for row, token in enumerate(drawn)]
+        reports = self._batch.reports(self._logprobs)
         return StepOutput(tokens, {row: reports[row] for row in reports if row not in errors}, errors)
 
 
 class _Batch:
-    """The parameters of a batch's requests as tensors, computed once."""
+    """The parameters of a batch's requests on the device, sent once.
 
-    def __init__(self, requests: Sequence[Request], sampler: Sampler) -> None:
-        self.requests, self.kernels, self.device = requests, sampler.kernels, sampler.device
-        self.vocab_size = vocab_size = sampler.vocab_size
-        self.is_greedy = all(request.inputs.is_greedy for request in requests)
+    parameters: of `sample_tokens`; None: every row is greedy.
+    asked: the rows that report log-probabilities.
+    """
+
+    def __init__(self, requests: Sequence[Request], sampler: Sampler, upload: Upload) -> None:
+        self.requests, self.kernels = requests, sampler.kernels
+        columns = columns_of(requests, sampler.vocab_size)
         self.edits: LogitsEdits | None = None
-        if any(request.inputs.params.edits_logits for request in requests):
-            self.edits = LogitsEdits(requests, sampler.kernels, sampler.history, sampler.dry, vocab_size)
+        if columns["edits_logits"].any():
+            edited = [(row, requests[row]) for row in np.flatnonzero(columns["edits_logits"]).tolist()]
+            histories = sampler.history, sampler.dry
+            self.edits = LogitsEdits(edited, sampler.kernels, *histories, sampler.vocab_size, upload)
         else:
-            sampler.history.keep([])
+            sampler.history.keep([], upload)
             sampler.dry.keep([])
         self.may_ban_all = self.edits is not None and self.edits.may_ban_all
-        self._asked = [row for row, request in enumerate(requests) if request.inputs.wants_logprobs]
+        self.parameters: SentParameters | None = None
+        if columns["temperature"].any():
+            self.parameters = SentParameters(columns, sampler.vocab_size, upload)
+        self.asked = np.flatnonzero(columns["wants_logprobs"]).tolist()
+        if self.asked:
+            num_tops = [requests[row].inputs.params.logprobs or 0 for row in self.asked]
+            self._logprobs = AskedLogprobs(num_tops, sampler.vocab_size, upload)
+            self._asked_rows = upload.put(self.asked, torch.int64)
         self._raw: Tensor | None = None
-        self._drawn = [row for row, request in enumerate(requests) if request.inputs.params.temperature > 0.0]
-        drawn = [requests[row] for row in self._drawn]
-        self._rows = torch.tensor(self._drawn, device=self.device)
-        self._seeds = torch.tensor([_signed(request.sampling.seed) for request in drawn], device=self.device)
-        self._filters = _filters([r.inputs.params for r in drawn], vocab_size, self.device) if drawn else {}
 
     def raw_rows(self, logits: Tensor, *, changed: bool) -> Tensor | None:
         """Return the logits of rows that report log-probabilities, copied if anything will change them.
@@ -110,45 +193,23 @@ class _Batch:
         changed: whether grammar masks will. The copy reuses the last step's memory, as allocating this much
         costs more than the copy.
         """
-        if not self._asked:
+        if not self.asked:
             return None
-        if len(self._asked) == len(self.requests) and not (changed or self.edits or self._drawn):
+        if len(self.asked) == len(self.requests) and not (changed or self.edits or self.parameters):
             return logits
         if self._raw is None:
-            self._raw = logits.new_empty(len(self._asked), logits.shape[1])
-            self._asked_rows = torch.tensor(self._asked, device=self.device)
-        return self.kernels.take_rows(logits, self._asked_rows, self._raw)
+            self._raw = logits.new_empty(len(self.asked), logits.shape[1])
+        return self.kernels.take_rows(logits, self._asked_rows.tensor, self._raw)
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """Draw a token for each row: i64[num_rows]. Destroys the logits."""
-        if not self._drawn:
-            return self.kernels.greedy(logits)[0]
-        positions = [len(self.requests[row].token_ids) for row in self._drawn]
-        all_drawn = len(positions) == len(self.requests)
-        tokens = self.kernels.greedy(logits)[0] if not all_drawn else None
-        drawn = self.kernels.sample_tokens(
-            logits if tokens is None else self.kernels.take_rows(logits, self._rows),
-            self._seeds,
-            torch.tensor(positions, device=self.device),
-            **self._filters,
-        )
-        return drawn if tokens is None else tokens.index_copy_(0, self._rows, drawn)
+    def compute_logprobs(self, raw: Tensor, tokens: Tensor, download: Download) -> list[list[Received]]:
+        """Compute the log-probabilities that were asked for, of rows that `raw_rows` returned."""
+        if len(self.asked) < len(self.requests):
+            tokens = tokens.index_select(0, self._asked_rows.tensor)
+        return self._logprobs.compute(self.kernels, raw, tokens, download)
 
-    def reports(self, raw: Tensor | None, tokens: list[int]) -> dict[int, TokenLogprobs]:
-        """Return the log-probabilities that requests asked for; NaN for rows that are not finite."""
-        if raw is None:
-            return {}
-        num_tops = [self.requests[row].inputs.params.logprobs or 0 for row in self._asked]
-        logprobs = token_logprobs(self.kernels, raw, [tokens[row] for row in self._asked], num_tops)
-        return dict(zip(self._asked, logprobs, strict=True))
-
-
-def _greedy(tokens: list[int | None], highest: list[float]) -> StepOutput:
-    """Return the most likely token of each row, and an error for rows that are not finite."""
-    if math.isfinite(sum(highest)):
-        return StepOutput(tokens)
-    errors = {row: NOT_FINITE for row, value in enumerate(highest) if not math.isfinite(value)}
-    return StepOutput([None if row in errors else token for row, token in enumerate(tokens)], errors=errors)
+    def reports(self, found: list[list[Received]]) -> dict[int, TokenLogprobs]:
+        """Return the log-probabilities by row; NaN for rows that are not finite."""
+        return dict(zip(self.asked, self._logprobs.reports(found), strict=True)) if self.asked else {}
 
 
 def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str]) -> dict[int, str]:
@@ -158,30 +219,3 @@ def _not_finite(of_model: list[float], edited: list[float], known: dict[int, str
         if not math.isfinite(value) and row not in errors and row not in known:
             errors[row] = NONE_LEFT if value == -math.inf else OVERFLOW
     return errors
-
-
-def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> dict[str, Any]:
-    """Return a column for each parameter of `sample_tokens`, None where no request filters by it."""
-
-    def column(values: Sequence[float], unused: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        if all(value == unused for value in values):
-            return None
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    # Some allowed temperatures are too large for float32.
-    most = torch.finfo(torch.float32).max
-    temperatures = [min(p.temperature, most) for p in params]
-    top_ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    return {
-        "temperature": torch.tensor(temperatures, dtype=torch.float32, device=device),
-        "min_p": column([p.min_p for p in params], 0.0),
-        "top_n_sigma": column([min(p.top_n_sigma, most) for p in params], 0.0),
-        "typical_p": column([p.typical_p for p in params], 1.0),
-        "top_k": column(top_ks, vocab_size, torch.int32),
-        "top_p": column([p.top_p for p in params], 1.0),
-    }
-
-
-def _signed(seed: int) -> int:
-    """Return the int64 with the same 64 bits."""
-    return (seed + 2**63) % 2**64 - 2**63

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from ..model.transfers import Sent, Upload
 from ..requests.request import Request
 
 MIN_SLOTS = 4
 
 
+class Reading(NamedTuple):
+    """The requests whose tokens a step counts anew, and what it has to know of the others.
+
+    seen, generated: places in the flat counts, request by request.
+    """
+
+    requests: list[Request]
+    positions: list[int]  # of all requests: how many tokens each has
+    slots: Sent | None  # of those that are read; None: there are none
+    seen: Sent | None
+    generated: Sent | None
+
+
 class TokenHistory:
     """Token counts on the device, with one slot per request of the current batch that uses penalties.
 
-    A request that ended or was preempted has none; if it comes back, its tokens are counted anew.
+    A request that ended or was preempted has none; if it comes back, its tokens are counted anew. Tokens that
+    are drawn are counted on the device, so that nothing waits for them.
+
+    num_slots: how many requests there is memory for when the first uses penalties; there is more when needed.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, num_slots: int = MIN_SLOTS) -> None:
         self.output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # in prompt or output
-        self.slots = torch.zeros(0, dtype=torch.int64, device=device)  # of the requests, in their order
+        self.slots: Sent | None = None  # i64[num_requests], in their order
+        self._least_slots = num_slots
         self._slots: dict[Request, int] = {}
         self._known: dict[Request, int] = {}  # how many tokens are counted
 
@@ -29,64 +50,80 @@ class TokenHistory:
         """The number of requests that there is memory for."""
         return self.output_counts.shape[0]
 
-    def keep(self, requests: Sequence[Request]) -> None:
+    def keep(self, requests: Sequence[Request], upload: Upload) -> None:
         """Assign slots to these requests, and to no others."""
         if not requests and not self._slots:
             return
         stay = set(requests)
-        self._slots = {request: slot for request, slot in self._slots.items() if request in stay}
-        self._known = {request: self._known[request] for request in self._slots}
-        taken = set(self._slots.values())
+        before = {request: slot for request, slot in self._slots.items() if request in stay}
+        self._known = {request: known for request, known in self._known.items() if request in before}
+        taken = set(before.values())
         self._grow(len(requests))
         free = (slot for slot in range(self.num_slots) if slot not in taken)
-        for request in requests:
-            if request not in self._slots:
-                self._slots[request] = slot = next(free)
-                self._fill(slot, request)
-        self._slots = {request: self._slots[request] for request in requests}
-        slots = [*self._slots.values()]
-        self.slots = torch.tensor(slots, dtype=torch.int64, device=self.slots.device)
+        self._slots = {r: before[r] if r in before else next(free) for r in requests}
+        self.slots = upload.put([*self._slots.values()], torch.int64)
 
-    def update(self) -> None:
-        """Count the tokens that are new since the last call."""
-        vocab_size, known = self.output_counts.shape[1], self._known
-        new = [
-            slot * vocab_size + token
-            for request, slot in self._slots.items()
-            for token in request.token_ids[known[request] :]
-        ]
-        if new:
-            self._known = {request: len(request.token_ids) for request in self._slots}
-            index = torch.tensor(new, device=self.slots.device)
-            ones = torch.ones_like(index, dtype=torch.int32)
-            self.output_counts.view(-1).index_add_(0, index, ones)
-            self.seen.view(-1).index_fill_(0, index, True)
+    def prepare(self, positions: Sequence[int], upload: Upload) -> Reading:
+        """Send the tokens of requests that are new, or not counted up to their position."""
+        vocab_size, slots = self.output_counts.shape[1], self._slots
+        new = [r for r, at in zip(slots, positions, strict=True) if self._known.get(r) != at]
+        if not new:
+            return Reading([*slots], [*positions], None, None, None)
+        seen = [np.array(r.token_ids, np.int64) + slots[r] * vocab_size for r in new]
+        generated = [places[r.num_prompt_tokens :] for r, places in zip(new, seen, strict=True)]
+        put = (
+            upload.put(numbers, torch.int64)
+            for numbers in ([slots[r] for r in new], np.concatenate(seen), np.concatenate(generated))
+        )
+        return Reading([*slots], [*positions], *put)
+
+    def read(self, reading: Reading) -> None:
+        """Count the tokens of a step's new requests."""
+        self._known = {}  # until all is done
+        if reading.slots and reading.seen and reading.generated:
+            counts, seen, slots = self.output_counts, self.seen, reading.slots.tensor
+            seen.index_fill_(0, slots, False)
+            counts.index_fill_(0, slots, 0)
+            seen.view(-1).index_fill_(0, reading.seen.tensor, True)
+            _count(counts, reading.generated.tensor)
+        self._known = dict(zip(reading.requests, reading.positions, strict=True))
+
+    def record(
+        self,
+        tokens: Tensor,  # i64[num_rows], those that were drawn
+        rows: Tensor,  # i64[num_requests], whose they are
+    ) -> None:
+        """Count the tokens that were drawn for the requests."""
+        assert self.slots is not None, "no request has a slot"
+        known, self._known = self._known, {}
+        places = self.slots.tensor * self.output_counts.shape[1] + tokens.index_select(0, rows)
+        _count(self.output_counts, places)
+        self.seen.view(-1).index_fill_(0, places, True)
+        self._known = {request: num + 1 for request, num in known.items()}
 
     def _grow(self, num_slots: int) -> None:
         missing = num_slots - self.num_slots
         if missing > 0:
             # Doubled, so that existing counts are not copied for every new request.
-            missing = max(missing, self.num_slots, MIN_SLOTS)
+            missing = max(missing, self.num_slots, self._least_slots - self.num_slots)
             self.output_counts, self.seen = (
                 torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
                 for rows in (self.output_counts, self.seen)
             )
 
-    def _fill(self, slot: int, request: Request) -> None:
-        start = request.num_prompt_tokens
-        tokens = torch.tensor(request.token_ids, device=self.slots.device)
-        self.seen[slot] = False
-        self.seen[slot, tokens] = True
-        self.output_counts[slot] = tokens[start:].bincount(minlength=self.output_counts.shape[1])
-        self._known[request] = len(request.token_ids)
-
     def check(self) -> None:
         """Check that each request has its own slot, with the right counts."""
         assert len(set(self._slots.values())) == len(self._slots), "two requests share a slot"
-        assert self.slots.tolist() == [*self._slots.values()], "the slots are not in the requests' order"
-        for request, slot in self._slots.items():
-            known = request.token_ids[: self._known[request]]
+        slots = [] if self.slots is None else self.slots.tensor.tolist()
+        assert slots == [*self._slots.values()], "the slots are not in the requests' order"
+        for request, num_known in self._known.items():
+            slot, known = self._slots[request], request.token_ids[:num_known]
             output = known[request.num_prompt_tokens :]
             assert self.seen[slot].nonzero()[:, 0].tolist() == sorted(set(known))
             assert self.output_counts[slot].sum() == len(output)
             assert all(self.output_counts[slot, token] == output.count(token) for token in output)
+
+
+def _count(counts: Tensor, places: Tensor) -> None:
+    """Add one at places of the flat counts, as often as each occurs."""
+    counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))

@@ -6,31 +6,60 @@ import bisect
 from collections.abc import Sequence
 
 from ..blocks.manager import BlockManager, Copy
-from ..requests.request import Request, RequestStatus
+from ..requests.request import NO_SEAT, Request, RequestStatus
+from .seats import Seats
 from .waiting import Room, num_tokens_ahead
 
 
 class RunningSet:
-    """The running requests by rank, their seats, and the blocks reserved for protected ones."""
+    """The running requests by rank, their seats, and the blocks reserved for protected ones.
+
+    newcomers: those that the device has to be told all about: they joined since the last step with requests,
+        or were changed.
+    """
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_chunk: int) -> None:
         self.requests: list[Request] = []
+        self.seats = Seats(max_num_seqs)
+        self.newcomers: list[Request] = []
         self._manager = block_manager
-        self._max_num_seqs, self.max_chunk = max_num_seqs, max_chunk
+        self.max_chunk = max_chunk
         self._num_protected = 0
         self._num_promised_seqs = 0  # samples that will run once their prompt is computed
 
     @property
     def num_seats(self) -> int:
-        """How many more requests may run."""
-        return self._max_num_seqs - len(self.requests) - self._num_promised_seqs
+        """How many more requests may run now."""
+        return self.seats.num_free - self._num_promised_seqs
+
+    def begin_step(self) -> None:
+        """Start a step, which may use any block and any seat held now until it ends."""
+        self._manager.begin_step()
+        self.seats.begin_step()
+
+    def end_step(self) -> None:
+        """End the oldest step in flight: what was given up since it began becomes available."""
+        self._manager.end_step()
+        self.seats.end_step()
 
     def join(self, request: Request) -> None:
         """Add a request, and reserve seats for its siblings."""
         self._num_protected += request.protected
         self._num_promised_seqs += len(request.siblings)
         request.status = RequestStatus.RUNNING
+        request.seat = self.seats.take()
+        self.newcomers.append(request)
         bisect.insort(self.requests, request, key=lambda other: other.rank)
+
+    def tell_anew(self, request: Request) -> None:
+        """Have the device told all about a request that was changed, if it runs."""
+        if request.seat != NO_SEAT and request not in self.newcomers:
+            self.newcomers.append(request)
+
+    def take_newcomers(self) -> list[Request]:
+        """Return the newcomers, which are none from now on."""
+        newcomers, self.newcomers = self.newcomers, []
+        return newcomers
 
     def take_siblings(self, request: Request) -> Sequence[Request]:
         """Return the siblings of a request, whose reserved seats are given up: they join now."""
@@ -62,6 +91,10 @@ class RunningSet:
     def _leave(self, request: Request) -> None:
         self._num_promised_seqs -= len(request.siblings)
         self._num_protected -= request.protected
+        self.seats.give_up(request.seat)
+        request.seat = NO_SEAT
+        if request in self.newcomers:
+            self.newcomers.remove(request)
 
     def missing_blocks(self, request: Request) -> int:
         """Count the blocks that a running request may need before it decodes; if protected, until its end."""
@@ -99,6 +132,7 @@ class RunningSet:
         assert self._num_promised_seqs == sum([len(request.siblings) for request in self.requests])
         assert self._num_protected == sum([request.protected for request in self.requests])
         assert self.num_seats >= 0, "more requests run than max_num_seqs"
+        self.seats.check([request.seat for request in self.requests])
         runs = RequestStatus.RUNNING  # not looked up in the loop: the simulation does this after every step
         for request in self.requests:
             assert request.status is runs

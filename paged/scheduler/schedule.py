@@ -31,14 +31,22 @@ class Schedule:
 
     Copies go in this order: out to host memory, in from there, then from block to block. Each list may be
     done at once: no block is read and written within one.
+
+    num_computed_tokens, seats: of each request when the step begins.
+    newcomers: the requests that have taken their seats or were changed since the last step; some may not be
+        in this one.
     """
 
     requests: list[Request] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    seats: list[int] = field(default_factory=list)
+    newcomers: list[Request] = field(default_factory=list)
     # The requests that get a token, and the index in `requests` of the one whose last row it is drawn from:
     # their own, or the request which computed the prompt for all n samples.
     sampled_requests: list[Request] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
+    sampled_seats: list[int] = field(default_factory=list)
     swap_out: list[Copy] = field(default_factory=list)  # block to host block
     swap_in: list[Copy] = field(default_factory=list)  # host block to block
     copies: list[Copy] = field(default_factory=list)
@@ -52,12 +60,31 @@ class Schedule:
         """Whether every request computes one token, gets one, and got one before."""
         return self.num_decode_tokens == len(self.requests) == len(self.sampled)
 
+    def add(self, request: Request, num_new: int) -> None:
+        """Compute the next tokens of a request."""
+        self.requests.append(request)
+        self.num_new_tokens.append(num_new)
+        self.num_computed_tokens.append(request.num_computed_tokens)
+        self.seats.append(request.seat)
+        self.num_tokens += num_new
+
+    def sample(self, request: Request, row: int) -> None:
+        """Draw a token for a request from the last row of requests[row]."""
+        self.sampled_requests.append(request)
+        self.sampled.append(row)
+        self.sampled_seats.append(request.seat)
+
+    def sampled_positions(self) -> list[int]:
+        """Return the position of each token that the step draws."""
+        computed, num_new = self.num_computed_tokens, self.num_new_tokens
+        return [computed[row] + num_new[row] for row in self.sampled]
+
     def asked_rows(self) -> list[AskedRows]:
         """Return the rows that prompt reports ask for. Requests that decode have theirs already."""
         asked, offset = [], self.num_decode_tokens
         for i in range(self.num_decode_tokens, len(self.requests)):
             request, num_new = self.requests[i], self.num_new_tokens[i]
-            first, report = request.num_computed_tokens, request.report
+            first, report = self.num_computed_tokens[i], request.report
             if report is not None and not report.is_complete:
                 start, end = report.next_row, min(report.end, first + num_new)
                 assert start >= first, "the prefix cache has skipped a row that is asked for"

@@ -73,8 +73,7 @@ class Scheduler:
         self.preemption = Preemption(
             block_manager, self._running, self._queue, self.counters, max_preemptions, swap_pays
         )
-        self._num_arrivals = 0
-        self._deadlines = Deadlines()
+        self._num_arrivals, self._deadlines = 0, Deadlines()
 
     @property
     def running(self) -> list[Request]:
@@ -106,7 +105,8 @@ class Scheduler:
         if schedule.num_preempted == num_preempted and len(self._queue):
             self._admit_waiting(unfinished, schedule)
         if not schedule.is_empty:
-            self.block_manager.begin_step()
+            self._running.begin_step()
+            schedule.newcomers = self._running.take_newcomers() if schedule.requests else []
         elif self.has_unfinished() and not self.block_manager.pool.num_steps_in_flight:
             raise AssertionError("an idle step with work to do")
         return schedule
@@ -140,9 +140,11 @@ class Scheduler:
             request.ready = False
             requests.append(request)
         num = schedule.num_tokens = schedule.num_decode_tokens = len(requests)
-        schedule.num_new_tokens = [1] * num
-        schedule.sampled = list(range(num))
+        schedule.num_new_tokens, schedule.sampled = [1] * num, list(range(num))
+        schedule.num_computed_tokens = [request.num_computed_tokens for request in requests]
         schedule.sampled_requests = requests.copy()
+        schedule.seats = [request.seat for request in requests]
+        schedule.sampled_seats = schedule.seats.copy()
         return lacking
 
     def _schedule_prompts(self, lacking: list[Request], schedule: Schedule) -> list[Request]:
@@ -218,18 +220,15 @@ class Scheduler:
         end = request.num_computed_tokens + num_new
         self.block_manager.register(request.blocks, request.token_ids, end)
         row = len(schedule.requests)
-        schedule.requests.append(request)
-        schedule.num_new_tokens.append(num_new)
-        schedule.num_tokens += num_new
+        schedule.add(request, num_new)
         request.ready = False
         if end < request.num_tokens or not request.generates:
             return
-        samples = [request, *request.siblings]
-        schedule.sampled += [row] * len(samples)
-        schedule.sampled_requests += samples
+        schedule.sample(request, row)
         for sibling in self._running.take_siblings(request):
             self._enter(sibling)
             self._share(request, sibling, end)
+            schedule.sample(sibling, row)
 
     def _budget_left(self, schedule: Schedule) -> int:
         return self.max_num_batched_tokens - schedule.num_tokens
@@ -242,13 +241,11 @@ class Scheduler:
         sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error.
         errors: the error messages by rows of sampled; by default that the logits were not finite.
 
-        Return those requests, without the ones aborted meanwhile, and then the requests that ended with the
-        report on their prompt.
+        Returns the sampled requests not aborted meanwhile, then those that ended with their prompt's report.
         """
-        self.block_manager.end_step()
+        self._running.end_step()
         now, num_finished, num_aborted = self.clock(), 0, 0
-        advanced, num_decodes = schedule.sampled_requests, schedule.num_decode_tokens
-        reported = []
+        advanced, num_decodes, reported = schedule.sampled_requests, schedule.num_decode_tokens, []
         for row in range(num_decodes, len(schedule.requests)):
             request = schedule.requests[row]
             request.num_computed_tokens += schedule.num_new_tokens[row]
@@ -292,7 +289,7 @@ class Scheduler:
         All running requests wait again and are recomputed, and the prefix cache is emptied.
         """
         while self.block_manager.pool.num_steps_in_flight:
-            self.block_manager.end_step()
+            self._running.end_step()
         # Each goes to the front of its queue, so the first is pushed last.
         for request in reversed(self._running.remove_all()):
             self.preemption.wait_again(request)
@@ -326,13 +323,18 @@ class Scheduler:
         if request.status is RequestStatus.FINISHED:
             raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
         # Its own copy of the last block must not be one of the reserved blocks.
-        spare = self.block_manager.pool.num_available - self._running.num_reserved_blocks() > 0
+        spare = self.block_manager.pool.num_available > self._running.num_reserved_blocks()
         if not (request.ready and self._running.num_seats > 0 and spare):
             self.add(child)
             return
         self._enter(child)
         self._share(request, child, request.num_computed_tokens)
         child.ready = True
+
+    def replace_last_token(self, request: Request, token: int) -> None:
+        """Replace the newest token of a request, which no step has computed yet."""
+        request.token_ids[-1] = token
+        self._running.tell_anew(request)
 
     def _enter(self, request: Request) -> None:
         """Give a new request its arrival, rank and deadline."""
@@ -390,10 +392,9 @@ class Scheduler:
         # No enum is looked up in the loop: the simulation does this after every step.
         for request in self.waiting():
             num_waiting += 1
-            seq = request.blocks
             assert request.status is waits
-            assert not any(seq.tables), "a request that does not run holds blocks"
-            assert (request.num_computed_tokens > 0) is (seq.host is not None)
+            assert not any(request.blocks.tables), "a request that does not run holds blocks"
+            assert (request.num_computed_tokens > 0) is (request.blocks.host is not None)
         assert num_waiting == self.num_waiting, "the queue is miscounted"
         held = {request.blocks for request in self.running}
         assert held.issuperset(manager.holders()), "blocks are held for a request that does not run"

@@ -77,7 +77,7 @@ def window_shares(model: ModelConfig) -> WindowShares:
 
 def work_of(schedule: Schedule, windows: WindowShares) -> Work:
     """Return the work of a step. Call it before `Scheduler.update` counts the step's tokens as computed."""
-    computed = [request.num_computed_tokens for request in schedule.requests]
+    computed = schedule.num_computed_tokens
     context = pairs = 0.0
     for window, share in windows:
         reads, sees = _attention(computed, schedule.num_new_tokens, schedule.num_decode_tokens, window)

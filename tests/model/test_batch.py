@@ -28,11 +28,11 @@ def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -
         manager.start(request.blocks, [[] for _ in manager.windows])
         for start, end in ((0, computed), (computed, computed + new)):
             assert manager.grow(request.blocks, start, end, [])
+        request.seat = len(schedule.requests)
+        schedule.num_decode_tokens += new == 1 and schedule.num_decode_tokens == len(schedule.requests)
+        schedule.add(request, new)
         if computed + new == total:
-            schedule.sampled.append(len(schedule.requests))
-        schedule.requests.append(request)
-        schedule.num_decode_tokens += new == 1 and schedule.num_decode_tokens == len(schedule.requests) - 1
-        schedule.num_new_tokens.append(new)
+            schedule.sample(request, len(schedule.requests) - 1)
     return schedule
 
 

@@ -64,6 +64,7 @@ def step(*decodes, prompts=(), **moved):
     return Schedule(
         [request(computed, computed + new) for computed, new in pairs],
         [new for _, new in pairs],
+        [computed for computed, _ in pairs],
         sampled=[*range(len(pairs))],
         num_tokens=sum(new for _, new in pairs),
         num_decode_tokens=len(decodes),

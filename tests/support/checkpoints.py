@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from paged import LLMEngine
-from paged.scheduler.schedule import Schedule
+from paged.model.transfers import Sent
 
 # torch looks up the constructors that obey `with torch.device(...)` at the first such block. That must happen
 # before conftest wraps torch.empty, or a model built on the meta device would be allocated.
@@ -185,7 +185,7 @@ def new_engine(model: str | Path, **options: Any) -> LLMEngine:
 def poison(engine: LLMEngine) -> None:
     """Fill all free slots with NaN, and every block that is allocated later."""
     runner, pool = engine.runner, engine.block_manager.pool
-    tensors, allocate, copy_blocks = runner.kv_cache.tensors.values(), pool.allocate, runner._copy_blocks
+    tensors, allocate, move_blocks = runner.kv_cache.tensors.values(), pool.allocate, runner._move_blocks
     fresh: list[int] = []
 
     def allocate_and_record(n: int) -> Any:
@@ -193,13 +193,13 @@ def poison(engine: LLMEngine) -> None:
         fresh.extend(blocks or ())
         return blocks
 
-    def poison_and_copy(schedule: Schedule) -> None:
+    def poison_and_move(out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
         # Blocks that are swapped out may already be allocated again.
-        copy_blocks(Schedule(swap_out=schedule.swap_out))
+        move_blocks(out, None, None)
         for tensor in tensors:
             tensor[:, :, fresh] = POISON.get(tensor.dtype, math.nan)
         fresh.clear()
-        copy_blocks(Schedule(swap_in=schedule.swap_in, copies=schedule.copies))
+        move_blocks(None, back, copies)
 
     def load_and_keep(path: Path) -> int:
         fresh.clear()
@@ -213,7 +213,7 @@ def poison(engine: LLMEngine) -> None:
     load_prefix = engine.load_prefix
     engine.load_prefix = load_and_keep  # type: ignore[method-assign]
     pool.allocate = allocate_and_record  # type: ignore[method-assign]
-    runner._copy_blocks = poison_and_copy  # type: ignore[method-assign]
+    runner._move_blocks = poison_and_move  # type: ignore[method-assign]
 
 
 def assert_all_free(engine: LLMEngine) -> None:

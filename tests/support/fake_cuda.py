@@ -109,9 +109,13 @@ class FakeCuda:
         name = "blocking" if blocking else "asynchronous" if pinned else "staged"
         self.note_transfer(kind, name, blocking=blocking)
 
-    def value(self, dtype: torch.dtype) -> float | bool:
-        """Return what every element of a download is."""
-        return 0.5 if dtype.is_floating_point else True if dtype == torch.bool else self.token
+    def downloaded(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return what a download holds. Words of 32 bits are pairs, which may be integers of 64."""
+        if dtype == torch.int32:
+            words = torch.tensor([self.token, 0], dtype=dtype).repeat(-(-shape.numel() // 2))
+            return words[: shape.numel()].view(shape)
+        value = 0.5 if dtype.is_floating_point else True if dtype == torch.bool else self.token
+        return torch.full(shape, value, dtype=dtype)
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Take a tensor on the CPU for pinned memory from now on."""
@@ -187,9 +191,8 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             if into:
-                return args[0].copy_(torch.full(source.shape, cuda.value(args[0].dtype), dtype=args[0].dtype))
-            dtype = kwargs.get("dtype") or source.dtype
-            out = torch.full(source.shape, cuda.value(dtype), dtype=dtype)
+                return args[0].copy_(cuda.downloaded(source.shape, args[0].dtype))
+            out = cuda.downloaded(source.shape, kwargs.get("dtype") or source.dtype)
         return cuda.pin(out) if non_blocking else out
 
     def _check_indices(self, args: tuple[Any, ...]) -> None:
@@ -207,7 +210,7 @@ class _Recorder(TorchDispatchMode):
         for _ in range(_READS[name]):
             cuda.note_transfer("download", _READ_AS.get(name, name), blocking=True)
         if name == "_local_scalar_dense":
-            return cuda.value(tensor.dtype)
+            return cuda.downloaded(torch.Size([1]), tensor.dtype).tolist()[0]
         if name == "nonzero":  # as if one element were not zero
             return torch.empty(1, tensor.dim(), dtype=torch.int64, device=tensor.device)
         weights, minlength = [*rest, *([None, 0][len(rest) :])]

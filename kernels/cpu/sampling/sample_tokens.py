@@ -17,6 +17,7 @@ from ...checks import is_trusted
 from ...plain import sampling as torch_sampling
 from ...plain import selection as torch_selection
 from ..launch.tasks import Task, addresses, is_plain
+from ..rows.greedy import greedy
 from ..simd.memory import (
     get_float,
     get_int,
@@ -118,13 +119,25 @@ def _lowest(args, row, x, top, temperature):
 
 
 @function
+def _first(x, size, value):
+    """Return where a value occurs first; 0 if it does not."""
+    for at in range(size):
+        if get_float(x + 4 * at) == value:
+            return at
+    return 0
+
+
+@function
 def _sample(args, row, scratch):
     """Draw a row's token. scratch: sums or maxima of columns, then what the draw needs."""
     x, size, width = args.logits + row * args.stride, args.size, args.width
     top, columns = column_maxima(x, size, width, scratch)
     rest = scratch + 8 * padded(width)
+    temperature = _option(args.temperature, row, 1.0)
+    if temperature == 0.0:
+        return _first(x, size, top)
     # A smaller temperature would be 0 in float32, and 0 / 0 is NaN.
-    temperature = max(_option(args.temperature, row, 1.0), np.float64(_TINY))
+    temperature = max(temperature, np.float64(_TINY))
     lowest = _lowest(args, row, x, top, temperature)
     typical_p, top_p = _option(args.typical_p, row, 1.0), _option(args.top_p, row, 1.0)
     top_k = np.int64(get_int(args.top_k + 4 * row)) if args.top_k else size
@@ -286,17 +299,20 @@ def sample_tokens(
     seeds: Tensor,  # i64[n]
     positions: Tensor,  # i64[n]
     *,
-    temperature: Tensor,  # f32[n], above 0
+    temperature: Tensor,  # f32[n]; 0 takes the first of the highest logits, whatever the filters
     min_p: Tensor | None,  # f32[n], 0 keeps all; None: no row uses it
     top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
     typical_p: Tensor | None,  # f32[n], 1 keeps all
     top_k: Tensor | None,  # i32[n], vocab_size keeps all
     top_p: Tensor | None,  # f32[n], 1 keeps all
+    highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
 ) -> Tensor:  # i64[n]
     """Draw one token of each row; see `plain.sampling.sample_tokens`."""
     if not is_trusted():
         filters = min_p, top_n_sigma, typical_p, top_k, top_p
-        check_sample_tokens(logits, seeds, positions, temperature, *filters)
+        check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
+    if highest is not None:
+        highest.copy_(greedy(logits)[1])  # before the draw destroys the logits
     num_rows, size = logits.shape
     floats = (temperature, min_p, top_n_sigma, typical_p, top_p)
     regular = (

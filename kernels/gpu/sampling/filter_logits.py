@@ -42,6 +42,7 @@ from .filter_row import (
     load_finite,
     lowest_kept,
     mass_of,
+    max_or_nan,
     ordered,
     row_scale,
     scaled,
@@ -59,15 +60,20 @@ def _maxima_kernel(
     logits_ptr,
     maxima_ptr,  # f32[n, NUM_BLOCKS]
     moments_ptr,  # f64[n, NUM_BLOCKS, 3], or None: count, mean and squared deviations of all above -inf
+    highest_ptr,  # f32[n, NUM_BLOCKS], or None: the maxima as they are, inf and NaN among them
     stride_row: tl.constexpr,
     SIZE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x = load_finite(logits_ptr + row * stride_row, block * BLOCK + tl.arange(0, BLOCK), SIZE)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    raw = tl.load(logits_ptr + row * stride_row + offs, mask=offs < SIZE, other=float("-inf"))
+    x = finite(raw)
     place = row * NUM_BLOCKS + block
     tl.store(maxima_ptr + place, tl.max(x, axis=0))
+    if highest_ptr is not None:
+        tl.store(highest_ptr + place, max_or_nan(raw))
     if moments_ptr is not None:
         there = (x > float("-inf")).to(tl.float64)
         values = tl.where(x > float("-inf"), x, 0.0).to(tl.float64)
@@ -198,23 +204,30 @@ def check_vocabulary(logits: Tensor, temperature: Tensor, filters: Filters) -> N
             check_contiguous(name, column)
 
 
-def block_maxima(logits: Tensor, *, moments: bool) -> tuple[Tensor, Tensor | None]:
-    """Return f32[n, num_blocks], and with `moments` f64[n, num_blocks, 3]: see the kernel."""
+def block_maxima(
+    logits: Tensor, *, moments: bool, highest: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the maxima, moments and highest logits of each block, [n, num_blocks, ...]: see the kernel.
+
+    What is not asked for is None.
+    """
     n, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     maxima = torch.empty(n, num_blocks, device=logits.device)
     statistics = torch.empty(n, num_blocks, 3, dtype=torch.float64, device=logits.device) if moments else None
+    unchanged = torch.empty_like(maxima) if highest else None
     _maxima_kernel[(n, num_blocks)](
         logits_ptr=logits,
         maxima_ptr=maxima,
         moments_ptr=statistics,
+        highest_ptr=unchanged,
         stride_row=logits.stride(0),
         SIZE=vocab_size,
         NUM_BLOCKS=num_blocks,
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return maxima, statistics
+    return maxima, statistics, unchanged
 
 
 def row_limits(
@@ -281,7 +294,7 @@ def filter_logits(
     check_vocabulary(logits, temperature, filters)
     if len(logits) == 0:
         return
-    maxima, moments = block_maxima(logits, moments=top_n_sigma is not None)
+    maxima, moments, _ = block_maxima(logits, moments=top_n_sigma is not None)
     limits = row_limits(logits, temperature, filters, maxima, moments)
     _mask_kernel[(len(logits), maxima.shape[1])](
         logits_ptr=logits,

@@ -22,6 +22,13 @@ def finite(x):
 
 
 @triton.jit
+def max_or_nan(x):
+    """Return the highest of a vector; NaN if there is one in it."""
+    is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
+    return tl.where(is_nan, float("nan"), tl.max(tl.where(x == x, x, float("-inf")), axis=0))
+
+
+@triton.jit
 def load_finite(logits_ptr, offs, SIZE: tl.constexpr):
     """Load logits, `finite`; those past the end are -inf."""
     return finite(tl.load(logits_ptr + offs, mask=offs < SIZE, other=float("-inf")))

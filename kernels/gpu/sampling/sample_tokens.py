@@ -16,7 +16,7 @@ from ...checks import check_contiguous
 from ...gumbel import LN_2, LOG_POLYNOMIAL, SMALL_POLYNOMIAL, SQRT_HALF_BITS
 from ..target import check_launchable
 from .filter_logits import BLOCK, Filters, block_maxima, check_vocabulary, row_limits
-from .filter_row import NUM_LIMITS, kept_and_scaled, load_finite, row_scale, scaled
+from .filter_row import NUM_LIMITS, kept_and_scaled, load_finite, max_or_nan, row_scale, scaled
 
 _LN_2 = tl.constexpr(LN_2)
 _SQRT_HALF_BITS = tl.constexpr(SQRT_HALF_BITS)
@@ -90,6 +90,7 @@ def _best_kernel(
     position = tl.load(positions_ptr + row)
     counter = block * HALF + tl.arange(0, HALF)
     zero = counter * 0
+    is_greedy = tl.load(temperature_ptr + row + zero) == 0.0
     a, b, c, d = tl.philox(
         tl.load(seeds_ptr + row),
         counter,
@@ -104,10 +105,11 @@ def _best_kernel(
         x = load_finite(logits_ptr + row * stride_row, offs, SIZE)
         if limits_ptr is not None:
             kept, z = kept_and_scaled(x, limits_ptr)
+            kept = kept | (is_greedy & (x > float("-inf")))
         else:
             kept, z = x > float("-inf"), scaled(x, top, temperature, inverse)
         noise = gumbel(a, b) if half == 0 else gumbel(c, d)
-        score = tl.where(kept, z + noise, float("-inf"))
+        score = tl.where(kept, z + tl.where(is_greedy, 0.0, noise), float("-inf"))
         best_here = tl.max(score, axis=0)
         token_here = tl.min(tl.where(score == best_here, offs, SIZE), axis=0)
         # In a tie the smaller token wins, which is in the first half.
@@ -117,8 +119,16 @@ def _best_kernel(
     tl.store(tokens_ptr + place, token)
 
 
-@triton.jit
-def _pick_kernel(scores_ptr, tokens_ptr, out_ptr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["out_ptr", "row_highest_ptr"])
+def _pick_kernel(
+    scores_ptr,  # f32[n, NUM_BLOCKS]
+    tokens_ptr,  # i32[n, NUM_BLOCKS]
+    highest_ptr,  # f32[n, NUM_BLOCKS], or None
+    out_ptr,  # i64[n]
+    row_highest_ptr,  # f32[n], or None
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """Pick the best of one row's blocks; the first of equal ones."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCKS)
@@ -127,6 +137,9 @@ def _pick_kernel(scores_ptr, tokens_ptr, out_ptr, NUM_BLOCKS: tl.constexpr, BLOC
     token = tl.load(tokens_ptr + row * NUM_BLOCKS + offs, mask=mask, other=0x7FFFFFFF)
     best = tl.max(score, axis=0)
     tl.store(out_ptr + row, tl.min(tl.where(score == best, token, 0x7FFFFFFF), axis=0).to(tl.int64))
+    if highest_ptr is not None:
+        highest = tl.load(highest_ptr + row * NUM_BLOCKS + offs, mask=mask, other=float("-inf"))
+        tl.store(row_highest_ptr + row, max_or_nan(highest))
 
 
 def sample_tokens(
@@ -134,12 +147,13 @@ def sample_tokens(
     seeds: Tensor,  # i64[n]
     positions: Tensor,  # i64[n]
     *,
-    temperature: Tensor,  # f32[n], above 0
+    temperature: Tensor,  # f32[n]; 0 takes the first of the highest logits, whatever the filters
     min_p: Tensor | None,  # f32[n], 0 keeps all; None: no row uses it
     top_n_sigma: Tensor | None,  # f32[n], 0 keeps all
     typical_p: Tensor | None,  # f32[n], 1 keeps all
     top_k: Tensor | None,  # i32[n], vocab_size keeps all
     top_p: Tensor | None,  # f32[n], 1 keeps all
+    highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
 ) -> Tensor:  # i64[n]
     """Draw from softmax(logits / temperature) of each row, over the tokens that its filters keep.
 
@@ -150,7 +164,7 @@ def sample_tokens(
     Raises ValueError for a shape, dtype or stride that does not fit.
     """
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
-    check_sample_tokens(logits, seeds, positions, temperature, *filters)
+    check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
     check_launchable("logits", logits)
     check_vocabulary(logits, temperature, filters)
     check_contiguous("seeds", seeds)
@@ -159,7 +173,9 @@ def sample_tokens(
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n == 0:
         return out
-    maxima, moments = block_maxima(logits, moments=top_n_sigma is not None)
+    maxima, moments, maxima_as_are = block_maxima(
+        logits, moments=top_n_sigma is not None, highest=highest is not None
+    )
     limits = None
     if any(value is not None for value in filters):
         limits = row_limits(logits, temperature, filters, maxima, moments)
@@ -188,7 +204,9 @@ def sample_tokens(
     _pick_kernel[(n,)](
         scores_ptr=scores,
         tokens_ptr=tokens,
+        highest_ptr=maxima_as_are,
         out_ptr=out,
+        row_highest_ptr=highest,
         NUM_BLOCKS=num_blocks,
         BLOCKS=blocks,
         num_warps=4,

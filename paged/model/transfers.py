@@ -1,0 +1,207 @@
+"""Transfers: what a step sends to its device in one upload, and what it brings back in one download.
+
+On a GPU both go through pinned memory and neither blocks: the host waits once, for the download. On a CPU the
+numbers are where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Numbers = NDArray[Any] | Sequence[Any]
+NUMPY_DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
+ALIGNMENT = 16  # of each part, so that kernels are not compiled again for other alignments
+# Steps whose transfers may be under way at once. One more waits.
+NUM_BUFFERS = 2
+# A larger part comes back alone, by a copy that blocks: pinned memory is not freed again.
+LARGEST_PART = 2**20
+
+
+class Sent:
+    """Numbers that an upload brings to the device. tensor: there, once the upload is sent."""
+
+    __slots__ = ("numbers", "tensor")
+
+    def __init__(self, numbers: NDArray[Any]) -> None:
+        self.numbers = numbers
+        self.tensor: Tensor
+
+
+def arrived(sent: Sent | None) -> Tensor | None:
+    """Return the tensor of what was sent, if there is any."""
+    return None if sent is None else sent.tensor
+
+
+class Received:
+    """A tensor that a download brings to the host. numbers: there, once the download has arrived."""
+
+    __slots__ = ("numbers", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.numbers: NDArray[Any]
+
+
+class Transfers:
+    """The pinned buffers of an engine's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._uploads, self._downloads = _Ring(), _Ring()
+
+    def new_upload(self) -> Upload:
+        """Start a step's upload."""
+        return Upload(self.device, self._uploads)
+
+    def new_download(self) -> Download:
+        """Start a step's download."""
+        return Download(self.device, self._downloads)
+
+
+class Upload:
+    """Numbers for the device, put together and then sent at once."""
+
+    def __init__(self, device: torch.device, buffers: _Ring | None = None) -> None:
+        self.device = device
+        self._buffers = buffers or _Ring()
+        self._parts: list[Sent] = []
+
+    def put(self, numbers: Numbers, dtype: torch.dtype) -> Sent:
+        """Add numbers, an array of any shape or a list: of int64, int32 or float32."""
+        sent = Sent(np.array(numbers, NUMPY_DTYPES[dtype], order="C"))
+        if self.device.type == "cpu":
+            sent.tensor = torch.from_numpy(sent.numbers)
+        else:
+            self._parts.append(sent)
+        return sent
+
+    def send(self) -> None:
+        """Send all that was put, without waiting for it."""
+        if not self._parts:
+            return
+        parts, self._parts = self._parts, []
+        starts, size = [], 0
+        for sent in parts:
+            starts.append(size)
+            size += -(-sent.numbers.nbytes // ALIGNMENT) * ALIGNMENT
+        buffer = self._buffers.take(size)
+        for start, sent in zip(starts, parts, strict=True):
+            numbers = sent.numbers
+            buffer.array[start : start + numbers.nbytes] = numbers.reshape(-1).view(np.uint8)
+        memory = buffer.memory[:size].to(self.device, non_blocking=True)
+        buffer.in_use_until_now()
+        typed: dict[Any, Tensor] = {}
+        for start, sent in zip(starts, parts, strict=True):
+            dtype, itemsize = _torch_dtype(sent.numbers), sent.numbers.itemsize
+            if dtype not in typed:
+                typed[dtype] = memory.view(dtype)
+            first = start // itemsize
+            part = typed[dtype][first : first + sent.numbers.size]
+            sent.tensor = part if sent.numbers.ndim == 1 else part.view(sent.numbers.shape)
+
+
+class Download:
+    """Tensors of the device for the host: asked for one by one, sent at once, and there after `wait`."""
+
+    def __init__(self, device: torch.device, buffers: _Ring | None = None) -> None:
+        self.device = device
+        self._buffers = buffers or _Ring()
+        self._parts: list[Received] = []
+        self._buffer: _Buffer | None = None
+
+    def get(self, tensor: Tensor) -> Received:
+        """Ask for a tensor whose elements have 4 or 8 bytes.
+
+        A large one is fetched now, by a copy that blocks.
+        """
+        received = Received(tensor)
+        if self.device.type == "cpu" or tensor.nbytes > LARGEST_PART:
+            received.numbers = tensor.cpu().numpy()
+        else:
+            self._parts.append(received)
+        return received
+
+    def send(self) -> None:
+        """Send all that was asked for, without waiting for it."""
+        if not self._parts:
+            return
+        self._parts.sort(key=lambda part: -part.tensor.itemsize)  # so that each part is aligned
+        words = [part.tensor.reshape(-1).view(torch.int32) for part in self._parts]
+        packed = words[0] if len(words) == 1 else torch.cat(words)
+        buffer = self._buffer = self._buffers.take(packed.nbytes)
+        buffer.memory[: packed.nbytes].view(torch.int32).copy_(packed, non_blocking=True)
+        buffer.in_use_until_now()
+
+    def wait(self) -> None:
+        """Wait until all that was asked for is on the host."""
+        if self._buffer is None:
+            return
+        self._buffer.wait()
+        arrived, start = self._buffer.array.copy(), 0
+        for part in self._parts:
+            tensor = part.tensor
+            numbers = arrived[start : start + tensor.nbytes].view(_numpy_dtype(tensor))
+            part.numbers = numbers.reshape(tensor.shape)
+            start += tensor.nbytes
+
+
+class _Buffer:
+    """Pinned memory, and when the device has done with it."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.array: NDArray[Any] = self.memory.numpy()
+        self._event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Wait until the device has done with it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the device has not done with it yet."""
+        return self._event is not None and not self._event.query()  # type: ignore[no-untyped-call]
+
+    def in_use_until_now(self) -> None:
+        """Have `wait` wait for all that the device was asked to do until now."""
+        if self._event is None:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def hold(self, size: int) -> None:
+        """Get memory for so many bytes."""
+        if size > len(self.memory):
+            self.memory = torch.empty(max(2 * size, 2**16), dtype=torch.uint8, pin_memory=True)
+            self.array = self.memory.numpy()
+
+
+class _Ring:
+    """Buffers that are taken in turns."""
+
+    def __init__(self) -> None:
+        self._buffers = [_Buffer() for _ in range(NUM_BUFFERS)]
+        self._next = 0
+
+    def take(self, size: int) -> _Buffer:
+        """Return a buffer of at least so many bytes that the device does not use."""
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        if buffer.in_use:
+            buffer.wait()
+        buffer.hold(size)
+        return buffer
+
+
+def _torch_dtype(numbers: NDArray[Any]) -> torch.dtype:
+    return next(dtype for dtype, known in NUMPY_DTYPES.items() if numbers.dtype == known)
+
+
+def _numpy_dtype(tensor: Tensor) -> Any:
+    return torch.empty(0, dtype=tensor.dtype).numpy().dtype

@@ -1,0 +1,233 @@
+"""SeatedBatches: batches that a GPU makes itself, from one upload and from what it keeps of each seat."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..kernels.gpu.unpack_step import (
+    ENTRIES,
+    FIRST_ENTRY,
+    FIRST_TOKEN,
+    FROM_SEAT,
+    NUM_COLUMNS,
+    NUM_ENTRIES,
+    SEAT,
+    START,
+    unpack_step,
+)
+from ..model.batch import Batch, Queries
+from ..model.transfers import Sent, Upload, arrived
+from ..requests.request import Request
+from ..scheduler.schedule import Schedule
+from .sizes import Sizes
+
+ALL_KEPT = 2**30  # as FIRST_ENTRY: the seat has the whole block table
+
+
+class _Outputs(NamedTuple):
+    """The output rows and queries of a batch, where they are not all new tokens in order."""
+
+    rows: Sent
+    sources: Sent  # the row of the step of each query
+    seq_lens: Sent
+    cu_seqlens_q: Sent
+    max_seqlen_q: int
+    min_seqlen_q: int
+
+
+class _Step(NamedTuple):
+    """What is sent for a step, and what the host knows about its batch."""
+
+    rows: Sent
+    cu_seqlens_q: Sent
+    tokens: Sent
+    entries: Sent
+    rope_lens: Sent | None
+    seq_lens: Sent
+    sizes: dict[str, int]  # arguments of `unpack_step`
+    min_seqlen_q: int
+    outputs: _Outputs | None
+    num_logits: int
+
+
+class SeatedBatches:
+    """What a GPU keeps of each running request, and the batches made of it. `BatchBuilder` is the reference.
+
+    A seat keeps the last token and the block tables of its request. A request that takes a seat is sent as a
+    whole; afterwards only its new prompt tokens and the blocks by which it has grown.
+
+    Raises ConfigError if there is no memory for so many seats.
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.block_size, self.device = sizes.block_size, device
+        self.with_rope_lens = sizes.model.rope.type == "dynamic"
+        self._num_groups, num_seats = len(sizes.model.layer_groups), sizes.config.max_num_seqs
+        max_blocks = -(-sizes.max_model_len // self.block_size)
+        try:
+            self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
+            self.tables = torch.zeros(
+                self._num_groups, num_seats, max_blocks, dtype=torch.int32, device=device
+            )
+        except torch.OutOfMemoryError as error:
+            size = 4 * self._num_groups * num_seats * max_blocks / 2**20
+            raise ConfigError(
+                f"no memory for the block tables of max_num_seqs {num_seats} requests, each of max_model_len "
+                f"{sizes.max_model_len} tokens: {size:,.0f} MiB cannot be allocated on {device}; lower either"
+            ) from error
+        self._all_rows = torch.arange(num_seats, device=device)
+        self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
+
+    def put(self, schedule: Schedule, upload: Upload) -> _Step:
+        """Add what the device needs for the batch of a schedule to the upload."""
+        num_new = np.array(schedule.num_new_tokens, np.int32)
+        rows, tokens, entries, max_entries = self._rows(schedule)
+        seq_lens = rows[: len(num_new), START] + num_new
+        ends = np.zeros(len(num_new) + 1, np.int32)
+        np.cumsum(num_new, out=ends[1:])
+        rope_lens = None
+        if self.with_rope_lens:
+            lens = [request.num_prompt_tokens for request in schedule.requests]
+            rope_lens = upload.put(lens, torch.int32)
+        sizes = {
+            "num_tokens": int(ends[-1]),
+            "max_seqlen_q": int(num_new.max()),
+            "max_seq_len": int(seq_lens.max()),
+            "max_entries": max_entries,
+        }
+        return _Step(
+            rows=upload.put(rows, torch.int32),
+            cu_seqlens_q=upload.put(ends, torch.int32),
+            tokens=upload.put(tokens, torch.int32),
+            entries=upload.put(entries, torch.int32),
+            rope_lens=rope_lens,
+            seq_lens=upload.put(seq_lens, torch.int32),
+            sizes=sizes,
+            min_seqlen_q=int(num_new.min()),
+            outputs=None if schedule.is_decode else _put_outputs(schedule, seq_lens, ends, upload),
+            num_logits=len(schedule.sampled),
+        )
+
+    def batch(self, step: _Step) -> Batch:
+        """Make the batch of a step whose upload is sent."""
+        outputs, cu_seqlens_q = step.outputs, step.cu_seqlens_q.tensor
+        by_token, tables = unpack_step(
+            step.rows.tensor,
+            cu_seqlens_q,
+            step.tokens.tensor,
+            step.entries.tensor,
+            self.last_tokens,
+            self.tables,
+            None if outputs is None else outputs.sources.tensor,
+            arrived(step.rope_lens),
+            block_size=self.block_size,
+            **step.sizes,
+        )
+        num_rows, columns = len(cu_seqlens_q) - 1, by_token.unbind()
+        tables_of_step, tables_of_outputs = tables.split_with_sizes([num_rows, tables.shape[1] - num_rows], 1)
+        extremes = step.sizes["max_seqlen_q"], step.min_seqlen_q
+        queries = Queries(tables_of_step.unbind(), step.seq_lens.tensor, cu_seqlens_q, *extremes)
+        output_rows, output_queries = self._all_rows[: step.num_logits], queries if step.num_logits else None
+        if outputs is not None:
+            output_rows = outputs.rows.tensor
+            lens = outputs.seq_lens.tensor, outputs.cu_seqlens_q.tensor
+            extremes = outputs.max_seqlen_q, outputs.min_seqlen_q
+            output_queries = Queries(tables_of_outputs.unbind(), *lens, *extremes)
+        return Batch(
+            token_ids=columns[0],
+            positions=columns[1],
+            rope_lens=columns[-1] if self.with_rope_lens else None,
+            slot_mapping=columns[2 : 2 + self._num_groups],
+            queries=queries,
+            output_rows=output_rows,
+            output_queries=output_queries,
+            num_logits=step.num_logits,
+            is_decode=outputs is None and step.num_logits > 0,
+        )
+
+    def record(self, seats: Tensor, tokens: Tensor) -> None:
+        """Keep the tokens that were drawn, i64[n], as the last ones of their seats, i64[n]."""
+        self.last_tokens.index_copy_(0, seats, tokens)
+
+    def _rows(self, schedule: Schedule) -> tuple[NDArray[np.int32], array[int], NDArray[np.int32], int]:
+        """Return the rows for `unpack_step`, the tokens and entries to send, and a row's most entries."""
+        requests, newcomers = schedule.requests, dict.fromkeys(schedule.newcomers)
+        rows = self._rows_as_before(schedule)
+        if rows is None:
+            absent = [*dict.fromkeys(newcomers.keys() - {*requests})] if newcomers else []
+            rows = np.zeros((len(requests) + len(absent), NUM_COLUMNS), np.int32)
+            rows[:, SEAT] = schedule.seats + [request.seat for request in absent]
+            rows[: len(requests), START] = schedule.num_computed_tokens
+            requests = requests + absent
+        rows[:, FIRST_TOKEN], rows[:, FIRST_ENTRY] = FROM_SEAT, ALL_KEPT
+        rows[:, NUM_ENTRIES] = 0
+        self._last = (schedule.seats, rows) if schedule.is_decode and not newcomers else None
+        tokens = array("i")
+        entries = [array("i") for _ in range(self._num_groups)]
+        max_entries, num_step_rows = 0, len(schedule.requests)
+        for row in self._changed_rows(schedule, requests, newcomers):
+            request, start = requests[row], int(rows[row, START])
+            is_new = request in newcomers
+            if row < num_step_rows and (is_new or row >= schedule.num_decode_tokens):
+                rows[row, FIRST_TOKEN] = len(tokens)
+                tokens.extend(request.token_ids[start : start + schedule.num_new_tokens[row]])
+            first, tables = 0 if is_new else start // self.block_size, request.blocks.tables
+            rows[row, FIRST_ENTRY], rows[row, ENTRIES] = first, len(entries[0])
+            rows[row, NUM_ENTRIES] = len(tables[0]) - first
+            max_entries = max(max_entries, len(tables[0]))
+            for sent, table in zip(entries, tables, strict=True):
+                sent += table[first:]
+        return rows, tokens, np.array(entries, np.int32), max_entries
+
+    def _rows_as_before(self, schedule: Schedule) -> NDArray[np.int32] | None:
+        """Return the rows of the last step, one token further, if the same requests decode once more."""
+        if self._last is None or not schedule.is_decode or schedule.newcomers:
+            return None
+        seats, rows = self._last
+        if seats != schedule.seats:
+            return None
+        rows[:, START] += 1
+        return rows
+
+    def _changed_rows(
+        self, schedule: Schedule, requests: list[Request], newcomers: dict[Request, None]
+    ) -> list[int]:
+        """Return the rows about which the device must be told: prompts, newcomers and grown block tables."""
+        changed = [*schedule.grown, *range(schedule.num_decode_tokens, len(requests))]
+        if newcomers:
+            decoding = requests[: schedule.num_decode_tokens]
+            new = (row for row, request in enumerate(decoding) if request in newcomers)
+            changed = [*dict.fromkeys([*new, *changed])]
+        return changed
+
+
+def _put_outputs(
+    schedule: Schedule, seq_lens: NDArray[np.int32], ends: NDArray[np.int32], upload: Upload
+) -> _Outputs | None:
+    """Send which tokens the final hidden states are needed of, first to sample from, then for reports."""
+    sampled, asked = schedule.sampled, schedule.asked_rows()
+    if not (sampled or asked):
+        return None
+    row_of = {request: row for row, request in enumerate(schedule.requests)}
+    lengths = [1] * len(sampled) + [run.end - run.start for run in asked]
+    at = np.array(sampled, np.int64)
+    rows: list[NDArray[Any]] = [
+        ends[at + 1] - 1,
+        *(np.arange(r.offset, r.offset + r.end - r.start) for r in asked),
+    ]
+    reached = [*seq_lens[at], *(run.end for run in asked)]
+    return _Outputs(
+        upload.put(np.concatenate(rows), torch.int64),
+        upload.put(sampled + [row_of[run.request] for run in asked], torch.int32),
+        upload.put(reached, torch.int32),
+        upload.put([0, *np.cumsum(lengths)], torch.int32),
+        max(lengths),
+        min(lengths),
+    )
