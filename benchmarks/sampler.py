@@ -20,7 +20,9 @@ from torch import Tensor
 
 from benchmarks.common import checkpoint, print_json, print_table
 from paged import LLMEngine, SamplingParams
+from paged.model.transfers import Upload
 from paged.requests.request import Request
+from paged.sampling.sampler import Draw
 
 ALL_ON: dict[str, Any] = {
     "temperature": 0.8,
@@ -108,16 +110,32 @@ class TimedSampler:
         self.token_ids: list[list[int]] = []
         self.step: Any = None
         self.keep = False
-        self._sample = type(engine.runner.sampler).sample.__get__(engine.runner.sampler)
-        engine.runner.sampler.sample = self  # type: ignore[assignment,method-assign]
+        self._prepare = type(engine.runner.sampler).prepare.__get__(engine.runner.sampler)
+        engine.runner.sampler.prepare = self.prepare  # type: ignore[assignment,method-assign]
 
-    def __call__(self, logits: Tensor, requests: Sequence[Request], *masks: Any) -> Any:
+    def prepare(self, requests: Sequence[Request], positions: Sequence[int], upload: Upload) -> TimedSampler:
+        """Time what comes before the model runs. The sampler then stands in for the step's `Draw`."""
         if self.keep:
-            self.logits, self.requests = logits.clone(), requests
-            self.token_ids = [request.token_ids.copy() for request in requests]
+            self.requests, self.token_ids = requests, [request.token_ids.copy() for request in requests]
         started = self.clock()
-        self.step = self._sample(logits, requests, *masks)
+        self._draw: Draw = self._prepare(requests, positions, upload)
         self.times.append(self.clock() - started)
+        return self
+
+    def run(self, logits: Tensor, *others: Any) -> Tensor | None:
+        """Time the draw."""
+        if self.keep:
+            self.logits = logits.clone()
+        started = self.clock()
+        tokens = self._draw.run(logits, *others)
+        self.times[-1] += self.clock() - started
+        return tokens
+
+    def result(self) -> Any:
+        """Time what comes after the download."""
+        started = self.clock()
+        self.step = self._draw.result()
+        self.times[-1] += self.clock() - started
         return self.step
 
 

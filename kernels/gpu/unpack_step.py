@@ -14,9 +14,9 @@ from ..checks import check_contiguous, check_device, check_shape
 from .target import check_launchable
 
 # The columns of a row, which says what one request does in the step.
-SEAT, START, FIRST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES = range(6)
-NUM_COLUMNS = 6
-FROM_SEAT = -1  # as FIRST_TOKEN: the only new token is the seat's last one
+SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES = range(7)
+NUM_COLUMNS = 7
+FROM_SEAT = -1  # as FIRST_TOKEN: the only new token is the seat's last one, which as LAST_TOKEN stays
 _BLOCK = 256  # tokens, and entries of a block table, of one program
 
 
@@ -56,8 +56,9 @@ def _unpack_kernel(
     if item >= num_rows:
         row, table = tl.load(sources_ptr + item - num_rows), item - num_rows + num_step_rows
     words = rows_ptr + row * COLUMNS
-    seat, start, first_token = tl.load(words).to(tl.int64), tl.load(words + 1), tl.load(words + 2)
-    first, entries, count = tl.load(words + 3), tl.load(words + 4), tl.load(words + 5)
+    seat, start = tl.load(words).to(tl.int64), tl.load(words + 1)
+    first_token, last_token = tl.load(words + 2), tl.load(words + 3)
+    first, entries, count = tl.load(words + 4), tl.load(words + 5), tl.load(words + 6)
     in_step = row < num_step_rows
     begin = tl.load(starts_ptr + row, mask=in_step, other=0)
     num_new = tl.load(starts_ptr + row + 1, mask=in_step, other=0) - begin
@@ -76,6 +77,8 @@ def _unpack_kernel(
         tl.store(out_ptr + offs, value, mask=(offs < width) & ((items < num_step_rows) | (items >= num_rows)))
 
     # The tokens
+    if (item < num_rows) & (last_token >= 0):
+        tl.store(last_tokens_ptr + seat, last_token.to(tl.int64))
     mask = (offs < num_new) & is_row
     position = start + offs
     if first_token < 0:
@@ -103,7 +106,7 @@ def unpack_step(
     cu_seqlens_q: Tensor,  # i32[num_step_rows + 1], exclusive prefix sum of the new tokens
     tokens: Tensor,  # i32[num_prompt_tokens], of the rows that do not take theirs from the seat
     entries: Tensor,  # i32[num_groups, num_entries], the new entries of all rows, one after another
-    last_tokens: Tensor,  # i64[num_seats]
+    last_tokens: Tensor,  # i64[num_seats], updated in place
     seat_tables: Tensor,  # i32[num_groups, num_seats, max_blocks], updated in place
     sources: Tensor | None,  # i32[num_more], the rows whose block tables are needed once more
     rope_lens: Tensor | None,  # i32[num_step_rows], the least length for dynamic rope
@@ -116,11 +119,11 @@ def unpack_step(
 ) -> tuple[Tensor, Tensor]:  # i64[2 + num_groups (+ 1), num_tokens], i32[num_groups, num_tables, width]
     """Return token ids, positions and the slots of each group (and lengths for rope), and the block tables.
 
-    Each row is (SEAT, START, FIRST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES). It computes the tokens from
-    position START on: `tokens` from FIRST_TOKEN on, or the seat's last token if that is FROM_SEAT. Its block
-    tables are the seat's up to FIRST_ENTRY, and from there on NUM_ENTRIES new ones, which `entries` has from
-    ENTRIES on and which the seat gets. A row beyond those of the step has no tokens: only its seat is
-    written. FIRST_ENTRY is at most the number of entries that the seat has.
+    Each row is (SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES). It computes the
+    tokens from position START on: `tokens` from FIRST_TOKEN on, or the seat's last token if that is
+    FROM_SEAT. LAST_TOKEN becomes the seat's last token, unless it is FROM_SEAT. The block tables are the
+    seat's up to FIRST_ENTRY, and from there on NUM_ENTRIES new ones, which `entries` has from ENTRIES on and
+    which the seat gets; it must have those before. A row beyond those of the step computes nothing.
 
     The tables are those of the step's rows and then of `sources`, as wide as max_seq_len needs, zero behind a
     row's last block. num_tokens, max_seqlen_q and max_seq_len are those of the step, max_entries the most

@@ -53,6 +53,8 @@ def choose_forms(
         plain = Int4Weight if quantization == "int4" else Int8Weight
         return Forms(plain, plain, Int8Weight, Int8Weight if tied else PlainWeight, group_size)
     form = PackedWeight if can_pack(device, dtype) else PlainWeight
+    if device.type == "cuda" and dtype != torch.float32 and not torch.version.hip:
+        return Forms(form, form, Float32Product, Float32Product if tied else PlainWeight)
     return Forms(form, form, form, PlainWeight)
 
 
@@ -67,6 +69,14 @@ def require_whole_groups(model: nn.Module, forms: Forms) -> None:
                 f"quantization 'int4' divides inputs into groups of {size}, and {name} has "
                 f"{module.in_features}; use quantization='int8'"
             )
+
+
+class Float32Product(PlainWeight):
+    """A weight of 16 bits whose product is float32, as cuBLAS sums it: not rounded, and converted again."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return out if bias is None else out.add_(bias)
 
 
 class PackedWeight:

@@ -68,7 +68,14 @@ class ModelRunner:
         if kernels.unpacks_steps:
             from .seated_batches import SeatedBatches
 
-            self.seated_batches = SeatedBatches(self.sizes, self.device)
+            self.seated_batches = SeatedBatches(
+                self.sizes.block_size,
+                self.device,
+                num_groups=len(model_config.layer_groups),
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.sizes.max_model_len,
+                with_rope_lens=model_config.rope.type == "dynamic",
+            )
         self.sampler = self._new_sampler()
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
         if on_gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ..kernels.gpu.unpack_step import (
     FIRST_ENTRY,
     FIRST_TOKEN,
     FROM_SEAT,
+    LAST_TOKEN,
     NUM_COLUMNS,
     NUM_ENTRIES,
     SEAT,
@@ -26,7 +28,6 @@ from ..model.batch import Batch, Queries
 from ..model.transfers import Sent, Upload, arrived
 from ..requests.request import Request
 from ..scheduler.schedule import Schedule
-from .sizes import Sizes
 
 ALL_KEPT = 2**30  # as FIRST_ENTRY: the seat has the whole block table
 
@@ -66,23 +67,28 @@ class SeatedBatches:
     Raises ConfigError if there is no memory for so many seats.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        self.block_size, self.device = sizes.block_size, device
-        self.with_rope_lens = sizes.model.rope.type == "dynamic"
-        self._num_groups, num_seats = len(sizes.model.layer_groups), sizes.config.max_num_seqs
-        max_blocks = -(-sizes.max_model_len // self.block_size)
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device,
+        *,
+        num_groups: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        with_rope_lens: bool,
+    ) -> None:
+        self.block_size, self.with_rope_lens, self._num_groups = block_size, with_rope_lens, num_groups
+        shape = num_groups, max_num_seqs, -(-max_model_len // block_size)
         try:
-            self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
-            self.tables = torch.zeros(
-                self._num_groups, num_seats, max_blocks, dtype=torch.int32, device=device
-            )
+            self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+            self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
         except torch.OutOfMemoryError as error:
-            size = 4 * self._num_groups * num_seats * max_blocks / 2**20
             raise ConfigError(
-                f"no memory for the block tables of max_num_seqs {num_seats} requests, each of max_model_len "
-                f"{sizes.max_model_len} tokens: {size:,.0f} MiB cannot be allocated on {device}; lower either"
+                f"no memory for the block tables of max_num_seqs {max_num_seqs} requests, each of "
+                f"max_model_len {max_model_len} tokens: {4 * math.prod(shape) / 2**20:,.0f} MiB cannot be "
+                f"allocated on {device}; lower either"
             ) from error
-        self._all_rows = torch.arange(num_seats, device=device)
+        self._all_rows = torch.arange(max_num_seqs, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
 
     def put(self, schedule: Schedule, upload: Upload) -> _Step:
@@ -111,7 +117,7 @@ class SeatedBatches:
             seq_lens=upload.put(seq_lens, torch.int32),
             sizes=sizes,
             min_seqlen_q=int(num_new.min()),
-            outputs=None if schedule.is_decode else _put_outputs(schedule, seq_lens, ends, upload),
+            outputs=_put_outputs(schedule, seq_lens, ends, upload),
             num_logits=len(schedule.sampled),
         )
 
@@ -166,8 +172,7 @@ class SeatedBatches:
             rows[:, SEAT] = schedule.seats + [request.seat for request in absent]
             rows[: len(requests), START] = schedule.num_computed_tokens
             requests = requests + absent
-        rows[:, FIRST_TOKEN], rows[:, FIRST_ENTRY] = FROM_SEAT, ALL_KEPT
-        rows[:, NUM_ENTRIES] = 0
+        rows[:, [FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, NUM_ENTRIES]] = FROM_SEAT, FROM_SEAT, ALL_KEPT, 0
         self._last = (schedule.seats, rows) if schedule.is_decode and not newcomers else None
         tokens = array("i")
         entries = [array("i") for _ in range(self._num_groups)]
@@ -175,9 +180,11 @@ class SeatedBatches:
         for row in self._changed_rows(schedule, requests, newcomers):
             request, start = requests[row], int(rows[row, START])
             is_new = request in newcomers
-            if row < num_step_rows and (is_new or row >= schedule.num_decode_tokens):
-                rows[row, FIRST_TOKEN] = len(tokens)
-                tokens.extend(request.token_ids[start : start + schedule.num_new_tokens[row]])
+            if is_new or row >= schedule.num_decode_tokens:
+                # The last token also where none is drawn: it may be the only one that the next step computes.
+                rows[row, FIRST_TOKEN], rows[row, LAST_TOKEN] = len(tokens), request.token_ids[-1]
+                num_new = schedule.num_new_tokens[row] if row < num_step_rows else 0
+                tokens.extend(request.token_ids[start : start + num_new])
             first, tables = 0 if is_new else start // self.block_size, request.blocks.tables
             rows[row, FIRST_ENTRY], rows[row, ENTRIES] = first, len(entries[0])
             rows[row, NUM_ENTRIES] = len(tables[0]) - first
@@ -211,9 +218,13 @@ class SeatedBatches:
 def _put_outputs(
     schedule: Schedule, seq_lens: NDArray[np.int32], ends: NDArray[np.int32], upload: Upload
 ) -> _Outputs | None:
-    """Send which tokens the final hidden states are needed of, first to sample from, then for reports."""
+    """Send which tokens the final hidden states are needed of, first to sample from, then for reports.
+
+    Returns None if that is all of them, in order, or none.
+    """
     sampled, asked = schedule.sampled, schedule.asked_rows()
-    if not (sampled or asked):
+    are_all = len(sampled) == ends[-1] and (schedule.is_decode or sampled == [*range(len(sampled))])
+    if not asked and (are_all or not sampled):
         return None
     row_of = {request: row for row, request in enumerate(schedule.requests)}
     lengths = [1] * len(sampled) + [run.end - run.start for run in asked]

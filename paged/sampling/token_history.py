@@ -112,16 +112,21 @@ class TokenHistory:
             )
 
     def check(self) -> None:
-        """Check that each request has its own slot, with the right counts."""
+        """Check that each request has its own slot, with the right counts, its drawn token among them."""
         assert len(set(self._slots.values())) == len(self._slots), "two requests share a slot"
         slots = [] if self.slots is None else self.slots.tensor.tolist()
         assert slots == [*self._slots.values()], "the slots are not in the requests' order"
         for request, num_known in self._known.items():
             slot, known = self._slots[request], request.token_ids[:num_known]
-            output = known[request.num_prompt_tokens :]
-            assert self.seen[slot].nonzero()[:, 0].tolist() == sorted(set(known))
-            assert self.output_counts[slot].sum() == len(output)
-            assert all(self.output_counts[slot, token] == output.count(token) for token in output)
+            output, num_drawn = known[request.num_prompt_tokens :], num_known - len(known)
+            counts = self.output_counts[slot].clone()
+            for token in output:
+                counts[token] -= 1
+            assert num_drawn <= 1
+            assert counts.sum() == num_drawn
+            assert (counts >= 0).all()
+            seen = {*known, *counts.nonzero()[:, 0].tolist()}
+            assert self.seen[slot].nonzero()[:, 0].tolist() == sorted(seen)
 
 
 def _count(counts: Tensor, places: Tensor) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from paged import RequestError, RequestOutput, SamplingParams
 from paged.kernels.backend import Kernels, load_kernels
 from paged.kernels.reference import token_logprobs as by_sorting
-from paged.requests.request import PromptReport, Request, RequestInputs
+from paged.model.transfers import Download, Upload
+from paged.requests.request import PromptReport, Request, RequestInputs, TokenLogprobs
 from paged.sampling import reporter
-from paged.sampling.logprobs import token_logprobs
+from paged.sampling.logprobs import AskedLogprobs
 from paged.scheduler.schedule import AskedRows
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts, reference
 from tests.support.error_bounds import assert_logprobs
@@ -25,6 +26,14 @@ from tests.support.error_bounds import assert_logprobs
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Load the kernels that compute log-probabilities."""
     return load_kernels(request.param)
+
+
+def token_logprobs(
+    kernels: Kernels, logits: Tensor, token_ids: list[int], num_tops: list[int]
+) -> list[TokenLogprobs]:
+    cpu = torch.device("cpu")
+    asked = AskedLogprobs(num_tops, logits.shape[1], Upload(cpu))
+    return asked.reports(asked.compute(kernels, logits, torch.tensor(token_ids), Download(cpu)))
 
 
 def test_report_by_hand(kernels):
@@ -137,9 +146,9 @@ def test_prompt_logprobs_report_every_token_once_despite_preemption_and_failures
     options = {"preemption_mode": "swap", "swap_space": 0.001} if mode == "swap" else {}
     options |= {"block_size": 8, "num_blocks": 14, "long_prefill_token_threshold": 3, "watermark": 0.0}
     engine = new_engine(checkpoint("llama"), **options)
-    preempt, report, update = (
+    preempt, run, update = (
         engine.scheduler.preemption.preempt,
-        engine.runner.reporter.report,
+        reporter.StepReports.run,
         engine.scheduler.update,
     )
     midway, num_reports, num_updates = [], itertools.count(), itertools.count()
@@ -148,10 +157,10 @@ def test_prompt_logprobs_report_every_token_once_despite_preemption_and_failures
         midway.append(0 < victim.report.next_row < victim.report.end)
         preempt(victim, schedule)
 
-    def failing_before(asked: Any, hidden: Any) -> Any:
+    def failing_before(*args: Any) -> None:
         if next(num_reports) in (1, 16):
             raise RuntimeError("nothing is booked")
-        return report(asked, hidden)
+        run(*args)
 
     def failing_after(*args: Any) -> Any:
         if next(num_updates) in (2, 29):
@@ -159,7 +168,7 @@ def test_prompt_logprobs_report_every_token_once_despite_preemption_and_failures
         return update(*args)
 
     monkeypatch.setattr(engine.scheduler.preemption, "preempt", preempting)
-    monkeypatch.setattr(engine.runner.reporter, "report", failing_before)
+    monkeypatch.setattr(reporter.StepReports, "run", failing_before)
     monkeypatch.setattr(engine.scheduler, "update", failing_after)
     prompts = ragged_prompts([7, 7, 7, 7, 60])
     for i, prompt in enumerate(prompts):
@@ -257,7 +266,10 @@ def test_rows_of_logits_in_memory_are_bounded(monkeypatch):
     token_ids = [i % vocab_size for i in range(num_rows + 1)]
     request = Request(RequestInputs(prompt_token_ids=token_ids, max_total_tokens=num_rows + 2))
     asked = AskedRows(request, PromptReport(0, num_rows, 0), 0, num_rows, 0)
-    ((_, rows),) = reporter.Reporter(head, vocab_size, load_kernels("torch")).report([asked], hidden)
+    cpu = torch.device("cpu")
+    reports = reporter.Reporter(head, vocab_size, load_kernels("torch")).prepare([asked], Upload(cpu))
+    reports.run(hidden, Download(cpu))
+    ((_, rows),) = reports.results()
     assert sizes == [4] * 8 + [1]
     own = (hidden @ weight).log_softmax(-1)[range(num_rows), token_ids[1:]]
     torch.testing.assert_close(torch.tensor([row.logprobs[0] for row in rows]), own)

@@ -325,7 +325,7 @@ def test_histories_follow_the_requests_of_the_batch():
         step = sampler.sample(torch.randn(len(batch), VOCAB_SIZE, generator=generator), batch)
         sampler.history.check()
         sampler.dry.check()
-        assert len(sampler.history.slots) == len(rows)
+        assert len(sampler.history.slots.tensor) == len(rows)
         for request, token in zip(batch, step.tokens, strict=True):
             request.token_ids.append(token)
     assert sampler.history.num_slots == 8  # doubled from 4, as 6 were needed
@@ -341,14 +341,14 @@ def test_batch_that_failed_half_way_leaves_no_state(monkeypatch):
     sampler = new_sampler()
     expected = sampler.sample(logits[:2].clone(), requests[:2]).tokens
     with monkeypatch.context() as patch:
-        patch.setattr("paged.sampling.sampler._filters", fail)
+        patch.setattr("paged.sampling.sampler.SentParameters", fail)
         with pytest.raises(MemoryError):
             sampler.sample(logits.clone(), requests[1:])
     # The same requests as before, but their old state must be gone.
     assert sampler.sample(logits[:2].clone(), requests[:2]).tokens == expected
     sampler.history.check()
     sampler.dry.check()
-    assert len(sampler.history.slots) == 2
+    assert len(sampler.history.slots.tensor) == 2
 
 
 def test_greedy_batch_makes_no_other_pass_over_its_logits(monkeypatch):

@@ -1,0 +1,242 @@
+"""SeatedBatches, made of what a GPU keeps, against BatchBuilder, which makes batches of the requests."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from paged.blocks.manager import BlockManager
+from paged.errors import ConfigError
+from paged.kernels.gpu import unpack_step as kernel
+from paged.kernels.gpu.target import in_interpreter
+from paged.model.batch import Batch, BatchBuilder, Queries
+from paged.model.transfers import Upload
+from paged.requests.request import PromptReport
+from paged.runner.seated_batches import ALL_KEPT, SeatedBatches
+from paged.scheduler.schedule import Schedule
+from paged.scheduler.scheduler import Scheduler
+from tests.support import scheduler_cases as cases
+
+DEVICE = torch.device("cpu" if in_interpreter() else "cuda")
+MAX_NUM_SEQS, MAX_LEN = 6, 100
+WITH_WINDOW = (None, 12)
+
+
+def new_seated(num_groups: int = 1) -> SeatedBatches:
+    return SeatedBatches(
+        cases.BLOCK_SIZE,
+        DEVICE,
+        num_groups=num_groups,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_LEN,
+        with_rope_lens=True,
+    )
+
+
+def batch_of(seated: SeatedBatches, schedule: Schedule) -> Batch:
+    upload = Upload(DEVICE)
+    step = seated.put(schedule, upload)
+    upload.send()
+    return seated.batch(step)
+
+
+def record(seated: SeatedBatches, schedule: Schedule) -> None:
+    """Draw the tokens that `cases.updated` appends."""
+    drawn = [cases.hash_token(r.request_id, r.num_tokens) for r in schedule.sampled_requests]
+    seats, tokens = torch.tensor([schedule.sampled_seats, drawn], dtype=torch.int64, device=DEVICE)
+    seated.record(seats, tokens)
+
+
+def assert_equal(batch: Batch, expected: Batch) -> None:
+    for name in ("token_ids", "positions", "rope_lens", "output_rows"):
+        assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
+    for got, wanted in zip(batch.slot_mapping, expected.slot_mapping, strict=True):
+        assert got.tolist() == wanted.tolist()
+    assert (batch.num_logits, batch.is_decode) == (expected.num_logits, expected.is_decode)
+    assert_equal_queries(batch.queries, expected.queries)
+    assert (batch.output_queries is None) is (expected.output_queries is None)
+    if batch.output_queries is not None and expected.output_queries is not None:
+        assert_equal_queries(batch.output_queries, expected.output_queries)
+
+
+def assert_equal_queries(got: Queries, expected: Queries) -> None:
+    for name in ("seq_lens", "cu_seqlens_q"):
+        assert getattr(got, name).tolist() == getattr(expected, name).tolist(), name
+    assert (got.max_seqlen_q, got.min_seqlen_q) == (expected.max_seqlen_q, expected.min_seqlen_q)
+    num_blocks = [-(-length // cases.BLOCK_SIZE) for length in expected.seq_lens.tolist()]
+    for group, (tables, wanted) in enumerate(zip(got.block_tables, expected.block_tables, strict=True)):
+        for row, num in enumerate(num_blocks):
+            dropped = wanted[row, :num] == 0 if group else torch.zeros(num, dtype=torch.bool)
+            assert (dropped | (tables[row, :num] == wanted[row, :num])).all()
+            assert not tables[row, num:].any()
+
+
+@pytest.mark.parametrize("windows", [(None,), WITH_WINDOW], ids=["full", "windowed"])
+@pytest.mark.parametrize("num_host_blocks", [0, 40], ids=["recompute", "swap"])
+def test_equals_the_batches_of_the_builder(windows, num_host_blocks):
+    """While requests are chunked, fork, grow, are preempted both ways, changed and reported on, and end."""
+    rng = random.Random(len(windows) + num_host_blocks)
+    manager = BlockManager(
+        18, cases.BLOCK_SIZE, windows=windows, max_step_tokens=24, num_host_blocks=num_host_blocks
+    )
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=24,
+        long_prefill_token_threshold=11,
+        swap_pays=(lambda _: True) if num_host_blocks else None,
+    )
+    seated, is_decode = new_seated(len(windows)), []
+    for i in range(9):
+        request = cases.new_request(str(i), prompt_len=1 + 5 * i % 37, max_tokens=12 + 7 * i % 40)
+        if i % 3 == 0:
+            request.report = PromptReport(0, request.num_tokens, 0)
+        if i % 4 == 1:
+            request.siblings = [
+                cases.new_request(f"{i}/{j}", request.num_tokens, max_tokens=9) for j in range(2)
+            ]
+            for sibling in request.siblings:
+                sibling.token_ids[:] = request.token_ids
+        scheduler.add(request)
+    while scheduler.has_unfinished():
+        schedule = scheduler.schedule()
+        if schedule.requests:
+            builder = BatchBuilder(cases.BLOCK_SIZE, torch.device("cpu"), with_rope_lens=True)
+            assert_equal(batch_of(seated, schedule), builder.build(schedule))
+            record(seated, schedule)
+            is_decode.append(schedule.is_decode)
+        cases.updated(scheduler, schedule)
+        for request in schedule.requests:
+            if request.report is not None and not request.report.is_complete:
+                request.report.progress = (min(request.num_computed_tokens, request.report.end), None)
+        running = [request for request in scheduler.running if request.ready and request.generates]
+        if running and len(is_decode) % 12 == 5:
+            parent = rng.choice(running)
+            child = cases.new_request(f"{parent.request_id}+", 1, parent.inputs.max_total_tokens - 1)
+            child.token_ids = [*parent.token_ids[:-1], 7]
+            scheduler.fork(parent, child)
+        if running and rng.random() < 0.1:
+            changed = rng.choice(running)
+            if changed.num_computed_tokens + 1 == changed.num_tokens:
+                scheduler.replace_last_token(changed, 8)
+    assert is_decode.count(True) > 10
+    assert is_decode.count(False) > 10
+    assert scheduler.counters.num_swapped if num_host_blocks else scheduler.counters.num_recomputed
+
+
+def test_only_what_is_new_is_sent():
+    scheduler = cases.new_scheduler()
+    cases.added(scheduler, cases.new_request("a", 30, 50), cases.new_request("b", 6, 50))
+    seated, sent = new_seated(), []
+    for _ in range(6):
+        schedule = cases.scheduled(scheduler)
+        step = seated.put(schedule, Upload(DEVICE))
+        sent.append((step.tokens.numbers.size, step.entries.numbers.size))
+        cases.updated(scheduler, schedule)
+    # The prompts with 4 and 1 blocks; then only those by which the tables grow, at 9 and at 33 tokens.
+    assert sent == [(36, 5), (0, 0), (0, 0), (0, 2), (0, 0), (0, 0)]
+
+
+def test_seats_beyond_memory_are_refused(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(ConfigError, match=r"max_num_seqs 6 .* max_model_len 100 .* lower either"):
+        new_seated()
+
+
+def test_kernel_refuses_what_does_not_fit():
+    row = [0, 0, kernel.FROM_SEAT, kernel.FROM_SEAT, ALL_KEPT, 0, 0]
+    rows = torch.tensor([row, row], dtype=torch.int32, device=DEVICE)
+    ints, longs = rows[0, :0], torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    tables = torch.zeros(1, 4, 3, dtype=torch.int32, device=DEVICE)
+    sizes = {"num_tokens": 2, "max_seqlen_q": 1, "max_seq_len": 1, "max_entries": 0, "block_size": 8}
+    ends, none = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE), ints.view(1, 0)
+    good = [rows, ends, ints, none, longs, tables, None, None]
+    kernel.unpack_step(*good, **sizes)
+    wrong = {
+        0: [rows[:, :5], rows.long(), rows.T],
+        1: [ends.long(), torch.zeros(5, dtype=torch.int32), ends[:1]],
+        2: [longs],
+        3: [ints, none.expand(2, 0)],
+        4: [longs[:3], longs.int()],
+        5: [tables[0], tables.transpose(1, 2)],
+        6: [longs],
+        7: [ints],
+    }
+    for place, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError):
+                kernel.unpack_step(*good[:place], value, *good[place + 1 :], **sizes)
+
+
+def test_rows_are_those_of_numpy():
+    """The kernel alone, on random rows with seats in any order, against a loop."""
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        num_rows, num_extra, block = int(rng.integers(1, 5)), int(rng.integers(0, 2)), 4
+        seats = rng.permutation(8)[: num_rows + num_extra]
+        kept = rng.integers(0, 99, (2, 8, 300)).astype(np.int32)
+        last = rng.integers(0, 99, 8)
+        expected_last = last.copy()
+        rows, tokens, entries, expected = [], [], [[], []], []
+        ends = [0]
+        for row, seat in enumerate(seats):
+            from_seat = row < num_rows and rng.random() < 0.5
+            num_new = 0 if row >= num_rows else 1 if from_seat else int(rng.integers(1, 700))
+            start, first = int(rng.integers(0, 400)), int(rng.integers(0, 100))
+            num_entries = -(-(start + num_new) // block) - first
+            if (from_seat and rng.random() < 0.5) or num_entries < 0:
+                first, num_entries = ALL_KEPT, 0
+            own = [int(last[seat])] if from_seat else rng.integers(0, 99, num_new).tolist()
+            is_told = row >= num_rows or (rng.random() < 0.5 and not from_seat)
+            new_last = int(rng.integers(0, 99)) if is_told else kernel.FROM_SEAT
+            rows.append(
+                [seat, start, -1 if from_seat else len(tokens), new_last, first, len(entries[0]), num_entries]
+            )
+            expected_last[seat] = last[seat] if new_last < 0 else new_last
+            tokens += [] if from_seat else own
+            new = rng.integers(100, 199, (2, num_entries)).tolist()
+            for group in range(2):
+                entries[group] += new[group]
+            if row < num_rows:
+                ends.append(ends[-1] + num_new)
+            table = kept[:, seat].copy()
+            if num_entries:
+                table[:, first : first + num_entries] = new
+            expected.append((seat, start, own, table))
+        ints = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (rows, ends, tokens, entries)]
+        tables, last_tokens = torch.tensor(kept, device=DEVICE), torch.tensor(last, device=DEVICE)
+        sources = torch.arange(num_rows, dtype=torch.int32, device=DEVICE).flip(0)
+        longest = max(start + len(own) for _, start, own, _ in expected[:num_rows])
+        by_token, found = kernel.unpack_step(
+            *ints,
+            last_tokens,
+            tables,
+            sources,
+            None,
+            num_tokens=ends[-1],
+            max_seqlen_q=max(np.diff(ends)).item(),
+            max_seq_len=longest,
+            max_entries=300,
+            block_size=block,
+        )
+        at = 0
+        for row, (seat, start, own, table) in enumerate(expected):
+            assert tables[:, seat].tolist() == table.tolist()
+            if row >= num_rows:
+                continue
+            positions = np.arange(start, start + len(own))
+            part = by_token[:, at : at + len(own)].tolist()
+            slots = (table[:, positions // block].astype(np.int64) * block + positions % block).tolist()
+            assert part == [own, positions.tolist(), *slots]
+            at += len(own)
+            num = -(-(start + len(own)) // block)
+            for place in (row, 2 * num_rows - 1 - row):
+                assert found[:, place, :num].tolist() == table[:, :num].tolist()
+                assert not found[:, place, num:].any()
+        assert last_tokens.tolist() == expected_last.tolist()
