@@ -114,8 +114,11 @@ class FakeCuda:
         if dtype == torch.int32:
             words = torch.tensor([self.token, 0], dtype=dtype).repeat(-(-shape.numel() // 2))
             return words[: shape.numel()].view(shape)
-        value = 0.5 if dtype.is_floating_point else True if dtype == torch.bool else self.token
-        return torch.full(shape, value, dtype=dtype)
+        return torch.full(shape, self.value(dtype), dtype=dtype)
+
+    def value(self, dtype: torch.dtype) -> float | bool:
+        """Return what every element of a download is, where it is not 32 bits of another."""
+        return 0.5 if dtype.is_floating_point else True if dtype == torch.bool else self.token
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Take a tensor on the CPU for pinned memory from now on."""
@@ -210,7 +213,7 @@ class _Recorder(TorchDispatchMode):
         for _ in range(_READS[name]):
             cuda.note_transfer("download", _READ_AS.get(name, name), blocking=True)
         if name == "_local_scalar_dense":
-            return cuda.downloaded(torch.Size([1]), tensor.dtype).tolist()[0]
+            return cuda.value(tensor.dtype)
         if name == "nonzero":  # as if one element were not zero
             return torch.empty(1, tensor.dim(), dtype=torch.int64, device=tensor.device)
         weights, minlength = [*rest, *([None, 0][len(rest) :])]
