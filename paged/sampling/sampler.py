@@ -100,6 +100,7 @@ class Draw:
         if not batch.requests:
             return None
         is_edited = batch.edits is not None or grammar_masks is not None
+        is_known = best is not None
         if best is None and (is_edited or batch.parameters is None):
             best = kernels.greedy(logits)
         if batch.parameters is None and not (is_edited or batch.asked):

@@ -11,6 +11,7 @@ from paged.kernels.gpu.attention.config import choose_config, largest_head_dim
 from paged.kernels.gpu.sampling.filter_logits import filter_logits
 from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
+from paged.kernels.gpu.unpack_step import NUM_COLUMNS, unpack_step
 from tests.support.absent_gpu import TARGETS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")}
@@ -187,6 +188,27 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
+    launch_unpack_step(num_tokens)
+
+
+def launch_unpack_step(num_rows: int) -> None:
+    """Launch it as a step of decodes and one prompt does, with 256 seats of 128k tokens."""
+    ints = torch.zeros(num_rows + 1, dtype=torch.int32)
+    unpack_step(
+        torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32),
+        ints,
+        ints,
+        ints.view(1, -1),
+        torch.zeros(256, dtype=torch.int64),
+        torch.zeros(1, 256, 8192, dtype=torch.int32),
+        ints,
+        None,
+        num_tokens=num_rows + 99,
+        max_seqlen_q=100,
+        max_seq_len=1000 * num_rows,
+        max_entries=7,
+        block_size=16,
+    )
 
 
 # num_heads, num_kv_heads, head_dim, dtype, norm, dtype of the cache: every shape of tile, full and padded.
@@ -255,6 +277,6 @@ def launch_sampling(*filters: str, num_rows: int = 3) -> None:
         name: (ones.int() if name == "top_k" else ones) if name in filters else None
         for name in ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
     }
-    sample_tokens(logits, rows, rows, temperature=ones, **params)
+    sample_tokens(logits, rows, rows, temperature=ones, highest=ones.clone(), **params)
     if filters:
         filter_logits(logits, temperature=ones, **params)

@@ -13,6 +13,8 @@ from tests.support.absent_gpu import CONSUMER_TARGETS, DATA_CENTER_TARGETS, TARG
 from tests.support.binary_figures import SHARED_LIMITS
 from tests.support.kernel_launches import ATTENTION_CASES, COMMON_CASES, DTYPES, has_case
 
+# What makes a batch of an upload: numbers that threads load and store one by one, a few KB a step.
+UNPACK = {"unpack"}
 SAMPLING = {"penalties", "maxima", "coarse", "gather", "search", "mask", "best", "pick"}
 KNOWN = known_figures()
 AMD = [target for target in TARGETS if target.startswith("gfx")]
@@ -36,7 +38,7 @@ def test_nothing_spills_and_everything_fits(compiled, target):
 def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]}
     others = {"rms_norm", "rotary_store_kv", "silu_and_mul", "copy_blocks"}
-    assert kernels == {"prefill", "decode", "plan", "merge"} | others | SAMPLING
+    assert kernels == {"prefill", "decode", "plan", "merge"} | others | SAMPLING | UNPACK
 
 
 def row_of_the_table(use, head_dim, value_dim, dtype, cache_dtype, group, target):
@@ -115,6 +117,7 @@ LEAST_BLOCKS = {
     "rms_norm": (6, 6),  # of 4096: 8 KB, or 16 with the residual
     "silu_and_mul": (8, 8),  # 8 KB, and an exponential on their way
     "copy_blocks": (8, 8),  # 4 KB
+    "unpack": (8, 8),  # of one sequence each, which waits for its row and then for its entries
     "penalties": (2, 2),  # 32 KB behind 4 KB that say whether they are needed: one waits while one moves
     "maxima": (8, 8),  # 4 KB, with or without the moments
     "coarse": (4, 4),  # 4 KB, out of the L2: half the latency
@@ -167,7 +170,7 @@ def test_what_only_moves_bytes_moves_16_at_a_time(compiled, target):
     """A slot, or the pair of blocks to copy, is the only thing that a thread loads by itself."""
     scalars = {"rotary_store_kv": 1, "copy_blocks": 2}
     for row in compiled[target]:
-        if row["kernel"] in {"prefill", "decode", "plan", "merge"} | SAMPLING:
+        if row["kernel"] in {"prefill", "decode", "plan", "merge"} | SAMPLING | UNPACK:
             continue
         assert row["loads_16B"] > 0, row
         assert row["loads_narrow"] <= scalars.get(row["kernel"], 0), row

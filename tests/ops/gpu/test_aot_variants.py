@@ -28,6 +28,7 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_rotary_store_kv_kernel": 1,
         "_silu_and_mul_kernel": 1,
         "_copy_blocks_kernel": 1,
+        "_unpack_kernel": 1,
         "_penalties_kernel": 1,
         "_maxima_kernel": 2,  # with the deviation of a row and without
         "_coarse_kernel": 1,
