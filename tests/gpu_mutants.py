@@ -102,7 +102,7 @@ MUTANTS = [
         "base",
         "runner/seated_batches",
         "self.last_tokens.index_copy_(0, seats, tokens)",
-        "self.last_tokens.index_copy_(0, torch.tensor(range(len(seats))).to(self.last_tokens.device), tokens)",
+        "self.last_tokens.index_copy_(0, torch.arange(len(seats)).to(tokens.device), tokens)",
     ),
     Mutant(
         "a step launches outside the device context",

@@ -100,17 +100,20 @@ class Draw:
         if not batch.requests:
             return None
         is_edited = batch.edits is not None or grammar_masks is not None
-        is_known = best is not None
-        if best is None and (is_edited or batch.parameters is None):
-            best = kernels.greedy(logits)
+        highest: Tensor | None
         if batch.parameters is None and not (is_edited or batch.asked):
-            assert best is not None, "a greedy token is the one of the highest logit"
-            tokens, highest = best
+            tokens, highest = best or kernels.greedy(logits)
         else:
             raw = batch.raw_rows(logits, changed=grammar_masks is not None)
-            tokens, highest = self._choose(logits, grammar_masks, best, download)
+            of_model = best[1] if best is not None else kernels.greedy(logits)[1] if is_edited else None
+            may_ban_all = batch.may_ban_all or grammar_masks is not None
+            tokens, edited = self._choose(logits, grammar_masks, best, may_ban_all=may_ban_all)
+            if may_ban_all and edited is not None:
+                self._edited = download.get(edited)
+            highest = edited if of_model is None else of_model
             if raw is not None:
                 self._logprobs = batch.compute_logprobs(raw, tokens, download)
+        assert highest is not None, "nothing tells the highest logits"
         self._tokens, self._of_model = download.get(tokens), download.get(highest)
         return tokens
 
@@ -119,31 +122,27 @@ class Draw:
         logits: Tensor,
         grammar_masks: GrammarMasks | None,
         best: tuple[Tensor, Tensor] | None,
-        download: Download,
-    ) -> tuple[Tensor, Tensor]:
-        """Edit the logits and choose. Return the tokens, and the highest logits of the model."""
+        *,
+        may_ban_all: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Edit the logits and choose. Return the tokens and the highest edited logits, if they are needed."""
         batch = self._batch
         if grammar_masks is not None:
             grammar_masks.apply(logits)
         if batch.edits is not None and self._edits is not None:
             self._errors = batch.edits.apply(logits, self._edits)
-        is_edited = batch.edits is not None or grammar_masks is not None
-        may_ban_all = batch.may_ban_all or grammar_masks is not None
         highest: Tensor | None = None
         if batch.parameters is None:
+            is_edited = batch.edits is not None or grammar_masks is not None
             tokens, highest = self._kernels.greedy(logits) if is_edited or best is None else best
         else:
             assert self._positions is not None, "random numbers depend on the position"
-            if best is None or may_ban_all:  # else the draw's own reading of the logits tells nothing new
+            if best is None or may_ban_all:
                 highest = logits.new_empty(len(logits))
             tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, highest)
         if batch.edits is not None:
             batch.edits.record(tokens)
-        if may_ban_all and highest is not None:
-            self._edited = download.get(highest)
-        of_model = highest if best is None else best[1]
-        assert of_model is not None, "nothing tells the highest logits"
-        return tokens, of_model
+        return tokens, highest
 
     def result(self) -> StepOutput:
         """Return the tokens and errors, once the download has arrived."""
