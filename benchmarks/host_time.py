@@ -7,7 +7,8 @@ does nothing; linear layers return memory as it is. Every figure is thread CPU t
 many steps, in microseconds:
 
 schedule  the scheduler chooses what the step computes
-upload    what becomes tensors, and the draw of tokens: `ModelRunner.execute` without the model
+upload    one upload and the batch that is made of it, the draw, and one download: `ModelRunner.execute`
+          without the model
 launch    the model: its launchers, Triton's dispatch, and torch's allocations and views
 update    tokens are recorded
 
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +46,7 @@ from paged import LLMEngine, SamplingParams
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
 from paged.model.linear import Linear
+from paged.model.transfers import Transfers
 from paged.runner.sizes import Sizes
 from tests.support.absent_gpu import TARGETS, AbsentGPU
 
@@ -136,12 +139,25 @@ def absent_gpu(target: str) -> Iterator[Counter[str]]:
         "torch.empty": _empty_or_zeros,
         "paged.runner.model_runner.load_model": _load_stubbed,
     }
+    patches["paged.runner.model_runner.Transfers"] = partial(Transfers, in_place=False)
+    patches["torch.cuda.Event"] = _Happened
     driver.set_active(AbsentGPU(target))
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         for name, replacement in patches.items():
             stack.enter_context(mock.patch(name, replacement))
         yield launched
+
+
+class _Happened:
+    """An event of a stream that has come so far."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
 
 class _Launched(CompiledKernel):  # type: ignore[misc]  (untyped)
@@ -170,11 +186,12 @@ def _compile_nothing(launched: Counter[str]) -> Callable[..., _Launched]:
 def _empty_or_zeros(*size: Any, **options: Any) -> Tensor:
     """Allocate as torch.empty. Zero numbers that the host reads, or torch as an index: no kernel writes them.
 
-    The KV cache, which no kernel reads, may be larger than this machine's memory.
+    The KV cache, which no kernel reads, may be larger than this machine's memory. No memory is pinned.
     """
-    if options.get("dtype") in (torch.int64, torch.int32, torch.bool):
-        return torch.zeros(*size, **options)
+    options.pop("pin_memory", None)
     sizes = size[0] if isinstance(size[0], (tuple, list)) else size
+    if len(sizes) == 1 or options.get("dtype") in (torch.int64, torch.int32, torch.bool):
+        return torch.zeros(*size, **options)
     if len(sizes) == 6 and 0 not in sizes:
         itemsize = torch.empty((), dtype=options["dtype"]).itemsize
         num_bytes = torch.Size(sizes).numel() * itemsize

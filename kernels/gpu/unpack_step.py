@@ -5,12 +5,15 @@ token and its block tables. A step uploads only what is new: where each request 
 and the entries by which block tables have grown.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..checks import check_contiguous, check_device, check_shape
+from .launch import BoundLaunch, Launches, combination
 from .target import check_launchable
 
 # The columns of a row, which says what one request does in the step.
@@ -112,9 +115,8 @@ def unpack_step(
     rope_lens: Tensor | None,  # i32[num_step_rows], the least length for dynamic rope
     *,
     num_tokens: int,
-    max_seqlen_q: int,
     max_seq_len: int,
-    max_entries: int,
+    longest: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:  # i64[2 + num_groups (+ 1), num_tokens], i32[num_groups, num_tables, width]
     """Return token ids, positions and the slots of each group (and lengths for rope), and the block tables.
@@ -126,17 +128,52 @@ def unpack_step(
     which the seat gets; it must have those before. A row beyond those of the step computes nothing.
 
     The tables are those of the step's rows and then of `sources`, as wide as max_seq_len needs, zero behind a
-    row's last block. num_tokens, max_seqlen_q and max_seq_len are those of the step, max_entries the most
-    that a row's seat has afterwards. Raises ValueError for a shape, dtype or device that does not fit.
+    row's last block. num_tokens and max_seq_len are those of the step; no row has more than `longest` new
+    tokens, and no seat that gets entries has more than so many. Raises ValueError for a shape, dtype or
+    device that does not fit.
     """
+    tensors = rows, cu_seqlens_q, tokens, entries, last_tokens, seat_tables, sources, rope_lens
+    width = triton.cdiv(max_seq_len, block_size)
+    sizes = num_tokens, width, longest, block_size
+    bound = _launches.find(combination(tensors, *sizes), *tensors, sizes)
+    by_token = torch.empty(bound.by_token, dtype=torch.int64, device=rows.device)
+    tables = torch.empty(bound.tables, dtype=torch.int32, device=rows.device)
+    more = rows if sources is None else sources  # then it is not read
+    bound.launch(
+        rows, cu_seqlens_q, tokens, entries, last_tokens, seat_tables, more, rope_lens, by_token, tables
+    )
+    return by_token, tables
+
+
+class _Bound(NamedTuple):
+    """The launch, and the sizes of its results."""
+
+    launch: BoundLaunch
+    by_token: tuple[int, int]
+    tables: tuple[int, int, int]
+
+
+def _bind(
+    rows: Tensor,
+    cu_seqlens_q: Tensor,
+    tokens: Tensor,
+    entries: Tensor,
+    last_tokens: Tensor,
+    seat_tables: Tensor,
+    sources: Tensor | None,
+    rope_lens: Tensor | None,
+    sizes: tuple[int, int, int, int],
+) -> _Bound:
+    """Check the arguments. sizes: num_tokens, the width of tables, longest and block_size."""
+    num_tokens, width, longest, block_size = sizes
     num_step_rows, num_groups = len(cu_seqlens_q) - 1, len(seat_tables)
     for name, tensor, shape, dtype in (
         ("rows", rows, (None, NUM_COLUMNS), torch.int32),
         ("cu_seqlens_q", cu_seqlens_q, (None,), torch.int32),
         ("tokens", tokens, (None,), torch.int32),
         ("entries", entries, (num_groups, None), torch.int32),
-        ("last_tokens", last_tokens, (seat_tables.shape[1],), torch.int64),
         ("seat_tables", seat_tables, (None, None, None), torch.int32),
+        ("last_tokens", last_tokens, seat_tables.shape[1:2], torch.int64),
         ("sources", sources, (None,), torch.int32),
         ("rope_lens", rope_lens, (num_step_rows,), torch.int32),
     ):
@@ -148,27 +185,13 @@ def unpack_step(
     num_rows, num_more = len(rows), 0 if sources is None else len(sources)
     if not 1 <= num_step_rows <= num_rows:
         raise ValueError(f"cu_seqlens_q must be of 1 to {num_rows} rows, got {num_step_rows}")
-    width, num_tables = triton.cdiv(max_seq_len, block_size), num_step_rows + num_more
-    by_token = torch.empty(
-        2 + num_groups + (rope_lens is not None), num_tokens, dtype=torch.int64, device=rows.device
-    )
-    tables = torch.empty(num_groups, num_tables, width, dtype=torch.int32, device=rows.device)
-    longest = max(max_seqlen_q, width, max_entries)
-    _unpack_kernel[(num_rows + num_more, triton.cdiv(longest, _BLOCK))](
-        rows_ptr=rows,
-        starts_ptr=cu_seqlens_q,
-        tokens_ptr=tokens,
-        entries_ptr=entries,
-        last_tokens_ptr=last_tokens,
-        seat_tables_ptr=seat_tables,
-        sources_ptr=rows if sources is None else sources,  # then it is not read
-        rope_lens_ptr=rope_lens,
-        by_token_ptr=by_token,
-        tables_ptr=tables,
+    launch = BoundLaunch(
+        _unpack_kernel,
+        (num_rows + num_more, triton.cdiv(max(longest, width), _BLOCK)),
         num_rows=num_rows,
         num_step_rows=num_step_rows,
         num_tokens=num_tokens,
-        num_tables=num_tables,
+        num_tables=num_step_rows + num_more,
         num_entries=entries.shape[1],
         width=width,
         NUM_SEATS=seat_tables.shape[1],
@@ -179,4 +202,8 @@ def unpack_step(
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    return by_token, tables
+    by_token = 2 + num_groups + (rope_lens is not None), num_tokens
+    return _Bound(launch, by_token, (num_groups, num_step_rows + num_more, width))
+
+
+_launches = Launches(_bind)

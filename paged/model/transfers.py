@@ -49,11 +49,16 @@ class Received:
 
 
 class Transfers:
-    """The pinned buffers of an engine's device."""
+    """An engine's uploads and downloads, through pinned buffers that steps take in turns.
 
-    def __init__(self, device: torch.device) -> None:
+    in_place: whether the device reads the host's memory, so that nothing is copied; by default, on a CPU.
+    """
+
+    def __init__(self, device: torch.device, *, in_place: bool | None = None) -> None:
         self.device = device
-        self._uploads, self._downloads = _Ring(), _Ring()
+        is_needed = device.type != "cpu" if in_place is None else not in_place
+        self._uploads = _Ring() if is_needed else None
+        self._downloads = _Ring() if is_needed else None
 
     def new_upload(self) -> Upload:
         """Start a step's upload."""
@@ -65,17 +70,19 @@ class Transfers:
 
 
 class Upload:
-    """Numbers for the device, put together and then sent at once."""
+    """Numbers for the device, put together and then sent at once.
 
-    def __init__(self, device: torch.device, buffers: _Ring | None = None) -> None:
-        self.device = device
-        self._buffers = buffers or _Ring()
+    buffers: pinned ones; None where the device reads the host's memory.
+    """
+
+    def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
+        self.device, self._buffers = device, buffers
         self._parts: list[Sent] = []
 
     def put(self, numbers: Numbers, dtype: torch.dtype) -> Sent:
         """Add numbers, an array of any shape or a list: of int64, int32 or float32."""
         sent = Sent(np.array(numbers, NUMPY_DTYPES[dtype], order="C"))
-        if self.device.type == "cpu":
+        if self._buffers is None:
             sent.tensor = torch.from_numpy(sent.numbers)
         else:
             self._parts.append(sent)
@@ -83,7 +90,7 @@ class Upload:
 
     def send(self) -> None:
         """Send all that was put, without waiting for it."""
-        if not self._parts:
+        if self._buffers is None or not self._parts:
             return
         parts, self._parts = self._parts, []
         starts, size = [], 0
@@ -107,11 +114,13 @@ class Upload:
 
 
 class Download:
-    """Tensors of the device for the host: asked for one by one, sent at once, and there after `wait`."""
+    """Tensors of the device for the host: asked for one by one, sent at once, and there after `wait`.
 
-    def __init__(self, device: torch.device, buffers: _Ring | None = None) -> None:
-        self.device = device
-        self._buffers = buffers or _Ring()
+    buffers: as of an upload.
+    """
+
+    def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
+        self.device, self._buffers = device, buffers
         self._parts: list[Received] = []
         self._buffer: _Buffer | None = None
 
@@ -121,7 +130,7 @@ class Download:
         A large one is fetched now, by a copy that blocks.
         """
         received = Received(tensor)
-        if self.device.type == "cpu" or tensor.nbytes > LARGEST_PART:
+        if self._buffers is None or tensor.nbytes > LARGEST_PART:
             received.numbers = tensor.cpu().numpy()
         else:
             self._parts.append(received)
@@ -129,7 +138,7 @@ class Download:
 
     def send(self) -> None:
         """Send all that was asked for, without waiting for it."""
-        if not self._parts:
+        if self._buffers is None or not self._parts:
             return
         self._parts.sort(key=lambda part: -part.tensor.itemsize)  # so that each part is aligned
         words = [part.tensor.reshape(-1).view(torch.int32) for part in self._parts]

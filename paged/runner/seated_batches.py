@@ -53,6 +53,7 @@ class _Step(NamedTuple):
     rope_lens: Sent | None
     seq_lens: Sent
     sizes: dict[str, int]  # arguments of `unpack_step`
+    max_seqlen_q: int
     min_seqlen_q: int
     outputs: _Outputs | None
     num_logits: int
@@ -98,15 +99,14 @@ class SeatedBatches:
         seq_lens = rows[: len(num_new), START] + num_new
         ends = np.zeros(len(num_new) + 1, np.int32)
         np.cumsum(num_new, out=ends[1:])
-        rope_lens = None
+        rope_lens, max_seqlen_q = None, int(num_new.max())
         if self.with_rope_lens:
             lens = [request.num_prompt_tokens for request in schedule.requests]
             rope_lens = upload.put(lens, torch.int32)
         sizes = {
             "num_tokens": int(ends[-1]),
-            "max_seqlen_q": int(num_new.max()),
             "max_seq_len": int(seq_lens.max()),
-            "max_entries": max_entries,
+            "longest": max(max_seqlen_q, max_entries),
         }
         return _Step(
             rows=upload.put(rows, torch.int32),
@@ -116,6 +116,7 @@ class SeatedBatches:
             rope_lens=rope_lens,
             seq_lens=upload.put(seq_lens, torch.int32),
             sizes=sizes,
+            max_seqlen_q=max_seqlen_q,
             min_seqlen_q=int(num_new.min()),
             outputs=_put_outputs(schedule, seq_lens, ends, upload),
             num_logits=len(schedule.sampled),
@@ -138,7 +139,7 @@ class SeatedBatches:
         )
         num_rows, columns = len(cu_seqlens_q) - 1, by_token.unbind()
         tables_of_step, tables_of_outputs = tables.split_with_sizes([num_rows, tables.shape[1] - num_rows], 1)
-        extremes = step.sizes["max_seqlen_q"], step.min_seqlen_q
+        extremes = step.max_seqlen_q, step.min_seqlen_q
         queries = Queries(tables_of_step.unbind(), step.seq_lens.tensor, cu_seqlens_q, *extremes)
         output_rows, output_queries = self._all_rows[: step.num_logits], queries if step.num_logits else None
         if outputs is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.backend import Kernels
-from ..model.transfers import Download, Received, Upload
+from ..model.transfers import Download, Received, Transfers, Upload
 from ..requests.request import Request, TokenLogprobs
 from ..scheduler.schedule import NOT_FINITE, StepOutput
 from .dry import DryHistory
@@ -60,7 +60,8 @@ class Sampler:
         best: tuple[Tensor, Tensor] | None = None,
     ) -> StepOutput:
         """Choose one token for each row of f32[len(requests), vocab_size], at once: see `Draw.run`."""
-        upload, download = Upload(self.device), Download(self.device)
+        transfers = Transfers(self.device)
+        upload, download = transfers.new_upload(), transfers.new_download()
         draw = self.prepare(requests, [len(request.token_ids) for request in requests], upload)
         upload.send()
         draw.run(logits, download, grammar_masks, best)
@@ -138,7 +139,7 @@ class Draw:
         else:
             assert self._positions is not None, "random numbers depend on the position"
             if best is None or may_ban_all:
-                highest = logits.new_empty(len(logits))
+                highest = torch.empty(len(logits), device=logits.device)
             tokens = batch.parameters.sample(self._kernels, logits, self._positions.tensor, highest)
         if batch.edits is not None:
             batch.edits.record(tokens)

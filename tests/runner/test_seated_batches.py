@@ -13,7 +13,7 @@ from paged.errors import ConfigError
 from paged.kernels.gpu import unpack_step as kernel
 from paged.kernels.gpu.target import in_interpreter
 from paged.model.batch import Batch, BatchBuilder, Queries
-from paged.model.transfers import Upload
+from paged.model.transfers import Transfers
 from paged.requests.request import PromptReport
 from paged.runner.seated_batches import ALL_KEPT, SeatedBatches
 from paged.scheduler.schedule import Schedule
@@ -37,7 +37,7 @@ def new_seated(num_groups: int = 1) -> SeatedBatches:
 
 
 def batch_of(seated: SeatedBatches, schedule: Schedule) -> Batch:
-    upload = Upload(DEVICE)
+    upload = Transfers(DEVICE).new_upload()
     step = seated.put(schedule, upload)
     upload.send()
     return seated.batch(step)
@@ -133,7 +133,7 @@ def test_only_what_is_new_is_sent():
     seated, sent = new_seated(), []
     for _ in range(6):
         schedule = cases.scheduled(scheduler)
-        step = seated.put(schedule, Upload(DEVICE))
+        step = seated.put(schedule, Transfers(DEVICE).new_upload())
         sent.append((step.tokens.numbers.size, step.entries.numbers.size))
         cases.updated(scheduler, schedule)
     # The prompts with 4 and 1 blocks; then only those by which the tables grow, at 9 and at 33 tokens.
@@ -154,7 +154,7 @@ def test_kernel_refuses_what_does_not_fit():
     rows = torch.tensor([row, row], dtype=torch.int32, device=DEVICE)
     ints, longs = rows[0, :0], torch.zeros(4, dtype=torch.int64, device=DEVICE)
     tables = torch.zeros(1, 4, 3, dtype=torch.int32, device=DEVICE)
-    sizes = {"num_tokens": 2, "max_seqlen_q": 1, "max_seq_len": 1, "max_entries": 0, "block_size": 8}
+    sizes = {"num_tokens": 2, "max_seq_len": 1, "longest": 1, "block_size": 8}
     ends, none = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE), ints.view(1, 0)
     good = [rows, ends, ints, none, longs, tables, None, None]
     kernel.unpack_step(*good, **sizes)
@@ -220,9 +220,8 @@ def test_rows_are_those_of_numpy():
             sources,
             None,
             num_tokens=ends[-1],
-            max_seqlen_q=max(np.diff(ends)).item(),
             max_seq_len=longest,
-            max_entries=300,
+            longest=700,
             block_size=block,
         )
         at = 0

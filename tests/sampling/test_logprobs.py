@@ -13,7 +13,7 @@ from torch import Tensor
 from paged import RequestError, RequestOutput, SamplingParams
 from paged.kernels.backend import Kernels, load_kernels
 from paged.kernels.reference import token_logprobs as by_sorting
-from paged.model.transfers import Download, Upload
+from paged.model.transfers import Transfers
 from paged.requests.request import PromptReport, Request, RequestInputs, TokenLogprobs
 from paged.sampling import reporter
 from paged.sampling.logprobs import AskedLogprobs
@@ -31,9 +31,10 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 def token_logprobs(
     kernels: Kernels, logits: Tensor, token_ids: list[int], num_tops: list[int]
 ) -> list[TokenLogprobs]:
-    cpu = torch.device("cpu")
-    asked = AskedLogprobs(num_tops, logits.shape[1], Upload(cpu))
-    return asked.reports(asked.compute(kernels, logits, torch.tensor(token_ids), Download(cpu)))
+    transfers = Transfers(torch.device("cpu"))
+    asked = AskedLogprobs(num_tops, logits.shape[1], transfers.new_upload())
+    found = asked.compute(kernels, logits, torch.tensor(token_ids), transfers.new_download())
+    return asked.reports(found)
 
 
 def test_report_by_hand(kernels):
@@ -266,9 +267,11 @@ def test_rows_of_logits_in_memory_are_bounded(monkeypatch):
     token_ids = [i % vocab_size for i in range(num_rows + 1)]
     request = Request(RequestInputs(prompt_token_ids=token_ids, max_total_tokens=num_rows + 2))
     asked = AskedRows(request, PromptReport(0, num_rows, 0), 0, num_rows, 0)
-    cpu = torch.device("cpu")
-    reports = reporter.Reporter(head, vocab_size, load_kernels("torch")).prepare([asked], Upload(cpu))
-    reports.run(hidden, Download(cpu))
+    transfers = Transfers(torch.device("cpu"))
+    reports = reporter.Reporter(head, vocab_size, load_kernels("torch")).prepare(
+        [asked], transfers.new_upload()
+    )
+    reports.run(hidden, transfers.new_download())
     ((_, rows),) = reports.results()
     assert sizes == [4] * 8 + [1]
     own = (hidden @ weight).log_softmax(-1)[range(num_rows), token_ids[1:]]

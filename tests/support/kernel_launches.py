@@ -204,9 +204,8 @@ def launch_unpack_step(num_rows: int) -> None:
         ints,
         None,
         num_tokens=num_rows + 99,
-        max_seqlen_q=100,
         max_seq_len=1000 * num_rows,
-        max_entries=7,
+        longest=100,
         block_size=16,
     )
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from ...arguments import check_filters
 from ...checks import check_apart, check_contiguous, check_last_dim_contiguous
 from ...gumbel import NOISE_BLOCK
+from ..launch import BoundLaunch
 from ..target import check_launchable, current_target
 from .filter_row import (
     NUM_LIMITS,
@@ -204,30 +205,32 @@ def check_vocabulary(logits: Tensor, temperature: Tensor, filters: Filters) -> N
             check_contiguous(name, column)
 
 
-def block_maxima(
-    logits: Tensor, *, moments: bool, highest: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the maxima, moments and highest logits of each block, [n, num_blocks, ...]: see the kernel.
+class BlockMaxima:
+    """The launch that finds the maxima of each block of logits, and what else is asked for."""
 
-    What is not asked for is None.
-    """
-    n, vocab_size = logits.shape
-    num_blocks = triton.cdiv(vocab_size, BLOCK)
-    maxima = torch.empty(n, num_blocks, device=logits.device)
-    statistics = torch.empty(n, num_blocks, 3, dtype=torch.float64, device=logits.device) if moments else None
-    unchanged = torch.empty_like(maxima) if highest else None
-    _maxima_kernel[(n, num_blocks)](
-        logits_ptr=logits,
-        maxima_ptr=maxima,
-        moments_ptr=statistics,
-        highest_ptr=unchanged,
-        stride_row=logits.stride(0),
-        SIZE=vocab_size,
-        NUM_BLOCKS=num_blocks,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
-    return maxima, statistics, unchanged
+    def __init__(self, logits: Tensor, *, moments: bool, highest: bool = False) -> None:
+        num_rows, vocab_size = logits.shape
+        self.num_blocks, self._moments, self._highest = triton.cdiv(vocab_size, BLOCK), moments, highest
+        self._size = num_rows, self.num_blocks
+        self._launch = BoundLaunch(
+            _maxima_kernel,
+            self._size,
+            stride_row=logits.stride(0),
+            SIZE=vocab_size,
+            NUM_BLOCKS=self.num_blocks,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return maxima, moments and the highest logits, [n, num_blocks, ...]; None is not asked for."""
+        maxima = torch.empty(self._size, device=logits.device)
+        highest = torch.empty_like(maxima) if self._highest else None
+        moments = None
+        if self._moments:
+            moments = torch.empty(*self._size, 3, dtype=torch.float64, device=logits.device)
+        self._launch(logits, maxima, moments, highest)
+        return maxima, moments, highest
 
 
 def row_limits(
@@ -294,7 +297,7 @@ def filter_logits(
     check_vocabulary(logits, temperature, filters)
     if len(logits) == 0:
         return
-    maxima, moments, _ = block_maxima(logits, moments=top_n_sigma is not None)
+    maxima, moments, _ = BlockMaxima(logits, moments=top_n_sigma is not None)(logits)
     limits = row_limits(logits, temperature, filters, maxima, moments)
     _mask_kernel[(len(logits), maxima.shape[1])](
         logits_ptr=logits,

@@ -6,6 +6,8 @@ or a sum. A token's noise depends on (seed, position, token) only, whatever else
 rounds in one way. None are contracted: the noise is bitwise equal to that of the reference, `kernels.gumbel`.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,9 @@ from torch import Tensor
 from ...arguments import check_sample_tokens
 from ...checks import check_contiguous
 from ...gumbel import LN_2, LOG_POLYNOMIAL, SMALL_POLYNOMIAL, SQRT_HALF_BITS
+from ..launch import BoundLaunch, Launches, combination
 from ..target import check_launchable
-from .filter_logits import BLOCK, Filters, block_maxima, check_vocabulary, row_limits
+from .filter_logits import BLOCK, BlockMaxima, Filters, check_vocabulary, row_limits
 from .filter_row import NUM_LIMITS, kept_and_scaled, load_finite, max_or_nan, row_scale, scaled
 
 _LN_2 = tl.constexpr(LN_2)
@@ -164,51 +167,69 @@ def sample_tokens(
     Raises ValueError for a shape, dtype or stride that does not fit.
     """
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
+    tensors = logits, seeds, positions, temperature, *filters, highest
+    bound = _launches.find(combination(tensors), *tensors)
+    n, device = len(logits), logits.device
+    out = torch.empty(n, dtype=torch.int64, device=device)
+    if bound is None:
+        return out
+    maxima, moments, maxima_as_are = bound.maxima(logits)
+    limits = None
+    if any(value is not None for value in filters):
+        limits = row_limits(logits, temperature, filters, maxima, moments)
+    scores = torch.empty_like(maxima)
+    tokens = torch.empty(maxima.shape, dtype=torch.int32, device=device)
+    bound.best(logits, seeds, positions, temperature, maxima, limits, scores, tokens)
+    bound.pick(scores, tokens, maxima_as_are, out, highest)
+    return out
+
+
+class _Bound(NamedTuple):
+    """The launches of a draw."""
+
+    maxima: BlockMaxima
+    best: BoundLaunch
+    pick: BoundLaunch
+
+
+def _bind(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    min_p: Tensor | None,
+    top_n_sigma: Tensor | None,
+    typical_p: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    highest: Tensor | None,
+) -> _Bound | None:
+    """Check the arguments. Return the launches, if there are rows."""
+    filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
     check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
     check_launchable("logits", logits)
     check_vocabulary(logits, temperature, filters)
     check_contiguous("seeds", seeds)
     check_contiguous("positions", positions)
     n, vocab_size = logits.shape
-    out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n == 0:
-        return out
-    maxima, moments, maxima_as_are = block_maxima(
-        logits, moments=top_n_sigma is not None, highest=highest is not None
-    )
-    limits = None
-    if any(value is not None for value in filters):
-        limits = row_limits(logits, temperature, filters, maxima, moments)
-    num_blocks = maxima.shape[1]
-    blocks = triton.next_power_of_2(num_blocks)
-    scores = torch.empty_like(maxima)
-    tokens = torch.empty(n, num_blocks, dtype=torch.int32, device=logits.device)
-    _best_kernel[(n, num_blocks)](
-        logits_ptr=logits,
-        seeds_ptr=seeds,
-        positions_ptr=positions,
-        temperature_ptr=temperature,
-        maxima_ptr=maxima,
-        limits_ptr=limits,
-        scores_ptr=scores,
-        tokens_ptr=tokens,
+        return None
+    maxima = BlockMaxima(logits, moments=top_n_sigma is not None, highest=highest is not None)
+    blocks = triton.next_power_of_2(maxima.num_blocks)
+    best = BoundLaunch(
+        _best_kernel,
+        (n, maxima.num_blocks),
         stride_row=logits.stride(0),
         SIZE=vocab_size,
         NUM_LIMITS=NUM_LIMITS,
-        NUM_BLOCKS=num_blocks,
+        NUM_BLOCKS=maxima.num_blocks,
         BLOCKS=blocks,
         BLOCK=BLOCK,
         num_warps=2,
         enable_fp_fusion=False,
     )
-    _pick_kernel[(n,)](
-        scores_ptr=scores,
-        tokens_ptr=tokens,
-        highest_ptr=maxima_as_are,
-        out_ptr=out,
-        row_highest_ptr=highest,
-        NUM_BLOCKS=num_blocks,
-        BLOCKS=blocks,
-        num_warps=4,
-    )
-    return out
+    pick = BoundLaunch(_pick_kernel, (n,), NUM_BLOCKS=maxima.num_blocks, BLOCKS=blocks, num_warps=4)
+    return _Bound(maxima, best, pick)
+
+
+_launches = Launches(_bind)
