@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Numbers = NDArray[Any] | Sequence[Any]
-NUMPY_DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
+# Of what is sent, and of what is received.
+NUMPY_DTYPES: dict[torch.dtype, Any] = {
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
 ALIGNMENT = 16  # of each part, so that kernels are not compiled again for other alignments
 # Steps whose transfers may be under way at once. One more waits.
 NUM_BUFFERS = 2
@@ -26,10 +32,11 @@ LARGEST_PART = 2**20
 class Sent:
     """Numbers that an upload brings to the device. tensor: there, once the upload is sent."""
 
-    __slots__ = ("numbers", "tensor")
+    __slots__ = ("dtype", "numbers", "tensor")
 
-    def __init__(self, numbers: NDArray[Any]) -> None:
-        self.numbers = numbers
+    def __init__(self, numbers: Numbers, dtype: torch.dtype) -> None:
+        self.numbers: NDArray[Any] = np.array(numbers, NUMPY_DTYPES[dtype], order="C")
+        self.dtype = dtype
         self.tensor: Tensor
 
 
@@ -81,7 +88,7 @@ class Upload:
 
     def put(self, numbers: Numbers, dtype: torch.dtype) -> Sent:
         """Add numbers, an array of any shape or a list: of int64, int32 or float32."""
-        sent = Sent(np.array(numbers, NUMPY_DTYPES[dtype], order="C"))
+        sent = Sent(numbers, dtype)
         if self._buffers is None:
             sent.tensor = torch.from_numpy(sent.numbers)
         else:
@@ -105,12 +112,12 @@ class Upload:
         buffer.in_use_until_now()
         typed: dict[Any, Tensor] = {}
         for start, sent in zip(starts, parts, strict=True):
-            dtype, itemsize = _torch_dtype(sent.numbers), sent.numbers.itemsize
+            numbers, dtype = sent.numbers, sent.dtype
             if dtype not in typed:
                 typed[dtype] = memory.view(dtype)
-            first = start // itemsize
-            part = typed[dtype][first : first + sent.numbers.size]
-            sent.tensor = part if sent.numbers.ndim == 1 else part.view(sent.numbers.shape)
+            first = start // numbers.itemsize
+            part = typed[dtype][first : first + numbers.size]
+            sent.tensor = part if numbers.ndim == 1 else part.view(numbers.shape)
 
 
 class Download:
@@ -155,7 +162,7 @@ class Download:
         arrived, start = self._buffer.array.copy(), 0
         for part in self._parts:
             tensor = part.tensor
-            numbers = arrived[start : start + tensor.nbytes].view(_numpy_dtype(tensor))
+            numbers = arrived[start : start + tensor.nbytes].view(NUMPY_DTYPES[tensor.dtype])
             part.numbers = numbers.reshape(tensor.shape)
             start += tensor.nbytes
 
@@ -206,11 +213,3 @@ class _Ring:
             buffer.wait()
         buffer.hold(size)
         return buffer
-
-
-def _torch_dtype(numbers: NDArray[Any]) -> torch.dtype:
-    return next(dtype for dtype, known in NUMPY_DTYPES.items() if numbers.dtype == known)
-
-
-def _numpy_dtype(tensor: Tensor) -> Any:
-    return torch.empty(0, dtype=tensor.dtype).numpy().dtype
