@@ -74,7 +74,7 @@ class Draw:
     """One step's choice of a token for each request of a batch."""
 
     def __init__(self, batch: _Batch, positions: Sequence[int], upload: Upload) -> None:
-        self._batch, self._kernels = batch, batch.kernels
+        self._batch, self._kernels, self.requests = batch, batch.kernels, batch.requests
         self._edits = None if batch.edits is None else batch.edits.prepare(positions, upload)
         self._positions = upload.put(positions, torch.int64) if batch.parameters else None
         self._errors: dict[int, str] = {}
@@ -98,7 +98,7 @@ class Draw:
         model's logits are not finite, or if the request's own parameters leave no token.
         """
         batch, kernels = self._batch, self._kernels
-        if not batch.requests:
+        if not self.requests:
             return None
         is_edited = batch.edits is not None or grammar_masks is not None
         highest: Tensor | None

@@ -18,8 +18,7 @@ from torch import Tensor
 from paged import LLMEngine, RequestOutput, SamplingParams
 from paged.model.config import DEMO
 from paged.model.hf_config import ARCHITECTURES
-from paged.requests.request import Request
-from paged.sampling.sampler import Sampler
+from paged.sampling.sampler import Draw
 from tests.support.checkpoints import (
     CONFIGS,
     STRETCHED,
@@ -44,15 +43,15 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[int, ...], Tensor]]:
     """Record logits by the tokens that they follow."""
     logits_after: dict[tuple[int, ...], Tensor] = {}
-    sample = Sampler.sample
+    run = Draw.run
 
-    def recording(sampler: Sampler, logits: Tensor, requests: Sequence[Request], *masks: Any) -> Any:
-        for row, request in zip(logits, requests, strict=True):
+    def recording(draw: Draw, logits: Tensor, *others: Any) -> Any:
+        for row, request in zip(logits, draw.requests, strict=True):
             logits_after[tuple(request.token_ids)] = row.cpu().clone()
-        return sample(sampler, logits, requests, *masks)
+        return run(draw, logits, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "sample", recording)
+        patch.setattr(Draw, "run", recording)
         yield logits_after
 
 

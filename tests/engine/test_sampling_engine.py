@@ -168,7 +168,7 @@ def test_no_memory_is_left_of_requests_that_ended():
         assert history.num_slots == 5 if round_ == 0 else history.num_slots <= 8
         assert dry.capacity <= 64
     engine.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
-    assert not len(history.slots)
+    assert not len(history.slots.tensor)
     assert not dry.capacity
     check_histories(engine)
 

@@ -80,13 +80,21 @@ WAYS_TO_SAMPLE = (
 )
 
 
+_empty = torch.empty
+
+
+def zeros(*size: Any, **options: Any) -> torch.Tensor:
+    """Allocate as torch.empty, and clear."""
+    return _empty(*size, **options).zero_()
+
+
 def count_warm_up(target: str) -> dict[str, Any]:
     """Count the kernels that an engine's warm-up compiles, and list those that batches need beyond them."""
     config = EngineConfig(model="demo", device="cpu", dtype="bfloat16", num_blocks=200)
     directory = resolve("demo")
     load.resolve_backend = lambda *_: "triton"
     # What kernels would write is 0, and not any token.
-    with compiling(target, always) as launches, mock.patch("torch.empty", torch.zeros):
+    with compiling(target, always) as launches, mock.patch("torch.empty", zeros):
         runner = ModelRunner(config, read_config(directory), directory)
         num_compiled = warm_up(runner)
         ready = {launch.key for launch in launches}
