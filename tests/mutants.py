@@ -208,6 +208,14 @@ MUTANTS = {
         ),
         ("steps never end", "self._running.end_step()\n        now", "now"),
     ],
+    "scheduler/seats": [
+        (
+            "a seat is reused while a step in flight has it",
+            "(self._kept[-1] if self._kept else self._free).append(seat)",
+            "self._free.append(seat)",
+        ),
+        ("a seat is lost with its step", "self._free += self._kept.popleft()", "self._kept.popleft()"),
+    ],
     "scheduler/preemption": [
         ("makes room for a priority beside no request", "room = room.minus(running.claim(request))", "pass"),
         (
@@ -244,8 +252,14 @@ MUTANTS = {
         ("ignores deadlines", "while self._heap and", "while False and"),
     ],
     "scheduler/running": [
-        ("ignores max_num_seqs", "return self._max_num_seqs - len(self.requests)", "return 99"),
-        ("promises seats twice", "len(self.requests) - self._num_promised_seqs", "len(self.requests)"),
+        (
+            "ignores max_num_seqs",
+            "return self.seats.num_free - self._num_promised_seqs",
+            "return 99",
+        ),
+        ("promises seats twice", "self.seats.num_free - self._num_promised_seqs", "self.seats.num_free"),
+        ("seats are not given up", "self.seats.give_up(request.seat)", "pass"),
+        ("the device is not told of newcomers", "self.newcomers.append(request)\n        bisect", "bisect"),
         (
             "makes room for a priority where prompts wait for blocks",
             "if num_new < missing or request.protected:",

@@ -163,6 +163,7 @@ class World:
         ]
         self.prefixes = [[rng.randint(1, 3) for _ in range(24)] for _ in range(3)]
         self.live: dict[str, tuple[Request, Truth]] = {}
+        self.seated: dict[int, Request] = {}  # what the device knows
         self.in_flight: deque[tuple[Schedule, list[tuple[Request, int]], list[list[array[int]]]]] = deque()
         self.pins: list[str] = []
         self.num_requests = self.num_steps = 0
@@ -380,7 +381,24 @@ class World:
         sampled = {id(r) for r in schedule.sampled_requests}
         reads += [(r, ends[r.request_id]) for r in schedule.requests if id(r) not in sampled]
         tables = [[table[:] for table in request.blocks.tables] for request, _ in reads]
+        self.check_seats(schedule)
         self.in_flight.append((schedule, reads, tables))
+
+    def check_seats(self, schedule: Schedule) -> None:
+        """Assert that the device knows whose seats a step has, and no step in flight has those it takes."""
+        for request in schedule.newcomers:
+            self.seated[request.seat] = request
+            for other, _, _ in self.in_flight:
+                seats = zip(
+                    other.sampled_seats + other.seats, other.sampled_requests + other.requests, strict=True
+                )
+                assert all(r is request for seat, r in seats if seat == request.seat), "a seat is in flight"
+        for request, seat in zip(
+            schedule.requests + schedule.sampled_requests,
+            schedule.seats + schedule.sampled_seats,
+            strict=True,
+        ):
+            assert self.seated[seat] is request, "the device was not told who has a seat"
 
     def write(self, request: Request, table: array[int], start: int, end: int) -> None:
         size, refcount = self.block_size, self.manager.pool.refcount

@@ -30,7 +30,7 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_copy_blocks_kernel": 1,
         "_unpack_kernel": 1,
         "_penalties_kernel": 1,
-        "_maxima_kernel": 2,  # with the deviation of a row and without
+        "_maxima_kernel": 4,  # with the deviation of a row and without; of draws and of filters alone
         "_coarse_kernel": 1,
         "_gather_kernel": 1,
         "search_kernel": 1,
@@ -42,9 +42,9 @@ def test_batches_do_not_multiply_binaries(found, target, model):
 
 @pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_warm_up_compiles_all_that_batches_need(found, target):
-    assert found[target]["warm_up"] == {"num_compiled": 19, "ready": 19, "later": []}
+    assert found[target]["warm_up"] == {"num_compiled": 20, "ready": 20, "later": []}
 
 
 @pytest.mark.parametrize("target", DATA_CENTER_TARGETS)
 def test_a_listener_is_called_for_every_kernel_that_is_compiled(found, target):
-    assert found[target]["compiled"] == [5, 5]
+    assert found[target]["compiled"] == [6, 6]
