@@ -108,8 +108,8 @@ MUTANTS = [
         "a step launches outside the device context",
         "cuda:1 while cuda:0 is current",
         "runner/model_runner",
-        "with self._on_device, TrustedContents():\n            upload",
-        "with TrustedContents():\n            upload",
+        "with self._on_device, TrustedContents():\n            try:",
+        "with TrustedContents():\n            try:",
     ),
     Mutant(
         "a norm is launched twice",

@@ -129,7 +129,7 @@ class Download:
     def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
         self.device, self._buffers = device, buffers
         self._parts: list[Received] = []
-        self._buffer: _Buffer | None = None
+        self._sent: tuple[_Buffer, int] | None = None  # with the number of bytes
 
     def get(self, tensor: Tensor) -> Received:
         """Ask for a tensor whose elements have 4 or 8 bytes.
@@ -150,16 +150,18 @@ class Download:
         self._parts.sort(key=lambda part: -part.tensor.itemsize)  # so that each part is aligned
         words = [part.tensor.reshape(-1).view(torch.int32) for part in self._parts]
         packed = words[0] if len(words) == 1 else torch.cat(words)
-        buffer = self._buffer = self._buffers.take(packed.nbytes)
+        buffer = self._buffers.take(packed.nbytes)
         buffer.memory[: packed.nbytes].view(torch.int32).copy_(packed, non_blocking=True)
         buffer.in_use_until_now()
+        self._sent = buffer, packed.nbytes
 
     def wait(self) -> None:
         """Wait until all that was asked for is on the host."""
-        if self._buffer is None:
+        if self._sent is None:
             return
-        self._buffer.wait()
-        arrived, start = self._buffer.array.copy(), 0
+        buffer, size = self._sent
+        buffer.wait()
+        arrived, start = buffer.array[:size].copy(), 0
         for part in self._parts:
             tensor = part.tensor
             numbers = arrived[start : start + tensor.nbytes].view(NUMPY_DTYPES[tensor.dtype])

@@ -43,7 +43,7 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
         raise ConfigError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, one block takes "
             f"{size / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
-            "_memory_utilization or lower max_num_batched_tokens"
+            "_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
         )
     return min(free // size, sizes.max_useful_blocks)
 

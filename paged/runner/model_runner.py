@@ -105,40 +105,47 @@ class ModelRunner:
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
         with self._on_device, TrustedContents():
-            upload, download = self.transfers.new_upload(), self.transfers.new_download()
-            moves = [
-                upload.put(pairs, torch.int64) if pairs else None
-                for pairs in (schedule.swap_out, schedule.swap_in, schedule.copies)
-            ]
-            if not schedule.requests:
-                upload.send()
-                self._move_blocks(*moves)
-                return StepOutput()
-            new_batch = self._prepare_batch(schedule, upload)
-            draw = self.sampler.prepare(schedule.sampled_requests, schedule.sampled_positions(), upload)
-            reports = self.reporter.prepare(schedule.asked_rows(), upload)
-            seats = upload.put(schedule.sampled_seats, torch.int64) if self.seated_batches else None
+            try:
+                return self._execute(schedule)
+            except BaseException:
+                self.sampler.forget()
+                raise
+
+    def _execute(self, schedule: Schedule) -> StepOutput:
+        upload, download = self.transfers.new_upload(), self.transfers.new_download()
+        moves = [
+            upload.put(pairs, torch.int64) if pairs else None
+            for pairs in (schedule.swap_out, schedule.swap_in, schedule.copies)
+        ]
+        if not schedule.requests:
             upload.send()
             self._move_blocks(*moves)
-            batch = new_batch()
-            masks = GrammarMasks.start(schedule.sampled_requests)
-            try:
-                logits, best, asked = self.compute(batch)
-                tokens = draw.run(logits, download, masks, best)
-            finally:
-                if masks is not None:  # also after an error, so that its worker no longer reads the requests
-                    masks.wait()
-            if self.seated_batches is not None and seats is not None and tokens is not None:
-                self.seated_batches.record(seats.tensor, tokens)
-            if asked is not None:
-                reports.run(asked, download)
-            download.send()
-            download.wait()
-            step = draw.result()
-            if masks is not None:
-                masks.check(step)
-            step.reports = reports.results()
-            return step
+            return StepOutput()
+        new_batch = self._prepare_batch(schedule, upload)
+        draw = self.sampler.prepare(schedule.sampled_requests, schedule.sampled_positions(), upload)
+        reports = self.reporter.prepare(schedule.asked_rows(), upload)
+        seats = upload.put(schedule.sampled_seats, torch.int64) if self.seated_batches else None
+        upload.send()
+        self._move_blocks(*moves)
+        batch = new_batch()
+        masks = GrammarMasks.start(schedule.sampled_requests)
+        try:
+            logits, best, asked = self.compute(batch)
+            tokens = draw.run(logits, download, masks, best)
+        finally:
+            if masks is not None:  # also after an error, so that its worker no longer reads the requests
+                masks.wait()
+        if self.seated_batches is not None and seats is not None and tokens is not None:
+            self.seated_batches.record(seats.tensor, tokens)
+        if asked is not None:
+            reports.run(asked, download)
+        download.send()
+        download.wait()
+        step = draw.result()
+        if masks is not None:
+            masks.check(step)
+        step.reports = reports.results()
+        return step
 
     def _prepare_batch(self, schedule: Schedule, upload: Upload) -> Callable[[], Batch]:
         """Return what makes the step's batch, once the upload is sent."""

@@ -168,7 +168,8 @@ class SeatedBatches:
         requests, newcomers = schedule.requests, dict.fromkeys(schedule.newcomers)
         rows = self._rows_as_before(schedule)
         if rows is None:
-            absent = [*dict.fromkeys(newcomers.keys() - {*requests})] if newcomers else []
+            present = {*requests} if newcomers else set()
+            absent = [request for request in newcomers if request not in present]
             rows = np.zeros((len(requests) + len(absent), NUM_COLUMNS), np.int32)
             rows[:, SEAT] = schedule.seats + [request.seat for request in absent]
             rows[: len(requests), START] = schedule.num_computed_tokens

@@ -52,6 +52,10 @@ class Sampler:
             batch = self._last = _Batch(requests, self, upload)
         return Draw(batch, positions, upload)
 
+    def forget(self) -> None:
+        """Keep nothing of the last batch: its upload may have failed."""
+        self._last = None
+
     def sample(
         self,
         logits: Tensor,

@@ -14,6 +14,7 @@ from paged import ConfigError, EngineDeadError, LLMEngine, RequestOutputKind, Sa
 from paged.kernels.gpu import backend as triton_backend
 from paged.kernels.gpu.target import in_interpreter
 from paged.model.decoder import Decoder
+from paged.model.transfers import Upload
 from tests.support.checkpoints import SHAPE, assert_all_free, checkpoint, random_model
 from tests.support.engine_uses import draws_of_a_gpu, greedy, run_to_end
 from tests.support.fake_cuda import lacks
@@ -207,3 +208,37 @@ def test_gpu_without_tiles(monkeypatch, tmp_path, target, message):
     monkeypatch.setattr(triton_backend, "current_target", lambda: target)
     with pytest.raises(ConfigError, match=message):
         new_engine(tmp_path)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.usefixtures("gpu")
+def test_upload_that_failed_leaves_nothing_behind(monkeypatch, at):
+    """The next step has the same requests, and sends again what the failed one did not."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=5,
+        ignore_eos=True,
+        repetition_penalty=1.5,
+        logit_bias={3: 1.0},
+        logprobs=1,
+    )
+    engine, prompts, send = new_engine(), [[5, 6, 7], [9, 8]], Upload.send
+    expected = [o.outputs[0].token_ids for o in engine.generate(prompts, params, use_tqdm=False)]
+    fault = Fault(at, MemoryError())
+
+    def failing(upload: Upload) -> None:
+        fault()
+        send(upload)
+
+    monkeypatch.setattr(Upload, "send", failing)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    found, num_failed = {}, 0
+    while engine.has_unfinished_requests():
+        try:
+            found |= {output.request_id: output for output in engine.step() if output.finished}
+        except MemoryError:
+            num_failed += 1
+    assert num_failed == 1
+    assert [found[str(i)].outputs[0].token_ids for i in range(2)] == expected
+    assert_all_free(engine)
