@@ -113,7 +113,7 @@ class TimedSampler:
         self._prepare = type(engine.runner.sampler).prepare.__get__(engine.runner.sampler)
         engine.runner.sampler.prepare = self.prepare  # type: ignore[assignment,method-assign]
 
-    def prepare(self, requests: Sequence[Request], positions: Sequence[int], upload: Upload) -> TimedSampler:
+    def prepare(self, requests: Sequence[Request], positions: Any, upload: Upload) -> TimedSampler:
         """Time what comes before the model runs. The sampler then stands in for the step's `Draw`."""
         if self.keep:
             self.requests, self.token_ids = requests, [request.token_ids.copy() for request in requests]

@@ -101,8 +101,8 @@ MUTANTS = [
         "the seats of tokens are uploaded after the draw",
         "base",
         "runner/seated_batches",
-        "self.last_tokens.index_copy_(0, seats, tokens)",
-        "self.last_tokens.index_copy_(0, torch.arange(len(seats)).to(tokens.device), tokens)",
+        "self.last_tokens.index_copy_(0, step.sampled_seats.tensor, tokens)",
+        "self.last_tokens.index_copy_(0, torch.arange(len(tokens)).to(tokens.device), tokens)",
     ),
     Mutant(
         "a step launches outside the device context",

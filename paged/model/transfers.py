@@ -63,17 +63,18 @@ class Transfers:
 
     def __init__(self, device: torch.device, *, in_place: bool | None = None) -> None:
         self.device = device
-        is_needed = device.type != "cpu" if in_place is None else not in_place
-        self._uploads = _Ring() if is_needed else None
-        self._downloads = _Ring() if is_needed else None
+        self._uploads, self._downloads = _Ring(), _Ring()
+        self._in_place: tuple[Upload, Download] | None = None  # which keep nothing: the same for every step
+        if device.type == "cpu" if in_place is None else in_place:
+            self._in_place = Upload(device, None), Download(device, None)
 
     def new_upload(self) -> Upload:
         """Start a step's upload."""
-        return Upload(self.device, self._uploads)
+        return self._in_place[0] if self._in_place else Upload(self.device, self._uploads)
 
     def new_download(self) -> Download:
         """Start a step's download."""
-        return Download(self.device, self._downloads)
+        return self._in_place[1] if self._in_place else Download(self.device, self._downloads)
 
 
 class Upload:
@@ -137,7 +138,9 @@ class Download:
         A large one is fetched now, by a copy that blocks.
         """
         received = Received(tensor)
-        if self._buffers is None or tensor.nbytes > LARGEST_PART:
+        if self._buffers is None:
+            received.numbers = tensor.numpy()
+        elif tensor.nbytes > LARGEST_PART:
             received.numbers = tensor.cpu().numpy()
         else:
             self._parts.append(received)

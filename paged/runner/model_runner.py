@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.batch import Batch, BatchBuilder
 from ..model.config import ModelConfig
 from ..model.kv_cache import KVCache
-from ..model.transfers import Sent, Transfers, Upload
+from ..model.transfers import Sent, Transfers
 from ..sampling.reporter import Reporter
 from ..sampling.sampler import Sampler
 from ..sampling.structured_outputs import GrammarMasks
@@ -112,46 +110,46 @@ class ModelRunner:
                 raise
 
     def _execute(self, schedule: Schedule) -> StepOutput:
-        upload, download = self.transfers.new_upload(), self.transfers.new_download()
-        moves = [
+        seated, upload, download = (
+            self.seated_batches,
+            self.transfers.new_upload(),
+            self.transfers.new_download(),
+        )
+        out, back, copies = (
             upload.put(pairs, torch.int64) if pairs else None
             for pairs in (schedule.swap_out, schedule.swap_in, schedule.copies)
-        ]
+        )
         if not schedule.requests:
             upload.send()
-            self._move_blocks(*moves)
+            self._move_blocks(out, back, copies)
             return StepOutput()
-        new_batch = self._prepare_batch(schedule, upload)
-        draw = self.sampler.prepare(schedule.sampled_requests, schedule.sampled_positions(), upload)
-        reports = self.reporter.prepare(schedule.asked_rows(), upload)
-        seats = upload.put(schedule.sampled_seats, torch.int64) if self.seated_batches else None
+        # Everything is put into the upload before it is sent.
+        prepared = seated and seated.put(schedule, upload)
+        draw = self.sampler.prepare(schedule.sampled_requests, schedule.sampled_positions, upload)
+        asked_rows = schedule.asked_rows()
+        reports = self.reporter.prepare(asked_rows, upload) if asked_rows else None
         upload.send()
-        self._move_blocks(*moves)
-        batch = new_batch()
+        self._move_blocks(out, back, copies)
+        batch = seated.batch(prepared) if seated and prepared else self.batch_builder.build(schedule)
         masks = GrammarMasks.start(schedule.sampled_requests)
         try:
-            logits, best, asked = self.compute(batch)
+            logits, best, hidden = self.compute(batch)
             tokens = draw.run(logits, download, masks, best)
         finally:
             if masks is not None:  # also after an error, so that its worker no longer reads the requests
                 masks.wait()
-        if self.seated_batches is not None and seats is not None and tokens is not None:
-            self.seated_batches.record(seats.tensor, tokens)
-        if asked is not None:
-            reports.run(asked, download)
+        if seated and prepared and tokens is not None:
+            seated.record(prepared, tokens)
+        if reports is not None and hidden is not None:
+            reports.run(hidden, download)
         download.send()
         download.wait()
         step = draw.result()
         if masks is not None:
             masks.check(step)
-        step.reports = reports.results()
+        if reports is not None:
+            step.reports = reports.results()
         return step
-
-    def _prepare_batch(self, schedule: Schedule, upload: Upload) -> Callable[[], Batch]:
-        """Return what makes the step's batch, once the upload is sent."""
-        if self.seated_batches is None:
-            return partial(self.batch_builder.build, schedule)
-        return partial(self.seated_batches.batch, self.seated_batches.put(schedule, upload))
 
     def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Run the model on a batch.

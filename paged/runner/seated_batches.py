@@ -57,6 +57,7 @@ class _Step(NamedTuple):
     min_seqlen_q: int
     outputs: _Outputs | None
     num_logits: int
+    sampled_seats: Sent
 
 
 class SeatedBatches:
@@ -120,6 +121,7 @@ class SeatedBatches:
             min_seqlen_q=int(num_new.min()),
             outputs=_put_outputs(schedule, seq_lens, ends, upload),
             num_logits=len(schedule.sampled),
+            sampled_seats=upload.put(schedule.sampled_seats, torch.int64),
         )
 
     def batch(self, step: _Step) -> Batch:
@@ -159,9 +161,9 @@ class SeatedBatches:
             is_decode=outputs is None and step.num_logits > 0,
         )
 
-    def record(self, seats: Tensor, tokens: Tensor) -> None:
-        """Keep the tokens that were drawn, i64[n], as the last ones of their seats, i64[n]."""
-        self.last_tokens.index_copy_(0, seats, tokens)
+    def record(self, step: _Step, tokens: Tensor) -> None:
+        """Keep the tokens that a step has drawn, i64[num_logits], as the last ones of their seats."""
+        self.last_tokens.index_copy_(0, step.sampled_seats.tensor, tokens)
 
     def _rows(self, schedule: Schedule) -> tuple[NDArray[np.int32], array[int], NDArray[np.int32], int]:
         """Return the rows for `unpack_step`, the tokens and entries to send, and a row's most entries."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.backend import Kernels
-from ..model.transfers import Download, Received, Transfers, Upload
+from ..model.transfers import Download, Received, Sent, Transfers, Upload
 from ..requests.request import Request, TokenLogprobs
 from ..scheduler.schedule import NOT_FINITE, StepOutput
 from .dry import DryHistory
-from .logits_edits import LogitsEdits
+from .logits_edits import LogitsEdits, StepEdits
 from .logprobs import AskedLogprobs
 from .parameters import SentParameters, columns_of
 from .structured_outputs import GrammarMasks
@@ -43,8 +43,10 @@ class Sampler:
         self.history, self.dry = TokenHistory(vocab_size, device, num_slots), DryHistory(device)
         self._last: _Batch | None = None
 
-    def prepare(self, requests: Sequence[Request], positions: Sequence[int], upload: Upload) -> Draw:
-        """Send what the draw of a token for each request needs. positions: of those tokens."""
+    def prepare(
+        self, requests: Sequence[Request], positions: Callable[[], Sequence[int]], upload: Upload
+    ) -> Draw:
+        """Send what the draw of a token for each request needs. positions: returns those of the tokens."""
         batch = self._last
         if batch is None or batch.requests != requests:
             # Before the new batch changes the histories: the old one is invalid even if that fails half-way.
@@ -66,7 +68,7 @@ class Sampler:
         """Choose one token for each row of f32[len(requests), vocab_size], at once: see `Draw.run`."""
         transfers = Transfers(self.device)
         upload, download = transfers.new_upload(), transfers.new_download()
-        draw = self.prepare(requests, [len(request.token_ids) for request in requests], upload)
+        draw = self.prepare(requests, lambda: [len(request.token_ids) for request in requests], upload)
         upload.send()
         draw.run(logits, download, grammar_masks, best)
         download.send()
@@ -77,10 +79,27 @@ class Sampler:
 class Draw:
     """One step's choice of a token for each request of a batch."""
 
-    def __init__(self, batch: _Batch, positions: Sequence[int], upload: Upload) -> None:
+    __slots__ = (
+        "_batch",
+        "_edited",
+        "_edits",
+        "_errors",
+        "_kernels",
+        "_logprobs",
+        "_of_model",
+        "_positions",
+        "_tokens",
+        "requests",
+    )
+
+    def __init__(self, batch: _Batch, positions: Callable[[], Sequence[int]], upload: Upload) -> None:
         self._batch, self._kernels, self.requests = batch, batch.kernels, batch.requests
-        self._edits = None if batch.edits is None else batch.edits.prepare(positions, upload)
-        self._positions = upload.put(positions, torch.int64) if batch.parameters else None
+        self._edits: StepEdits | None = None
+        self._positions: Sent | None = None
+        if batch.edits is not None or batch.parameters is not None:
+            known = positions()
+            self._edits = None if batch.edits is None else batch.edits.prepare(known, upload)
+            self._positions = upload.put(known, torch.int64)
         self._errors: dict[int, str] = {}
         self._tokens: Received | None = None
         self._of_model: Received | None = None  # each row's highest logit
@@ -155,7 +174,7 @@ class Draw:
             return StepOutput()
         drawn, of_model = self._tokens.numbers.tolist(), self._of_model.numbers.tolist()
         if self._edited is None and not self._errors and math.isfinite(sum(of_model)):
-            return StepOutput(drawn, self._batch.reports(self._logprobs))
+            return StepOutput(drawn, self._batch.reports(self._logprobs) if self._logprobs else {})
         edited = of_model if self._edited is None else self._edited.numbers.tolist()
         errors = self._errors | _not_finite(of_model, edited, self._errors)
         tokens = [None if row in errors else token for row, token in enumerate(drawn)]

@@ -40,6 +40,12 @@ def engine() -> LLMEngine:
     return new_engine("demo", skip_tokenizer_init=False, num_blocks=64)
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_terminal() -> None:
+    """Have Ctrl-C raise; a shell starts commands in the background with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(engine: LLMEngine) -> None:
     for request_id, (prompt, params) in REQUESTS.items():
         engine.add_request(request_id, prompt, SamplingParams(seed=7, **params))

@@ -37,17 +37,14 @@ def new_seated(num_groups: int = 1) -> SeatedBatches:
 
 
 def batch_of(seated: SeatedBatches, schedule: Schedule) -> Batch:
+    """Make a batch, and record the tokens that `cases.updated` appends."""
     upload = Transfers(DEVICE).new_upload()
     step = seated.put(schedule, upload)
     upload.send()
-    return seated.batch(step)
-
-
-def record(seated: SeatedBatches, schedule: Schedule) -> None:
-    """Draw the tokens that `cases.updated` appends."""
+    batch = seated.batch(step)
     drawn = [cases.hash_token(r.request_id, r.num_tokens) for r in schedule.sampled_requests]
-    seats, tokens = torch.tensor([schedule.sampled_seats, drawn], dtype=torch.int64, device=DEVICE)
-    seated.record(seats, tokens)
+    seated.record(step, torch.tensor(drawn, dtype=torch.int64, device=DEVICE))
+    return batch
 
 
 def assert_equal(batch: Batch, expected: Batch) -> None:
@@ -106,7 +103,6 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks):
         if schedule.requests:
             builder = BatchBuilder(cases.BLOCK_SIZE, torch.device("cpu"), with_rope_lens=True)
             assert_equal(batch_of(seated, schedule), builder.build(schedule))
-            record(seated, schedule)
             is_decode.append(schedule.is_decode)
         cases.updated(scheduler, schedule)
         for request in schedule.requests:
