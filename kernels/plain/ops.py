@@ -222,10 +222,11 @@ def _mask(query_len: int, seq_len: int, low: int, sliding_window: int | None, de
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
-    """Return the first of the highest logits, on a GPU any, and that logit; see `reference.greedy`."""
+    """Return the first of the highest logits, and that logit; see `reference.greedy`."""
     if not is_trusted():
         check_logits(logits)
     if logits.device.type != "cpu":
+        # Of equal values, torch's reduction on a GPU takes the one of the lowest index.
         highest, tokens = logits.max(-1)
         return tokens, highest
     # numpy's argmax is vectorised; torch's is not on a CPU, and takes 7 times as long.

@@ -160,6 +160,27 @@ def test_draws_are_the_references(vocab_size, n, used):
     assert torch.equal(sample_tokens(logits.clone(), seeds, positions, **params), expected)
 
 
+BACKENDS = ["triton"] if DEVICE == "cuda" else ["triton", "numba", "torch"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("used", [set(), None], ids=["plain", "filters"])
+def test_temperature_0_takes_the_first_of_the_highest(backend, used):
+    """Whatever the filters and the neighbours; the highest logits are the model's, NaN and inf among them."""
+    logits = torch.randint(-3, 3, (12, 2100), device=DEVICE).float()
+    logits[8, 7], logits[9, 2000], logits[10] = torch.nan, INF, -INF
+    rows = [{"temperature": 0.0, "typical_p": 0.3, "top_k": 3}, {"top_p": 0.5}] * 6
+    highest = torch.zeros(12, device=DEVICE)
+    expected, expected_highest = load_kernels("torch").greedy(logits.cpu())
+    drawn = load_kernels(backend).sample_tokens(
+        logits.clone(), *counters(12), **parameters(rows, used=used), highest=highest
+    )
+    assert drawn[:8:2].tolist() == expected[:8:2].tolist()
+    torch.testing.assert_close(highest.cpu(), expected_highest, rtol=0, atol=0, equal_nan=True)
+    # As where all rows are greedy: a token does not depend on its neighbours.
+    assert load_kernels(backend).greedy(logits)[0][:8].tolist() == expected[:8].tolist()
+
+
 def test_neighbours_do_not_matter():
     """A row alone, or among others that use other filters: the same token."""
     rows = MIXED[1:4]
