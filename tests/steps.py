@@ -33,7 +33,8 @@ Made by `python -m tests.steps --write` on fake devices with torch {version}; a 
 Each row is the last step of its kind in a run of two requests, with one setting changed from the base case:
 the demo's model in bfloat16 on sm_90, sampling with a temperature. Launches are Triton's kernels, operations
 are torch's that compute or move something. A blocking copy is a transfer and a wait; every other wait reads a
-number that the host needs. "between" is the time between two steps, "profile" the step that measures memory.
+number that the host needs. Log-probabilities beyond 16 MiB, which no case has, come back by copies of their
+own, which block. "between" is the time between two steps, "profile" the step that measures memory.
 
 """
 

@@ -138,11 +138,12 @@ class BoundLaunch:
         """Launch through Triton, and keep the kernel that it found."""
         kernel, names = self._kernel, self._kernel.arg_names
         arguments = dict(zip(names[: len(tensors)], tensors, strict=True)) | self._fixed
-        if callable(self._grid):
+        grid = self._grid  # another thread may replace it meanwhile, by the same
+        if callable(grid):
             found = kernel.run(grid=None, warmup=True, **arguments)
-            self._grid = self._grid(found if isinstance(found, CompiledKernel) else None)
-        self._grid = (*self._grid, 1, 1)[:3]
-        found = kernel[self._grid](**arguments)
+            grid = grid(found if isinstance(found, CompiledKernel) else None)
+        self._grid = grid = (*grid, 1, 1)[:3]
+        found = kernel[grid](**arguments)
         if not isinstance(found, CompiledKernel):
             return
         aligned = tuple(

@@ -107,8 +107,8 @@ def _unpack_kernel(
 def unpack_step(
     rows: Tensor,  # i32[num_rows, NUM_COLUMNS], those of the step first
     cu_seqlens_q: Tensor,  # i32[num_step_rows + 1], exclusive prefix sum of the new tokens
-    tokens: Tensor,  # i32[num_prompt_tokens], of the rows that do not take theirs from the seat
-    entries: Tensor,  # i32[num_groups, num_entries], the new entries of all rows, one after another
+    tokens: Tensor,  # i32[n], of the rows that do not take theirs from the seat; there may be more
+    entries: Tensor,  # i32[num_groups, num_entries], the new ones of all rows, one after another; likewise
     last_tokens: Tensor,  # i64[num_seats], updated in place
     seat_tables: Tensor,  # i32[num_groups, num_seats, max_blocks], updated in place
     sources: Tensor | None,  # i32[num_more], the rows whose block tables are needed once more
@@ -134,7 +134,8 @@ def unpack_step(
     """
     tensors = rows, cu_seqlens_q, tokens, entries, last_tokens, seat_tables, sources, rope_lens
     width = triton.cdiv(max_seq_len, block_size)
-    sizes = num_tokens, width, longest, block_size
+    # Not the exact lengths, for which most steps would be of another combination.
+    sizes = num_tokens, width, triton.cdiv(max(longest, width), _BLOCK), block_size
     bound = _launches.find(combination(tensors, *sizes), *tensors, sizes)
     by_token = torch.empty(bound.by_token, dtype=torch.int64, device=rows.device)
     tables = torch.empty(bound.tables, dtype=torch.int32, device=rows.device)
@@ -164,8 +165,8 @@ def _bind(
     rope_lens: Tensor | None,
     sizes: tuple[int, int, int, int],
 ) -> _Bound:
-    """Check the arguments. sizes: num_tokens, the width of tables, longest and block_size."""
-    num_tokens, width, longest, block_size = sizes
+    """Check the arguments. sizes: num_tokens, the width of tables, programs of a row, and block_size."""
+    num_tokens, width, num_programs, block_size = sizes
     num_step_rows, num_groups = len(cu_seqlens_q) - 1, len(seat_tables)
     for name, tensor, shape, dtype in (
         ("rows", rows, (None, NUM_COLUMNS), torch.int32),
@@ -187,7 +188,7 @@ def _bind(
         raise ValueError(f"cu_seqlens_q must be of 1 to {num_rows} rows, got {num_step_rows}")
     launch = BoundLaunch(
         _unpack_kernel,
-        (num_rows + num_more, triton.cdiv(max(longest, width), _BLOCK)),
+        (num_rows + num_more, num_programs),
         num_rows=num_rows,
         num_step_rows=num_step_rows,
         num_tokens=num_tokens,

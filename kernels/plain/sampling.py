@@ -8,6 +8,7 @@ Batch-invariant.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ def sample_tokens(
     if not is_trusted():
         filters = min_p, top_n_sigma, typical_p, top_k, top_p
         check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
-    columns = seeds, positions, temperature, min_p, top_n_sigma, typical_p, top_k, top_p
+    columns = seeds, positions, temperature, (min_p, top_n_sigma, typical_p, top_k, top_p)
     is_drawn = temperature > 0
     if highest is None and is_drawn.all():
         return _drawn(logits, *columns)
@@ -102,12 +103,10 @@ def _drawn(
     seeds: Tensor,
     positions: Tensor,
     temperature: Tensor,
-    min_p: Tensor | None,
-    top_n_sigma: Tensor | None,
-    typical_p: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
+    filters: Sequence[Tensor | None],
 ) -> Tensor:
+    """Draw a token of each row, whose temperature is above 0. filters: in the order of `sample_tokens`."""
+    min_p, top_n_sigma, typical_p, top_k, top_p = filters
     # A temperature below float32's smallest is 0, and 0 / 0 is NaN.
     temperature = temperature.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     if top_n_sigma is None:

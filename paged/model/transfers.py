@@ -25,8 +25,8 @@ NUMPY_DTYPES: dict[torch.dtype, Any] = {
 ALIGNMENT = 16  # of each part, so that kernels are not compiled again for other alignments
 # Steps whose transfers may be under way at once. One more waits.
 NUM_BUFFERS = 2
-# A larger part comes back alone, by a copy that blocks: pinned memory is not freed again.
-LARGEST_PART = 2**20
+# The most bytes of a transfer in pinned memory, which is not freed again. What is beyond goes without it.
+MOST_PINNED = 2**24
 
 
 class Sent:
@@ -46,12 +46,11 @@ def arrived(sent: Sent | None) -> Tensor | None:
 
 
 class Received:
-    """A tensor that a download brings to the host. numbers: there, once the download has arrived."""
+    """Numbers that a download brings to the host. numbers: there, once the download has arrived."""
 
-    __slots__ = ("numbers", "tensor")
+    __slots__ = ("numbers",)
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self) -> None:
         self.numbers: NDArray[Any]
 
 
@@ -105,12 +104,16 @@ class Upload:
         for sent in parts:
             starts.append(size)
             size += -(-sent.numbers.nbytes // ALIGNMENT) * ALIGNMENT
-        buffer = self._buffers.take(size)
+        # From pageable memory the driver takes a copy before it returns.
+        buffer = self._buffers.take(size) if size <= MOST_PINNED else None
+        staging = torch.empty(size, dtype=torch.uint8) if buffer is None else buffer.memory[:size]
+        array = staging.numpy()
         for start, sent in zip(starts, parts, strict=True):
             numbers = sent.numbers
-            buffer.array[start : start + numbers.nbytes] = numbers.reshape(-1).view(np.uint8)
-        memory = buffer.memory[:size].to(self.device, non_blocking=True)
-        buffer.in_use_until_now()
+            array[start : start + numbers.nbytes] = numbers.reshape(-1).view(np.uint8)
+        memory = staging.to(self.device, non_blocking=True)
+        if buffer is not None:
+            buffer.in_use_until_now()
         typed: dict[Any, Tensor] = {}
         for start, sent in zip(starts, parts, strict=True):
             numbers, dtype = sent.numbers, sent.dtype
@@ -129,55 +132,58 @@ class Download:
 
     def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
         self.device, self._buffers = device, buffers
-        self._parts: list[Received] = []
-        self._sent: tuple[_Buffer, int] | None = None  # with the number of bytes
+        self._parts: list[tuple[Received, Tensor]] = []
+        self._num_bytes = 0  # of the parts
+        self._buffer: _Buffer | None = None
 
     def get(self, tensor: Tensor) -> Received:
         """Ask for a tensor whose elements have 4 or 8 bytes.
 
-        A large one is fetched now, by a copy that blocks.
+        Beyond MOST_PINNED bytes in all, it is fetched now and alone, by a copy that blocks.
         """
-        received = Received(tensor)
+        received = Received()
         if self._buffers is None:
             received.numbers = tensor.numpy()
-        elif tensor.nbytes > LARGEST_PART:
+        elif self._num_bytes + tensor.nbytes > MOST_PINNED:
             received.numbers = tensor.cpu().numpy()
         else:
-            self._parts.append(received)
+            self._parts.append((received, tensor))
+            self._num_bytes += tensor.nbytes
         return received
 
     def send(self) -> None:
         """Send all that was asked for, without waiting for it."""
         if self._buffers is None or not self._parts:
             return
-        self._parts.sort(key=lambda part: -part.tensor.itemsize)  # so that each part is aligned
-        words = [part.tensor.reshape(-1).view(torch.int32) for part in self._parts]
+        self._parts.sort(key=lambda part: -part[1].itemsize)  # so that each part is aligned
+        words = [tensor.reshape(-1).view(torch.int32) for _, tensor in self._parts]
         packed = words[0] if len(words) == 1 else torch.cat(words)
         buffer = self._buffers.take(packed.nbytes)
         buffer.memory[: packed.nbytes].view(torch.int32).copy_(packed, non_blocking=True)
         buffer.in_use_until_now()
-        self._sent = buffer, packed.nbytes
+        self._buffer, buffer.unread = buffer, self
 
     def wait(self) -> None:
         """Wait until all that was asked for is on the host."""
-        if self._sent is None:
+        buffer = self._buffer
+        if buffer is None:
             return
-        buffer, size = self._sent
         buffer.wait()
-        arrived, start = buffer.array[:size].copy(), 0
-        for part in self._parts:
-            tensor = part.tensor
+        arrived, start = buffer.memory[: self._num_bytes].numpy().copy(), 0
+        self._buffer = buffer.unread = None
+        for received, tensor in self._parts:
             numbers = arrived[start : start + tensor.nbytes].view(NUMPY_DTYPES[tensor.dtype])
-            part.numbers = numbers.reshape(tensor.shape)
+            received.numbers = numbers.reshape(tensor.shape)
             start += tensor.nbytes
+        self._parts.clear()
 
 
 class _Buffer:
-    """Pinned memory, and when the device has done with it."""
+    """Pinned memory, and when the device has done with it. unread: the download whose bytes it holds."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.array: NDArray[Any] = self.memory.numpy()
+        self.unread: Download | None = None
         self._event: torch.cuda.Event | None = None
 
     def wait(self) -> None:
@@ -200,7 +206,6 @@ class _Buffer:
         """Get memory for so many bytes."""
         if size > len(self.memory):
             self.memory = torch.empty(max(2 * size, 2**16), dtype=torch.uint8, pin_memory=True)
-            self.array = self.memory.numpy()
 
 
 class _Ring:
@@ -211,9 +216,11 @@ class _Ring:
         self._next = 0
 
     def take(self, size: int) -> _Buffer:
-        """Return a buffer of at least so many bytes that the device does not use."""
+        """Return a buffer of at least so many bytes that nothing is written to or read from any more."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
+        if buffer.unread is not None:
+            buffer.unread.wait()
         if buffer.in_use:
             buffer.wait()
         buffer.hold(size)

@@ -110,11 +110,8 @@ class ModelRunner:
                 raise
 
     def _execute(self, schedule: Schedule) -> StepOutput:
-        seated, upload, download = (
-            self.seated_batches,
-            self.transfers.new_upload(),
-            self.transfers.new_download(),
-        )
+        seated = self.seated_batches
+        upload, download = self.transfers.new_upload(), self.transfers.new_download()
         out, back, copies = (
             upload.put(pairs, torch.int64) if pairs else None
             for pairs in (schedule.swap_out, schedule.swap_in, schedule.copies)

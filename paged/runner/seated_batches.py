@@ -112,8 +112,8 @@ class SeatedBatches:
         return _Step(
             rows=upload.put(rows, torch.int32),
             cu_seqlens_q=upload.put(ends, torch.int32),
-            tokens=upload.put(tokens, torch.int32),
-            entries=upload.put(entries, torch.int32),
+            tokens=upload.put(_padded(tokens), torch.int32),
+            entries=upload.put([_padded(group) for group in entries], torch.int32),
             rope_lens=rope_lens,
             seq_lens=upload.put(seq_lens, torch.int32),
             sizes=sizes,
@@ -165,7 +165,7 @@ class SeatedBatches:
         """Keep the tokens that a step has drawn, i64[num_logits], as the last ones of their seats."""
         self.last_tokens.index_copy_(0, step.sampled_seats.tensor, tokens)
 
-    def _rows(self, schedule: Schedule) -> tuple[NDArray[np.int32], array[int], NDArray[np.int32], int]:
+    def _rows(self, schedule: Schedule) -> tuple[NDArray[np.int32], array[int], list[array[int]], int]:
         """Return the rows for `unpack_step`, the tokens and entries to send, and a row's most entries."""
         requests, newcomers = schedule.requests, dict.fromkeys(schedule.newcomers)
         rows = self._rows_as_before(schedule)
@@ -195,7 +195,7 @@ class SeatedBatches:
             max_entries = max(max_entries, len(tables[0]))
             for sent, table in zip(entries, tables, strict=True):
                 sent += table[first:]
-        return rows, tokens, np.array(entries, np.int32), max_entries
+        return rows, tokens, entries, max_entries
 
     def _rows_as_before(self, schedule: Schedule) -> NDArray[np.int32] | None:
         """Return the rows of the last step, one token further, if the same requests decode once more."""
@@ -217,6 +217,12 @@ class SeatedBatches:
             new = (row for row, request in enumerate(decoding) if request in newcomers)
             changed = [*dict.fromkeys([*new, *changed])]
         return changed
+
+
+def _padded(numbers: array[int]) -> array[int]:
+    """Append zeros, which nothing reads, up to a power of 2, so that few combinations occur."""
+    missing = max(16, 1 << (len(numbers) - 1).bit_length()) - len(numbers)
+    return numbers + array("i", bytes(4 * missing))
 
 
 def _put_outputs(

@@ -66,15 +66,12 @@ class StepReports:
         download: Download,
     ) -> None:
         """Compute the reports."""
-        parts, reporter = (
-            hidden.split_with_sizes([rows.end - rows.start for rows in self._asked]),
-            self._reporter,
-        )
+        reporter = self._reporter
+        parts = hidden.split_with_sizes([rows.end - rows.start for rows in self._asked])
         if self._scored:
             scored = hidden if not self._summed else torch.cat([parts[i] for i in self._scored])
-            for rows, (tokens, logprobs) in zip(
-                torch.split(scored, reporter.max_rows), self._parts, strict=True
-            ):
+            rows_of_parts = torch.split(scored, reporter.max_rows)
+            for rows, (tokens, logprobs) in zip(rows_of_parts, self._parts, strict=True):
                 logits = reporter.head(rows)
                 self._found.append(logprobs.compute(reporter.kernels, logits, tokens.tensor, download))
         if self._summed:

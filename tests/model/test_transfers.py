@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -85,21 +86,50 @@ def test_uploads_beyond_the_buffers_wait(seed):
 
 
 @late
-def test_a_large_part_comes_back_alone(monkeypatch):
-    monkeypatch.setattr(transfers, "LARGEST_PART", 64)
+def test_what_is_beyond_pinned_memory_comes_back_alone_and_leaves_the_device(monkeypatch):
+    """Together, too: 8 numbers fit, 9 do not, nor does one after 8."""
+    monkeypatch.setattr(transfers, "MOST_PINNED", 64)
     with late_cuda(0):
         download = Transfers(torch.device("cuda")).new_download()
-        large, small = (torch.arange(n, device="cuda") for n in (9, 8))
-        parts = [download.get(large), download.get(small)]
-        assert parts[0].numbers.tolist() == [*range(9)]
-        assert not hasattr(parts[1], "numbers")
+        tensors = [torch.arange(n, device="cuda") for n in (9, 8, 1)]
+        parts = [download.get(tensor) for tensor in tensors]
+        assert [hasattr(part, "numbers") for part in parts] == [True, False, True]
+        gone = [weakref.ref(tensor) for tensor in tensors]
+        del tensors
+        assert [tensor() is None for tensor in gone] == [True, False, True]
         download.send()
         download.wait()
-        assert parts[1].numbers.tolist() == [*range(8)]
+        assert [part.numbers.tolist() for part in parts] == [[*range(9)], [*range(8)], [0]]
+        assert gone[1]() is None
 
 
-def test_on_a_cpu_nothing_is_copied_twice_and_arguments_stay_their_owners():
-    upload, numbers = Transfers(torch.device("cpu")).new_upload(), np.arange(3)
-    sent = upload.put(numbers, torch.int64)
+@late
+def test_an_upload_beyond_pinned_memory_goes_without_it(monkeypatch):
+    monkeypatch.setattr(transfers, "MOST_PINNED", 64)
+    with late_cuda(1):
+        upload = Transfers(torch.device("cuda")).new_upload()
+        sent = [upload.put([*range(n)], torch.int64) for n in (5, 9)]
+        upload.send()
+        assert [part.tensor.tolist() for part in sent] == [[*range(5)], [*range(9)]]
+
+
+@late
+def test_a_download_is_not_overwritten_before_it_is_read():
+    with late_cuda(2):
+        downloads, parts = Transfers(torch.device("cuda")), []
+        for step in range(transfers.NUM_BUFFERS + 1):
+            download = downloads.new_download()
+            parts.append((download, download.get(torch.full((3,), step, device="cuda"))))
+            download.send()
+        for step, (download, part) in enumerate(parts):
+            download.wait()
+            assert part.numbers.tolist() == [step] * 3
+
+
+def test_on_a_cpu_numbers_are_copied_once_when_they_are_put():
+    cpu, numbers = Transfers(torch.device("cpu")), np.arange(3)
+    sent = cpu.new_upload().put(numbers, torch.int64)
+    assert np.shares_memory(sent.numbers, sent.tensor.numpy())
+    assert np.shares_memory(cpu.new_download().get(sent.tensor).numbers, sent.numbers)
     numbers += 7
     assert sent.tensor.tolist() == [0, 1, 2]

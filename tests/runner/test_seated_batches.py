@@ -130,7 +130,12 @@ def test_only_what_is_new_is_sent():
     for _ in range(6):
         schedule = cases.scheduled(scheduler)
         step = seated.put(schedule, Transfers(DEVICE).new_upload())
-        sent.append((step.tokens.numbers.size, step.entries.numbers.size))
+        assert (step.tokens.numbers.size, step.entries.numbers.size) == ((64, 16) if not sent else (16, 16))
+        rows = step.rows.numbers
+        num_tokens = sum(
+            schedule.num_new_tokens[row] for row in (rows[:, kernel.FIRST_TOKEN] >= 0).nonzero()[0]
+        )
+        sent.append((num_tokens, rows[:, kernel.NUM_ENTRIES].sum()))
         cases.updated(scheduler, schedule)
     # The prompts with 4 and 1 blocks; then only those by which the tables grow, at 9 and at 33 tokens.
     assert sent == [(36, 5), (0, 0), (0, 0), (0, 2), (0, 0), (0, 0)]

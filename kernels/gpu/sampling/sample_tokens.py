@@ -168,7 +168,7 @@ def sample_tokens(
     """
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
     tensors = logits, seeds, positions, temperature, *filters, highest
-    bound = _launches.find(combination(tensors), *tensors)
+    bound = _launches.find(combination(tensors), *tensors[:4], filters, highest)
     n, device = len(logits), logits.device
     out = torch.empty(n, dtype=torch.int64, device=device)
     if bound is None:
@@ -197,15 +197,10 @@ def _bind(
     seeds: Tensor,
     positions: Tensor,
     temperature: Tensor,
-    min_p: Tensor | None,
-    top_n_sigma: Tensor | None,
-    typical_p: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
+    filters: Filters,
     highest: Tensor | None,
 ) -> _Bound | None:
     """Check the arguments. Return the launches, if there are rows."""
-    filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)
     check_sample_tokens(logits, seeds, positions, temperature, *filters, highest=highest)
     check_launchable("logits", logits)
     check_vocabulary(logits, temperature, filters)
@@ -214,7 +209,7 @@ def _bind(
     n, vocab_size = logits.shape
     if n == 0:
         return None
-    maxima = BlockMaxima(logits, moments=top_n_sigma is not None, highest=highest is not None)
+    maxima = BlockMaxima(logits, moments=filters.top_n_sigma is not None, highest=highest is not None)
     blocks = triton.next_power_of_2(maxima.num_blocks)
     best = BoundLaunch(
         _best_kernel,

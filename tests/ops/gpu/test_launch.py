@@ -4,6 +4,7 @@ import json
 import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from paged.kernels.backend import load_kernels
 from paged.kernels.checks import TrustedContents
 from paged.kernels.gpu.attention import descriptors
 from paged.kernels.gpu.attention.config import FAMILIES
-from paged.kernels.gpu.launch import MOST_COMBINATIONS, Launches, combination
+from paged.kernels.gpu.launch import MOST_COMBINATIONS, BoundLaunch, Launches, combination
 from paged.kernels.gpu.occupancy import AMD_LIMITS, SM_LIMITS, blocks_per_sm
 from tests.aot import run_compiler
 from tests.support.kernel_cases import DEVICE
@@ -187,6 +188,26 @@ def test_threads_share_what_is_kept():
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(call, range(8))) == [[]] * 8
     assert len(bound) == MOST_COMBINATIONS
+
+
+def test_a_launch_may_be_made_while_another_thread_makes_the_first():
+    """The other comes first, while the kernel is compiled from which the grid follows."""
+    launched, others = [], [lambda: launch(torch.zeros(1))]
+
+    class Kernel:
+        arg_names = ("x",)
+        params = (SimpleNamespace(do_not_specialize_on_alignment=False),)
+
+        def run(self, **_):
+            if others:
+                others.pop()()
+
+        def __getitem__(self, grid):
+            return lambda **_: launched.append(grid)
+
+    launch = BoundLaunch(Kernel(), lambda _: (3,))
+    launch(torch.zeros(1))
+    assert launched == [(3, 1, 1)] * 2
 
 
 def test_what_is_refused_is_not_kept():
