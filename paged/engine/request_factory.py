@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..errors import RequestError
-from ..model.config import ModelConfig
 from ..requests.contradictions import check_possible
 from ..requests.prompts import Prompt
 from ..requests.request import (
@@ -29,8 +28,8 @@ from ..sampling.structured_outputs import Grammars
 from ..sampling_params import SamplingParams
 from ..scheduler.policies import Policy
 from ..text.prompt_parser import ParsedPrompt, PromptParser
-from ..text.tokenizer import Tokenizer
 from ..validation import shown
+from .model_text import ModelText
 
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 
@@ -65,25 +64,21 @@ class RequestFactory:
 
     def __init__(
         self,
-        model_config: ModelConfig,
+        text: ModelText,
         block_manager: BlockManager,
-        tokenizer: Tokenizer | None,
+        prompts: PromptParser,
         *,
-        eos_token_ids: frozenset[int],
-        max_model_len: int,
         max_num_seqs: int,
         scheduling_policy: str | Policy,
-        default_params: SamplingParams,
         seed: int,
     ) -> None:
-        self.model_config, self.block_manager, self.tokenizer = model_config, block_manager, tokenizer
-        self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
-        self.max_num_seqs, self.seed = max_num_seqs, seed
-        self.scheduling_policy, self.default_params = scheduling_policy, default_params
+        self.model_config, self.block_manager, self.prompts = text.model_config, block_manager, prompts
+        self.tokenizer, self.eos_token_ids = text.tokenizer, text.eos_token_ids
+        self.max_model_len, self.max_num_seqs, self.seed = prompts.max_model_len, max_num_seqs, seed
+        self.scheduling_policy, self.default_params = scheduling_policy, text.params_of({})
         # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
-        self.prompts = PromptParser(model_config, tokenizer, max_model_len)
-        self.grammars = Grammars(tokenizer, model_config.vocab_size, eos_token_ids)
+        self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
 
     def new_group(self, request_id: str, spec: RequestSpec, now: float) -> RequestGroup:
         """Make a request of params.num_samples samples; all but the first are siblings of the first.
