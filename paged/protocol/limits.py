@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_DEPTH = 64  # of objects and arrays in a JSON text
+MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
 MAX_N = 128  # samples of a prompt, also best_of
 MAX_PROMPTS = 2048  # prompts of a request, or inputs of an embedding
 MAX_CHOICES = 2048  # prompts times n

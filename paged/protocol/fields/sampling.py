@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..arguments import field_texts
-from ..errors import RequestError
-from ..from_vllm import SAMPLING_PARAMS
-from ..sampling_params import (
+from ...arguments import field_texts
+from ...errors import RequestError
+from ...from_vllm import SAMPLING_PARAMS
+from ...sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
@@ -18,10 +18,9 @@ from ..sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from ..validation import shown
-from .fields import Field, ObjectOf, Table, Tagged, refused
+from ...validation import shown
+from ..limits import MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
 from .kinds import (
-    AnyJSON,
     Boolean,
     Choice,
     Integer,
@@ -34,7 +33,7 @@ from .kinds import (
     Text,
     TokenIds,
 )
-from .limits import MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
+from .table import Field, ObjectOf, Table, Tagged, refused
 
 _TEXT = Text(1)
 _CANDIDATES = Integer(-1, MAX_LOGPROBS)
@@ -61,7 +60,7 @@ KINDS: dict[str, Kind] = {
     "bad_words": ListOf(_TEXT, longest=MAX_BAD_WORDS),
     "min_tokens": Integer(0),
     "max_tokens": Integer(1),
-    "stop": OneOf((Text(), ListOf(_TEXT, longest=MAX_STOP_STRINGS))),
+    "stop": OneOf((_TEXT, ListOf(_TEXT, longest=MAX_STOP_STRINGS))),
     "stop_token_ids": TokenIds(0, MAX_TOKEN_IDS),
     "include_stop_str_in_output": Boolean(),
     "ignore_eos": Boolean(),
@@ -154,6 +153,8 @@ SAMPLING_FIELDS += [
     if name not in _given
     for field in refused(name, reason, *values)
 ]
+CACHE_SALT = _sampling("cache_salt", KINDS["cache_salt"])
+DETOKENIZE = _sampling("detokenize", KINDS["detokenize"])
 
 
 def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:

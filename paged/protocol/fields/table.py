@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import PagedError, RequestError, UnknownArgumentError
-from ..validation import shown
+from ...errors import PagedError, RequestError, UnknownArgumentError
+from ...validation import shown
 from .kinds import AnyJSON, Kind, Schema, nullable
 
 # The names of longer fields are not compared with known ones, which takes quadratic time.
@@ -70,6 +70,10 @@ class Table:
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
+
+    def field(self, name: str) -> Field:
+        """Return the field of this name."""
+        return self._by_name[name]
 
     def with_effect(self, effect: Effect) -> list[Field]:
         """Return the fields with such an effect."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RequestError
-from ..sampling_params import biases_of
-from ..validation import MAX_INT, check_bool, check_int, check_number, shown
+from ...errors import RequestError
+from ...sampling_params import biases_of
+from ...validation import MAX_INT, check_bool, check_int, check_number, shown
 
 Schema = dict[str, Any]
 
@@ -25,7 +25,7 @@ class Kind(ABC):
 
     @abstractmethod
     def parse(self, name: str, value: Any) -> Any:
-        """Return a JSON value as the code takes it. Raises RequestError naming the field and what it takes."""
+        """Return a JSON value as the code takes it. Raises RequestError naming the field."""
 
     @abstractmethod
     def schema(self) -> Schema:
@@ -200,9 +200,7 @@ def check_length(name: str, value: Any, shortest: int, longest: int | None) -> N
 
 def length_schema(shortest: int, longest: int | None) -> Schema:
     """Return the keywords of a JSON schema for such lengths of a list."""
-    return ({"minItems": shortest} if shortest else {}) | (
-        {} if longest is None else {"maxItems": longest}
-    )
+    return ({"minItems": shortest} if shortest else {}) | ({} if longest is None else {"maxItems": longest})
 
 
 @dataclass(frozen=True, slots=True)
