@@ -119,7 +119,7 @@ RESPONSE_FORMAT = Tagged(
     },
 )
 GUIDED = "its place is structured_outputs: {{{}}}"
-# In every body that generates, but for logprobs, which each has in its own form.
+# In every body that generates; of these two each body has its own form.
 SAMPLING_FIELDS = [
     *(
         _sampling(name, kind)

@@ -1,4 +1,4 @@
-"""Field and FieldTable: the fields of a JSON object, described once for parsing, schemas and documentation."""
+"""FieldTable: the fields of a JSON object, described once for parsing, schemas and documentation."""
 
 from __future__ import annotations
 
