@@ -37,6 +37,18 @@ class EngineStats:
     num_cached_tokens: int
 
     @classmethod
+    def total(cls, several: Sequence[EngineStats]) -> EngineStats:
+        """Return the stats of several engines as if they were one."""
+        if len(several) == 1:
+            return several[0]
+        totals: dict[str, Any] = {f.name: sum(getattr(each, f.name) for each in several) for f in fields(cls)}
+        used, looked_up = totals["num_used_blocks"], totals["num_queried_tokens"]
+        totals["utilization"] = used / totals["num_blocks"]
+        totals["waste"] = sum(each.waste * each.num_used_blocks for each in several) / max(1, used)
+        totals["prefix_hit_rate"] = totals["num_cached_tokens"] / max(1, looked_up)
+        return cls(**totals)
+
+    @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:
         """Collect the figures of a scheduler and its blocks."""
         manager, counters = scheduler.block_manager, scheduler.counters
