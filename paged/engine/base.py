@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..arguments import check_call, with_arguments_of
 from ..config import EngineConfig
-from ..errors import RequestError, UsageError
+from ..errors import UsageError
 from ..from_vllm import missing
-from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..requests.prompts import Prompt
@@ -25,9 +24,10 @@ from ..runner.warm_up import warm_up
 from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import ChatTemplates, Message
-from ..text.tokenizer import Tokenizer
+from ..text.prompt_parser import PromptParser
 from . import prefixes
 from .core import EngineCore
+from .model_text import ModelText
 from .request_factory import RequestFactory, RequestSpec
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,9 @@ class BaseEngine:
         self.directory = directory = resolve(config.model, config.revision)
         self.model_config = read_config(directory)
         self.runner = runner = ModelRunner(config, self.model_config, directory)
-        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer(self._tokenizer_directory())
-        self.sampling_defaults = self._read_sampling_defaults()
-        # Ids outside the vocabulary, such as the -1 of models that have no EOS, are never sampled.
-        vocabulary = range(self.model_config.vocab_size)
-        self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
+        self.text = text = ModelText(config, directory, self.model_config)
+        self.tokenizer, self.sampling_defaults = text.tokenizer, text.sampling_defaults
+        self.eos_token_ids = text.eos_token_ids
         started = time.perf_counter()
         self.num_kernels = warm_up(runner)
         if self.num_kernels:
@@ -56,36 +54,15 @@ class BaseEngine:
         self.block_manager = sizes.new_block_manager(cache.num_blocks, cache.num_host_blocks)
         self.scheduler = sizes.new_scheduler(self.block_manager)
         factory = RequestFactory(
-            self.model_config,
+            text,
             self.block_manager,
-            self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            max_model_len=self.max_model_len,
+            text.new_parser(self.max_model_len),
             max_num_seqs=config.max_num_seqs,
             scheduling_policy=config.scheduling_policy,
-            default_params=self.get_default_sampling_params(),
             seed=config.seed,
         )
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         logger.info(self.describe())
-
-    def _tokenizer_directory(self) -> Path:
-        config = self.config
-        if config.tokenizer is not None:
-            return resolve(config.tokenizer, config.tokenizer_revision)
-        if config.tokenizer_revision in (None, config.revision):
-            return self.directory
-        return resolve(config.model, config.tokenizer_revision)
-
-    def _read_sampling_defaults(self) -> dict[str, Any]:
-        source = self.config.generation_config
-        if source in ("paged", "vllm"):
-            return {}
-        found = read_sampling_defaults(self.directory if source == "auto" else resolve(source))
-        if found:
-            values = ", ".join(f"{name}={value}" for name, value in found.items())
-            logger.warning("sampling defaults from generation_config.json: %s", values)
-        return found
 
     def __repr__(self) -> str:
         runner = self.runner
@@ -104,9 +81,7 @@ class BaseEngine:
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
-        if self.tokenizer is None:
-            raise UsageError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
-        return self.tokenizer.hf
+        return self.text.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of requests without any: those of generation_config.json, or the defaults."""
@@ -119,7 +94,7 @@ class BaseEngine:
 
         max_tokens: the default where generation_config.json has no max_new_tokens.
         """
-        return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
+        return self.text.params_of(given, max_tokens)
 
     def describe(self) -> str:
         """Return a line about the model and its KV cache."""
@@ -130,17 +105,19 @@ class BaseEngine:
         """Return current counts of requests, blocks and tokens, and totals so far."""
         return EngineStats.of(self.scheduler)
 
-    @cached_property
+    @property
+    def prompts(self) -> PromptParser:
+        """The parser of prompts."""
+        return self.core.factory.prompts
+
+    @property
     def chat_templates(self) -> ChatTemplates:
         """The chat templates of the tokenizer. Raises RequestError if the engine has none."""
-        if self.tokenizer is None:
-            raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
-        return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+        return self.text.chat_templates
 
     def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
         """Return the prompt of a conversation, from the arguments of `ChatTemplates.render`."""
-        text = self.chat_templates.render(messages, **template)
-        return {"prompt": text, "add_special_tokens": False}
+        return self.text.render_chat(messages, **template)
 
     def add_request(
         self,
@@ -151,11 +128,15 @@ class BaseEngine:
         priority: float | None = None,
         tenant: str = "",
         timeout_s: float | None = None,
+        generated_token_ids: Sequence[int] = (),
     ) -> None:
         """Queue one prompt, to be advanced by `step`.
 
         priority, timeout_s: replace those of sampling_params. timeout_s is in seconds from now.
         tenant: the account that is charged, for scheduling_policy "fair".
+        generated_token_ids: the output so far, from another engine, after which the request goes on. With the
+            seed that the other engine used, the tokens are those that it would have generated. Deltas hold
+            only new tokens and text. One sample, no log-probabilities.
 
         All validation happens here, so the prompt is tokenized and a grammar compiled before this returns. A
         grammar usually takes milliseconds, at most COMPILE_TIMEOUT_S (10 s), and none if it was used lately.
@@ -164,7 +145,9 @@ class BaseEngine:
         Raises RequestError if an argument is wrong or the id is in use, QueueFullError if max_waiting
         requests wait already.
         """
-        self.core.add(request_id, RequestSpec(prompt, sampling_params, priority, tenant, timeout_s))
+        self.core.add(
+            request_id, RequestSpec(prompt, sampling_params, priority, tenant, timeout_s, generated_token_ids)
+        )
 
     def fork(
         self,

@@ -1,0 +1,92 @@
+"""ModelText: what turns the requests of a model into tokens, without the model itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import RequestError, UsageError
+from ..model.config import ModelConfig
+from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
+from ..model.hub import resolve
+from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from ..text.chat_template import ChatTemplates, Message
+from ..text.prompt_parser import PromptParser
+from ..text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class ModelText:
+    """The tokenizer, chat templates and sampling defaults of a checkpoint.
+
+    It needs no torch, so a process without the model can make requests for one that has it.
+
+    tokenizer: None with skip_tokenizer_init.
+    eos_token_ids: those in the vocabulary; others, such as the -1 of models without EOS, are never sampled.
+
+    Raises CheckpointError for files that are missing or wrong.
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path, model_config: ModelConfig) -> None:
+        self.model_config = model_config
+        self.tokenizer = (
+            None if config.skip_tokenizer_init else Tokenizer(_tokenizer_directory(config, directory))
+        )
+        self.sampling_defaults = _sampling_defaults(config.generation_config, directory)
+        vocabulary = range(model_config.vocab_size)
+        self.eos_token_ids = frozenset(i for i in read_eos_token_ids(directory) if i in vocabulary)
+
+    def new_parser(self, max_model_len: int) -> PromptParser:
+        """Return a parser of prompts for contexts of up to max_model_len tokens."""
+        return PromptParser(self.model_config, self.tokenizer, max_model_len)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers. Raises UsageError if there is none."""
+        if self.tokenizer is None:
+            raise UsageError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
+        return self.tokenizer.hf
+
+    def params_of(
+        self, given: Mapping[str, Any], max_tokens: int | None = DEFAULT_MAX_TOKENS
+    ) -> SamplingParams:
+        """Return SamplingParams(**given), with the checkpoint's defaults for what is not given.
+
+        max_tokens: the default where generation_config.json has no max_new_tokens.
+        """
+        return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
+
+    @cached_property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the tokenizer. Raises RequestError without a tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
+        return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+
+    def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
+        """Return the prompt of a conversation, from the arguments of `ChatTemplates.render`."""
+        text = self.chat_templates.render(messages, **template)
+        return {"prompt": text, "add_special_tokens": False}
+
+
+def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path:
+    if config.tokenizer is not None:
+        return resolve(config.tokenizer, config.tokenizer_revision)
+    if config.tokenizer_revision in (None, config.revision):
+        return directory
+    return resolve(config.model, config.tokenizer_revision)
+
+
+def _sampling_defaults(source: str, directory: Path) -> dict[str, Any]:
+    """Return the parameters that generation_config.json sets. Logs them, as they change what is sampled."""
+    if source in ("paged", "vllm"):
+        return {}
+    found = read_sampling_defaults(directory if source == "auto" else resolve(source))
+    if found:
+        values = ", ".join(f"{name}={value}" for name, value in found.items())
+        logger.warning("sampling defaults from generation_config.json: %s", values)
+    return found
