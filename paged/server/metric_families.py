@@ -212,7 +212,7 @@ SERVER = (
         ("version", "model_name", "max_model_len"),
     ),
 )
-FAMILIES = STATES + TOTALS + REQUESTS + SERVER
+METRIC_FAMILIES = STATES + TOTALS + REQUESTS + SERVER
 
 
 def length_bounds(longest: int) -> tuple[float, ...]:

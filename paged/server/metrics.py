@@ -19,10 +19,10 @@ from .. import __version__
 from ..config import EngineConfig
 from ..scheduler.histogram import Histogram, HistogramCounts
 from ..scheduler.stats import EngineStats
-from .metric_families import FAMILIES, FINISH_REASONS, REQUESTS, MetricFamily, length_bounds
+from .metric_families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, MetricFamily, length_bounds
 from .records import CLIENT_GONE, REFUSALS, Ending, RequestProgress, RequestRecord
 
-# Also for clients that accept OpenMetrics, where prometheus_client writes the colon of names as an underscore.
+# Not OpenMetrics, in which prometheus_client writes the colon of the names as an underscore.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # Label values from outside are bounded: others than these become OTHER.
 OTHER = "other"
@@ -154,7 +154,7 @@ class ServerMetrics:
     # Rendering
 
     def _families(self, stats: Mapping[int, EngineStats]) -> Iterator[Metric]:
-        for family in FAMILIES:
+        for family in METRIC_FAMILIES:
             metric = _new_metric(self._prefix, family)
             if family.read is not None:
                 for engine, newest in stats.items():

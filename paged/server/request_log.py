@@ -32,8 +32,8 @@ class RequestLog:
 
     def refused(self, route: str, status: int, reason: str, request_id: str) -> None:
         """Write the line of a request that was refused before it began."""
-        fields = {"id": request_id, "route": route, "status": status, "reason": reason}
-        _lines.info("refused", extra={"fields": fields})
+        fields = {"route": route, "status": status, "reason": reason}
+        _lines.info("refused", extra={"fields": {"id": request_id, **fields} if request_id else fields})
 
     def responded(self, route: str, status: int) -> None:
         """Do nothing: probes and scrapes would fill the log."""

@@ -17,7 +17,7 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from paged.server.metric_families import FAMILIES
+from paged.server.metric_families import METRIC_FAMILIES
 from paged.server.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def samples(metrics, stats=None):
     """Return each sample by name and label values, of the families that paged makes."""
     families = {f.name: f for f in text_string_to_metric_families(metrics.render(stats or {}).decode())}
     found = {}
-    for family in FAMILIES:
+    for family in METRIC_FAMILIES:
         for sample in families[f"paged:{family.name}"].samples:
             values = [sample.labels[label] for label in (*family.labels, "le") if label in sample.labels]
             found[sample.name.removeprefix("paged:"), *values] = sample.value
@@ -64,8 +64,8 @@ def test_what_is_rendered_is_what_the_table_says(demo_stats, prefix):
     observers.refused(COMPLETIONS, 429)
     parsed = text_string_to_metric_families(metrics.render({0: demo_stats}).decode())
     rendered = {family.name: family for family in parsed if ":" in family.name}
-    assert list(rendered) == [f"{prefix}:{family.name}" for family in FAMILIES]
-    for family in FAMILIES:
+    assert list(rendered) == [f"{prefix}:{family.name}" for family in METRIC_FAMILIES]
+    for family in METRIC_FAMILIES:
         own = rendered[f"{prefix}:{family.name}"]
         assert (own.type, own.documentation) == (family.kind, family.meaning)
         labels = {frozenset(sample.labels) - {"le"} for sample in own.samples}

@@ -33,7 +33,7 @@ def written(log_format, record, **ending):
         output = RequestOutput("a", SECRET, [1, 2, 3, 4], [completion], True, 2, times)
         record.on_output(output, record.received + 3.5)
     observers.end(record, **ending)
-    observers.refused("/v1/completions", 413)
+    observers.refused("/v1/completions", 413, request_id="id-2")
     observers.responded("/health", 200)
     return stream.getvalue()
 
@@ -69,6 +69,7 @@ def test_json_lines_have_counts_and_times():
     assert refused == {
         "level": "info",
         "event": "refused",
+        "id": "id-2",
         "route": "/v1/completions",
         "status": 413,
         "reason": "too_large",
@@ -77,7 +78,9 @@ def test_json_lines_have_counts_and_times():
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 @pytest.mark.parametrize(
-    "evil", ["a\nrequest id=b", "a status=500", "\x1b[2Jx\r", "a\u2028b\u202e", '"', "x" * 9999, ""], ids=ascii
+    "evil",
+    ["a\nrequest id=b", "a status=500", "\x1b[2Jx\r", "a\u2028b\u202e", '"', "x" * 9999, ""],
+    ids=ascii,
 )
 def test_a_client_cannot_forge_a_line_or_a_field(evil, log_format):
     text = written(log_format, RequestRecord(evil, "/v1/completions", tenant=evil, model=evil))

@@ -88,7 +88,11 @@ def test_a_request_is_a_span_of_the_clients_trace():
     observers.refused("/v1/completions", 413)
     observers.close()
     span, failed = exporter.get_finished_spans()
-    assert (span.name, span.parent.trace_id, span.parent.span_id) == ("llm_request", int(TRACE, 16), int(SPAN, 16))
+    assert (span.name, span.parent.trace_id, span.parent.span_id) == (
+        "llm_request",
+        int(TRACE, 16),
+        int(SPAN, 16),
+    )
     assert f"{span.context.span_id:016x}" == record.trace.span_id
     attributes = dict(span.attributes)
     assert attributes.pop("gen_ai.latency.e2e") < 3

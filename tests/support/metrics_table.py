@@ -4,14 +4,14 @@ import re
 import sys
 from pathlib import Path
 
-from paged.server.metric_families import FAMILIES
+from paged.server.metric_families import METRIC_FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving-metrics.md"
 
 
 def table() -> str:
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in FAMILIES:
+    for family in METRIC_FAMILIES:
         labels = ", ".join(f"`{label}`" for label in family.labels)
         suffix = "_total" if family.kind == "counter" else ""
         rows.append(f"| `paged:{family.name}{suffix}` | {family.kind} | {labels} | {family.meaning} |")
