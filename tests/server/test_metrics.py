@@ -15,7 +15,7 @@ from tests.support.metrics_table import table
 
 pytest.importorskip("prometheus_client")
 
-from prometheus_client.parser import text_string_to_families
+from prometheus_client.parser import text_string_to_metric_families
 
 from paged.server.telemetry.families import METRIC_FAMILIES
 from paged.server.telemetry.metrics import ServerMetrics
@@ -31,7 +31,7 @@ def new_metrics(**options):
 
 def samples(metrics, stats=None):
     """Return each sample by name and label values, of the families that paged makes."""
-    families = {f.name: f for f in text_string_to_families(metrics.render(stats or {}).decode())}
+    families = {f.name: f for f in text_string_to_metric_families(metrics.render(stats or {}).decode())}
     found = {}
     for family in METRIC_FAMILIES:
         for sample in families[f"paged:{family.name}"].samples:
@@ -62,7 +62,7 @@ def test_what_is_rendered_is_what_the_table_says(demo_stats, prefix):
     record.on_output(output(tokens=(2, 2), reason="length"), 200.0)
     observers.end(record)
     observers.refused(COMPLETIONS, 429)
-    parsed = text_string_to_families(metrics.render({0: demo_stats}).decode())
+    parsed = text_string_to_metric_families(metrics.render({0: demo_stats}).decode())
     rendered = {family.name: family for family in parsed if ":" in family.name}
     assert list(rendered) == [f"{prefix}:{family.name}" for family in METRIC_FAMILIES]
     for family in METRIC_FAMILIES:
