@@ -35,7 +35,6 @@ from .thread import EngineThread, Mailbox
 T = TypeVar("T")
 
 
-
 class AsyncLLMEngine:
     """Serves one model to coroutines, with the options of `LLMEngine`.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Sized
+from dataclasses import replace
 from typing import Any, Self
 
 from ..arguments import show_arguments_of
@@ -19,7 +19,6 @@ from ..errors import ConfigError, EngineDeadError, RequestError, UsageError, rej
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..requests.prompts import Prompt
-from ..requests.request import RequestOutput
 from ..routing.router import new_router
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
@@ -27,19 +26,9 @@ from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt
 from ..validation import check_int, shown
 from . import frames
+from .client_stream import Asked, Begun, ClientStream
 from .connection import EngineConnection
 from .inbox import Inbox
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a caller asks for. `render` makes the prompt of a chat."""
-
-    prompt: Prompt | ParsedPrompt
-    params: SamplingParams
-    tenant: str
-    generated_token_ids: Sequence[int] = ()
-    render: Callable[[], Prompt] | None = None
 
 
 class EngineClient:
@@ -116,7 +105,7 @@ class EngineClient:
     ) -> ClientStream:
         """Return an async iterator over the outputs of a prompt; see `AsyncLLMEngine.generate`."""
         params = self._params(sampling_params, priority, timeout_s)
-        return ClientStream(self, self._id(request_id), _Asked(prompt, params, tenant, generated_token_ids))
+        return ClientStream(self, self._id(request_id), Asked(prompt, params, tenant, generated_token_ids))
 
     def chat(
         self,
@@ -132,7 +121,7 @@ class EngineClient:
         """Return an async iterator over the answers to one conversation; see `AsyncLLMEngine.chat`."""
         reject_unknown("chat", template, TEMPLATE_OPTIONS)
         params = self._params(sampling_params, priority, timeout_s)
-        asked = _Asked("", params, tenant, render=lambda: self.text.render_chat(messages, **template))
+        asked = Asked("", params, tenant, render=lambda: self.text.render_chat(messages, **template))
         return ClientStream(self, self._id(request_id), asked)
 
     async def fork(
@@ -152,7 +141,7 @@ class EngineClient:
         inbox = Inbox(self._id(new_request_id), parent.prompt, parent.token_ids, kind)
         order = frames.Fork(next(self._keys), request_id, inbox.request_id, params)
         self._send(connection, order, inbox)
-        return ClientStream(self, inbox.request_id, None, begun=(connection, order.key, inbox))
+        return ClientStream(self, inbox.request_id, None, begun=Begun(connection, order.key, inbox))
 
     async def encode(
         self,
@@ -197,7 +186,7 @@ class EngineClient:
         return await self._report(orders, parsed)
 
     async def stats(self) -> EngineStats:
-        """Return current counts of requests, blocks and tokens, and totals so far, of all engines together."""
+        """Return current counts of requests, blocks and tokens, and totals so far, of all engines."""
         await self.attach()
         running = self._running()
         return EngineStats.total(await asyncio.gather(*(each.ask(next(self._keys)) for each in running)))
@@ -255,8 +244,8 @@ class EngineClient:
         elif self._loop is not loop:
             raise UsageError("an EngineClient serves one event loop, that of its first call")
 
-    async def begin(self, request_id: str, asked: _Asked) -> tuple[EngineConnection, int, Inbox]:
-        """Send a request to an engine. Return where it is computed, its key there, and its inbox."""
+    async def begin(self, request_id: str, asked: Asked) -> Begun:
+        """Send a request to an engine."""
         await self.attach()
         if asked.render is not None:
             asked = replace(asked, prompt=await asyncio.to_thread(asked.render))
@@ -267,7 +256,7 @@ class EngineClient:
         order = frames.Generate(next(self._keys), request_id, *terms)
         connection = self._choose(parsed.token_ids)
         self._send(connection, order, inbox)
-        return connection, order.key, inbox
+        return Begun(connection, order.key, inbox)
 
     def forget(self, request_id: str, key: int) -> None:
         """Let another request have this id."""
@@ -343,57 +332,6 @@ class EngineClient:
 show_arguments_of(EngineConfig, EngineClient.__init__)
 
 
-class ClientStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, for one reader; see `RequestStream` of `AsyncLLMEngine`."""
-
-    def __init__(
-        self,
-        client: EngineClient,
-        request_id: str,
-        asked: _Asked | None,
-        *,
-        begun: tuple[EngineConnection, int, Inbox] | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self._client, self._asked, self._begun = client, asked, begun
-        self._is_over = self._is_read = False
-
-    async def __anext__(self) -> RequestOutput:
-        if self._is_over:
-            raise StopAsyncIteration
-        if self._is_read:
-            raise UsageError(f"request {self.request_id!r} has a reader already; a stream takes one")
-        self._is_read = True
-        try:
-            if self._begun is None:
-                assert self._asked is not None
-                self._begun = await self._client.begin(self.request_id, self._asked)
-            output = await self._begun[2].get()
-        except BaseException:  # cancelled, most of all
-            self._end()
-            raise
-        finally:
-            self._is_read = False
-        if output.finished:
-            self._end()
-        return output
-
-    async def aclose(self) -> None:
-        """Abort the request if it is not finished."""
-        self._end()
-
-    def __del__(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            if self._begun is not None:
-                connection, key, _ = self._begun
-                self._client.forget(self.request_id, key)
-                connection.abort(key)
-
-
 def _close(connections: list[EngineConnection]) -> None:
     for connection in connections:
         connection.close()
@@ -415,9 +353,8 @@ def _is_short(prompt: Any) -> bool:
 def _sendable(config: EngineConfig, options: dict[str, Any], replicas: int) -> dict[str, Any]:
     """Return options of an engine as plain values. Raises ConfigError for what cannot be sent."""
     if not isinstance(config.scheduling_policy, str):
-        raise ConfigError(
-            f"scheduling_policy of an engine in another process must be a name, got {shown(config.scheduling_policy)}"
-        )
+        policy = shown(config.scheduling_policy)
+        raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")
     if replicas > 1 and ":" in config.device:
         raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")
     sent = dict(options)
