@@ -21,7 +21,7 @@ REASONING_PARSERS = {"deepseek_r1": True, "qwen3": False, "think": False}
 AUTO = "auto"  # the name of the parser that the chat template tells
 # Texts that only the chat template of one family has.
 _FAMILIES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-    "hermes": (("<tool_call>", "</tool_call>", "arguments"), ("<function=", "<arg_key>")),
+    "hermes": (("<tool_call>", "</tool_call>", "arguments"), ("<function=", "<arg_key>", "[TOOL_CALLS]")),
     "llama3_json": (("<|start_header_id|>", "ipython", '"parameters"'), ("<tool_call>",)),
     "mistral": (("[TOOL_CALLS]",), ("<tool_call>",)),
 }
