@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
+from .histogram import HistogramCounts
 from .scheduler import Scheduler
 
 
@@ -13,6 +16,12 @@ class EngineStats:
 
     A block is free, used (held by a running request or pinned), or cached (held by no request, found by its
     tokens). A block that a step in flight may still read counts as used.
+
+    num_queried_tokens: tokens of requests looked up in the prefix cache when they first ran; 0 if it is off.
+    num_prompt_tokens: of the requests that ran so far, the num_cached_tokens among them.
+    num_prefill_tokens, num_decode_tokens: computed so far, including those computed again after a preemption.
+    num_generated_tokens: drawn so far.
+    step_seconds, step_tokens: of all steps, by the bounds SECONDS_OF_STEP and TOKENS_OF_STEP of `histogram`.
     """
 
     num_running: int
@@ -35,6 +44,31 @@ class EngineStats:
     num_prefill_tokens: int  # so far
     num_decode_tokens: int
     num_cached_tokens: int
+    num_queried_tokens: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    step_seconds: HistogramCounts
+    step_tokens: HistogramCounts
+    # Sizes of the engine.
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @classmethod
+    def total(cls, several: Sequence[EngineStats]) -> EngineStats:
+        """Return the stats of several engines as if they were one."""
+        (first, *others) = several
+        if not others:
+            return first
+        values = {f.name: [getattr(each, f.name) for each in several] for f in fields(cls)}
+        histograms = {name: values.pop(name) for name in ("step_seconds", "step_tokens")}
+        totals: dict[str, Any] = {name: sum(each) for name, each in values.items()}
+        used = totals["num_used_blocks"]
+        totals["utilization"] = used / totals["num_blocks"]
+        totals["waste"] = sum(each.waste * each.num_used_blocks for each in several) / max(1, used)
+        totals["prefix_hit_rate"] = totals["num_cached_tokens"] / max(1, totals["num_queried_tokens"])
+        totals |= {name: HistogramCounts.total_of(each) for name, each in histograms.items()}
+        return cls(**{**totals, "block_size": first.block_size})
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:
@@ -65,4 +99,12 @@ class EngineStats:
             num_prefill_tokens=counters.num_prefill_tokens,
             num_decode_tokens=counters.num_decode_tokens,
             num_cached_tokens=counters.num_cached_tokens,
+            num_queried_tokens=counters.num_queried_tokens if manager.enable_prefix_caching else 0,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            step_seconds=counters.step_seconds.snapshot(),
+            step_tokens=counters.step_tokens.snapshot(),
+            block_size=manager.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
