@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .chat_output.plan import ChatFormat
+
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
 MAX_N = 128  # samples of a prompt, also best_of
 MAX_PROMPTS = 2048  # prompts of a request, or inputs of an embedding
@@ -26,15 +28,11 @@ class Limits:
     trust_chat_template: whether a body may bring a chat template, which is code.
     chat_template: the template of bodies without one; None takes the checkpoint's.
     chat_template_kwargs: variables for the template; a body may replace them.
-    enable_auto_tool_choice: whether the model may choose to call tools.
-    tool_call_parser: the name of the form in which the model writes tool calls.
-    reasoning_parser: the name of the form in which the model writes its reasoning; None finds none.
+    chat_format: how the model writes tool calls and reasoning.
     """
 
     max_logprobs: int = 20
     trust_chat_template: bool = False
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    enable_auto_tool_choice: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
+    chat_format: ChatFormat = field(default_factory=ChatFormat)

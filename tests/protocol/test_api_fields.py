@@ -7,12 +7,14 @@ from paged.errors import PagedError
 from paged.protocol.calls.call import AnswerCall, GenerationCall
 from paged.protocol.calls.tokens import DetokenizeCall, TokenizeCall
 from paged.protocol.calls.vectors import EmbeddingCall
+from paged.protocol.chat_output.plan import ChatFormat
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.fields.table import Effect
 from paged.protocol.limits import Limits
 from tests.support.api_fields import BODIES, COMPLETIONS, PAGE, changes, page
 
-TRUSTING = Limits(trust_chat_template=True, max_logprobs=-1)
+FORMAT = ChatFormat.of(tool_call_parser="hermes", reasoning_parser="think", enable_auto_tool_choice=True)
+TRUSTING = Limits(trust_chat_template=True, max_logprobs=-1, chat_format=FORMAT)
 PLACES = [{5: Logprob(-1.0, 2, "a"), 6: Logprob(-0.5, 1, "b")}]
 ROWS = [(url, field) for url, call in ENDPOINTS.items() for field in call.table.fields]
 
@@ -76,7 +78,7 @@ OUTPUT = RequestOutput(
     request_id="r",
     prompt="x",
     prompt_token_ids=[4],
-    outputs=[CompletionOutput(0, "a", [5], "length", None, PLACES, -1.0)],
+    outputs=[CompletionOutput(0, "<think>b</think>a", [5], "length", None, PLACES, -1.0)],
     finished=True,
     num_cached_tokens=0,
     metrics=RequestMetrics(0.0),

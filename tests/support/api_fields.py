@@ -30,6 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
     GENERATE: {"prompts": ["x"]},
     "/generate/batch": {"prompts": ["x"]},
 }
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 _SHORT = "{{ messages[0].content }}!"
 # For each honoured field: a value that changes the call, and the fields beside which it does.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -88,7 +89,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "continue_final_message": (True, {"add_generation_prompt": False, "chat_template": _SHORT}),
     "add_special_tokens": (False, {}),
     "messages": ([{"role": "user", "content": "y"}], {}),
-    "tools": ([{"type": "function"}], {"chat_template": "{{ tools }}"}),
+    "tools": (TOOLS, {"chat_template": "{{ tools }}"}),
+    "tool_choice": ("required", {"tools": TOOLS}),
+    "parallel_tool_calls": (False, {"tools": TOOLS}),
+    "include_reasoning": (False, {}),
     "prompt": ("y", {}),
     "prompts": (["y"], {}),
     "input": ("y", {}),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...requests.request import CompletionOutput, RequestOutput
+from ..chat_output.parts import ChatOutput, OutputParser, Part, ReasoningDelta, delta_of
 from .chunks import Chunks, Form, Head
 from .places import chat_places, prompt_places
 from .usage import Usage, usage_of
@@ -19,11 +20,15 @@ class ChatForm(Form):
     role: of the answer.
     prompt_logprobs: whether the log-probabilities of the prompt are returned.
     prompt_text: whether the rendered conversation is returned.
+    new_parser: makes the parser of an answer; None if answers are all content.
+    include_reasoning: whether reasoning is returned.
     """
 
     role: str = "assistant"
     prompt_logprobs: bool = False
     prompt_text: bool = False
+    new_parser: Callable[[], OutputParser] | None = None
+    include_reasoning: bool = True
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of a body about the prompt."""
@@ -35,6 +40,10 @@ class ChatForm(Form):
         if self.prompt_text:
             fields["prompt_text"] = output.prompt
         return fields
+
+    def shown(self, parts: Iterable[Part]) -> list[Part]:
+        """Return the parts that a response holds."""
+        return [part for part in parts if self.include_reasoning or not isinstance(part, ReasoningDelta)]
 
     def logprobs_of(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """Return the log-probabilities of an output or a delta; None unless requested."""
@@ -48,11 +57,12 @@ def chat_body(outputs: Sequence[RequestOutput], head: Head, form: ChatForm) -> d
     (output,) = outputs
     choices = []
     for completion in output.outputs:
+        message, reason = _message(completion, form)
         choice = {
             "index": completion.index,
-            "message": {"role": form.role, "content": completion.text},
+            "message": message,
             "logprobs": form.logprobs_of(completion),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": reason,
             "stop_reason": completion.stop_reason,
         }
         if form.token_ids:
@@ -60,6 +70,22 @@ def chat_body(outputs: Sequence[RequestOutput], head: Head, form: ChatForm) -> d
         choices.append(choice)
     body = {**head.as_json(), "choices": choices, "usage": usage_of(outputs)}
     return body | form.prompt_fields(output)
+
+
+def _message(completion: CompletionOutput, form: ChatForm) -> tuple[dict[str, Any], str | None]:
+    """Return the message of an answer, and its finish_reason."""
+    if form.new_parser is None:
+        return {"role": form.role, "content": completion.text}, completion.finish_reason
+    parser = form.new_parser()
+    parts = form.shown([*parser.feed(completion.text), *parser.finish()])
+    message = ChatOutput.of(parts).message() | {"role": form.role}
+    return message, _reason(completion, parser)
+
+
+def _reason(completion: CompletionOutput, parser: OutputParser) -> str | None:
+    """Return the finish_reason: an answer that stops after whole calls asks for their results."""
+    is_call = completion.finish_reason == "stop" and parser.has_whole_calls
+    return "tool_calls" if is_call else completion.finish_reason
 
 
 class ChatChunks(Chunks):
@@ -70,6 +96,7 @@ class ChatChunks(Chunks):
     def __init__(self, head: Head, form: ChatForm) -> None:
         super().__init__(head, form, Usage())
         self._is_begun = False
+        self._parsers: dict[int, OutputParser] = {}
 
     def start(self) -> list[dict[str, Any]]:
         """Return the role of each choice."""
@@ -85,16 +112,33 @@ class ChatChunks(Chunks):
         return [self.chunk(self._choice(0, {}), **fields)] if fields else []
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """Return the chunk of a delta, or none while its text is held back."""
-        form, reason, text = self.form, completion.finish_reason, completion.text
+        """Return the chunks of a delta, or none while its text is held back."""
+        form = self.form
+        deltas, reason = self._parsed(choice, completion)
         logprobs = form.logprobs_of(completion) if completion.token_ids else None
-        if not (text or reason is not None or logprobs or form.token_ids):
-            return []
-        delta = {"content": text} if text else {}
-        made = self._choice(choice, delta, logprobs, reason, completion.stop_reason)
+        if not deltas:
+            if not (reason is not None or logprobs or form.token_ids):
+                return []
+            deltas = [{}]
+        *early, last = deltas
+        chunks = [self.chunk(self._choice(choice, delta)) for delta in early]
+        made = self._choice(choice, last, logprobs, reason, completion.stop_reason)
         if form.token_ids:
             made["token_ids"] = [*completion.token_ids]
-        return [self.chunk(made)]
+        return [*chunks, self.chunk(made)]
+
+    def _parsed(self, choice: int, completion: CompletionOutput) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the deltas of a text, and the finish_reason if it is the last."""
+        form, reason = self.form, completion.finish_reason
+        if form.new_parser is None:
+            return [{"content": completion.text}] if completion.text else [], reason
+        parser = self._parsers.get(choice)
+        if parser is None:
+            parser = self._parsers[choice] = form.new_parser()
+        parts = parser.feed(completion.text)
+        if reason is not None:
+            parts += parser.finish()
+        return [delta_of(part) for part in form.shown(parts)], _reason(completion, parser)
 
     @staticmethod
     def _choice(

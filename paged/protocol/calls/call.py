@@ -94,14 +94,18 @@ class GenerationCall(Call):
         """
 
     def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
-        """Return the parameters, with the defaults of the model. Raises RequestError.
+        """Return the parameters, with the defaults of the model, after `prompts`. Raises RequestError.
 
         stream: whether outputs hold deltas, or come once at the end; by default as the body says.
         """
         is_delta = self.stream if stream is None else stream
         kind = RequestOutputKind.DELTA if is_delta else RequestOutputKind.FINAL_ONLY
         with self.naming_field():
-            return text.params_of({**self.sampling, "output_kind": kind}, self.DEFAULT_MAX_TOKENS)
+            return text.params_of({**self.given_params(), "output_kind": kind}, self.DEFAULT_MAX_TOKENS)
+
+    def given_params(self) -> dict[str, Any]:
+        """Return the arguments of SamplingParams that the body gives."""
+        return {**self.sampling}
 
     def check_choices(self, num_prompts: int) -> None:
         """Raise RequestError if a response would have too many choices."""

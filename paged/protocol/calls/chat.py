@@ -10,8 +10,10 @@ from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ..answers.chats import ChatChunks, ChatForm, chat_body
 from ..answers.chunks import Head
-from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
-from ..fields.kinds import Boolean, Integer
+from ..chat_output.parts import OutputParser
+from ..chat_output.plan import ToolPlan
+from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS, TOOLS
+from ..fields.kinds import Boolean, Choice, Integer, JSONObject, OneOf
 from ..fields.messages import MESSAGES
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs
 from ..fields.table import Field, FieldTable, ignored, refused
@@ -40,11 +42,19 @@ CHAT_TABLE = FieldTable(
             "report this many most likely tokens at each position, too; needs logprobs",
         ),
         Field("return_prompt_text", Boolean(), "return the rendered conversation as prompt_text"),
+        TOOLS,
+        Field(
+            "tool_choice",
+            OneOf((Choice(("none", "auto", "required")), JSONObject('{"type": "function", ...}'))),
+            'whether tools are called: "none", "auto", "required", a named function or allowed_tools; "auto" '
+            "needs --enable-auto-tool-choice",
+        ),
+        Field("parallel_tool_calls", Boolean(), "whether an answer may have several calls, by default true"),
+        Field("include_reasoning", Boolean(), "return the reasoning before the answer, by default true"),
         *TEMPLATE_FIELDS,
         ADD_SPECIAL_TOKENS,
         *ANSWER_FIELDS,
         *ignored("verbosity", "ask for it in a message"),
-        *refused("tools tool_choice parallel_tool_calls", "tool calls are not supported yet", []),
         *refused("functions function_call", "their names are tools and tool_choice"),
         *refused("modalities", "answers are text alone", ["text"]),
         *refused("audio", "answers are text alone"),
@@ -52,7 +62,6 @@ CHAT_TABLE = FieldTable(
         *refused("prompt", "text to complete belongs to /v1/completions"),
         *refused("echo", "prompts are repeated by /v1/completions alone; see return_prompt_text", False),
         *refused("detokenize", "an answer is text; /v1/completions takes it", True),
-        *refused("include_reasoning", "reasoning is not taken out of answers yet", True),
     ],
 )
 
@@ -80,11 +89,38 @@ class ChatCall(AnswerCall):
         elif values.get("top_logprobs", 0):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         self.conversation = Conversation(values, limits)
+        with self.naming_field():
+            self._plan = ToolPlan.of(
+                limits.chat_format,
+                tools=values.get("tools"),
+                tool_choice=values.get("tool_choice"),
+                parallel_tool_calls=values.get("parallel_tool_calls"),
+                continues_answer=values.get("continue_final_message", False),
+            )
+        self.conversation.tools = self._plan.template_tools
+        self._prompt: str | None = None
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the rendered conversation."""
         with self.naming_field("messages"):
-            return [self.conversation.prompt(text)]
+            prompt = self.conversation.prompt(text)
+        self._prompt = prompt["prompt"]
+        return [prompt]
+
+    def given_params(self) -> dict[str, Any]:
+        """Return the arguments of SamplingParams that the body gives, after `prompts`."""
+        plan, given = self._plan, super().given_params()
+        if not plan.parses:
+            return given
+        assert self._prompt is not None, "prompts() was not called"
+        constraint = plan.structured_outputs(self._prompt, given.get("structured_outputs"))
+        if not plan.skip_special_tokens:  # the parser reads them
+            given["skip_special_tokens"] = False
+        return {**given, "structured_outputs": constraint}
+
+    def _new_parser(self) -> OutputParser:
+        assert self._prompt is not None, "prompts() was not called"
+        return self._plan.new_parser(self._prompt)
 
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
@@ -108,4 +144,6 @@ class ChatCall(AnswerCall):
             role=self.conversation.answer_role,
             prompt_logprobs="prompt_logprobs" in self.values,
             prompt_text=self.values.get("return_prompt_text", False),
+            new_parser=self._new_parser if self._plan.parses else None,
+            include_reasoning=self.values.get("include_reasoning", True),
         )

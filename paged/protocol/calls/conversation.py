@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import RequestError
@@ -31,7 +31,7 @@ class Conversation:
                 param="chat_template",
             )
         self.messages: list[dict[str, Any]] = values["messages"]
-        self.tools: list[Mapping[str, Any]] | None = None
+        self.tools: Sequence[Mapping[str, Any]] | None = None
         self._values, self._limits = values, limits
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import RequestError
-from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS
-from ..fields.kinds import Boolean, JSONObject, ListOf, Text, TokenIds
+from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS, TOOLS
+from ..fields.kinds import Boolean, Text, TokenIds
 from ..fields.messages import MESSAGES
 from ..fields.table import Field, FieldTable
 from ..limits import Limits
@@ -26,7 +26,7 @@ TOKENIZE_TABLE = FieldTable(
         *BASE_FIELDS,
         ADD_SPECIAL_TOKENS,
         Field("return_token_strs", Boolean(), "return the text of each token, too"),
-        Field("tools", ListOf(JSONObject()), "tools that the chat template shows"),
+        TOOLS,
         *TEMPLATE_FIELDS,
     ],
 )
@@ -52,7 +52,7 @@ class TokenizeCall(Call):
             given = "both" if "prompt" in values else "neither"
             raise RequestError(f"either prompt or messages must be given, got {given}", param="prompt")
         if "messages" not in values:
-            for field in (*TEMPLATE_FIELDS, TOKENIZE_TABLE.field("tools")):
+            for field in (*TEMPLATE_FIELDS, TOOLS):
                 if field.name in values:
                     raise RequestError(f"{field.name} needs messages in place of prompt", param=field.name)
             return

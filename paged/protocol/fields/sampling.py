@@ -92,6 +92,7 @@ _CONSTRAINT_KINDS: dict[str, Kind] = {
     "choice": ListOf(_TEXT, 1),
     "grammar": _TEXT,
     "json_object": Boolean(),
+    "structural_tag": OneOf((_TEXT, JSONObject('{"type": "structural_tag", "format": {...}}'))),
 }
 
 
@@ -127,6 +128,12 @@ RESPONSE_FORMAT = Tagged(
         "json_schema": _format(
             "json_schema", Field("json_schema", ObjectOf(_SCHEMA), "the schema and its name", required=True)
         ),
+        "structural_tag": _format(
+            "structural_tag",
+            Field("format", JSONObject(), "the format of the text, in the newer form"),
+            Field("structures", ListOf(JSONObject(), 1), "what follows the triggers, in the older form"),
+            Field("triggers", ListOf(_TEXT, 1), "texts after which a structure follows, in the older form"),
+        ),
     },
 )
 GUIDED = "its place is structured_outputs: {{{}}}"
@@ -141,8 +148,9 @@ SAMPLING_FIELDS = [
     Field(
         "response_format",
         RESPONSE_FORMAT,
-        'the form of the answer: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
-        '"json_schema": {"schema": ...}}; another way to write structured_outputs',
+        'the form of the answer: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", '
+        '"json_schema": {"schema": ...}} or {"type": "structural_tag", ...}; another way to write '
+        "structured_outputs",
     ),
     *refused("logits_processors", "functions cannot be given in JSON; see logit_bias and bad_words", []),
     *refused("output_kind", "stream says whether there are deltas"),
@@ -198,7 +206,9 @@ def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
 def _constraint_of(form: Mapping[str, Any]) -> dict[str, Any]:
     if form["type"] == "json_object":
         return {"json_object": True}
-    return {"json": form["json_schema"]["schema"]}
+    if form["type"] == "json_schema":
+        return {"json": form["json_schema"]["schema"]}
+    return {"structural_tag": form}
 
 
 def check_most_logprobs(name: str, value: int | None, most: int) -> None:

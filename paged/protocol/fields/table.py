@@ -71,10 +71,6 @@ class FieldTable:
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
-    def field(self, name: str) -> Field:
-        """Return the field of this name."""
-        return self._by_name[name]
-
     def with_effect(self, effect: Effect) -> list[Field]:
         """Return the fields with such an effect."""
         return [field for field in self.fields if field.effect is effect]
