@@ -5,6 +5,7 @@ import json
 import math
 import struct
 
+import jsonschema
 import pytest
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -13,7 +14,9 @@ from paged import CompletionOutput, LLMEngine, Logprob, RequestMetrics, RequestO
 from paged.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, UnknownArgumentError
 from paged.protocol.answers.errors import error_body, failure_of, status_of
 from paged.protocol.answers.places import CompletionPlaces, chat_places, prompt_places
-from paged.protocol.endpoints import parse_call
+from paged.protocol.chat_output.plan import ChatFormat
+from paged.protocol.endpoints import DEFAULT_LIMITS, parse_call
+from paged.protocol.limits import Limits
 from tests.support.api_fields import CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE
 
 
@@ -31,16 +34,16 @@ def run(engine, call):
             yield int(output.request_id), output
 
 
-def whole(engine, url, **body):
-    call = parse_call(url, body)
+def whole(engine, url, limits=DEFAULT_LIMITS, **body):
+    call = parse_call(url, body, limits)
     outputs = dict(run(engine, call))
     answer = call.body([outputs[i] for i in sorted(outputs)], "i", 7, "demo")
     json.dumps(answer, allow_nan=False)
     return answer
 
 
-def streamed(engine, url, **body):
-    call = parse_call(url, {**body, "stream": True})
+def streamed(engine, url, limits=DEFAULT_LIMITS, **body):
+    call = parse_call(url, {**body, "stream": True}, limits)
     outputs = [*run(engine, call)]
     chunks = call.chunks("i", 7, "demo")
     sent = chunks.start()
@@ -223,8 +226,8 @@ def test_lines_of_deltas_join_to_the_result(engine):
     assert texts == {(r["index"], r["sample"]): r["generated_text"] for r in results}
 
 
-def output_that_ended(reason, message):
-    completion = CompletionOutput(0, "", [], reason, message)
+def output_that_ended(reason, message, text=""):
+    completion = CompletionOutput(0, text, [], reason, message)
     return RequestOutput("r", "x", [4], [completion], True, 0, RequestMetrics(0.0))
 
 
@@ -254,3 +257,84 @@ def test_impossible_tokens_are_json():
     assert (
         json.loads(json.dumps(prompt_places([None, *places]), allow_nan=False))[1]["5"]["logprob"] == -9999.0
     )
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+AUTO = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
+HERMES = Limits(chat_format=ChatFormat.of(**AUTO))
+THINKING = Limits(chat_format=ChatFormat.of(**AUTO, reasoning_parser="think"))
+
+
+def calls_of(message):
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+
+
+def test_a_demanded_call_is_streamed_as_it_is_whole(engine):
+    asked = {"messages": HELLO, "tools": [WEATHER], "n": 2, "seed": 5, "max_tokens": 120}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        body = whole(engine, CHAT, HERMES, **asked, tool_choice=choice, parallel_tool_calls=False)
+        assert ChatCompletion.model_validate(body).choices[0].finish_reason == "tool_calls"
+        chunks = streamed(engine, CHAT, HERMES, **asked, tool_choice=choice, parallel_tool_calls=False)
+        for answer in body["choices"]:
+            ((name, arguments),) = calls_of(answer["message"])
+            jsonschema.validate(json.loads(arguments), WEATHER["function"]["parameters"])
+            deltas = [
+                own["delta"]
+                for chunk in chunks
+                for own in chunk["choices"]
+                if own["index"] == answer["index"]
+            ]
+            parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
+            assert [part["function"]["name"] for part in parts if "id" in part] == [name] == ["weather"]
+            assert "".join(part["function"]["arguments"] for part in parts) == arguments
+            assert len(parts) > 2, "the arguments are streamed"
+        ends = {own["finish_reason"] for chunk in chunks for own in chunk["choices"]}
+        assert ends == {None, "tool_calls"}
+
+
+def test_reasoning_and_calls_are_parts_of_an_answer(text):
+    written = '<think>so</think>Look:\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    for given, reasoning in (({}, "so"), ({"include_reasoning": False}, None)):
+        call = parse_call(CHAT, {"messages": HELLO, "tools": [WEATHER], **given}, THINKING)
+        call.prompts(text)
+        assert call.params(text).structured_outputs is None  # the model decides
+        (choice,) = call.body([output_that_ended("stop", None, written)], "i", 7, "demo")["choices"]
+        message = choice["message"]
+        assert (message.get("reasoning"), message.get("reasoning_content")) == (reasoning, reasoning)
+        assert message["content"].strip() == "Look:"
+        assert calls_of(message) == [("weather", "{}")]
+        assert choice["finish_reason"] == "tool_calls"
+        chunks = call.chunks("i", 7, "demo")
+        sent = chunks.add(0, output_that_ended("stop", None, written))
+        parts = {name for chunk in sent for name in chunk["choices"][0]["delta"]}
+        assert parts == {"content", "tool_calls"} | (
+            {"reasoning", "reasoning_content"} if reasoning else set()
+        )
+        (cut,) = call.body([output_that_ended("length", None, written[:-20])], "i", 7, "demo")["choices"]
+        assert cut["finish_reason"] == "length"
+
+
+def test_the_model_calls_nothing_without_being_told_how(text):
+    asked = {"messages": HELLO, "tools": [WEATHER]}
+    with pytest.raises(RequestError, match="--enable-auto-tool-choice") as refused:
+        parse_call(CHAT, asked)
+    assert refused.value.param == "tool_choice"
+    call = parse_call(CHAT, {**asked, "tool_choice": "none"})
+    call.prompts(text)
+    assert call.params(text).structured_outputs is None
+    wanted = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    call = parse_call(CHAT, {**asked, **wanted})
+    call.prompts(text)
+    with pytest.raises(RequestError, match="leave one of them out"):
+        call.params(text)
