@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,6 +28,7 @@ LATENCIES = (
     ("step", "step_time_seconds"),
 )
 QUANTILES = (0.5, 0.9, 0.99)
+Buckets = Mapping[str, Mapping[float, float]]  # of histograms, by name
 
 
 def top(
@@ -38,7 +40,8 @@ def top(
 ) -> int:
     """Show what a server does: requests, tokens per second, latencies, memory. Ctrl-C ends it.
 
-    Rates and latencies are those of the last interval. The server may also be vLLM's.
+    Rates and latencies are those of the last interval. --once shows latencies since the server's start.
+    The server may also be vLLM's.
     """
     try:
         from ..server.telemetry.scrape import ScrapeError, metrics_url, scrape
@@ -48,7 +51,7 @@ def top(
     before = scrape(address)
     time.sleep(interval if once else 0)
     if once:
-        Console().print(view(address, before, scrape(address)))
+        Console().print(view(address, before, scrape(address), whole=True))
         return 0
     # The default of this process would end it with the cursor hidden.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,15 +72,18 @@ def top(
         return 0
 
 
-def view(address: str, before: Scrape, after: Scrape) -> Group:
-    """Return the view of what happened between two looks at a server."""
+def view(address: str, before: Scrape, after: Scrape, *, whole: bool = False) -> Group:
+    """Return the view of what happened between two looks at a server.
+
+    whole: show the latencies since the server's start.
+    """
     models = ", ".join(after.model_names)
     engines = f", {len(after.engines)} engines" if len(after.engines) > 1 else ""
     return Group(
         Text(f"{models} at {address}{engines}", style="bold"),
         _blocks(after),
         _counts(before, after),
-        _latencies(before, after),
+        _latencies({} if whole or before is after else before.buckets, after.buckets),
     )
 
 
@@ -137,16 +143,14 @@ def _counts(before: Scrape, after: Scrape) -> Table:
     return table
 
 
-def _latencies(before: Scrape, after: Scrape) -> Table:
+def _latencies(before: Buckets, after: Buckets) -> Table:
     from ..server.telemetry.scrape import quantile
 
     table = Table.grid(padding=(0, 3))
     table.add_row("", *(Text(f"p{share * 100:.0f}", justify="right") for share in QUANTILES))
     for heading, name in LATENCIES:
-        later = after.buckets.get(name)
-        if later is not None:
-            earlier = before.buckets.get(name, {}) if before is not after else {}
-            shown = (_seconds(quantile(earlier, later, share)) for share in QUANTILES)
+        if name in after:
+            shown = (_seconds(quantile(before.get(name, {}), after[name], share)) for share in QUANTILES)
             table.add_row(heading, *(Text(text, justify="right") for text in shown))
     return table
 

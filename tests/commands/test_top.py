@@ -88,6 +88,9 @@ def demo():
     record.on_result("a", num_prompt_tokens=3)
     observers.end(record)
     states = {"num_free_blocks": 50, "num_used_blocks": 40, "num_cached_blocks": 10, "utilization": 0.4}
+    steps = Histogram(SECONDS_OF_STEP)
+    steps.add(0.3)
+    states["step_seconds"] = steps.snapshot()
     now = stats(num_running=3, num_waiting=2, num_queried_tokens=100, num_cached_tokens=25, **states)
     looks = [0]
 
@@ -110,7 +113,8 @@ def test_one_view(run, demo):
     assert lines[3] == "so far 1 stop refused: 1 queue_full"
     assert int(lines[4].split()[1].replace(",", "")) > 500  # 500 tokens in little more than 0.01 s
     assert lines[5] == "memory 40.0% of KV in use – prefix hits, 25% ever 0 preemptions"
-    assert len(lines) == 6 + 1 + len(top.LATENCIES)
+    assert lines[6:8] == ["p50 p90 p99", "first token – – –"]
+    assert lines[-1] == "step 375.0 ms 475.0 ms 497.5 ms"
 
 
 def test_the_live_view_goes_on_while_the_server_is_away(run, monkeypatch):
