@@ -497,7 +497,10 @@ def test_empty_file_gives_empty_output(run, tmp_path):
         (["generate", "x", "--temperature", "hot"], "'--temperature'"),
         (["generate", "x", "--model"], "'--model'"),
         (["generate", "x", "y"], "unexpected extra argument"),
-        (["serv"], "paged has no command 'serv'; it has generate, chat, run-batch, warmup, simulate, bench"),
+        (
+            ["serv"],
+            "paged has no command 'serv'; it has generate, chat, run-batch, warmup, simulate, top, bench",
+        ),
         (["generat"], "paged has no command 'generat'; did you mean 'generate'? it has generate, chat, "),
         (["--foo"], "No such option: --foo (see paged --help)"),
         (["chat", "--foo"], "No such option: --foo (see paged chat --help)"),
