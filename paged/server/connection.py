@@ -81,7 +81,7 @@ class EngineConnection(asyncio.Protocol):
         assert self._transport is not None
         data = frames.encode(order)
         if inbox is not None:
-            assert isinstance(order, frames.Generate | frames.Fork | frames.Embed | frames.Score)
+            assert isinstance(order, frames.Generate | frames.Fork | frames.Embed | frames.ScoreTokens)
             self._inboxes[order.key] = inbox
             self._loads[order.key] = len(inbox.token_ids)
             self.load += len(inbox.token_ids)

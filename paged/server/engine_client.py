@@ -180,7 +180,9 @@ class EngineClient:
         name, first = self._id(request_id), len(parsed.token_ids)
         names = [name] if len(wholes) == 1 else [f"{name}-{i}" for i in range(len(wholes))]
         orders = [
-            frames.Score(next(self._keys), name, whole.token_ids, whole.namespace, first, priority, tenant)
+            frames.ScoreTokens(
+                next(self._keys), name, whole.token_ids, whole.namespace, first, priority, tenant
+            )
             for name, whole in zip(names, wholes, strict=True)
         ]
         return await self._report(orders, parsed)
@@ -317,7 +319,9 @@ class EngineClient:
         connection.send(order, inbox)
         self._streams[inbox.request_id] = connection, order.key
 
-    async def _report(self, orders: Sequence[frames.Embed | frames.Score], prompt: ParsedPrompt) -> list[Any]:
+    async def _report(
+        self, orders: Sequence[frames.Embed | frames.ScoreTokens], prompt: ParsedPrompt
+    ) -> list[Any]:
         """Compute prompts for their reports alone, in one process, as they share a prefix."""
         connection, inboxes = self._choose(prompt.token_ids), list[Inbox]()
         try:
