@@ -31,6 +31,7 @@ LAYERS = [
     ["engine"],
     ["protocol", "routing"],
     ["simulate"],
+    ["server"],
     ["commands"],
     ["__main__"],
 ]

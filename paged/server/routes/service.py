@@ -1,0 +1,63 @@
+"""Routes about the server itself: its models, its state and its version."""
+
+from __future__ import annotations
+
+from ... import __version__
+from ..front_end import FrontEnd
+from ..http.exchange import Exchange
+
+
+class Models:
+    """The names of the model, with the longest context."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        engine = self._front.engine
+        models = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._front.created,
+                "owned_by": "paged",
+                "root": engine.config.model,
+                "parent": None,
+                "max_model_len": engine.max_model_len,
+            }
+            for name in self._front.names
+        ]
+        await exchange.respond_json(200, {"object": "list", "data": models})
+
+
+class Health:
+    """Whether the engine runs: 200, or 503 with the reason."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        if self._front.engine.dead_error is not None:
+            raise self._front.engine.dead_error
+        await exchange.respond_json(200, {"status": "ok"})
+
+
+class Ready:
+    """Whether requests are accepted: 200, or 503 with the reason."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self._front.check_serving()
+        await exchange.respond_json(200, {"status": "ready"})
+
+
+class Version:
+    """The version of the server."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        pass
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.respond_json(200, {"version": __version__})
