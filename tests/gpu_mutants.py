@@ -87,8 +87,8 @@ MUTANTS = [
         "the upload of a step blocks",
         "base",
         "model/transfers",
-        "memory = buffer.memory[:size].to(self.device, non_blocking=True)",
-        "memory = buffer.memory[:size].to(self.device)",
+        "memory = staging.to(self.device, non_blocking=True)",
+        "memory = staging.to(self.device)",
     ),
     Mutant(
         "a step's buffers are pageable",

@@ -13,13 +13,23 @@ from ..arguments import show_arguments_of
 from ..config import EngineConfig
 from ..errors import ConfigError, EngineDeadError, UsageError, reject_unknown
 from ..requests.prompts import Prompt
-from ..requests.request import RequestOutput
+from ..requests.request import PromptReport, Request, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
+from ..text.prompt_parser import ParsedPrompt, PromptParser
 from ..validation import check_number
+from .embedding import (
+    EmbeddingRequestOutput,
+    Pooling,
+    check_pooling,
+    embedding_output,
+    embedding_reports,
+)
 from .engine import LLMEngine
+from .model_text import ModelText
 from .request_factory import RequestSpec
+from .scoring import ScoreOutput, score_output, score_reports
 from .thread import EngineThread, Mailbox
 
 T = TypeVar("T")
@@ -76,13 +86,14 @@ class AsyncLLMEngine:
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ParsedPrompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         priority: float | None = None,
         tenant: str = "",
         timeout_s: float | None = None,
+        generated_token_ids: Sequence[int] = (),
     ) -> RequestStream:
         """Return an async iterator over the outputs of a prompt. The last output has finished=True.
 
@@ -95,9 +106,8 @@ class AsyncLLMEngine:
         Iterating raises RequestError if the prompt or a parameter is wrong, QueueFullError if max_waiting
         requests wait already, and EngineDeadError if the engine has stopped.
         """
-        request_id = self._thread.engine.core.next_id() if request_id is None else request_id
-        spec = RequestSpec(prompt, sampling_params, priority, tenant, timeout_s)
-        return RequestStream(self, request_id, spec)
+        spec = RequestSpec(prompt, sampling_params, priority, tenant, timeout_s, generated_token_ids)
+        return RequestStream(self, self._id(request_id), spec)
 
     def chat(
         self,
@@ -123,9 +133,74 @@ class AsyncLLMEngine:
         def render() -> Prompt:
             return engine.render_chat(messages, **template)
 
-        request_id = engine.core.next_id() if request_id is None else request_id
         spec = RequestSpec("", sampling_params, priority, tenant, timeout_s)
-        return RequestStream(self, request_id, spec, render=render)
+        return RequestStream(self, self._id(request_id), spec, render=render)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        priority: float = 0.0,
+        tenant: str = "",
+    ) -> EmbeddingRequestOutput:
+        """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
+
+        Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
+        """
+        check_pooling(pooling, normalize)
+        parsed = await asyncio.to_thread(self.prompts.parse, prompt)
+        reports = embedding_reports([parsed], pooling)
+        (request,) = await self._report(reports, request_id, priority, tenant)
+        return embedding_output(request, normalize=normalize)
+
+    embed = encode
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        request_id: str | None = None,
+        *,
+        priority: float = 0.0,
+        tenant: str = "",
+    ) -> list[ScoreOutput]:
+        """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does.
+
+        Raises and is cancelled as `encode`.
+        """
+        parsed = await asyncio.to_thread(self.prompts.parse_continued, prompt, continuations)
+        requests = await self._report(score_reports(*parsed), request_id, priority, tenant)
+        return [score_output(request) for request in requests]
+
+    async def _report(
+        self,
+        reports: Sequence[tuple[ParsedPrompt, PromptReport]],
+        request_id: str | None,
+        priority: float,
+        tenant: str,
+    ) -> list[Request]:
+        """Compute prompts for their reports alone. Return the finished requests in order."""
+        thread, loop, name = self._thread, asyncio.get_running_loop(), self._id(request_id)
+        names = [name] if len(reports) == 1 else [f"{name}-{i}" for i in range(len(reports))]
+        mailboxes = [Mailbox(loop, RequestOutputKind.FINAL_ONLY, thread.news) for _ in reports]
+        try:
+            calls = [
+                thread.add_report(name, prompt, report, mailbox, priority=priority, tenant=tenant)
+                for name, (prompt, report), mailbox in zip(names, reports, mailboxes, strict=True)
+            ]
+            for mailbox in mailboxes:
+                await mailbox.get()
+            return [call.result() for call in calls]
+        except BaseException:  # cancelled, or one is refused
+            for name, mailbox in zip(names, mailboxes, strict=True):
+                thread.abort(name, mailbox)
+            raise
+
+    def _id(self, request_id: str | None) -> str:
+        return self._thread.engine.core.next_id() if request_id is None else request_id
 
     async def fork(
         self,
@@ -175,6 +250,30 @@ class AsyncLLMEngine:
         """Abort all requests, whose readers get EngineDeadError, and end the thread after its step."""
         self._finalizer()
         self._thread.stop()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options of the engine."""
+        return self._thread.engine.config
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self._thread.engine.max_model_len
+
+    @property
+    def text(self) -> ModelText:
+        """The tokenizer, chat templates and sampling defaults of the model."""
+        return self._thread.engine.text
+
+    @property
+    def prompts(self) -> PromptParser:
+        """The parser of prompts."""
+        return self._thread.engine.prompts
+
+    def describe(self) -> str:
+        """Return a line about the model and its KV cache."""
+        return self._thread.engine.describe()
 
     @property
     def is_running(self) -> bool:

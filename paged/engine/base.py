@@ -128,11 +128,15 @@ class BaseEngine:
         priority: float | None = None,
         tenant: str = "",
         timeout_s: float | None = None,
+        generated_token_ids: Sequence[int] = (),
     ) -> None:
         """Queue one prompt, to be advanced by `step`.
 
         priority, timeout_s: replace those of sampling_params. timeout_s is in seconds from now.
         tenant: the account that is charged, for scheduling_policy "fair".
+        generated_token_ids: the output so far, from another engine, after which the request goes on. With the
+            seed that the other engine used, the tokens are those that it would have generated. Deltas hold
+            only new tokens and text. One sample, no log-probabilities.
 
         All validation happens here, so the prompt is tokenized and a grammar compiled before this returns. A
         grammar usually takes milliseconds, at most COMPILE_TIMEOUT_S (10 s), and none if it was used lately.
@@ -141,7 +145,9 @@ class BaseEngine:
         Raises RequestError if an argument is wrong or the id is in use, QueueFullError if max_waiting
         requests wait already.
         """
-        self.core.add(request_id, RequestSpec(prompt, sampling_params, priority, tenant, timeout_s))
+        self.core.add(
+            request_id, RequestSpec(prompt, sampling_params, priority, tenant, timeout_s, generated_token_ids)
+        )
 
     def fork(
         self,

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 from ..errors import EngineDeadError, RequestError
 from ..interrupts import HeldInterrupts
-from ..requests.request import Outbox, Request, RequestGroup, RequestStatus
+from ..requests.request import Outbox, PromptReport, Request, RequestGroup, RequestStatus
 from ..runner.devices import failure_of
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule, StepOutput
 from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor
+from ..text.prompt_parser import ParsedPrompt
 from ..text.tokenizer import Tokenizer
 from .request_factory import RequestFactory, RequestSpec
 
@@ -152,7 +153,9 @@ class EngineCore:
 
         Raises RequestError if anything is wrong, QueueFullError if max_waiting requests wait already.
         """
-        group = self._made(request_id, spec)
+        self._queue(self._made(request_id, spec), outbox)
+
+    def _queue(self, group: RequestGroup, outbox: Outbox | None) -> None:
         with HeldInterrupts():
             self.register(group, outbox)
             try:
@@ -160,6 +163,24 @@ class EngineCore:
             except RequestError:
                 self._forget(group)
                 raise
+
+    def add_report(
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        report: PromptReport,
+        priority: float,
+        tenant: str,
+        outbox: Outbox,
+    ) -> Request:
+        """Queue a prompt for a report on it alone. Return the request, which is to hold the report.
+
+        Raises RequestError if anything is wrong, QueueFullError if max_waiting requests wait already.
+        """
+        self._check_id(request_id)
+        group = self.factory.new_report(request_id, prompt, report, priority, tenant, self.scheduler.clock())
+        self._queue(group, outbox)
+        return group.samples[0]
 
     def new_group(self, request_id: str, spec: RequestSpec, outbox: Outbox | None = None) -> RequestGroup:
         """Make and register a request that the scheduler has not got yet.

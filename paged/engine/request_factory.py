@@ -50,13 +50,15 @@ class RequestSpec:
     prompt: as given, or already prepared.
     sampling_params: None takes the engine's defaults.
     priority, timeout_s: replace those of sampling_params where not None.
+    generated_token_ids: the output so far, which another engine made.
     """
 
-    prompt: Prompt | Prepared
+    prompt: Prompt | ParsedPrompt | Prepared
     sampling_params: SamplingParams | None
     priority: float | None = None
     tenant: str = ""
     timeout_s: float | None = None
+    generated_token_ids: Sequence[int] = ()
 
 
 class RequestFactory:
@@ -99,11 +101,34 @@ class RequestFactory:
         if prepared.grammar is not None:
             for sample in samples:
                 sample.sampling.grammar = prepared.grammar.copy()
+        if len(spec.generated_token_ids):
+            self._resume(samples, spec.generated_token_ids)
         samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
             length = len(prepared.prompt.token_ids)
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
+
+    def _resume(self, samples: list[Request], generated: Sequence[int]) -> None:
+        """Let the only sample go on after tokens that another engine made."""
+        (sample, *others), num, name = samples, len(generated), "generated_token_ids"
+        if others or sample.inputs.wants_logprobs:
+            given = "logprobs" if not others else "best_of" if sample.inputs.params.best_of else "n"
+            raise RequestError(
+                f"{name} does not go with {given}: one output goes on, without log-probabilities"
+            )
+        self.prompts.check_vocabulary(name, generated)
+        if num >= (most := sample.inputs.max_total_tokens - sample.num_prompt_tokens):
+            raise RequestError(f"{name} has {num} tokens, which leaves nothing to generate of at most {most}")
+        least = sample.inputs.params.min_tokens
+        for i, token_id in enumerate(generated):
+            if token_id in sample.stop_ids and i >= least:
+                raise RequestError(f"{name}[{i}] is {token_id}, which ends the output")
+        sample.inputs = replace(sample.inputs, num_given_tokens=num)
+        sample.token_ids += map(int, generated)
+        grammar = sample.sampling.grammar
+        if grammar is not None and not grammar.follow(sample):
+            raise RequestError(f"{name} is not in the language of structured_outputs")
 
     def params_of(self, spec: RequestSpec) -> SamplingParams:
         """Return the sampling parameters of a request, with its own priority and timeout_s."""
@@ -113,10 +138,10 @@ class RequestFactory:
         # Anything else than SamplingParams is refused later, with a message that names it.
         return replace(params, **given) if given and isinstance(params, SamplingParams) else params
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+    def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:
         """Do the part of `new_group` that may take long. Runs on any thread. Raises RequestError."""
         self._check_params(params)
-        parsed = self.prompts.parse(prompt, params.cache_salt)
+        parsed = prompt if isinstance(prompt, ParsedPrompt) else self.prompts.parse(prompt, params.cache_salt)
         wanted = params.structured_outputs
         grammar = None if wanted is None else self.grammars.start(wanted)
         rules, vocab_size = self._token_rules(params), self.model_config.vocab_size

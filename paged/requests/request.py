@@ -127,6 +127,7 @@ class RequestInputs:
     stops: the automaton of the stop strings.
     num_unstopped_tokens: number of output tokens in whose text stop strings are not searched: those that a
         fork with other stop strings shares with its parent.
+    num_given_tokens: number of output tokens that another engine made. Deltas leave them out.
     generates: False for a report on the prompt alone, with an empty output.
     namespace: what determines the KV besides the tokens.
     deadline: on the scheduler's clock.
@@ -141,6 +142,7 @@ class RequestInputs:
     rules: TokenRules = field(default_factory=TokenRules)
     stops: StopStrings | None = None
     num_unstopped_tokens: int = 0
+    num_given_tokens: int = 0
     generates: bool = True
     priority: float = 0.0
     tenant: str = ""

@@ -141,7 +141,10 @@ class _Progress:
         self._logprobs: list[dict[int, Logprob]] = []
         # The sum of the first _num_summed log-probabilities, extended by each output.
         self._cumulative, self._num_summed = 0.0, 0
-        self._num_characters_shown, self._num_tokens_shown = 0, 0
+        self._num_characters_shown, self._num_tokens_shown = 0, request.inputs.num_given_tokens
+        if self.transcript is not None and self._num_tokens_shown:
+            self.transcript.read_given(self._num_tokens_shown)
+            self._num_characters_shown = self.transcript.num_visible
 
     def cumulative(self) -> CompletionOutput:
         """Return the whole completion so far: as lists at the end, before that as views, to copy nothing."""

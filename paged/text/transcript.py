@@ -53,6 +53,11 @@ class Transcript:
         """Return the visible text from a character on."""
         return self._text[start : self.num_visible]
 
+    def read_given(self, num_tokens: int) -> None:
+        """Read the first output tokens, which another engine made."""
+        first = self.request.num_prompt_tokens
+        self._read(self.request.token_ids[first : first + num_tokens])
+
     def read(self) -> str | None:
         """Read the newest tokens. Return the stop string at which the text ends, or None.
 
@@ -63,15 +68,17 @@ class Transcript:
         # The token that ended the request is part of its text only with include_stop_str_in_output.
         ends = request.ended_by_token and not self._is_complete
         start, end = request.num_prompt_tokens + self.num_tokens, request.num_tokens - ends
-        if self._stops is None:
-            if start < end and not self._is_complete:
-                self.num_tokens += end - start
-                self._append(self._detokenizer.extend(request.token_ids[start:end]))
-        else:
-            self._read_until_stop(request.token_ids[start:end], self._stops)
+        self._read(request.token_ids[start:end])
         if request.finish_reason is not None and not self._is_complete:
             self._complete(ends)
         return self._found
+
+    def _read(self, token_ids: list[int]) -> None:
+        if self._stops is not None:
+            self._read_until_stop(token_ids, self._stops)
+        elif token_ids and not self._is_complete:
+            self.num_tokens += len(token_ids)
+            self._append(self._detokenizer.extend(token_ids))
 
     def _complete(self, ends_with_a_token: bool) -> None:
         """Show all text, as the request has finished."""

@@ -138,7 +138,7 @@ def test_64_streams_get_what_each_gets_alone_and_sync(sync, kind):
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA], ids=str)
 def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monkeypatch):
-    monkeypatch.setattr("paged.engine.thread.SHOW_SHARE", 1e-12)  # otherwise tokens may be shown at any time
+    monkeypatch.setattr("paged.engine.loop.SHOW_SHARE", 1e-12)  # otherwise tokens may be shown at any time
     params = replace(LONG, output_kind=kind)
     is_joined, is_shown = threading.Event(), threading.Event()
     execute = sync.runner.execute
@@ -170,7 +170,7 @@ def test_tokens_kept_back_are_shown_before_prompts_are_computed(sync, kind, monk
 
 
 def test_tokens_kept_back_are_shown_before_a_call(sync, monkeypatch):
-    monkeypatch.setattr("paged.engine.thread.SHOW_SHARE", 1e-12)
+    monkeypatch.setattr("paged.engine.loop.SHOW_SHARE", 1e-12)
 
     async def main() -> None:
         async with AsyncLLMEngine.from_engine(sync, stream_interval_s=1e6) as engine:
@@ -682,3 +682,45 @@ asyncio.run(main())
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_reports_run_in_the_same_steps_as_streams(sync):
+    """Embeddings and scores equal those of `encode` and `score`, while other requests generate."""
+    prompt, texts = PROMPTS[1], [[1, 2], [3], [4, 5, 6]]
+    vectors = sync.encode(PROMPTS, pooling="mean", use_tqdm=False)
+    scores = sync.score(prompt, texts, use_tqdm=False)
+    tokens = expected(sync, PROMPTS, GREEDY)
+
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine(sync) as engine:
+            streams = [read(engine.generate(p, GREEDY)) for p in PROMPTS]
+            embeddings = [engine.encode(p, pooling="mean") for p in PROMPTS]
+            found = await asyncio.gather(*streams, *embeddings, engine.score(prompt, texts))
+            assert [said(outputs) for outputs in found[:4]] == tokens
+            assert [o.outputs.embedding for o in found[4:8]] == [o.outputs.embedding for o in vectors]
+            assert found[8] == scores
+
+    run(main())
+
+
+def test_a_cancelled_or_refused_report_leaves_nothing(sync):
+    async def main() -> None:
+        async with AsyncLLMEngine.from_engine(sync) as engine:
+            started, is_over = threading.Event(), threading.Event()
+            with patched_execute(sync, lambda: started.set() or is_over.wait(30)):
+                task = asyncio.create_task(engine.score(PROMPTS[1], [[1]] * 5, "s"))
+                await asyncio.to_thread(started.wait)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                is_over.set()
+            assert not await engine.call(lambda engine: engine.has_unfinished_requests())
+            waiting = engine.generate(PROMPTS[0], LONG, "same")
+            await anext(waiting)
+            with pytest.raises(RequestError, match="in use"):
+                await engine.encode(PROMPTS[0], "same")
+            with pytest.raises(RequestError, match="pooling must be"):
+                await engine.encode(PROMPTS[0], pooling="max")
+            await waiting.aclose()
+
+    run(main())

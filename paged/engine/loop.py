@@ -1,0 +1,233 @@
+"""EngineLoop: the loop that owns an engine and steps it while there is work."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from ..errors import EngineDeadError
+from ..requests.request import Outbox, PromptReport, Request
+from ..scheduler.schedule import Schedule
+from ..text.prompt_parser import ParsedPrompt
+from .engine import LLMEngine
+from .request_factory import Prepared, RequestSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SHOW_SHARE = 0.01  # of the time may be spent on making outputs of unfinished requests
+
+
+class Recipient(Outbox):
+    """An outbox whose reader is told when there will be no more outputs."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the reader this error once all outputs are read."""
+        raise NotImplementedError
+
+    def follow(self, call: Future[Any]) -> None:
+        """Fail if the call that adds the request failed."""
+        error = None if call.cancelled() else call.exception()
+        if error is not None:
+            self.fail(error)
+
+
+class EngineLoop:
+    """The loop that owns an engine. Other threads hand it functions to call between two steps.
+
+    deliver: called on the loop's thread when readers may have new outputs.
+    stream_interval_s: longest delay of an output of an unfinished request, in seconds. Where steps are short
+        and readers many, tokens are held back so that making outputs takes at most SHOW_SHARE of the time.
+    """
+
+    def __init__(self, engine: LLMEngine, stream_interval_s: float, deliver: Callable[[], None]) -> None:
+        self.engine, self._stream_interval_s, self._deliver = engine, stream_interval_s, deliver
+        self._unshown: dict[Request, None] = {}  # requests with tokens that are held back
+        self._has_prompts = False  # whether the last step computed prompts
+        self._show_next = -math.inf  # the time at which held-back tokens are due
+        self.dead: EngineDeadError | None = None
+        self._is_stopping = False
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[LLMEngine], Any]]] = SimpleQueue()
+
+    # From any thread
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the engine has stopped."""
+        if self.dead is not None:
+            raise copy_of(self.dead)
+
+    def submit(self, function: Callable[[LLMEngine], T]) -> Future[T]:
+        """Call a function of the engine between two steps. Return its future.
+
+        Raises EngineDeadError.
+        """
+        self.check()
+        future: Future[T] = Future()
+        self._calls.put((future, function))
+        if self.dead is not None:  # it stopped in between, perhaps before it could see this call
+            self._refuse_calls()
+        return future
+
+    def call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
+        """Call a user's function between two steps, after all tokens held back are shown."""
+
+        def called(engine: LLMEngine) -> T:
+            self._show()
+            return function(engine)
+
+        return self.submit(called)
+
+    def prepare(self, spec: RequestSpec) -> RequestSpec:
+        """Do the slow part of making a request, which needs none of the engine's state."""
+        assert not isinstance(spec.prompt, Prepared)
+        factory = self.engine.core.factory
+        params = factory.params_of(spec)
+        return replace(spec, prompt=factory.prepare(spec.prompt, params), sampling_params=params)
+
+    def add(self, request_id: str, spec: RequestSpec, reader: Recipient) -> Future[None]:
+        """Queue a prepared request. Its reader fails if the engine refuses it."""
+        call = self.submit(lambda engine: engine.core.add(request_id, spec, reader))
+        call.add_done_callback(reader.follow)
+        return call
+
+    def add_report(
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        report: PromptReport,
+        reader: Recipient,
+        *,
+        priority: float,
+        tenant: str,
+    ) -> Future[Request]:
+        """Queue a prompt for a report on it alone. Its reader fails if the engine refuses it."""
+        terms = (request_id, prompt, report, priority, tenant)
+        call = self.submit(lambda engine: engine.core.add_report(*terms, reader))
+        call.add_done_callback(reader.follow)
+        return call
+
+    def abort(self, request_id: str, reader: Recipient) -> None:
+        """Abort the request of this reader, which is gone."""
+
+        def abort(engine: LLMEngine) -> None:
+            # The request may be finished, or refused because its id is in use by another one.
+            group = engine.core.groups.get(request_id)
+            if group is not None and group.outbox is reader:
+                engine.abort_request(request_id)
+
+        with suppress(EngineDeadError):
+            self.submit(abort)
+
+    def stop(self) -> None:
+        """End the loop after its current step."""
+        if self.dead is None:
+            self._calls.put((Future(), self._request_stop))
+
+    # On the loop's thread
+
+    def run(self) -> None:
+        """Step the engine until `stop` is called or a step raises."""
+        try:
+            while not self._is_stopping:
+                self._make_calls()
+                if not self._is_stopping and self.engine.core.has_work():
+                    self._step()
+        except BaseException as error:
+            logger.exception("the engine has stopped")
+            self._die(error)
+        else:
+            self._die(None)
+
+    def _request_stop(self, _engine: LLMEngine) -> None:
+        self._is_stopping = True
+
+    def _make_calls(self) -> None:
+        """Make the submitted calls. If the engine has no work, wait for one."""
+        is_idle = not self.engine.core.has_work()
+        if is_idle:
+            self._unshown.clear()
+        while True:
+            try:
+                future, function = self._calls.get(block=is_idle)
+            except Empty:
+                break
+            is_idle = False
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self.engine))
+                except Exception as error:  # raised to the caller; the engine goes on
+                    future.set_exception(error)
+                except BaseException as error:
+                    future.set_exception(_stopped_by(error))
+                    raise
+        self._deliver()
+
+    def _step(self) -> None:
+        self._unshown |= dict.fromkeys(self.engine.core.step(on_schedule=self._on_schedule))
+        if self._has_prompts or time.monotonic() >= self._show_next:
+            self._show()
+        else:
+            self._deliver()
+
+    def _on_schedule(self, schedule: Schedule) -> None:
+        """Show held-back tokens before a step that computes prompts, which may take long."""
+        self._has_prompts = not schedule.is_decode
+        if self._has_prompts and self._unshown:
+            self._show()
+
+    def _show(self) -> None:
+        """Publish the tokens that were held back."""
+        started = time.monotonic()
+        core = self.engine.core
+        # The id of an aborted request may belong to another one by now.
+        core.publish(core.groups_of([r for r in self._unshown if r.finish_reason != "abort"]))
+        self._unshown.clear()
+        self._deliver()
+        now = time.monotonic()
+        self._show_next = now + min((now - started) / SHOW_SHARE, self._stream_interval_s)
+
+    def _die(self, cause: BaseException | None) -> None:
+        """Fail all calls and mailboxes, then abort all requests, so that the engine holds no blocks."""
+        if cause is None:
+            self.dead = EngineDeadError("the engine was shut down")
+        else:
+            self.dead = _stopped_by(cause)
+        self._refuse_calls()
+        groups = [*self.engine.core.groups.values()]
+        for group in groups:
+            if isinstance(group.outbox, Recipient):
+                group.outbox.fail(self.dead)
+        self._deliver()
+        for group in groups:
+            self.engine.abort_request(group.request_id)
+
+    def _refuse_calls(self) -> None:
+        assert self.dead is not None
+        while True:
+            try:
+                future, _ = self._calls.get_nowait()
+            except Empty:
+                return
+            if future.set_running_or_notify_cancel():
+                future.set_exception(copy_of(self.dead))
+
+
+def _stopped_by(cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(f"the engine has stopped: {type(cause).__name__}: {cause}; make a new one")
+    error.__cause__ = cause
+    return error
+
+
+def copy_of(error: EngineDeadError) -> EngineDeadError:
+    """Return the same error for one more caller, so that tracebacks do not mix."""
+    copy = EngineDeadError(str(error))
+    copy.__cause__ = error.__cause__
+    return copy
