@@ -19,6 +19,7 @@ LOG_FORMATS = ("text", "json")
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 _OPTIONAL_TEXTS = (
     "uds",
+    "root_path",
     "chat_template",
     "tool_call_parser",
     "reasoning_parser",
@@ -26,7 +27,7 @@ _OPTIONAL_TEXTS = (
     "ssl_certfile",
     "otlp_traces_endpoint",
 )
-_TEXTS = ("host", "root_path", "metrics_prefix")
+_TEXTS = ("host", "metrics_prefix")
 _LISTS = ("api_key", "served_model_name", "allowed_origins")
 _SWITCHES = ("enable_auto_tool_choice", "trust_request_chat_template")
 
@@ -73,7 +74,7 @@ class ServeOptions:
     uds: str | None = None
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
-    root_path: str = ""
+    root_path: str | None = None
     api_key: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
@@ -111,9 +112,10 @@ class ServeOptions:
             raise ConfigError(
                 f"metrics_prefix must be letters, digits and underscores, got {shown(self.metrics_prefix)}"
             )
-        object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
-        if self.root_path and not self.root_path.startswith("/"):
-            raise ConfigError(f"root_path must begin with a slash, got {shown(self.root_path)}")
+        if self.root_path is not None:
+            object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
+            if self.root_path and not self.root_path.startswith("/"):
+                raise ConfigError(f"root_path must begin with a slash, got {shown(self.root_path)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the form of the tool calls")
         self._check_certificate()

@@ -89,7 +89,7 @@ def url_of(options: ServeOptions, listener: socket.socket) -> str:
         return f"unix:{options.uds}"
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path or ''}"
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             workers=1,
-            root_path=options.root_path,
+            root_path=options.root_path or "",
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile or "",
             proxy_headers=False,
