@@ -6,16 +6,22 @@ import asyncio
 import hashlib
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import EngineDeadError
 from ..sampling_params import MAX_SEED
+from ..protocol.calls.call import Call
+from ..protocol.endpoints import parse_call
+from ..protocol.limits import Limits
+from .http.exchange import Exchange
 from .http.failures import Failure, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
 from .options import ServeOptions
 
 if TYPE_CHECKING:
     from .served_engine import ServedEngine
+
+C = TypeVar("C", bound=Call)
 
 
 class FrontEnd:
@@ -31,6 +37,15 @@ class FrontEnd:
         self.engine, self.options = engine, options
         self.names = tuple(options.served_model_name) or (engine.config.model,)
         self.created = int(time.time())
+        self._limits = Limits(
+            max_logprobs=options.max_logprobs,
+            trust_chat_template=options.trust_request_chat_template,
+            chat_template=options.chat_template,
+            chat_template_kwargs=options.chat_template_kwargs,
+            enable_auto_tool_choice=options.enable_auto_tool_choice,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
         self.keep_alive = KeepAlive()
         self.rate = FinishRate()
         self.num_open = 0
@@ -53,6 +68,26 @@ class FrontEnd:
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
 
+    async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
+        """Return the call that a request's body makes.
+
+        Raises RequestError and its like if the body is wrong, EngineDeadError if no request can be served.
+        """
+        self.check_serving()
+        call = parse_call(path, await exchange.read_json(), self._limits)
+        assert isinstance(call, kind)
+        self.check_model(call.model)
+        if call.ignored:
+            exchange.extra_headers.append((b"x-paged-ignored", ", ".join(call.ignored).encode()))
+        return call
+
+    def identity_of(self, exchange: Exchange, call: Call) -> str:
+        """Return the id that the engine's requests and the response share, unless the body gives one.
+
+        It begins with the request's own id, which another request may have, too.
+        """
+        return call.request_id or f"{exchange.request_id}-{uuid.uuid4().hex[:8]}"
+
     def seed_for(self, request_id: str) -> int:
         """Return the seed of a request that gives none.
 
@@ -73,8 +108,3 @@ class FrontEnd:
         """Return the response for an error."""
         num_waiting = self.num_open - self.engine.config.max_num_seqs * self.options.replicas
         return failure_of(error, self.rate.seconds_for(max(1, num_waiting)), request_id)
-
-
-def new_identity() -> str:
-    """Return an id for a request of the engine, unlike any other."""
-    return uuid.uuid4().hex

@@ -119,8 +119,7 @@ class ServeOptions:
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the form of the tool calls")
         self._check_certificate()
-        template_kwargs = _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
-        object.__setattr__(self, "default_chat_template_kwargs", template_kwargs)
+        _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
 
     def _check_certificate(self) -> None:
         if self.ssl_keyfile and not self.ssl_certfile:
@@ -129,6 +128,11 @@ class ServeOptions:
             path = getattr(self, name)
             if path is not None and not os.access(path, os.R_OK):
                 raise ConfigError(f"{name} {path!r} is not a file that can be read")
+
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]:
+        """default_chat_template_kwargs as an object."""
+        return _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
 
     @property
     def is_exposed(self) -> bool:
@@ -146,9 +150,11 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _object(name: str, value: Any) -> Mapping[str, Any] | None:
+def _object(name: str, value: Any) -> Mapping[str, Any]:
     given = _json(name, value) if isinstance(value, str) else value
-    if not isinstance(given, Mapping | None):
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
         raise ConfigError(f'{name} must be a JSON object such as {{"enable_thinking": false}}, got {shown(value)}')
     return given
 
