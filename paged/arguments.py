@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -67,6 +68,12 @@ def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) ->
     parameters = sorted([*own, *more], key=lambda p: p.kind)
     method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     method.__doc__ = method.__doc__ or config.__doc__
+
+
+def field_texts(owner: type[Any]) -> dict[str, str]:
+    """Return what the docstring of a dataclass says of each field, a text in one line by the field's name."""
+    found = re.finditer(r"^    (\w+): (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
+    return {match[1]: " ".join(match[2].split()) for match in found}
 
 
 def check_call(method: str, given: Mapping[str, Any]) -> None:

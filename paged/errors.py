@@ -25,17 +25,22 @@ class PagedError(ValueError):
 
     The message is one line: characters that are not printable, which may come from a file and command a
     terminal, are escaped. MAX_LENGTH: of the message; the middle of a longer one is left out.
+
+    param: the field of a request body that is wrong, where that is known.
     """
 
     MAX_LENGTH: ClassVar[int | None] = None
+    param: str | None = None
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
         if not message.isprintable():
             message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
         if self.MAX_LENGTH is not None and len(message) > self.MAX_LENGTH:
             half = self.MAX_LENGTH // 2
             message = f"{message[: half - 2]} … {message[1 - half :]}"
         super().__init__(message)
+        if param is not None:
+            self.param = param
 
 
 class ConfigError(PagedError):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import typer
 
+from ..arguments import field_texts
 from ..model.generation_config import GENERATION_FIELDS
 from ..sampling_params import SamplingParams
 from .headings import heading_of
@@ -93,8 +94,7 @@ def _described(owner: type[Any]) -> _Described:
 
 @cache  # it is slow, and asked for every option
 def _describe(owner: type[Any]) -> _Described:
-    found = re.finditer(r"^    (\w+): (.*?)(?=^    \w+: |^$)", owner.__doc__ or "", re.DOTALL | re.MULTILINE)
-    return _Described(typing.get_type_hints(owner), {match[1]: " ".join(match[2].split()) for match in found})
+    return _Described(typing.get_type_hints(owner), field_texts(owner))
 
 
 def _shown(owner: type[Any], name: str, value: Any) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import RequestError, reject_unknown
+from .calls.call import Call
+from .endpoints import parse_call
 from .jobs import parse_json
-from .openai import Call, parse_call
 from .result_file import ResultFile
 
 PREFIX = b'{"id": "batch_req_'

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,15 +16,18 @@ from ..errors import RequestError, reject_unknown
 from ..requests.request import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import SamplingParams, StructuredOutputsParams
 from ..validation import shown
+from .limits import MAX_JSON_DEPTH
 
 TEXT_LINES, JSON_LINES = ("", ".txt"), (".jsonl", ".ndjson")
+# Strings, whose brackets do not count, and brackets. A string may be cut at the end of a wrong text.
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[\]{}])', re.DOTALL)
 LOWEST_LOGPROB = -9999.0  # of an impossible token, as in OpenAI's API and vLLM's
 # Sampling parameters that JSON input cannot give, and why.
 NOT_IN_JSON = {
     "logits_processors": "they are Python functions",
     "output_kind": "the whole output is written once",
 }
-SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name not in NOT_IN_JSON]
+SAMPLING_NAMES = [field.name for field in fields(SamplingParams) if field.name not in NOT_IN_JSON]
 
 
 class Job(NamedTuple):
@@ -85,7 +90,7 @@ def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, reason in NOT_IN_JSON.items():
         if name in given:
             raise RequestError(f"{name} cannot be given here: {reason}")
-    reject_unknown("SamplingParams", given, SAMPLING_FIELDS)
+    reject_unknown("SamplingParams", given, SAMPLING_NAMES)
     result = dict(given)
     if (structured := result.get("structured_outputs")) is not None:
         if not isinstance(structured, dict):
@@ -96,12 +101,49 @@ def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises RequestError if an object has a name twice, or an int is too long.
+    Raises RequestError if it is not JSON in UTF-8, an object has a name twice, a number is too large, NaN or
+    infinite, or objects and arrays are nested more than MAX_JSON_DEPTH deep.
     """
-    return json.loads(text, object_pairs_hook=_object, parse_int=_int)
+    try:
+        if isinstance(text, bytes | bytearray):
+            text = text.decode("utf-8-sig")
+        _check_depth(text)
+        return json.loads(
+            text, object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
+        )
+    except UnicodeDecodeError as error:
+        raise RequestError(f"this is not JSON in UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise RequestError(f"this is not JSON: {error}") from error
+
+
+def _check_depth(text: str) -> None:
+    # Most texts have too few brackets to be deep, and counting them is quick.
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return
+    depth = 0
+    for match in _BRACKETS.finditer(text):
+        opening = match[1]
+        if opening is not None:
+            depth += 1 if opening in "[{" else -1
+            if depth > MAX_JSON_DEPTH:
+                raise RequestError(
+                    f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; make the JSON flatter"
+                )
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise RequestError(f"{shown(digits)} is too large for a number")
+    return number
+
+
+def _constant(name: str) -> float:
+    raise RequestError(f"{name} is not JSON; numbers are finite")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,7 +171,7 @@ def outcome_of(output: RequestOutput) -> dict[str, Any]:
     samples = [_sample(completion) for completion in output.outputs]
     outcome: dict[str, Any] = samples[0] if len(samples) == 1 else {"outputs": samples}
     if output.prompt_logprobs is not None:
-        outcome["prompt_logprobs"] = [place and _place(place) for place in output.prompt_logprobs]
+        outcome["prompt_logprobs"] = [place and candidates_of(place) for place in output.prompt_logprobs]
     return outcome
 
 
@@ -143,11 +185,11 @@ def _sample(completion: CompletionOutput) -> dict[str, Any]:
     if completion.cumulative_logprob is not None:
         sample["cumulative_logprob"] = finite(completion.cumulative_logprob)
     if completion.logprobs is not None:
-        sample["logprobs"] = [_place(place) for place in completion.logprobs]
+        sample["logprobs"] = [candidates_of(place) for place in completion.logprobs]
     return sample
 
 
-def _place(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+def candidates_of(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
     """Return the candidates at one place of a text, the chosen token first."""
     return [
         {"token_id": i, "token": c.decoded_token, "logprob": finite(c.logprob), "rank": c.rank}

@@ -1,0 +1,1 @@
+"""Response bodies, whole and in chunks."""

@@ -1,0 +1,101 @@
+"""Chunks: the events of a streamed response."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...requests.request import CompletionOutput, RequestOutput
+from .usage import Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a response holds besides the text.
+
+    n: number of choices of each prompt.
+    num_prompts: number of prompts.
+    num_top: number of likely tokens at each place of a chat.
+    as_ids: name tokens of log-probabilities by their ids.
+    token_ids: return the ids of the tokens of prompts and outputs.
+    include_usage: end a stream with the counts of tokens.
+    continuous_usage: put the counts so far into each chunk.
+    """
+
+    n: int = 1
+    num_prompts: int = 1
+    num_top: int = 0
+    as_ids: bool = False
+    token_ids: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The fields that all chunks of a response share; `created` in seconds since 1970."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields of a body."""
+        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+
+
+class Chunks(ABC):
+    """The chunks of one streamed response, made from outputs with deltas.
+
+    Send `start` with the first output, `add` of each output, and `finish` after the last. An output that
+    failed (`failure_of`) is not added: its error is the last event.
+    """
+
+    def __init__(self, head: Head, form: Form, usage: Usage) -> None:
+        self.form = form
+        self.usage = usage
+        self._head = head.as_json()
+        self._ended: set[int] = set()  # choices whose finish_reason was sent
+
+    def start(self) -> list[dict[str, Any]]:
+        """Return the chunks before those of the first output."""
+        return []
+
+    def add(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Return the chunks of an output of the prompt of this index."""
+        self.usage.add(index, output)
+        chunks = self.before(index, output)
+        for completion in output.outputs:
+            choice = index * self.form.n + completion.index
+            if choice in self._ended:  # its siblings go on
+                continue
+            if completion.finish_reason is not None:
+                self._ended.add(choice)
+            chunks += self.chunks_of(choice, completion)
+        return chunks
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the chunks after those of the last output."""
+        if not self.form.include_usage:
+            return []
+        return [{**self._head, "choices": [], "usage": self.usage.as_json()}]
+
+    def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Return the chunks before those of the choices: what belongs to the prompt of this index."""
+        return []
+
+    @abstractmethod
+    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the chunks of a delta."""
+
+    def chunk(self, choice: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """Return a chunk with one choice."""
+        chunk = {**self._head, "choices": [choice], **more}
+        if self.form.continuous_usage:
+            chunk["usage"] = self.usage.as_json()
+        elif self.form.include_usage:
+            chunk["usage"] = None  # as in OpenAI's API
+        return chunk

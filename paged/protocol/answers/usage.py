@@ -1,0 +1,49 @@
+"""Usage: how many tokens a response took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...requests.request import RequestOutput
+
+
+class Usage:
+    """Counts the tokens of a response. counts_output: False if the generated token is not returned."""
+
+    def __init__(self, *, counts_output: bool = True) -> None:
+        self._counts_output = counts_output
+        self._num_prompt = self._num_cached = self._num_new = 0
+        self._seen: set[int] = set()
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Add an output of the prompt of this index: the only one, or one of those with deltas."""
+        if index not in self._seen:
+            self._seen.add(index)
+            self._num_prompt += len(output.prompt_token_ids)
+            self._num_cached += output.num_cached_tokens or 0
+        if self._counts_output:
+            for completion in output.outputs:
+                self._num_new += len(completion.token_ids)
+
+    @property
+    def num_new(self) -> int:
+        """Number of generated tokens."""
+        return self._num_new
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts so far."""
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_new,
+            "total_tokens": self._num_prompt + self._num_new,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
+
+
+def usage_of(outputs: Sequence[RequestOutput], *, counts_output: bool = True) -> dict[str, Any]:
+    """Return the usage of a whole response."""
+    usage = Usage(counts_output=counts_output)
+    for index, output in enumerate(outputs):
+        usage.add(index, output)
+    return usage.as_json()

@@ -1,0 +1,1 @@
+"""Request bodies as calls of an engine."""

@@ -1,0 +1,146 @@
+"""Call: a request body, validated as far as possible without a model."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...errors import PagedError, RequestError
+from ...requests.prompts import Prompt
+from ...requests.request import RequestOutput
+from ...sampling_params import RequestOutputKind, SamplingParams
+from ..answers.chunks import Chunks
+from ..fields.sampling import KINDS, check_most_logprobs, constraint_of
+from ..fields.table import Table
+from ..limits import MAX_CHOICES, Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ...engine.model_text import ModelText
+
+_WORD = re.compile(r"\w+")
+
+
+class Call(ABC):
+    """A request body, validated as far as possible without a model.
+
+    table: the fields of the body.
+    values: the fields that the body gives, parsed.
+    ignored: the names of those that have no effect here.
+    limits: what the operator allows.
+    model: the name of the model; None accepts any.
+    tenant: the body's user.
+    stream: whether to answer by server-sent events.
+    request_id: the id that the client chose.
+    priority, timeout_s: see SamplingParams.
+    """
+
+    table: ClassVar[Table]
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        self.values, without_effect = self.table.parse(body)
+        self.ignored = tuple(without_effect)
+        self.limits = limits
+        values = self.values
+        self.model: str | None = values.get("model")
+        self.tenant: str = values.get("user", "")
+        self.stream = bool(values.get("stream", False))
+        self.request_id: str | None = values.get("request_id")
+        self.priority: float | None = values.get("priority")
+        self.timeout_s: float | None = values.get("timeout_s")
+
+    def param_of(self, error: PagedError) -> str | None:
+        """Return the field of the body that an error is about, None if it is about none."""
+        return error.param or next((w for w in _WORD.findall(str(error)) if w in self.table), None)
+
+    @contextmanager
+    def naming_field(self, default: str | None = None) -> Iterator[None]:
+        """Let an error from within name the field of the body that it is about."""
+        try:
+            yield
+        except PagedError as error:
+            error.param = self.param_of(error) or default
+            raise
+
+
+class GenerationCall(Call):
+    """A request body that asks for generated tokens.
+
+    DEFAULT_MAX_TOKENS: where neither the body nor generation_config.json limits the tokens.
+    n: number of choices of each prompt.
+    """
+
+    DEFAULT_MAX_TOKENS: ClassVar[int | None]
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        values = self.values
+        self.n: int = values.get("n", 1)
+        self.sampling = {name: values[name] for name in values.keys() & KINDS.keys()}
+        check_most_logprobs("prompt_logprobs", values.get("prompt_logprobs"), limits.max_logprobs)
+        constraint = constraint_of(values)
+        if constraint is not None:
+            self.sampling["structured_outputs"] = constraint
+
+    @abstractmethod
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:
+        """Return the prompts to complete. Raises RequestError.
+
+        It renders a template and may take milliseconds.
+        """
+
+    def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
+        """Return the parameters, with the defaults of the model. Raises RequestError.
+
+        stream: whether outputs hold deltas, or come once at the end; by default as the body says.
+        """
+        is_delta = self.stream if stream is None else stream
+        kind = RequestOutputKind.DELTA if is_delta else RequestOutputKind.FINAL_ONLY
+        with self.naming_field():
+            return text.params_of({**self.sampling, "output_kind": kind}, self.DEFAULT_MAX_TOKENS)
+
+    def check_choices(self, num_prompts: int) -> None:
+        """Raise RequestError if a response would have too many choices."""
+        if num_prompts * self.n > MAX_CHOICES:
+            raise RequestError(
+                f"n {self.n} for {num_prompts:,} prompts makes {num_prompts * self.n:,} choices; "
+                f"{MAX_CHOICES:,} is the most",
+                param="n",
+            )
+
+
+class AnswerCall(GenerationCall):
+    """A request body in OpenAI's form: its response has choices."""
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        options = self.values.get("stream_options")
+        if options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        options = options or {}
+        self.form_fields: dict[str, Any] = {
+            "n": self.n,
+            "as_ids": self.values.get("return_tokens_as_token_ids", False),
+            "token_ids": self.values.get("return_token_ids", False),
+            "include_usage": options.get("include_usage", False),
+            "continuous_usage": options.get("continuous_usage_stats", False),
+        }
+
+    @abstractmethod
+    def body(
+        self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
+    ) -> dict[str, Any]:
+        """Return the whole response body.
+
+        outputs: the finished output of each prompt.
+        identity: unique among responses.
+        created: seconds since 1970.
+        """
+
+    @abstractmethod
+    def chunks(self, identity: str, created: int, model: str) -> Chunks:
+        """Return what makes the chunks of a streamed response."""

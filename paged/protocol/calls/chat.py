@@ -1,0 +1,113 @@
+"""ChatCall: a body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import RequestError
+from ...requests.prompts import Prompt
+from ...requests.request import RequestOutput
+from ..answers.chats import ChatChunks, ChatForm, chat_body
+from ..answers.chunks import Head
+from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
+from ..fields.kinds import Boolean, Choice, Integer
+from ..fields.messages import MESSAGES
+from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs
+from ..fields.table import Field, Table, ignored, refused
+from ..limits import MAX_TOP_LOGPROBS, Limits
+from .call import AnswerCall
+from .conversation import Conversation
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+
+EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
+CHAT_TABLE = Table(
+    "/v1/chat/completions",
+    [
+        MESSAGES,
+        *BASE_FIELDS,
+        *SAMPLING_FIELDS,
+        Field(
+            "max_completion_tokens",
+            Integer(1),
+            "the newer name of max_tokens; by default up to the context's end",
+        ),
+        Field("logprobs", Boolean(), "report the log-probability of every token"),
+        Field(
+            "top_logprobs",
+            Integer(0, MAX_TOP_LOGPROBS),
+            "report this many most likely tokens at each position, too; needs logprobs",
+        ),
+        Field("reasoning_effort", EFFORTS, "a variable for the chat template"),
+        Field("return_prompt_text", Boolean(), "return the rendered conversation as prompt_text"),
+        *TEMPLATE_FIELDS,
+        ADD_SPECIAL_TOKENS,
+        *ANSWER_FIELDS,
+        *ignored("verbosity", "ask for it in a message"),
+        *refused("tools tool_choice parallel_tool_calls", "tool calls are not supported yet", []),
+        *refused("functions function_call", "their names are tools and tool_choice"),
+        *refused("modalities", "answers are text alone", ["text"]),
+        *refused("audio", "answers are text alone"),
+        *refused("web_search_options", "there is no web search"),
+        *refused("prompt", "text to complete belongs to /v1/completions"),
+        *refused("echo", "prompts are repeated by /v1/completions alone; see return_prompt_text", False),
+        *refused("detokenize", "an answer is text; /v1/completions takes it", True),
+        *refused("include_reasoning", "reasoning is not taken out of answers yet", True),
+    ],
+)
+
+
+class ChatCall(AnswerCall):
+    """A body of /v1/chat/completions."""
+
+    table = CHAT_TABLE
+    DEFAULT_MAX_TOKENS = None  # up to the end of the context
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        values, sampling = self.values, self.sampling
+        if "max_completion_tokens" in values:
+            if "max_tokens" in values:
+                raise RequestError(
+                    "max_tokens is the old name of max_completion_tokens; give one of them",
+                    param="max_tokens",
+                )
+            sampling["max_tokens"] = values["max_completion_tokens"]
+        sampling.pop("logprobs", None)
+        if values.get("logprobs", False):
+            sampling["logprobs"] = values.get("top_logprobs", 0)
+            check_most_logprobs("top_logprobs", sampling["logprobs"], limits.max_logprobs)
+        elif values.get("top_logprobs", 0):
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        self.conversation = Conversation(values, limits)
+
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:
+        """Return the rendered conversation."""
+        with self.naming_field("messages"):
+            return [self.conversation.prompt(text)]
+
+    def body(
+        self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
+    ) -> dict[str, Any]:
+        """Return a chat.completion."""
+        return chat_body(outputs, self._head("", identity, created, model), self._form)
+
+    def chunks(self, identity: str, created: int, model: str) -> ChatChunks:
+        """Return what makes the chunks of a chat.completion."""
+        return ChatChunks(self._head(".chunk", identity, created, model), self._form)
+
+    @staticmethod
+    def _head(suffix: str, identity: str, created: int, model: str) -> Head:
+        return Head(f"chatcmpl-{identity}", f"chat.completion{suffix}", created, model)
+
+    @property
+    def _form(self) -> ChatForm:
+        return ChatForm(
+            **self.form_fields,
+            num_top=self.sampling.get("logprobs", 0),
+            role=self.conversation.answer_role,
+            prompt_logprobs="prompt_logprobs" in self.values,
+            prompt_text=self.values.get("return_prompt_text", False),
+        )

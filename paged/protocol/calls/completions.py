@@ -1,0 +1,133 @@
+"""CompletionCall: a body of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import RequestError
+from ...requests.prompts import Prompt
+from ...requests.request import RequestOutput
+from ...sampling_params import MAX_LOGPROBS
+from ..answers.chunks import Head
+from ..answers.completions import CompletionChunks, CompletionForm, Echo, completion_body
+from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS
+from ..fields.kinds import Boolean, Integer, ListOf, OneOf, Text, TokenIds
+from ..fields.sampling import DETOKENIZE, SAMPLING_FIELDS, check_most_logprobs
+from ..fields.table import Field, Table, refused
+from ..limits import MAX_PROMPTS, Limits
+from .call import AnswerCall
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+
+TEXT_OR_IDS = OneOf((Text(), TokenIds()))
+PROMPTS = OneOf((Text(), TokenIds(), ListOf(Text(), 1, MAX_PROMPTS), ListOf(TokenIds(), 1, MAX_PROMPTS)))
+COMPLETION_TABLE = Table(
+    "/v1/completions",
+    [
+        Field("prompt", PROMPTS, "the text to complete, its token ids, or a list of either", required=True),
+        *BASE_FIELDS,
+        *(field for field in SAMPLING_FIELDS if field.name != "max_tokens"),
+        Field(
+            "max_tokens",
+            Integer(0),
+            "most tokens to generate, by default 16; 0 needs echo",
+        ),
+        Field(
+            "logprobs",
+            Integer(-1, MAX_LOGPROBS),
+            "report the log-probability of every token and of this many most likely ones at its position; "
+            "with echo also of the prompt's tokens",
+        ),
+        Field("echo", Boolean(), "repeat the prompt before its completion"),
+        ADD_SPECIAL_TOKENS,
+        DETOKENIZE,
+        *ANSWER_FIELDS,
+        *refused("suffix", "models that fill in the middle take a prompt with their own special tokens", ""),
+        *refused("prompt_embeds", "a prompt is text or token ids"),
+        *refused("messages", "a conversation belongs to /v1/chat/completions"),
+    ],
+)
+
+
+class CompletionCall(AnswerCall):
+    """A body of /v1/completions."""
+
+    table = COMPLETION_TABLE
+    DEFAULT_MAX_TOKENS = 16
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        values, sampling = self.values, self.sampling
+        self.listed = _listed(values["prompt"])
+        self.check_choices(len(self.listed))
+        self._echo: Echo | None = None
+        self._echoes: bool = values.get("echo", False)
+        check_most_logprobs("logprobs", values.get("logprobs"), limits.max_logprobs)
+        if self._echoes and "logprobs" in values:
+            # A body may ask for more candidates of the prompt, which are then in both places.
+            most = max(values["logprobs"], values.get("prompt_logprobs", 0))
+            sampling["prompt_logprobs"] = most
+        self._is_alone = values.get("max_tokens") == 0
+        if self._is_alone:
+            if not self._echoes:
+                raise RequestError(
+                    "max_tokens 0 generates nothing; with echo: true it returns the prompt",
+                    param="max_tokens",
+                )
+            sampling["max_tokens"] = 1  # the engine computes the prompt for a token, which is left out
+
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:
+        """Return the prompts of the body."""
+        if self._echoes:
+            tokenizer = text.tokenizer
+            if tokenizer is None:
+                raise RequestError(
+                    "echo needs the tokenizer, which skip_tokenizer_init=True left out", param="echo"
+                )
+            self._echo = Echo(
+                decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+                token_text=lambda token_id: tokenizer.token_text(token_id, first=True),
+                alone=self._is_alone,
+            )
+        add = self.values.get("add_special_tokens", True)
+        return [
+            {"prompt": prompt, "add_special_tokens": add}
+            if isinstance(prompt, str)
+            else {"prompt_token_ids": prompt}
+            for prompt in self.listed
+        ]
+
+    def body(
+        self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
+    ) -> dict[str, Any]:
+        """Return a text_completion."""
+        return completion_body(outputs, self._head(identity, created, model), self._form)
+
+    def chunks(self, identity: str, created: int, model: str) -> CompletionChunks:
+        """Return what makes the chunks of a text_completion."""
+        return CompletionChunks(self._head(identity, created, model), self._form)
+
+    @staticmethod
+    def _head(identity: str, created: int, model: str) -> Head:
+        return Head(f"cmpl-{identity}", "text_completion", created, model)
+
+    @property
+    def _form(self) -> CompletionForm:
+        assert self._echo is not None or not self._echoes, "prompts() was not called"
+        return CompletionForm(
+            **self.form_fields,
+            num_prompts=len(self.listed),
+            echo=self._echo,
+            logprobs="logprobs" in self.values,
+            prompt_logprobs="prompt_logprobs" in self.values,
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return a list of prompts from a text, token ids, or a list of either."""
+    if isinstance(value, str) or not value or isinstance(value[0], int):
+        return [value]
+    prompts: list[Any] = value
+    return prompts

@@ -1,0 +1,82 @@
+"""Conversation: messages and the options of their template, rendered to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...errors import RequestError
+from ...validation import shown
+from ..fields.messages import ROLES
+from ..limits import Limits
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+
+# Fields of a body that are variables of the template.
+_VARIABLES = ("reasoning_effort", "documents")
+
+
+class Conversation:
+    """The messages of a body, and how they are rendered.
+
+    tools: those that the template shows to the model.
+    """
+
+    def __init__(self, values: Mapping[str, Any], limits: Limits) -> None:
+        if "chat_template" in values and not limits.trust_chat_template:
+            raise RequestError(
+                "chat_template in a body is code, which this server takes only with "
+                "--trust-request-chat-template; --chat-template sets one for all requests",
+                param="chat_template",
+            )
+        self.messages: list[dict[str, Any]] = values["messages"]
+        self.tools: list[Mapping[str, Any]] | None = None
+        self._values, self._limits = values, limits
+
+    @property
+    def answer_role(self) -> str:
+        """The role of the answer: that of the last message, if it is continued."""
+        if self._values.get("continue_final_message", False):
+            return str(self.messages[-1]["role"])
+        return "assistant"
+
+    def prompt(self, text: ModelText) -> dict[str, Any]:
+        """Return the prompt. Raises RequestError if the template refuses the conversation."""
+        values, limits = self._values, self._limits
+        template = values.get("chat_template", limits.chat_template)
+        source = text.chat_templates.source(template, has_tools=self.tools is not None)
+        variables = {name: values[name] for name in _VARIABLES if name in values}
+        prompt = text.render_chat(
+            [_message(i, message, source) for i, message in enumerate(self.messages)],
+            tools=self.tools,
+            add_generation_prompt=values.get("add_generation_prompt", True),
+            continue_final_message=values.get("continue_final_message", False),
+            chat_template=template,
+            chat_template_kwargs={
+                **limits.chat_template_kwargs,
+                **variables,
+                **values.get("chat_template_kwargs", {}),
+            },
+        )
+        return {**prompt, "add_special_tokens": values.get("add_special_tokens", False)}
+
+
+def _message(index: int, message: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return a message with a role that the template knows."""
+    role = message["role"]
+    if role == "developer" and not _names(source, role):
+        return {**message, "role": "system"}
+    if role not in ROLES and not _names(source, role):
+        name = f"messages[{index}].role"
+        known = ", ".join(map(repr, ROLES))
+        raise RequestError(
+            f"{name} must be one of {known}, or a role that the chat template names; got {shown(role)}",
+            param=name,
+        )
+    return message
+
+
+def _names(source: str, role: str) -> bool:
+    """Return whether a template compares something with this role."""
+    return f"'{role}'" in source or f'"{role}"' in source

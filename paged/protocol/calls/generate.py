@@ -1,0 +1,150 @@
+"""GenerateCall: a body of /generate or /generate/batch, in which each prompt has a result of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import PagedError, RequestError
+from ...requests.prompts import Prompt
+from ...requests.request import CompletionOutput, RequestOutput
+from ...sampling_params import MAX_LOGPROBS, SamplingParams
+from ..answers.errors import error_body, failure_of, status_of
+from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS
+from ..fields.kinds import AnyJSON, Boolean, Choice, Integer, ListOf, OneOf
+from ..fields.sampling import DETOKENIZE, SAMPLING_FIELDS, check_most_logprobs
+from ..fields.table import Field, Table
+from ..jobs import candidates_of, finite
+from ..limits import MAX_PROMPTS, Limits
+from .call import GenerationCall
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+
+GENERATE_TABLE = Table(
+    "/generate",
+    [
+        Field(
+            "prompts",
+            ListOf(AnyJSON(), 1, MAX_PROMPTS),
+            "texts or lists of token ids to complete; a wrong one is an error in its own result",
+        ),
+        Field("prompt", AnyJSON(), "a single prompt; either it or prompts is given"),
+        *BASE_FIELDS,
+        *SAMPLING_FIELDS,
+        Field(
+            "logprobs",
+            Integer(-1, MAX_LOGPROBS),
+            "report the log-probability of every token and of this many most likely ones at its position",
+        ),
+        Field(
+            "stream",
+            OneOf((Boolean(), Choice(("results", "deltas")))),
+            'send JSON lines: with true or "results" one for each result, with "deltas" one for each '
+            "piece of text",
+        ),
+        ADD_SPECIAL_TOKENS,
+        DETOKENIZE,
+    ],
+)
+
+
+class GenerateCall(GenerationCall):
+    """A body of /generate or /generate/batch.
+
+    streams_deltas: whether a line is sent for each delta, not for each result.
+    """
+
+    table = GENERATE_TABLE
+    DEFAULT_MAX_TOKENS = 16
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        values = self.values
+        if ("prompt" in values) == ("prompts" in values):
+            given = "both" if "prompt" in values else "neither"
+            raise RequestError(f"either prompts or prompt must be given, got {given}", param="prompts")
+        self.listed: list[Any] = values["prompts"] if "prompts" in values else [values["prompt"]]
+        self.check_choices(len(self.listed))
+        check_most_logprobs("logprobs", values.get("logprobs"), limits.max_logprobs)
+        self.streams_deltas = values.get("stream") == "deltas"
+
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
+        """Return the prompts. The engine refuses those that are wrong, each by itself."""
+        add = self.values.get("add_special_tokens", True)
+        return [{"prompt": p, "add_special_tokens": add} if isinstance(p, str) else p for p in self.listed]
+
+    def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
+        """Return the parameters, with the defaults of the model. Raises RequestError."""
+        return super().params(text, stream=self.streams_deltas if stream is None else stream)
+
+    def results(self, index: int, outcome: RequestOutput | PagedError) -> list[dict[str, Any]]:
+        """Return the results of the prompt of this index: of each sample, or its error.
+
+        outcome: the finished output, or the error that refused the prompt.
+        """
+        if isinstance(outcome, PagedError):
+            failure = status_of(outcome), str(outcome)
+        elif (failed := failure_of([outcome])) is not None:
+            failure = failed
+        else:
+            return [self._result(index, outcome, completion) for completion in outcome.outputs]
+        return [{"index": index, **error_body(*failure)}]
+
+    def deltas(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Return a line for each sample of a prompt that has new text or has ended."""
+        if failure := failure_of([output]):
+            return [{"index": index, **error_body(*failure)}]
+        return [
+            {
+                "index": index,
+                **self._sample(completion),
+                "text": completion.text,
+                "token_ids": [*completion.token_ids],
+                **self._end(completion),
+            }
+            for completion in output.outputs
+            if completion.token_ids or completion.text or output.finished
+        ]
+
+    def body(self, outcomes: Sequence[RequestOutput | PagedError], seconds: float) -> dict[str, Any]:
+        """Return the whole response body.
+
+        outcomes: of each prompt, as in `results`.
+        seconds: from the arrival of the request to its last token.
+        """
+        num_prompts = len(outcomes)
+        return {
+            "results": [result for i, outcome in enumerate(outcomes) for result in self.results(i, outcome)],
+            "total_prompts": num_prompts,
+            "total_time_seconds": seconds,
+            "avg_time_per_prompt": seconds / num_prompts,
+        }
+
+    def _result(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        times = output.metrics
+        finished = times.arrival_time if times.finished_time is None else times.finished_time
+        result = {
+            "index": index,
+            **self._sample(completion),
+            "generated_text": completion.text,
+            "token_ids": [*completion.token_ids],
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_tokens": len(completion.token_ids),
+            **self._end(completion),
+            "seconds": finished - times.arrival_time,
+        }
+        if completion.logprobs is not None:
+            result["logprobs"] = [candidates_of(place) for place in completion.logprobs]
+        if completion.cumulative_logprob is not None:
+            result["cumulative_logprob"] = finite(completion.cumulative_logprob)
+        if output.prompt_logprobs is not None:
+            result["prompt_logprobs"] = [place and candidates_of(place) for place in output.prompt_logprobs]
+        return result
+
+    def _sample(self, completion: CompletionOutput) -> dict[str, int]:
+        return {"sample": completion.index} if self.n > 1 else {}
+
+    @staticmethod
+    def _end(completion: CompletionOutput) -> dict[str, Any]:
+        return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}

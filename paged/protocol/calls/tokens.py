@@ -1,0 +1,105 @@
+"""TokenizeCall and DetokenizeCall: bodies that only the tokenizer answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...errors import RequestError
+from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS
+from ..fields.kinds import Boolean, JSONObject, ListOf, Text, TokenIds
+from ..fields.messages import MESSAGES
+from ..fields.table import Field, Table
+from ..limits import Limits
+from .call import Call
+from .conversation import Conversation
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+    from ...text.tokenizer import Tokenizer
+
+TOKENIZE_TABLE = Table(
+    "/tokenize",
+    [
+        Field("prompt", Text(), "the text to tokenize; either it or messages is given"),
+        Field(MESSAGES.name, MESSAGES.kind, "a conversation, which is rendered and tokenized"),
+        *BASE_FIELDS,
+        ADD_SPECIAL_TOKENS,
+        Field("return_token_strs", Boolean(), "return the text of each token, too"),
+        Field("tools", ListOf(JSONObject()), "tools that the chat template shows"),
+        *TEMPLATE_FIELDS,
+    ],
+)
+DETOKENIZE_TABLE = Table(
+    "/detokenize",
+    [
+        Field("tokens", TokenIds(), "the token ids whose text is returned", required=True),
+        *BASE_FIELDS,
+        Field("skip_special_tokens", Boolean(), "leave special tokens out of the text, by default false"),
+    ],
+)
+
+
+class TokenizeCall(Call):
+    """A body of /tokenize."""
+
+    table = TOKENIZE_TABLE
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        values = self.values
+        if ("prompt" in values) == ("messages" in values):
+            given = "both" if "prompt" in values else "neither"
+            raise RequestError(f"either prompt or messages must be given, got {given}", param="prompt")
+        if "messages" not in values:
+            for field in (*TEMPLATE_FIELDS, TOKENIZE_TABLE.field("tools")):
+                if field.name in values:
+                    raise RequestError(f"{field.name} needs messages in place of prompt", param=field.name)
+            return
+        self.conversation = Conversation(values, limits)
+        self.conversation.tools = values.get("tools")
+
+    def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
+        """Return the response body. Raises RequestError. It may take long for a long text."""
+        tokenizer = _tokenizer(text)
+        if "prompt" in self.values:
+            prompt, add = self.values["prompt"], self.values.get("add_special_tokens", True)
+        else:
+            with self.naming_field("messages"):
+                rendered = self.conversation.prompt(text)
+            prompt, add = rendered["prompt"], rendered["add_special_tokens"]
+        with self.naming_field("prompt"):
+            tokens = tokenizer.encode(prompt, add_special_tokens=add)
+        strings = None
+        if self.values.get("return_token_strs", False):
+            strings = [tokenizer.token_text(token_id, first=i == 0) for i, token_id in enumerate(tokens)]
+        return {
+            "count": len(tokens),
+            "max_model_len": max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+
+
+class DetokenizeCall(Call):
+    """A body of /detokenize."""
+
+    table = DETOKENIZE_TABLE
+
+    def answer(self, text: ModelText) -> dict[str, Any]:
+        """Return the response body. Raises RequestError. It may take long for many tokens."""
+        tokenizer, tokens = _tokenizer(text), self.values["tokens"]
+        size = text.model_config.vocab_size
+        if tokens and max(tokens) >= size:
+            i = next(i for i, token_id in enumerate(tokens) if token_id >= size)
+            raise RequestError(
+                f"tokens[{i}] is {tokens[i]}; the vocabulary is 0 to {size - 1}", param="tokens"
+            )
+        skip = self.values.get("skip_special_tokens", False)
+        return {"prompt": tokenizer.decode(tokens, skip_special_tokens=skip)}
+
+
+def _tokenizer(text: ModelText) -> Tokenizer:
+    if text.tokenizer is None:
+        raise RequestError("this needs the tokenizer, which skip_tokenizer_init left out")
+    return text.tokenizer

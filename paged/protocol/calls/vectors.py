@@ -1,0 +1,170 @@
+"""EmbeddingCall and ScoreCall: bodies that ask for what the model makes of a text, not for more text."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...engine.embedding import POOLINGS, EmbeddingRequestOutput
+from ...engine.scoring import ScoreOutput
+from ...errors import RequestError
+from ...requests.prompts import Prompt
+from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PRIORITY
+from ..fields.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
+from ..fields.sampling import CACHE_SALT
+from ..fields.table import Field, Table, refused
+from ..jobs import finite
+from ..limits import MAX_CONTINUATIONS, MAX_PROMPTS, Limits
+from .call import Call
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+
+_INPUT = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
+EMBEDDING_TABLE = Table(
+    "/v1/embeddings",
+    [
+        Field("input", _INPUT, "the text to embed, its token ids, or a list of either", required=True),
+        *BASE_FIELDS,
+        Field("encoding_format", ENCODING_FORMAT, "numbers, or base64 of little-endian float32"),
+        Field("dimensions", Integer(1), "the size of the model's hidden states: vectors are not cut"),
+        Field(
+            "pooling",
+            Choice(POOLINGS),
+            "the final hidden state of the last token, which is the default, or the mean over all tokens",
+        ),
+        Field("normalize", Boolean(), "scale each vector to a Euclidean norm of 1, by default true"),
+        PRIORITY,
+        CACHE_SALT,
+        ADD_SPECIAL_TOKENS,
+        *refused("truncate_prompt_tokens truncation_side", "cut the prompt's token ids", -1),
+        *refused("messages", "a conversation is not embedded; give its text as input"),
+        *refused("embed_dtype", "encoding_format base64 has little-endian float32", "float32"),
+    ],
+)
+_CONTINUATION = OneOf((Text(1), TokenIds(1)))
+SCORE_TABLE = Table(
+    "/v1/score",
+    [
+        Field("prompt", _CONTINUATION, "the text before the continuations, or its token ids", required=True),
+        Field(
+            "continuations",
+            ListOf(_CONTINUATION, 1, MAX_CONTINUATIONS),
+            "texts or token ids whose log-probability after the prompt is returned. They are tokenized by "
+            "themselves, so a space before one must be part of it or of the prompt",
+            required=True,
+        ),
+        *BASE_FIELDS,
+        PRIORITY,
+        CACHE_SALT,
+        ADD_SPECIAL_TOKENS,
+        *refused(
+            "text_1 text_2 queries documents",
+            "a score is the log-probability of continuations after a prompt; for similarities compare "
+            "embeddings",
+        ),
+    ],
+)
+
+
+class EmbeddingCall(Call):
+    """A body of /v1/embeddings.
+
+    pooling, normalize: see `LLMEngine.encode`.
+    """
+
+    table = EMBEDDING_TABLE
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        self.pooling = self.values.get("pooling", POOLINGS[0])
+        self.normalize: bool = self.values.get("normalize", True)
+        self._in_base64 = self.values.get("encoding_format") == "base64"
+        value = self.values["input"]
+        is_one = isinstance(value, str) or isinstance(value[0], int)
+        self.listed: list[Any] = [value] if is_one else value
+
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:
+        """Return the prompts to embed. Raises RequestError."""
+        size, wanted = text.model_config.hidden_size, self.values.get("dimensions")
+        if wanted not in (None, size):
+            raise RequestError(
+                f"dimensions must be {size}, the size of this model's hidden states, got {wanted}",
+                param="dimensions",
+            )
+        return [prompt_of(prompt, self.values) for prompt in self.listed]
+
+    def body(
+        self,
+        outputs: Sequence[EmbeddingRequestOutput],
+        identity: str,
+        created: int,
+        model: str,
+    ) -> dict[str, Any]:
+        """Return the vectors in the order of the inputs."""
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        data = [
+            {"object": "embedding", "index": i, "embedding": self._vector(output)}
+            for i, output in enumerate(outputs)
+        ]
+        return {
+            "id": f"embd-{identity}",
+            "object": "list",
+            "created": created,
+            "model": model,
+            "data": data,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+    def _vector(self, output: EmbeddingRequestOutput) -> list[float] | str:
+        vector = output.outputs.embedding
+        assert vector is not None, "an output that failed has no response"
+        if not self._in_base64:
+            return vector
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+class ScoreCall(Call):
+    """A body of /v1/score.
+
+    continuations: see `LLMEngine.score`.
+    """
+
+    table = SCORE_TABLE
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        self.continuations: list[str | list[int]] = self.values["continuations"]
+
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
+        """Return the one prompt of the continuations."""
+        return [prompt_of(self.values["prompt"], self.values)]
+
+    def body(self, outputs: Sequence[ScoreOutput], identity: str, created: int, model: str) -> dict[str, Any]:
+        """Return the scores in the order of the continuations."""
+        data = []
+        for i, output in enumerate(outputs):
+            assert output.logprob is not None, "an output that failed has no response"
+            data.append(
+                {
+                    "object": "score",
+                    "index": i,
+                    "score": finite(output.logprob),
+                    "mean_logprob": finite(output.logprob / output.num_tokens),
+                    "token_ids": output.token_ids,
+                    "token_logprobs": [finite(logprob) for logprob in output.token_logprobs],
+                    "is_greedy": output.is_greedy,
+                }
+            )
+        shared = {"id": f"score-{identity}", "object": "list", "created": created, "model": model}
+        return {**shared, "data": data}
+
+
+def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a prompt with the options that a body gives for it."""
+    salt = {"cache_salt": values["cache_salt"]} if "cache_salt" in values else {}
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "add_special_tokens": values.get("add_special_tokens", True), **salt}
+    return {"prompt_token_ids": prompt, **salt}

@@ -1,0 +1,1 @@
+"""The fields of JSON objects, described once."""

@@ -1,0 +1,68 @@
+"""The fields that several request bodies share."""
+
+from __future__ import annotations
+
+from ..limits import MAX_NAME_LENGTH, MAX_REQUEST_ID_LENGTH
+from .kinds import Boolean, Choice, JSONObject, ListOf, Number, Text
+from .table import Field, ObjectOf, Table, ignored, refused
+
+STREAM_OPTIONS = Table(
+    "stream_options",
+    [
+        Field("include_usage", Boolean(), "send the counts of tokens in a last chunk"),
+        Field("continuous_usage_stats", Boolean(), "send the counts of tokens so far with every chunk"),
+        *ignored("include_obfuscation", "chunks are not padded"),
+    ],
+)
+ADD_SPECIAL_TOKENS = Field(
+    "add_special_tokens", Boolean(), "add the special tokens of the checkpoint to a prompt that is text"
+)
+# In every body.
+BASE_FIELDS = [
+    Field("model", Text(longest=MAX_NAME_LENGTH), "a name of the model; any model if it is not given"),
+    Field("user", Text(longest=MAX_NAME_LENGTH), "the tenant, who is charged by scheduling_policy fair"),
+    Field(
+        "request_id",
+        Text(1, MAX_REQUEST_ID_LENGTH),
+        "the id of the request, from which those of responses are made",
+    ),
+    *ignored("metadata", "nothing is stored"),
+    *ignored("store", "nothing is stored"),
+    *ignored("safety_identifier", "user names the tenant"),
+    *ignored("session_id", "requests with common prefixes share blocks by themselves"),
+    *refused("mm_processor_kwargs media_io_kwargs", "this version takes text and token ids alone", {}),
+    *refused("lora_request", "LoRA adapters are not supported yet"),
+]
+PRIORITY = Field("priority", Number(), 'the lowest number goes first; only for scheduling_policy "priority"')
+# In the bodies that generate in OpenAI's form.
+ANSWER_FIELDS = [
+    Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
+    Field("stream_options", ObjectOf(STREAM_OPTIONS), "which counts of tokens a stream has; needs stream"),
+    Field("return_token_ids", Boolean(), "return the token ids of prompt and output"),
+    Field(
+        "return_tokens_as_token_ids",
+        Boolean(),
+        'name the tokens of log-probabilities "token_id:5", which tells apart those of equal text',
+    ),
+    *ignored("service_tier", "all requests are served alike; see priority"),
+    *ignored("prompt_cache_key prompt_cache_retention prompt_cache_options", "prefixes are always cached"),
+    *ignored("prediction", "the answer is the same with a prediction"),
+    *ignored("moderation", "nothing is moderated"),
+]
+# In the bodies with a conversation.
+TEMPLATE_FIELDS = [
+    Field("add_generation_prompt", Boolean(), "end the prompt with the header of an answer"),
+    Field(
+        "continue_final_message",
+        Boolean(),
+        "continue the last message instead of answering it; needs add_generation_prompt: false",
+    ),
+    Field(
+        "chat_template",
+        Text(1),
+        "a Jinja template or the name of one of the checkpoint's; only with --trust-request-chat-template",
+    ),
+    Field("chat_template_kwargs", JSONObject('{"enable_thinking": false}'), "variables for the template"),
+    Field("documents", ListOf(JSONObject('{"title": ..., "text": ...}')), "documents for the template"),
+]
+ENCODING_FORMAT = Choice(("float", "base64"))

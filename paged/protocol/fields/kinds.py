@@ -1,0 +1,333 @@
+"""Kinds: what the value of a field may be, for parsing, for JSON schemas and for the documentation."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import RequestError
+from ...sampling_params import biases_of
+from ...validation import MAX_INT, check_bool, check_int, check_number, shown
+
+Schema = dict[str, Any]
+
+
+class Kind(ABC):
+    """What the value of a field may be.
+
+    types: the Python types of JSON values that may be of this kind.
+    """
+
+    types: tuple[type, ...] = ()
+
+    @abstractmethod
+    def parse(self, name: str, value: Any) -> Any:
+        """Return a JSON value as the code takes it. Raises RequestError naming the field."""
+
+    @abstractmethod
+    def schema(self) -> Schema:
+        """Return the JSON schema of the values."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Describe the values in a few words."""
+
+
+class Boolean(Kind):
+    """True or false."""
+
+    types = (bool,)
+
+    def parse(self, name: str, value: Any) -> bool:
+        """Return the value."""
+        return check_bool(RequestError, name, value)
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "boolean"}
+
+    def __str__(self) -> str:
+        return "boolean"
+
+
+@dataclass(frozen=True, slots=True)
+class Integer(Kind):
+    """An int in [minimum, maximum]."""
+
+    types = (int,)
+    minimum: int
+    maximum: int = MAX_INT
+
+    def parse(self, name: str, value: Any) -> int:
+        """Return the value."""
+        return check_int(RequestError, name, value, self.minimum, self.maximum)
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "integer", "minimum": self.minimum, "maximum": self.maximum}
+
+    def __str__(self) -> str:
+        if self.maximum == MAX_INT:
+            return "integer" if self.minimum < -MAX_INT else f"integer ≥ {self.minimum}"
+        return f"integer {self.minimum}…{self.maximum}"
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Kind):
+    """A finite number in [minimum, maximum]; above: not the minimum itself."""
+
+    types = (int, float)
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    above: bool = False
+
+    def parse(self, name: str, value: Any) -> float:
+        """Return the value as it is given: 1 stays an int."""
+        check_number(RequestError, name, value, self.minimum, self.maximum, above=self.above)
+        return value  # type: ignore[no-any-return]
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        lowest = "exclusiveMinimum" if self.above else "minimum"
+        limits = {lowest: self.minimum, "maximum": self.maximum}
+        return {"type": "number"} | {name: limit for name, limit in limits.items() if math.isfinite(limit)}
+
+    def __str__(self) -> str:
+        limits = [f"{'>' if self.above else '≥'} {self.minimum:g}"] if self.minimum > -math.inf else []
+        limits += [f"≤ {self.maximum:g}"] if self.maximum < math.inf else []
+        return " ".join(["number", ", ".join(limits)]).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Kind):
+    """A string of valid Unicode; its length in characters is in [shortest, longest]."""
+
+    types = (str,)
+    shortest: int = 0
+    longest: int | None = None
+
+    def parse(self, name: str, value: Any) -> str:
+        """Return the value."""
+        if not isinstance(value, str):
+            raise RequestError(f"{name} must be a string, got {shown(value)}")
+        if len(value) < self.shortest:
+            raise RequestError(f"{name} must be a non-empty string, got {shown(value)}")
+        if self.longest is not None and len(value) > self.longest:
+            raise RequestError(
+                f"{name} has {len(value):,} characters; {self.longest:,} is the most: {shown(value)}"
+            )
+        check_unicode(name, value)
+        return value
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        limits = {"minLength": self.shortest or None, "maxLength": self.longest}
+        return {"type": "string"} | {name: limit for name, limit in limits.items() if limit is not None}
+
+    def __str__(self) -> str:
+        return "string" if self.longest is None else f"string of at most {self.longest} characters"
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise RequestError, naming the field, if a text has a lone surrogate, which UTF-8 cannot encode."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} is not valid Unicode: character {error.start} is the lone surrogate "
+            f"{text[error.start]!r}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Kind):
+    """One of several strings."""
+
+    types = (str,)
+    values: tuple[str, ...]
+
+    def parse(self, name: str, value: Any) -> str:
+        """Return the value."""
+        if not isinstance(value, str) or value not in self.values:
+            known = ", ".join(map(repr, self.values))
+            raise RequestError(f"{name} must be one of {known}, got {shown(value)}")
+        return value
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "string", "enum": [*self.values]}
+
+    def __str__(self) -> str:
+        return " | ".join(f'"{value}"' for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf(Kind):
+    """A list of values of one kind; its length is in [shortest, longest]."""
+
+    types = (list,)
+    item: Kind
+    shortest: int = 0
+    longest: int | None = None
+
+    def parse(self, name: str, value: Any) -> list[Any]:
+        """Return the parsed values."""
+        check_length(name, value, self.shortest, self.longest)
+        return [self.item.parse(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "array", "items": self.item.schema()} | length_schema(self.shortest, self.longest)
+
+    def __str__(self) -> str:
+        return f"list of {self.item}"
+
+
+def check_length(name: str, value: Any, shortest: int, longest: int | None) -> None:
+    """Raise RequestError, naming the field, unless the value is a list of such a length."""
+    if not isinstance(value, list):
+        raise RequestError(f"{name} must be a list, got {shown(value)}")
+    if len(value) < shortest:
+        raise RequestError(f"{name} must have at least {shortest} entry, got {len(value)}")
+    if longest is not None and len(value) > longest:
+        raise RequestError(f"{name} has {len(value):,} entries; {longest:,} is the most")
+
+
+def length_schema(shortest: int, longest: int | None) -> Schema:
+    """Return the keywords of a JSON schema for such lengths of a list."""
+    return ({"minItems": shortest} if shortest else {}) | ({} if longest is None else {"maxItems": longest})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds(Kind):
+    """A list of token ids. Its items are checked at once, as a prompt may have a hundred thousand."""
+
+    types = (list,)
+    shortest: int = 0
+    longest: int | None = None
+
+    def parse(self, name: str, value: Any) -> list[int]:
+        """Return the value."""
+        check_length(name, value, self.shortest, self.longest)
+        if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > MAX_INT):
+            for i, token_id in enumerate(value):
+                check_int(RequestError, f"{name}[{i}]", token_id, 0)
+        return value  # type: ignore[no-any-return]
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        item = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
+        return {"type": "array", "items": item} | length_schema(self.shortest, self.longest)
+
+    def __str__(self) -> str:
+        return "list of token ids"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(Kind):
+    """A value of the first of several kinds that takes its type."""
+
+    kinds: tuple[Kind, ...]
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return the value as the kind parses it."""
+        for kind in self.kinds:
+            if type(value) in kind.types and (kind is self.kinds[-1] or _may_be(kind, value)):
+                return kind.parse(name, value)
+        raise RequestError(f"{name} must be {self}, got {shown(value)}")
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"anyOf": [kind.schema() for kind in self.kinds]}
+
+    def __str__(self) -> str:
+        return ", or ".join(map(str, self.kinds))
+
+
+def _may_be(kind: Kind, value: Any) -> bool:
+    """Return whether a value of the right type may be of a kind: lists differ in their first item."""
+    if isinstance(kind, Choice):
+        return value in kind.values
+    if not value or not isinstance(value, list):
+        return True
+    if isinstance(kind, TokenIds):
+        return type(value[0]) in (int, bool)
+    return not isinstance(kind, ListOf) or type(value[0]) in kind.item.types
+
+
+class AnyJSON(Kind):
+    """Any JSON value."""
+
+    types = (bool, int, float, str, list, dict)
+
+    def parse(self, name: str, value: Any) -> Any:  # noqa: ARG002
+        """Return the value."""
+        return value
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {}
+
+    def __str__(self) -> str:
+        return "any"
+
+
+@dataclass(frozen=True, slots=True)
+class JSONObject(Kind):
+    """An object with any fields. example: of one, for messages."""
+
+    types = (dict,)
+    example: str = "{...}"
+
+    def parse(self, name: str, value: Any) -> Mapping[str, Any]:
+        """Return the value."""
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{name} must be an object such as {self.example}, got {shown(value)}")
+        return value
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "object"}
+
+    def __str__(self) -> str:
+        return "object"
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias(Kind):
+    """An object of token ids, written as strings, and biases from -100 to 100."""
+
+    types = (dict,)
+
+    def parse(self, name: str, value: Any) -> dict[int, float]:
+        """Return the biases by token id."""
+        if not isinstance(value, Mapping):
+            raise RequestError(f'{name} must be an object such as {{"50": -100}}, got {shown(value)}')
+        return biases_of(value.items())
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        bias = {"type": "number", "minimum": -100, "maximum": 100}
+        return {"type": "object", "patternProperties": {"^[0-9]{1,19}$": bias}, "additionalProperties": False}
+
+    def __str__(self) -> str:
+        return "object of token ids and numbers from -100 to 100"
+
+
+def nullable(schema: Schema) -> Schema:
+    """Return the schema with null as another value, which stands for a field that is not given."""
+    if isinstance(schema.get("type"), str) and "enum" not in schema:
+        return {**schema, "type": [schema["type"], "null"]}
+    if not schema:
+        return schema
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def names(values: Sequence[str]) -> str:
+    """Return names as a message lists them."""
+    return ", ".join(map(repr, values))

@@ -1,0 +1,65 @@
+"""The messages of a conversation."""
+
+from __future__ import annotations
+
+from ...errors import RequestError
+from ...validation import shown
+from ..limits import MAX_MESSAGES
+from .kinds import JSONObject, Kind, ListOf, OneOf, Schema, Text
+from .table import Field, ObjectOf, Table, refused
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class _PartKind(JSONObject):
+    """A part of a message's content, of which only text is supported."""
+
+    def parse(self, name: str, value: object) -> dict[str, object]:
+        """Return the part."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not isinstance(kind, str):
+            example = '{"type": "text", "text": ...}'
+            raise RequestError(f"{name} must be an object such as {example}, got {shown(value)}")
+        if kind not in ("text", "refusal"):
+            raise RequestError(f"{name} is of type {shown(kind)}; only parts of type 'text' are supported")
+        if not isinstance(value.get(kind), str):
+            raise RequestError(f"{name}.{kind} must be a string, got {shown(value.get(kind))}")
+        return value if kind == "text" else {"type": "text", "text": value[kind]}
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            "required": ["type", "text"],
+        }
+
+    def __str__(self) -> str:
+        return "text part"
+
+
+_NO_MEDIA = "this version takes text alone"
+CONTENT: Kind = OneOf((Text(), ListOf(_PartKind())))
+MESSAGE_TABLE = Table(
+    "a message",
+    [
+        Field("role", Text(1), f"{', '.join(ROLES)}, or a role that the chat template names", required=True),
+        Field("content", CONTENT, "text, or parts of type text"),
+        Field("name", Text(), "a name, for templates that show it"),
+        Field("tool_calls", ListOf(JSONObject('{"type": "function", ...}')), "calls that the assistant made"),
+        Field("tool_call_id", Text(), "the call that a tool's message answers"),
+        Field("reasoning", Text(), "the assistant's reasoning"),
+        Field("reasoning_content", Text(), "another name of reasoning"),
+        *refused("audio", _NO_MEDIA),
+        *refused("function_call", "its name is tool_calls"),
+    ],
+    is_open=True,  # a template may know more
+)
+
+
+MESSAGES = Field(
+    "messages",
+    ListOf(ObjectOf(MESSAGE_TABLE), 1, MAX_MESSAGES),
+    "the conversation; other fields of a message are passed to the chat template",
+    required=True,
+)

@@ -1,0 +1,196 @@
+"""The fields of request bodies that say how to sample, in every body that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...arguments import field_texts
+from ...errors import RequestError
+from ...from_vllm import SAMPLING_PARAMS
+from ...sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from ...validation import shown
+from ..limits import MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
+from .kinds import (
+    Boolean,
+    Choice,
+    Integer,
+    JSONObject,
+    Kind,
+    ListOf,
+    LogitBias,
+    Number,
+    OneOf,
+    Text,
+    TokenIds,
+)
+from .table import Field, ObjectOf, Table, Tagged, refused
+
+_TEXT = Text(1)
+_CANDIDATES = Integer(-1, MAX_LOGPROBS)
+KINDS: dict[str, Kind] = {
+    "n": Integer(1, MAX_N),
+    "best_of": Integer(1, MAX_N),
+    "temperature": Number(0.0),
+    "top_p": Number(0.0, 1.0, above=True),
+    "top_k": Integer(-1),
+    "min_p": Number(0.0, 1.0),
+    "typical_p": Number(0.0, 1.0, above=True),
+    "top_n_sigma": Number(0.0),
+    "seed": Integer(-MAX_SEED - 1, MAX_SEED),
+    "presence_penalty": Number(-2.0, 2.0),
+    "frequency_penalty": Number(-2.0, 2.0),
+    "repetition_penalty": Number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "dry_multiplier": Number(0.0),
+    "dry_base": Number(1.0),
+    "dry_allowed_length": Integer(1),
+    "dry_sequence_breakers": ListOf(_TEXT, longest=MAX_BAD_WORDS),
+    "dry_penalty_last_n": Integer(-1),
+    "logit_bias": LogitBias(),
+    "allowed_token_ids": TokenIds(1, MAX_TOKEN_IDS),
+    "bad_words": ListOf(_TEXT, longest=MAX_BAD_WORDS),
+    "min_tokens": Integer(0),
+    "max_tokens": Integer(1),
+    "stop": OneOf((_TEXT, ListOf(_TEXT, longest=MAX_STOP_STRINGS))),
+    "stop_token_ids": TokenIds(0, MAX_TOKEN_IDS),
+    "include_stop_str_in_output": Boolean(),
+    "ignore_eos": Boolean(),
+    "logprobs": _CANDIDATES,
+    "prompt_logprobs": _CANDIDATES,
+    "detokenize": Boolean(),
+    "skip_special_tokens": Boolean(),
+    "spaces_between_special_tokens": Boolean(),
+    "priority": Number(),
+    "timeout_s": Number(0.0, above=True),
+    "cache_salt": Text(1, MAX_NAME_LENGTH),
+}
+_TEXTS = field_texts(SamplingParams)
+_CONSTRAINT_TEXTS = field_texts(StructuredOutputsParams)
+_CONSTRAINT_KINDS: dict[str, Kind] = {
+    "json": OneOf((_TEXT, JSONObject('{"type": "object"}'))),
+    "regex": _TEXT,
+    "choice": ListOf(_TEXT, 1),
+    "grammar": _TEXT,
+    "json_object": Boolean(),
+}
+
+
+def _sampling(name: str, kind: Kind, meaning: str = "") -> Field:
+    return Field(name, kind, meaning or _TEXTS[name])
+
+
+CONSTRAINTS = Table(
+    "structured_outputs",
+    [Field(name, kind, _CONSTRAINT_TEXTS[name]) for name, kind in _CONSTRAINT_KINDS.items()],
+)
+_SCHEMA = Table(
+    "response_format.json_schema",
+    [
+        Field("name", Text(), "a name, which changes nothing"),
+        Field("description", Text(), "a description, which changes nothing"),
+        Field("schema", JSONObject('{"type": "object"}'), "the JSON schema of the answer", required=True),
+        Field("strict", Boolean(), "the answer always matches the schema, also with false"),
+    ],
+)
+
+
+def _format(tag: str, *fields: Field) -> Table:
+    kind = Field("type", Choice((tag,)), "what the answer is", required=True)
+    return Table("response_format", [kind, *fields])
+
+
+RESPONSE_FORMAT = Tagged(
+    "type",
+    {
+        "text": _format("text"),
+        "json_object": _format("json_object"),
+        "json_schema": _format(
+            "json_schema", Field("json_schema", ObjectOf(_SCHEMA), "the schema and its name", required=True)
+        ),
+    },
+)
+GUIDED = "its place is structured_outputs: {{{}}}"
+# In every body that generates, but for logprobs, which each has in its own form.
+SAMPLING_FIELDS = [
+    *(_sampling(name, kind) for name, kind in KINDS.items() if name not in ("logprobs", "detokenize")),
+    _sampling("structured_outputs", ObjectOf(CONSTRAINTS)),
+    Field(
+        "response_format",
+        RESPONSE_FORMAT,
+        'the form of the answer: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
+        '"json_schema": {"schema": ...}}; another way to write structured_outputs',
+    ),
+    *refused("logits_processors", "functions cannot be given in JSON; see logit_bias and bad_words", []),
+    *refused("output_kind", "stream says whether there are deltas"),
+    *refused("guided_json", GUIDED.format('"json": ...')),
+    *refused("guided_regex", GUIDED.format('"regex": ...')),
+    *refused("guided_choice", GUIDED.format('"choice": [...]')),
+    *refused("guided_grammar", GUIDED.format('"grammar": ...')),
+    *refused(
+        "guided_decoding_backend guided_whitespace_pattern guided_decoding",
+        "constraints are compiled by llguidance; see structured_outputs",
+    ),
+    *refused("use_beam_search", "beams are offline alone: LLMEngine.beam_search", False),
+    *refused("length_penalty early_stopping", "they belong to beam search", 1, 1.0, False),
+    *refused("vllm_xargs logits_processor_args", "there are no custom logits processors here", {}),
+    *refused("truncation_side", "cut the prompt's token ids"),
+    *refused("kv_transfer_params ec_transfer_params", "KV is not transferred between engines yet"),
+    *refused("extra_body", "its fields belong into the body itself; clients put them there", {}),
+]
+_given = {field.name for field in SAMPLING_FIELDS}
+SAMPLING_FIELDS += [
+    field
+    for name, (values, reason) in SAMPLING_PARAMS.items()
+    if name not in _given
+    for field in refused(name, reason, *values)
+]
+CACHE_SALT = _sampling("cache_salt", KINDS["cache_salt"])
+DETOKENIZE = _sampling("detokenize", KINDS["detokenize"])
+
+
+def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
+    """Take structured_outputs and response_format out of parsed fields. Return what they say.
+
+    Raises RequestError, whose param is the field.
+    """
+    constraint = values.pop("structured_outputs", None)
+    form = values.pop("response_format", None)
+    name = "structured_outputs"
+    if form is not None and form["type"] != "text":
+        if constraint is not None:
+            raise RequestError(
+                "response_format and structured_outputs say the same; give one of them", param=name
+            )
+        name, constraint = "response_format", _constraint_of(form)
+    if constraint is None:
+        return None
+    try:
+        return StructuredOutputsParams(**constraint)
+    except RequestError as error:
+        error.param = name
+        raise
+
+
+def _constraint_of(form: Mapping[str, Any]) -> dict[str, Any]:
+    if form["type"] == "json_object":
+        return {"json_object": True}
+    return {"json": form["json_schema"]["schema"]}
+
+
+def check_most_logprobs(name: str, value: int | None, most: int) -> None:
+    """Raise RequestError if a body asks for more candidates per position than the server allows."""
+    if value is None or most < 0 or 0 <= value <= most:
+        return
+    raise RequestError(
+        f"{name} must be from 0 to {most}, got {shown(value)}; the server's --max-logprobs sets the limit",
+        param=name,
+    )

@@ -1,0 +1,181 @@
+"""Field and Table: the fields of a JSON object, described once for parsing, schemas and documentation."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import PagedError, RequestError, UnknownArgumentError
+from ...validation import shown
+from .kinds import AnyJSON, Kind, Schema, nullable
+
+# The names of longer fields are not compared with known ones, which takes quadratic time.
+MAX_COMPARED = 64
+
+
+class Effect(enum.Enum):
+    """What becomes of a field that a body gives."""
+
+    HONOURED = "honoured"
+    IGNORED = "no effect"  # accepted, and listed in the header x-paged-ignored
+    REFUSED = "refused"  # with status 400 and the reason
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a JSON object. null means that it is not given.
+
+    meaning: of the value or, of a refused field, why it is refused and what to do.
+    neutral: values of a refused field that are accepted, as they ask for nothing.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    effect: Effect = Effect.HONOURED
+    required: bool = False
+    neutral: tuple[Any, ...] = ()
+
+    def refuses(self, value: Any) -> bool:
+        """Return whether a field that is refused asks for something."""
+        return not any(type(value) is type(known) and value == known for known in self.neutral)
+
+
+def ignored(names: str, meaning: str) -> Iterator[Field]:
+    """Yield fields that have no effect here."""
+    yield from (Field(name, AnyJSON(), meaning, Effect.IGNORED) for name in names.split())
+
+
+def refused(names: str, reason: str, *neutral: Any) -> Iterator[Field]:
+    """Yield fields that are refused unless they have a neutral value."""
+    for name in names.split():
+        yield Field(name, AnyJSON(), reason, Effect.REFUSED, neutral=neutral)
+
+
+class Table:
+    """The fields of a JSON object.
+
+    owner: its name in messages.
+    open: whether other fields are passed on as they are.
+    """
+
+    def __init__(self, owner: str, fields: Iterable[Field], *, is_open: bool = False) -> None:
+        self.owner, self.fields, self.is_open = owner, tuple(fields), is_open
+        self._by_name = {field.name: field for field in self.fields}
+        assert len(self._by_name) == len(self.fields), f"{owner} has a field twice"
+        self._required = [field.name for field in self.fields if field.required]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def field(self, name: str) -> Field:
+        """Return the field of this name."""
+        return self._by_name[name]
+
+    def with_effect(self, effect: Effect) -> list[Field]:
+        """Return the fields with such an effect."""
+        return [field for field in self.fields if field.effect is effect]
+
+    def parse(self, given: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
+        """Return the honoured fields, parsed, and the names of those without effect.
+
+        path: the name of the object in messages, with a dot behind it.
+
+        Raises RequestError or UnknownArgumentError, whose param is the name of the field.
+        """
+        values, without_effect = dict[str, Any](), list[str]()
+        for name, value in given.items():
+            field = self._by_name.get(name)
+            if field is None:
+                if not self.is_open:
+                    raise self._unknown(name, path)
+                values[name] = value
+            elif value is None:
+                continue
+            elif field.effect is Effect.HONOURED:
+                try:
+                    values[name] = field.kind.parse(path + name, value)
+                except PagedError as error:
+                    error.param = error.param or path + name
+                    raise
+            elif field.effect is Effect.IGNORED:
+                without_effect.append(path + name)
+            elif field.refuses(value):
+                message = f"{path}{name} is not supported: {field.meaning}"
+                raise RequestError(message, param=path + name)
+        for name in self._required:
+            if name not in values:
+                raise RequestError(f"{path}{name} is missing", param=path + name)
+        return values, without_effect
+
+    def _unknown(self, name: str, path: str) -> UnknownArgumentError:
+        known = [field.name for field in self.fields if field.effect is not Effect.REFUSED]
+        close = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_COMPARED else []
+        hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+        message = f"{self.owner} got an unknown argument {shown(name)}; {hint}"
+        return UnknownArgumentError(message, param=path + name if len(name) <= MAX_COMPARED else None)
+
+    def schema(self) -> Schema:
+        """Return the JSON schema of the objects. Refused fields are not part of it."""
+        properties = {}
+        for field in self.fields:
+            if field.effect is not Effect.REFUSED:
+                schema = field.kind.schema()
+                described = {**(schema if field.required else nullable(schema)), "description": field.meaning}
+                properties[field.name] = described
+        whole: Schema = {"type": "object", "properties": properties, "additionalProperties": self.is_open}
+        return whole | ({"required": self._required} if self._required else {})
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectOf(Kind):
+    """An object with the fields of a table."""
+
+    types = (dict,)
+    table: Table
+
+    def parse(self, name: str, value: Any) -> dict[str, Any]:
+        """Return the honoured fields, parsed."""
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{name} must be an object, got {shown(value)}")
+        return self.table.parse(value, f"{name}.")[0]
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return self.table.schema()
+
+    def __str__(self) -> str:
+        return f"object with {', '.join(field.name for field in self.table.with_effect(Effect.HONOURED))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged(Kind):
+    """An object whose field `key` says which table describes it."""
+
+    types = (dict,)
+    key: str
+    tables: Mapping[str, Table]
+
+    def parse(self, name: str, value: Any) -> dict[str, Any]:
+        """Return the honoured fields, parsed, with the key."""
+        tag = value.get(self.key) if isinstance(value, Mapping) else None
+        if not isinstance(tag, str) or tag not in self.tables:
+            known = ", ".join(self.tables)
+            raise RequestError(f"{name} must be an object of {self.key} {known}, got {shown(value)}")
+        return self.tables[tag].parse(value, f"{name}.")[0]
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        schemas = []
+        for tag, table in self.tables.items():
+            schema = table.schema()
+            schema["properties"] = {**schema["properties"], self.key: {"const": tag}}
+            schema["required"] = sorted({*schema.get("required", ()), self.key})
+            schemas.append(schema)
+        return {"anyOf": schemas}
+
+    def __str__(self) -> str:
+        return f"object with {self.key} " + " | ".join(f'"{tag}"' for tag in self.tables)

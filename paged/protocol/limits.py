@@ -1,0 +1,40 @@
+"""Limits of request bodies, and what the operator of a server allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
+MAX_N = 128  # samples of a prompt, also best_of
+MAX_PROMPTS = 2048  # prompts of a request, or inputs of an embedding
+MAX_CHOICES = 2048  # prompts times n
+MAX_CONTINUATIONS = 1024  # of a score
+MAX_STOP_STRINGS = 64
+MAX_MESSAGES = 4096  # of a conversation
+MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API
+MAX_NAME_LENGTH = 256  # characters of a model's name, a user or a salt
+MAX_REQUEST_ID_LENGTH = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the operator of a server allows, and the defaults of chats.
+
+    max_logprobs: most candidates that a request may ask for at each position; -1 sets no limit.
+    trust_chat_template: whether a body may bring a chat template, which is code.
+    chat_template: the template of bodies without one; None takes the checkpoint's.
+    chat_template_kwargs: variables for the template; a body may replace them.
+    enable_auto_tool_choice: whether the model may choose to call tools.
+    tool_call_parser: the name of the form in which the model writes tool calls.
+    reasoning_parser: the name of the form in which the model writes its reasoning; None finds none.
+    """
+
+    max_logprobs: int = 20
+    trust_chat_template: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
