@@ -55,13 +55,20 @@ class RequestStatus(enum.Enum):
 class RequestMetrics:
     """Times of a request, in seconds of the scheduler's clock, and its number of preemptions.
 
-    The clock is `time.perf_counter`, or virtual in a simulation.
+    The clock is `time.perf_counter` of the engine's process, or virtual in a simulation.
+
+    first_scheduled_time: when it first left the queue.
     """
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+
+    def start_beside(self, other: RequestMetrics) -> None:
+        """Record that the request starts with the blocks of another one that runs: a fork on its arrival."""
+        self.first_scheduled_time = max(self.arrival_time, other.first_scheduled_time or self.arrival_time)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..blocks.manager import Copy
 from ..requests.request import PromptReport, Request, TokenLogprobs
+from .histogram import SECONDS_OF_STEP, TOKENS_OF_STEP, Histogram
 
 
 class AskedRows(NamedTuple):
@@ -33,6 +34,7 @@ class Schedule:
     done at once: no block is read and written within one.
 
     num_computed_tokens, seats: of each request when the step begins.
+    scheduled_time: on the scheduler's clock.
     newcomers: the requests that have taken their seats or were changed since the last step; some may not be
         in this one.
     """
@@ -53,6 +55,7 @@ class Schedule:
     num_tokens: int = 0
     num_decode_tokens: int = 0
     num_preempted: int = 0
+    scheduled_time: float = 0.0
     grown: list[int] = field(default_factory=list)  # rows of decodes whose block tables have changed
 
     @property
@@ -152,16 +155,29 @@ class SchedulerCounters:
     step_decode_tokens: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_generated_tokens: int = 0
     num_cached_tokens: int = 0
     num_queried_tokens: int = 0  # of prompts looked up in the prefix cache
+    num_prompt_tokens: int = 0  # of the requests that ran, the cached among them
     num_recomputed: int = 0  # preemptions by recompute
     num_swapped: int = 0  # preemptions by swap
     num_finished: int = 0  # requests, the aborted not among them
+    step_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS_OF_STEP))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS_OF_STEP))
 
-    def count(self, schedule: Schedule) -> None:
-        """Add a step."""
+    def count(self, schedule: Schedule, now: float) -> None:
+        """Add a step that ends now."""
         self.num_steps += 1
+        self.step_seconds.add(now - schedule.scheduled_time)
+        self.step_tokens.add(schedule.num_tokens)
+        self.num_generated_tokens += len(schedule.sampled_requests)
         self.step_decode_tokens = schedule.num_decode_tokens
         self.step_prefill_tokens = schedule.num_tokens - schedule.num_decode_tokens
         self.num_decode_tokens += self.step_decode_tokens
         self.num_prefill_tokens += self.step_prefill_tokens
+
+    def count_first_run(self, request: Request) -> None:
+        """Add a request that leaves the queue for the first time."""
+        self.num_cached_tokens += request.num_cached_tokens or 0
+        self.num_queried_tokens += request.num_tokens
+        self.num_prompt_tokens += request.num_prompt_tokens

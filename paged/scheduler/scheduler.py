@@ -95,7 +95,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
-        schedule = Schedule()
+        schedule = Schedule(scheduled_time=self.clock())
         if self.policy.preempts:
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
         num_preempted = schedule.num_preempted
@@ -201,18 +201,17 @@ class Scheduler:
             raise AssertionError("no room for a request that was admitted")
         if not manager.grow(seq, start, start + num_new, schedule.copies):
             raise AssertionError("no room for the first tokens of a request that was admitted")
-        self._run(request, start)
+        self._run(request, start, schedule.scheduled_time)
         self._compute(request, num_new, schedule)
         return request
 
-    def _run(self, request: Request, num_computed: int) -> None:
+    def _run(self, request: Request, num_computed: int, now: float) -> None:
         """Move a request from the queue to the running ones."""
         self._queue.pop(request)
         request.num_computed_tokens = num_computed
         if not request.ran_before:
-            request.num_cached_tokens = num_computed
-            self.counters.num_cached_tokens += num_computed
-            self.counters.num_queried_tokens += request.num_tokens
+            request.num_cached_tokens, request.metrics.first_scheduled_time = num_computed, now
+            self.counters.count_first_run(request)
         self._running.join(request)
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
@@ -269,7 +268,7 @@ class Scheduler:
             if len(token_ids) >= request.alert_at or token in request.stop_ids:
                 request.on_token(token, now)
                 num_finished += request.finish_reason is not None
-        self.counters.count(schedule)
+        self.counters.count(schedule, now)
         if num_finished or reported:
             self.release_finished()
         if num_aborted:
@@ -347,6 +346,7 @@ class Scheduler:
         """Run a child with the blocks of a request."""
         child.blocks = self.block_manager.fork(request.blocks, num_computed)
         child.num_computed_tokens = child.num_cached_tokens = num_computed
+        child.metrics.start_beside(request.metrics)
         self._running.join(child)
 
     def abort(self, request: Request, message: str | None = None) -> None:

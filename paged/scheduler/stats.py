@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .histogram import HistogramCounts
 from .scheduler import Scheduler
 
 
@@ -13,6 +14,12 @@ class EngineStats:
 
     A block is free, used (held by a running request or pinned), or cached (held by no request, found by its
     tokens). A block that a step in flight may still read counts as used.
+
+    num_queried_tokens: tokens of requests looked up in the prefix cache when they first ran; 0 if it is off.
+    num_prompt_tokens: of the requests that ran so far, the num_cached_tokens among them.
+    num_prefill_tokens, num_decode_tokens: computed so far, including those computed again after a preemption.
+    num_generated_tokens: drawn so far.
+    step_seconds, step_tokens: of all steps, by the bounds SECONDS_OF_STEP and TOKENS_OF_STEP of `histogram`.
     """
 
     num_running: int
@@ -35,6 +42,15 @@ class EngineStats:
     num_prefill_tokens: int  # so far
     num_decode_tokens: int
     num_cached_tokens: int
+    num_queried_tokens: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    step_seconds: HistogramCounts
+    step_tokens: HistogramCounts
+    # Sizes of the engine.
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:
@@ -65,4 +81,12 @@ class EngineStats:
             num_prefill_tokens=counters.num_prefill_tokens,
             num_decode_tokens=counters.num_decode_tokens,
             num_cached_tokens=counters.num_cached_tokens,
+            num_queried_tokens=counters.num_queried_tokens if manager.enable_prefix_caching else 0,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            step_seconds=counters.step_seconds.snapshot(),
+            step_tokens=counters.step_tokens.snapshot(),
+            block_size=manager.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from paged.errors import QueueFullError, UsageError
-from paged.requests.request import Request, RequestStatus
+from paged.requests.request import Request, RequestMetrics, RequestStatus
+from paged.scheduler.histogram import SECONDS_OF_STEP
 from paged.scheduler.policies import POLICIES, Fair, LongestPrefixMatch, new_policy
+from paged.scheduler.stats import EngineStats
 from tests.support.scheduler_cases import (
     STOP,
     added,
@@ -423,3 +425,45 @@ def test_scheduling_needs_no_torch():
     absent = dict.fromkeys(("torch", "numpy", "triton", "transformers"))
     code = f"import sys; sys.modules |= {absent!r}; import paged.scheduler.scheduler"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Times and totals
+
+
+def test_steps_and_first_runs_are_timed_by_the_clock():
+    now = 0.0
+    scheduler = new_scheduler(num_blocks=8, max_num_seqs=1, clock=lambda: now)
+    first = Request(new_request("first", 12, 2).inputs, metrics=RequestMetrics(0.0))
+    second = Request(new_request("second", 4, 1).inputs, metrics=RequestMetrics(0.5))
+    added(scheduler, first, second)
+    for seconds in (0.25, 0.5, 4.0):
+        schedule, now = scheduled(scheduler), now + seconds
+        updated(scheduler, schedule)
+        now += 10.0  # between steps
+    assert (first.metrics.first_scheduled_time, second.metrics.first_scheduled_time) == (0.0, 20.75)
+    assert second.metrics.finished_time == 24.75
+    stats = EngineStats.of(scheduler)
+    held = dict(zip(SECONDS_OF_STEP, stats.step_seconds.counts, strict=False))
+    assert ({bound: count for bound, count in held.items() if count}, stats.step_seconds.total) == (
+        {0.25: 1, 0.5: 1, 5.0: 1},
+        4.75,
+    )
+    assert (sum(stats.step_tokens.counts), stats.step_tokens.total) == (3, 12 + 1 + 4)
+    assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (16, 3)
+
+
+def test_a_preempted_request_keeps_its_first_time_and_a_fork_starts_on_arrival():
+    now = 0.0
+    scheduler = new_scheduler(num_blocks=4, clock=lambda: now)
+    old, young = added(scheduler, new_request("old", 8, 20), new_request("young", 8, 12))
+    run_until(scheduler, lambda: young.metrics.num_preemptions > 0)
+    now = 5.0
+    finish(scheduler)
+    assert (old.metrics.first_scheduled_time, young.metrics.first_scheduled_time) == (0.0, 0.0)
+    assert scheduler.counters.num_prompt_tokens == 16
+    parent = added(scheduler, new_request("parent", 9, 4))[0]
+    run_step(scheduler)
+    child = forked(parent, "child")
+    child.metrics = RequestMetrics(7.0)
+    scheduler.fork(parent, child)
+    assert (parent.metrics.first_scheduled_time, child.metrics.first_scheduled_time) == (5.0, 7.0)

@@ -1,0 +1,247 @@
+"""ServerMetrics: what GET /metrics says, in the text format of Prometheus."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from .. import __version__
+from ..config import EngineConfig
+from ..scheduler.histogram import Histogram, HistogramCounts
+from ..scheduler.stats import EngineStats
+from .metric_families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, MetricFamily, length_bounds
+from .records import CLIENT_GONE, REFUSALS, Ending, RequestProgress, RequestRecord
+
+# Not OpenMetrics, in which prometheus_client writes the colon of the names as an underscore.
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+# Label values from outside are bounded: others than these become OTHER.
+OTHER = "other"
+_REASONS = frozenset(REFUSALS.values())
+
+
+class ServerMetrics:
+    """Counts requests, and renders the counts with the statistics of the engines. An `Observer`.
+
+    model_name: the value of that label, the first served name.
+    max_model_len: bounds the histograms of lengths.
+    routes: the templates of the server's paths; others are counted as "other".
+    prefix: of all names; "vllm" for dashboards made for vLLM.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        routes: Sequence[str],
+        prefix: str = "paged",
+        num_engines: int = 1,
+    ) -> None:
+        self._model_name, self._config, self._max_model_len = model_name, config, max_model_len
+        self._routes, self._prefix = frozenset(routes), prefix
+        lengths = length_bounds(max_model_len)
+        histograms = [family for family in REQUESTS if family.kind == "histogram"]
+        # By engine, then by name.
+        self._histograms = [
+            {family.name: Histogram(family.bounds or lengths) for family in histograms}
+            for _ in range(num_engines)
+        ]
+        self._finished = {(i, why): 0 for i in range(num_engines) for why in FINISH_REASONS}
+        self._responses = defaultdict[tuple[str, int], int](int)
+        self._refused = defaultdict[str, int](int)
+        self._in_progress = defaultdict[str, int](int)
+
+    def begin(self, record: RequestRecord) -> None:
+        """Count a request as in progress, and let its record count the time between tokens."""
+        self._in_progress[self._route(record.route)] += 1
+        record.token_latencies = self._of(record)["inter_token_latency_seconds"]
+
+    def end(self, record: RequestRecord, ending: Ending) -> None:
+        """Count a request that began, and each of the engine's requests that it made."""
+        route = self._route(record.route)
+        self._in_progress[route] -= 1
+        self._responses[route, ending.status] += 1
+        refused = ending.status in REFUSALS and not any(p.finish_reasons for p in record.progress.values())
+        if refused:
+            self._refused[self._bounded(ending.reason, ending.status)] += 1
+            return
+        for progress in record.progress.values():
+            if progress.finished_at is not None:
+                self._count_finished(record, progress, progress.finished_at)
+        finished = sum(p.finished_at is not None for p in record.progress.values())
+        unfinished = max(record.num_requests - finished, 0)
+        self._finished[record.engine, "abort" if ending.status == CLIENT_GONE else "error"] += unfinished
+
+    def refused(self, route: str, status: int, reason: str, request_id: str) -> None:  # noqa: ARG002
+        """Count a refused request."""
+        self._refused[self._bounded(reason, status)] += 1
+        self.responded(route, status)
+
+    def responded(self, route: str, status: int) -> None:
+        """Count a response."""
+        self._responses[self._route(route), status] += 1
+
+    def close(self) -> None:
+        """Do nothing: Prometheus fetches the metrics."""
+
+    def render(self, stats: Mapping[int, EngineStats]) -> bytes:
+        """Return the body of GET /metrics, whose content type is CONTENT_TYPE.
+
+        stats: the newest statistics by engine; an engine without any has no metrics of its own.
+        """
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Rendering(self._families(stats)))
+        ProcessCollector(registry=registry)
+        return generate_latest(registry)
+
+    # Counting
+
+    def _count_finished(self, record: RequestRecord, progress: RequestProgress, finished_at: float) -> None:
+        histograms = self._of(record)
+        for reason in progress.finish_reasons:
+            self._finished[record.engine, reason if reason in FINISH_REASONS else "error"] += 1
+        seconds: dict[str, float | None] = {
+            "e2e_request_latency_seconds": finished_at - record.received,
+            "request_queue_time_seconds": progress.seconds("arrival_time", "first_scheduled_time"),
+            "request_prefill_time_seconds": progress.seconds("first_scheduled_time", "first_token_time"),
+            "request_inference_time_seconds": progress.seconds("first_scheduled_time", "finished_time"),
+        }
+        lengths = {
+            "request_prompt_tokens": progress.num_prompt_tokens,
+            "request_prefill_kv_computed_tokens": progress.num_prompt_tokens - progress.num_cached_tokens,
+        }
+        if progress.times is not None:
+            lengths["request_num_preemptions"] = progress.times.num_preemptions
+        if progress.first_token_at is not None:
+            longest = max(progress.num_generated)
+            seconds["time_to_first_token_seconds"] = progress.first_token_at - record.received
+            decode = progress.seconds("first_token_time", "finished_time")
+            seconds["request_decode_time_seconds"] = decode
+            if decode is not None and longest > 1:
+                seconds["request_time_per_output_token_seconds"] = decode / (longest - 1)
+            lengths["request_max_num_generation_tokens"] = longest
+            for count in progress.num_generated:
+                histograms["request_generation_tokens"].add(count)
+        if record.params is not None:
+            lengths["request_params_n"] = record.params.n
+            if record.params.max_tokens is not None:
+                lengths["request_params_max_tokens"] = record.params.max_tokens
+        for name, value in (*seconds.items(), *lengths.items()):
+            if value is not None:
+                histograms[name].add(value)
+
+    def _of(self, record: RequestRecord) -> dict[str, Histogram]:
+        return self._histograms[record.engine]
+
+    def _route(self, route: str) -> str:
+        return route if route in self._routes else OTHER
+
+    @staticmethod
+    def _bounded(reason: str, status: int) -> str:
+        return reason if reason in _REASONS else REFUSALS.get(status, OTHER)
+
+    # Rendering
+
+    def _families(self, stats: Mapping[int, EngineStats]) -> Iterator[Metric]:
+        for family in METRIC_FAMILIES:
+            metric = _new_metric(self._prefix, family)
+            if family.read is not None:
+                for engine, newest in stats.items():
+                    self._add_reading(metric, family, engine, newest)
+            else:
+                self._add_own(metric, family, stats)
+            yield metric
+
+    def _add_reading(self, metric: Metric, family: MetricFamily, engine: int, stats: EngineStats) -> None:
+        assert family.read is not None
+        value = family.read(stats)
+        labels = (self._model_name, str(engine))
+        if isinstance(value, HistogramCounts):
+            assert family.bounds is not None
+            _add_histogram(metric, labels, family.bounds, value)
+        elif isinstance(value, Mapping):
+            for own, one in value.items():
+                _add(metric, (*labels, own), one)
+        else:
+            _add(metric, labels, value)
+
+    def _add_own(self, metric: Metric, family: MetricFamily, stats: Mapping[int, EngineStats]) -> None:
+        if family.kind == "histogram":
+            for engine, histograms in enumerate(self._histograms):
+                histogram = histograms[family.name]
+                labels = (self._model_name, str(engine))
+                _add_histogram(metric, labels, histogram.bounds, histogram.snapshot())
+            return
+        for values, count in self._own_values(family.name, stats):
+            _add(metric, values, count)
+
+    def _own_values(self, name: str, stats: Mapping[int, EngineStats]) -> list[tuple[tuple[str, ...], float]]:
+        """Return the values of a counter or gauge by their labels."""
+        if name == "request_success":
+            return [((self._model_name, str(i), why), count) for (i, why), count in self._finished.items()]
+        if name == "http_responses":
+            return [((route, str(code)), count) for (route, code), count in self._responses.items()]
+        if name == "http_requests_in_progress":
+            return [((route,), count) for route, count in self._in_progress.items()]
+        if name == "requests_refused":
+            return [((reason,), count) for reason, count in self._refused.items()]
+        if name == "server_info":
+            return [((__version__, self._model_name, str(self._max_model_len)), 1)]
+        assert name == "cache_config_info", name
+        config = self._config
+        described = (config.kv_cache_dtype, str(config.enable_prefix_caching))
+        share = str(config.gpu_memory_utilization)
+        return [
+            ((str(s.block_size), *described, str(engine), share, str(s.num_blocks)), 1)
+            for engine, s in stats.items()
+        ]
+
+
+class _Rendering(Collector):
+    """The families of one response."""
+
+    def __init__(self, families: Iterator[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return self._families
+
+
+def _new_metric(prefix: str, family: MetricFamily) -> Metric:
+    name = f"{prefix}:{family.name}"
+    if family.kind == "gauge":
+        return GaugeMetricFamily(name, family.meaning, labels=family.labels)
+    if family.kind == "counter":
+        return CounterMetricFamily(name, family.meaning, labels=family.labels)
+    return HistogramMetricFamily(name, family.meaning, labels=family.labels)
+
+
+def _add(metric: Metric, labels: Sequence[str], value: float) -> None:
+    assert isinstance(metric, GaugeMetricFamily | CounterMetricFamily)
+    metric.add_metric(labels, value)
+
+
+def _add_histogram(
+    metric: Metric, labels: Sequence[str], bounds: Sequence[float], counts: HistogramCounts
+) -> None:
+    assert isinstance(metric, HistogramMetricFamily)
+    buckets, so_far = [], 0
+    for bound, count in zip((*bounds, float("inf")), counts.counts, strict=True):
+        so_far += count
+        buckets.append((_text_of(bound), float(so_far)))
+    metric.add_metric(labels, buckets, counts.total)
+
+
+def _text_of(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else repr(float(bound))

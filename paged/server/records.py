@@ -1,0 +1,259 @@
+"""RequestRecord: what the server knows about one HTTP request. Observers: metrics, logs and traces of them.
+
+The HTTP layer tells the observers of a request's begin, outputs and end. They never raise into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..requests.request import RequestMetrics, RequestOutput
+from ..sampling_params import SamplingParams
+from ..scheduler.histogram import Histogram
+from .trace_context import TraceContext
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499  # the status of a request whose client disconnected, as in nginx; it is never sent
+# Why a request was refused, by the status of its response.
+REFUSALS = {
+    400: "invalid",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method",
+    408: "slow_body",
+    413: "too_large",
+    415: "media_type",
+    429: "queue_full",
+    431: "headers_too_large",
+    503: "unavailable",
+}
+
+
+@dataclass(slots=True, eq=False)
+class RequestProgress:
+    """One engine request, of which an HTTP request may have several: one for each prompt.
+
+    Times are of time.monotonic; those in `times` are of the engine's clock, and only their differences count.
+
+    num_generated: tokens of each sample.
+    finish_reasons: of each sample; empty until the request is finished.
+    """
+
+    request_id: str
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated: list[int] = field(default_factory=list)
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finished_at: float | None = None
+    finish_reasons: tuple[str, ...] = ()
+    times: RequestMetrics | None = None
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """The tokens of all samples."""
+        return sum(self.num_generated)
+
+    def seconds(self, start: str, end: str) -> float | None:
+        """Return the seconds between two times of `RequestMetrics`; None unless both are known."""
+        first, last = getattr(self.times, start, None), getattr(self.times, end, None)
+        return None if first is None or last is None else max(0.0, last - first)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One HTTP request, from its first byte to its last.
+
+    route: the template of the path, such as /v1/completions.
+    received: when it arrived, by time.monotonic.
+    engine: the replica that computes it.
+    params: its sampling parameters, once they are parsed.
+    num_requests: how many engine requests it makes.
+    trace: of the client; `Observers.begin` replaces it by the server's own span where traces are exported.
+        Its `traceparent` is a header of the response.
+    token_latencies: counts the seconds between two tokens; set by `Observers.begin`.
+    """
+
+    request_id: str
+    route: str
+    tenant: str = ""
+    model: str = ""
+    stream: bool = False
+    received: float = field(default_factory=time.monotonic)
+    engine: int = 0
+    params: SamplingParams | None = None
+    num_requests: int = 1
+    trace: TraceContext | None = None
+    token_latencies: Histogram | None = None
+    progress: dict[str, RequestProgress] = field(default_factory=dict)
+    _newest: RequestProgress | None = None
+
+    def on_output(self, output: RequestOutput, now: float) -> None:
+        """Record an output of the engine: a delta, or the only one of its request.
+
+        now: by time.monotonic.
+        """
+        progress = self._newest
+        if progress is None or progress.request_id != output.request_id:
+            progress = self._progress_of(output.request_id)
+        last, counts = progress.last_token_at, progress.num_generated
+        for completion in output.outputs:
+            num_new = len(completion.token_ids)
+            if not num_new:
+                continue
+            if completion.index >= len(counts):
+                counts.extend([0] * (1 + completion.index - len(counts)))
+            counts[completion.index] += num_new
+            progress.last_token_at = now
+            if last is not None and self.token_latencies is not None:
+                self.token_latencies.add((now - last) / num_new, num_new)
+        if last is None and progress.last_token_at is not None:
+            self._on_first_token(progress, output, now)
+        if output.finished:
+            reasons = tuple(completion.finish_reason or "stop" for completion in output.outputs)
+            self._finish(progress, output, reasons or ("length",), now)
+
+    def on_result(
+        self,
+        request_id: str,
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int | None = None,
+        times: RequestMetrics | None = None,
+        reason: str = "stop",
+    ) -> None:
+        """Record the result of a request that generates no tokens: an embedding or a score."""
+        progress = self._progress_of(request_id)
+        progress.num_prompt_tokens, progress.num_cached_tokens = num_prompt_tokens, num_cached_tokens or 0
+        progress.times, progress.finish_reasons = times, (reason,)
+        progress.finished_at = time.monotonic()
+
+    def _progress_of(self, request_id: str) -> RequestProgress:
+        progress = self.progress.get(request_id)
+        if progress is None:
+            progress = self.progress[request_id] = RequestProgress(request_id)
+        self._newest = progress
+        return progress
+
+    def _on_first_token(self, progress: RequestProgress, output: RequestOutput, now: float) -> None:
+        times, num_tokens = output.metrics, max(progress.num_generated)
+        progress.first_token_at = now
+        if not output.finished or times.first_token_time is None or times.finished_time is None:
+            return
+        # The only output of its request: how long ago the first token was, the engine knows.
+        seconds = times.finished_time - times.first_token_time
+        progress.first_token_at = max(self.received, now - seconds)
+        if num_tokens > 1 and self.token_latencies is not None:
+            num_intervals = sum(count - 1 for count in progress.num_generated if count)
+            self.token_latencies.add(seconds / (num_tokens - 1), num_intervals)
+
+    @staticmethod
+    def _finish(
+        progress: RequestProgress, output: RequestOutput, reasons: tuple[str, ...], now: float
+    ) -> None:
+        progress.finished_at, progress.finish_reasons = now, reasons
+        progress.num_prompt_tokens = len(output.prompt_token_ids)
+        progress.num_cached_tokens = output.num_cached_tokens or 0
+        progress.times = output.metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an HTTP request ended.
+
+    status: of its response; CLIENT_GONE if the client disconnected.
+    reason: of the finish, such as "stop", or of the refusal.
+    error: the name of the error's class. Its message may repeat a prompt, and is not kept.
+    at: when, by time.monotonic.
+    """
+
+    status: int
+    reason: str
+    error: str | None
+    at: float
+
+
+class Observer(Protocol):
+    """What is told of every HTTP request."""
+
+    def begin(self, record: RequestRecord) -> None:
+        """Take note of a request whose body was accepted."""
+
+    def end(self, record: RequestRecord, ending: Ending) -> None:
+        """Take note of the end of a request that began."""
+
+    def refused(self, route: str, status: int, reason: str, request_id: str) -> None:
+        """Take note of a request that was refused before it began."""
+
+    def responded(self, route: str, status: int) -> None:
+        """Take note of a response to a request that makes no record, such as GET /health."""
+
+    def close(self) -> None:
+        """Send what is not sent yet."""
+
+
+class Observers:
+    """Passes each event on to all observers. An observer that raises is logged, and disturbs nothing."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def begin(self, record: RequestRecord) -> None:
+        """Announce a request whose body was accepted, before its first output."""
+        self._tell(lambda observer: observer.begin(record))
+
+    def end(
+        self,
+        record: RequestRecord,
+        *,
+        status: int = 200,
+        reason: str | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Announce the end of a request that began, once.
+
+        status: of the response; CLIENT_GONE if the client disconnected.
+        reason: by default the finish reason of its first sample, or what the status says.
+        error: that ended it, if any.
+        """
+        name = None if error is None else type(error).__name__
+        ending = Ending(status, reason or _reason(record, status), name, time.monotonic())
+        self._tell(lambda observer: observer.end(record, ending))
+
+    def refused(self, route: str, status: int, reason: str | None = None, request_id: str = "") -> None:
+        """Announce a request that was refused before it began.
+
+        reason: by default what the status says; see REFUSALS.
+        """
+        why = reason or REFUSALS.get(status, "other")
+        self._tell(lambda observer: observer.refused(route, status, why, request_id))
+
+    def responded(self, route: str, status: int) -> None:
+        """Announce a response to a request that has no record, such as GET /health."""
+        self._tell(lambda observer: observer.responded(route, status))
+
+    def close(self) -> None:
+        """Send what is not sent yet."""
+        self._tell(lambda observer: observer.close())
+
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            try:
+                tell(observer)
+            except Exception:
+                logger.exception("%s failed to record a request", type(observer).__name__)
+
+
+def _reason(record: RequestRecord, status: int) -> str:
+    reasons: Sequence[str] = [why for p in record.progress.values() for why in p.finish_reasons]
+    if status == CLIENT_GONE:
+        return "disconnected"
+    if status >= 400:
+        return REFUSALS.get(status, "timeout" if status == 504 else "error")
+    return reasons[0] if reasons else "stop"

@@ -1,0 +1,130 @@
+"""RequestLog: one line on stderr for each request, as text or JSON, without prompts, answers and keys."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+from typing import IO, Any, Literal
+
+from .records import Ending, RequestProgress, RequestRecord
+
+LogFormat = Literal["text", "json"]
+MAX_TEXT = 128  # characters of an id, a tenant or a model's name
+# What is written as it is. Any other text is quoted and escaped: it cannot look like a line of its own.
+_PLAIN = re.compile(r"[\w./:+@-]+", re.ASCII)
+
+_lines = logging.getLogger("paged.server.requests")
+
+
+class RequestLog:
+    """Writes a line when a request ends or is refused. An `Observer`."""
+
+    def begin(self, record: RequestRecord) -> None:
+        """Do nothing: the line is written at the end."""
+
+    def end(self, record: RequestRecord, ending: Ending) -> None:
+        """Write the line of a request."""
+        level = logging.ERROR if ending.status >= 500 else logging.INFO
+        _lines.log(level, "request", extra={"fields": fields_of(record, ending)})
+
+    def refused(self, route: str, status: int, reason: str, request_id: str) -> None:
+        """Write the line of a request that was refused before it began."""
+        fields = {"route": route, "status": status, "reason": reason}
+        _lines.info("refused", extra={"fields": {"id": request_id, **fields} if request_id else fields})
+
+    def responded(self, route: str, status: int) -> None:
+        """Do nothing: probes and scrapes would fill the log."""
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        for handler in _lines.handlers:
+            handler.flush()
+
+
+def set_up_logging(log_format: LogFormat, stream: IO[str] | None = None) -> None:
+    """Send the lines of requests to stderr, or to another stream, in this form."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(_JsonLine() if log_format == "json" else _TextLine())
+    _lines.handlers = [handler]
+    _lines.setLevel(logging.INFO)
+    _lines.propagate = False
+
+
+def fields_of(record: RequestRecord, ending: Ending) -> dict[str, Any]:
+    """Return what is written about a request: counts and seconds, and no text of a prompt or an answer."""
+    progress = [*record.progress.values()]
+    fields: dict[str, Any] = {
+        "id": record.request_id,
+        "tenant": record.tenant or None,
+        "route": record.route,
+        "model": record.model or None,
+        "stream": record.stream,
+        "status": ending.status,
+        "reason": ending.reason,
+        "error": ending.error,
+        "prompts": max(record.num_requests, len(progress)),
+        "prompt_tokens": sum(p.num_prompt_tokens for p in progress),
+        "cached_tokens": sum(p.num_cached_tokens for p in progress),
+        "generated_tokens": sum(p.num_generated_tokens for p in progress),
+        "preemptions": sum(p.times.num_preemptions for p in progress if p.times is not None),
+        "queue_s": _longest(progress, "arrival_time", "first_scheduled_time"),
+        "prefill_s": _longest(progress, "first_scheduled_time", "first_token_time"),
+        "decode_s": _longest(progress, "first_token_time", "finished_time"),
+        "first_token_s": _first_token(record, progress),
+        "total_s": round(ending.at - record.received, 6),
+        "trace_id": None if record.trace is None else record.trace.trace_id,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _longest(progress: list[RequestProgress], start: str, end: str) -> float | None:
+    seconds = [s for p in progress if (s := p.seconds(start, end)) is not None]
+    return round(max(seconds), 6) if seconds else None
+
+
+def _first_token(record: RequestRecord, progress: list[RequestProgress]) -> float | None:
+    times = [p.first_token_at for p in progress if p.first_token_at is not None]
+    return round(min(times) - record.received, 6) if times else None
+
+
+class _TextLine(logging.Formatter):
+    """Time, message, then name=value for each field."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        pairs = [f"{name}={_shown(value)}" for name, value in fields.items()]
+        return " ".join([_time_of(record), record.getMessage(), *pairs])
+
+
+class _JsonLine(logging.Formatter):
+    """An object with the time, the level, the event and the fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        shortened = {name: _shortened(value) for name, value in fields.items()}
+        line = {"time": _time_of(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        return json.dumps(
+            {**line, **shortened}
+        )  # other than ASCII is escaped, and so is every control character
+
+
+def _time_of(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+
+
+def _shortened(value: Any) -> Any:
+    return value[:MAX_TEXT] if isinstance(value, str) else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        text = value[:MAX_TEXT]
+        return text if _PLAIN.fullmatch(text) else json.dumps(text)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

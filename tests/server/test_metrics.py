@@ -1,0 +1,240 @@
+"""Metrics of the server: names, types, labels, and values of requests whose course is known."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from paged import AsyncLLMEngine, SamplingParams
+from paged.config import EngineConfig
+from paged.errors import RequestError
+from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
+from paged.sampling_params import RequestOutputKind
+from paged.server.records import CLIENT_GONE, Observers, RequestRecord
+from tests.support.metrics_table import table
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from paged.server.metric_families import METRIC_FAMILIES
+from paged.server.metrics import ServerMetrics
+
+ROOT = Path(__file__).parents[2]
+COMPLETIONS = "/v1/completions"
+
+
+def new_metrics(**options):
+    defaults = {"max_model_len": 64, "routes": [COMPLETIONS, "/health"]}
+    return ServerMetrics("demo", EngineConfig("demo"), **{**defaults, **options})
+
+
+def samples(metrics, stats=None):
+    """Return each sample by name and label values, of the families that paged makes."""
+    families = {f.name: f for f in text_string_to_metric_families(metrics.render(stats or {}).decode())}
+    found = {}
+    for family in METRIC_FAMILIES:
+        for sample in families[f"paged:{family.name}"].samples:
+            values = [sample.labels[label] for label in (*family.labels, "le") if label in sample.labels]
+            found[sample.name.removeprefix("paged:"), *values] = sample.value
+    return found
+
+
+def output(request_id="a", *, tokens=(1,), reason=None, metrics=None, prompt=(1, 2, 3), cached=0):
+    completions = [
+        CompletionOutput(i, "x", list(range(count)), finish_reason=reason) for i, count in enumerate(tokens)
+    ]
+    times = metrics or RequestMetrics(arrival_time=100.0)
+    return RequestOutput(request_id, None, list(prompt), completions, reason is not None, cached, times)
+
+
+def test_the_page_has_every_metric():
+    """Names, types and labels are an interface: who changes them changes docs/serving-metrics.md."""
+    assert table() in (ROOT / "docs" / "serving-metrics.md").read_text()
+
+
+@pytest.mark.parametrize("prefix", ["paged", "vllm"])
+def test_what_is_rendered_is_what_the_table_says(demo_stats, prefix):
+    metrics = new_metrics(prefix=prefix)
+    record = RequestRecord("a", COMPLETIONS, params=SamplingParams(n=2, max_tokens=4))
+    observers = Observers(metrics)
+    observers.begin(record)
+    record.on_output(output(tokens=(2, 2), reason="length"), 200.0)
+    observers.end(record)
+    observers.refused(COMPLETIONS, 429)
+    parsed = text_string_to_metric_families(metrics.render({0: demo_stats}).decode())
+    rendered = {family.name: family for family in parsed if ":" in family.name}
+    assert list(rendered) == [f"{prefix}:{family.name}" for family in METRIC_FAMILIES]
+    for family in METRIC_FAMILIES:
+        own = rendered[f"{prefix}:{family.name}"]
+        assert (own.type, own.documentation) == (family.kind, family.meaning)
+        labels = {frozenset(sample.labels) - {"le"} for sample in own.samples}
+        assert labels == {frozenset(family.labels)}, family.name
+        suffixes = {"gauge": {""}, "counter": {"_total"}, "histogram": {"_bucket", "_count", "_sum"}}
+        assert {s.name.removeprefix(own.name) for s in own.samples} == suffixes[family.kind]
+
+
+@pytest.fixture(scope="module")
+def demo_stats():
+    """Return the statistics of an engine after two requests, the second a continuation of the first."""
+
+    async def run():
+        async with AsyncLLMEngine("demo", num_blocks=64, num_threads=1) as engine:
+            for prompt in ([5] * 40, [5] * 44):
+                params = SamplingParams(max_tokens=3, ignore_eos=True)
+                _ = [o async for o in engine.generate({"prompt_token_ids": prompt}, params)]
+            return await engine.stats()
+
+    return asyncio.run(run())
+
+
+def test_figures_of_the_engine(demo_stats):
+    found, own = samples(new_metrics(), {0: demo_stats, 1: demo_stats}), ("demo", "0")
+    assert found[("prompt_tokens_total", *own)] == 84
+    assert found[("prompt_tokens_total", "demo", "1")] == 84
+    assert found[("generation_tokens_total", *own)] == 6
+    assert found[("prefix_cache_queries_total", *own)] == 84
+    assert found[("prefix_cache_hits_total", *own)] == 32  # two blocks of 16
+    assert found[("prompt_tokens_by_source_total", *own, "local_compute")] == 52
+    assert found[("scheduled_prefill_tokens_total", *own)] == 52
+    assert found[("step_time_seconds_count", *own)] == found[("iteration_tokens_total_count", *own)] == 6
+    assert found[("iteration_tokens_total_sum", *own)] == 52 + 4
+    assert found[("iteration_tokens_total_bucket", *own, "1.0")] == 4
+    assert found[("kv_cache_usage_perc", *own)] == 0
+    blocks = {state: found[("kv_cache_blocks", *own, state)] for state in ("free", "used", "cached")}
+    assert sum(blocks.values()) == 64
+    assert blocks["cached"] == 2
+    assert found[("batch_utilization_perc", *own)] == 0
+    assert [key for key in found if key[0] == "cache_config_info"] == [
+        ("cache_config_info", "16", "auto", "True", str(engine), "0.92", "64") for engine in (0, 1)
+    ]
+
+
+def test_times_of_a_stream():
+    metrics = new_metrics()
+    record = RequestRecord("a", COMPLETIONS, received=10.0, stream=True, params=SamplingParams(max_tokens=9))
+    observers = Observers(metrics)
+    observers.begin(record)
+    assert samples(metrics)[("http_requests_in_progress", COMPLETIONS)] == 1
+    times = RequestMetrics(100.0, 101.0, 103.0, 107.0, num_preemptions=2)
+    record.on_output(output(tokens=(1,)), 13.5)
+    record.on_output(output(tokens=(4,)), 15.5)  # tokens held back: 0.5 s each
+    record.on_output(output(tokens=(0,)), 16.0)  # text alone
+    record.on_output(output(tokens=(1,), reason="stop", metrics=times, cached=2), 17.5)
+    observers.end(record)
+    found, own = samples(metrics), ("demo", "0")
+    sums = {
+        "time_to_first_token_seconds": 3.5,
+        "inter_token_latency_seconds": 2.0 + 2.0,
+        "request_time_per_output_token_seconds": 4.0 / 5,
+        "e2e_request_latency_seconds": 7.5,
+        "request_queue_time_seconds": 1.0,
+        "request_prefill_time_seconds": 2.0,
+        "request_decode_time_seconds": 4.0,
+        "request_inference_time_seconds": 6.0,
+        "request_prompt_tokens": 3,
+        "request_prefill_kv_computed_tokens": 1,
+        "request_generation_tokens": 6,
+        "request_max_num_generation_tokens": 6,
+        "request_params_max_tokens": 9,
+        "request_params_n": 1,
+        "request_num_preemptions": 2,
+    }
+    assert {name: found[(f"{name}_sum", *own)] for name in sums} == pytest.approx(sums)
+    counts = {name: found[(f"{name}_count", *own)] for name in sums}
+    assert counts == dict.fromkeys(sums, 1) | {"inter_token_latency_seconds": 5}
+    assert found[("inter_token_latency_seconds_bucket", *own, "0.5")] == 4
+    assert found[("request_success_total", *own, "stop")] == 1
+    assert found[("http_responses_total", COMPLETIONS, "200")] == 1
+    assert found[("http_requests_in_progress", COMPLETIONS)] == 0
+
+
+def test_times_of_whole_responses():
+    """The only output says when the first token was. Two prompts of two samples are four finished ones."""
+    metrics = new_metrics()
+    record = RequestRecord("x", COMPLETIONS, received=10.0, num_requests=2)
+    observers = Observers(metrics)
+    observers.begin(record)
+    times = RequestMetrics(100.0, 101.0, 103.0, 107.0)
+    for request_id in ("x-0", "x-1"):
+        record.on_output(output(request_id, tokens=(3, 5), reason="length", metrics=times), 18.0)
+    observers.end(record)
+    found, own = samples(metrics), ("demo", "0")
+    assert found[("time_to_first_token_seconds_sum", *own)] == 2 * 4.0
+    assert found[("inter_token_latency_seconds_count", *own)] == 2 * (2 + 4)
+    assert found[("inter_token_latency_seconds_sum", *own)] == 2 * 6 * 1.0
+    assert found[("request_success_total", *own, "length")] == 4
+    assert found[("request_generation_tokens_count", *own)] == 4
+    assert found[("request_max_num_generation_tokens_sum", *own)] == 10
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "counted"),
+    [
+        (400, RequestError("no"), ("requests_refused_total", "invalid")),
+        (429, None, ("requests_refused_total", "queue_full")),
+        (500, ValueError("no"), ("request_success_total", "demo", "0", "error")),
+        (CLIENT_GONE, None, ("request_success_total", "demo", "0", "abort")),
+    ],
+    ids=["refused", "full", "failed", "gone"],
+)
+def test_requests_without_a_result(status, error, counted):
+    metrics = new_metrics()
+    record = RequestRecord("a", COMPLETIONS)
+    observers = Observers(metrics)
+    observers.begin(record)
+    observers.end(record, status=status, error=error)
+    found = samples(metrics)
+    assert found[counted] == 1
+    assert found[("http_responses_total", COMPLETIONS, str(status))] == 1
+    ended = {key: value for key, value in found.items() if key[0] == counted[0] and value}
+    assert ended == {counted: 1}
+
+
+def test_label_values_from_outside_are_bounded():
+    metrics = new_metrics()
+    observers = Observers(metrics)
+    for i in range(50):
+        observers.responded(f"/scan/{i}", 404)
+        observers.refused(f"/scan/{i}", 404, reason=f"made up {i}")
+        observers.begin(record := RequestRecord("a", f"/scan/{i}", model=f"m{i}", tenant=f"t{i}"))
+        observers.end(record)
+    found = samples(metrics)
+    assert found[("http_responses_total", "other", "404")] == 100
+    assert found[("requests_refused_total", "not_found")] == 50
+    assert not [key for key in found if "/scan" in str(key) or "made up" in str(key) or "m1" in str(key)]
+
+
+def test_an_observer_that_raises_disturbs_nothing(caplog):
+    class Broken(ServerMetrics):
+        def begin(self, record):
+            raise KeyError(record.request_id)
+
+    metrics = new_metrics()
+    observers = Observers(Broken("demo", EngineConfig("demo"), max_model_len=8, routes=[]), metrics)
+    observers.begin(RequestRecord("a", COMPLETIONS))
+    assert samples(metrics)[("http_requests_in_progress", COMPLETIONS)] == 1
+    assert "Broken failed" in caplog.text
+
+
+def test_a_served_request_has_all_its_times():
+    """With the engine itself: what it says of a stream and of a whole output is complete."""
+
+    async def run(kind):
+        metrics = new_metrics(max_model_len=1024)
+        async with AsyncLLMEngine("demo", num_blocks=64, num_threads=1) as engine:
+            observers = Observers(metrics)
+            params = SamplingParams(max_tokens=6, ignore_eos=True, n=2, output_kind=kind)
+            observers.begin(record := RequestRecord("a", COMPLETIONS, params=params))
+            async for result in engine.generate("def add(a, b):", params):
+                record.on_output(result, asyncio.get_running_loop().time())
+            observers.end(record)
+        return samples(metrics)
+
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
+        found = asyncio.run(run(kind))
+        counts = {key[0]: value for key, value in found.items() if key[0].endswith("_count")}
+        assert counts.pop("inter_token_latency_seconds_count") == 10
+        assert counts.pop("request_generation_tokens_count") == 2
+        assert set(counts.values()) == {1}
+        assert found[("request_success_total", "demo", "0", "length")] == 2
