@@ -86,7 +86,7 @@ def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def engine_options(
     model: str, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
 ) -> dict[str, Any]:
-    """Return the validated arguments of LLMEngine, those of `options` that `names` has. Raises ConfigError."""
+    """Return the validated arguments of LLMEngine: the named options. Raises ConfigError."""
     result = {"model": model, **given(options, names)}
     if isinstance(result.get("tenant_weights"), list):
         result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])

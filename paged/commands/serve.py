@@ -15,18 +15,18 @@ import typer
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..server.options import ServeOptions
-from ..server.settings import from_environment, from_file
 from . import common
 from .headings import SERVER
 from .options import option_type, with_options
+from .settings import from_environment, from_file
 
 if TYPE_CHECKING:
     from socket import socket
 
-MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with paged. It may
-also come from the environment or the file, as all options may."""
-CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags go before PAGED_... in the environment, such
-as PAGED_PORT=8000, and these before the file. [default: none]"""
+MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with paged.
+It may also come from the environment or the file, as all options may."""
+CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags override PAGED_... in the environment, such
+as PAGED_PORT=8000, and these override the file. [default: none]"""
 SERVED_ENGINE = (EngineConfig, [*common.ENGINE[1], "skip_tokenizer_init"])
 SERVE = (ServeOptions, [field.name for field in fields(ServeOptions)])
 
@@ -89,11 +89,20 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.app import new_app
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, url_of
+    from ..server.records import Observer
+    from ..server.request_log import RequestLog, set_up_logging
+    from ..server.routes.table import PATHS
+    from ..server.traces import Traces
 
+    set_up_logging(options.log_format)
+    observers: list[Observer] = [RequestLog()]
+    if options.otlp_traces_endpoint is not None:
+        observers.append(Traces(options.otlp_traces_endpoint))
     async with AsyncLLMEngine(**engine_options) as engine:
-        front = FrontEnd(engine, options)
+        front = FrontEnd(engine, options, PATHS, observers)
         server = Server(new_app(front), options, front.stop)
         print(engine.describe(), file=sys.stderr)
         print(f"{', '.join(front.names)} is served at {url_of(options, listener)}", file=sys.stderr)
         await server.listen(listener)
+        front.observers.close()
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 
-
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
+from .records import CLIENT_GONE
 from .routes.table import ROUTES, Handler
 
 # What needs no key: a monitor or a load balancer may have none.
@@ -59,16 +59,22 @@ class App:
         try:
             self._check_key(exchange)
             await self._router(scope, receive, send)
-        except ClientGone:
-            pass
+        except ClientGone as gone:
+            front.end(exchange, CLIENT_GONE, gone)
         except Exception as error:
             failure = front.failure_of(error, exchange.request_id)
+            front.end(exchange, failure.status, error)
             if exchange.status is not None:  # too late for another response: the connection is closed
                 raise
             await exchange.respond_json(failure.status, failure.body, failure.headers)
+        except BaseException as error:
+            front.end(exchange, CLIENT_GONE, error)
+            raise
+        else:
+            front.end(exchange, exchange.status or 200, exchange.error)
 
     def _check_key(self, exchange: Exchange) -> None:
-        if not self._keys or path_of(exchange.scope) in OPEN_PATHS:
+        if not self._keys or exchange.route in OPEN_PATHS:
             return
         kind, _, given = (exchange.header("authorization") or "").partition(" ")
         token = given.strip().encode("latin-1")
@@ -103,14 +109,8 @@ class _Cors(CORSMiddleware):
         return response
 
 
-def path_of(scope: Scope) -> str:
-    """Return the path of a request below --root-path."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
-
-
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
     if scope["type"] != "http":
         return  # a websocket, which the server refuses
     paths = ", ".join(dict.fromkeys(route.path for route in ROUTES))
-    raise HttpError(404, f"there is no {path_of(scope)!r} here, but {paths}")
+    raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {paths}")

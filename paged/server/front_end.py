@@ -6,17 +6,21 @@ import asyncio
 import hashlib
 import time
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import EngineDeadError
-from ..sampling_params import MAX_SEED
 from ..protocol.calls.call import Call
 from ..protocol.endpoints import parse_call
 from ..protocol.limits import Limits
+from ..sampling_params import MAX_SEED, SamplingParams
 from .http.exchange import Exchange
 from .http.failures import Failure, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
+from .metrics import ServerMetrics
 from .options import ServeOptions
+from .records import Observer, Observers, RequestRecord
+from .trace_context import TraceContext
 
 if TYPE_CHECKING:
     from .served_engine import ServedEngine
@@ -27,16 +31,33 @@ C = TypeVar("C", bound=Call)
 class FrontEnd:
     """The engine, and what the routes know about its requests.
 
+    paths: of the routes.
     names: of the model, the first one in responses.
     created: when the server started, in seconds since 1970.
-    num_open: requests that are being answered.
+    metrics: what GET /metrics says.
+    observers: are told of each request.
     is_stopping: whether the server ends, so that new requests are refused.
     """
 
-    def __init__(self, engine: ServedEngine, options: ServeOptions) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        options: ServeOptions,
+        paths: Sequence[str],
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self.engine, self.options = engine, options
         self.names = tuple(options.served_model_name) or (engine.config.model,)
         self.created = int(time.time())
+        self.metrics = ServerMetrics(
+            self.names[0],
+            engine.config,
+            max_model_len=engine.max_model_len,
+            routes=paths,
+            prefix=options.metrics_prefix,
+            num_engines=options.replicas,
+        )
+        self.observers = Observers(self.metrics, *observers)
         self._limits = Limits(
             max_logprobs=options.max_logprobs,
             trust_chat_template=options.trust_request_chat_template,
@@ -47,8 +68,8 @@ class FrontEnd:
             reasoning_parser=options.reasoning_parser,
         )
         self.keep_alive = KeepAlive()
-        self.rate = FinishRate()
-        self.num_open = 0
+        self._rate = FinishRate()
+        self._num_open = 0  # requests that are being answered
         self.is_stopping = False
 
     def check_model(self, name: str | None) -> None:
@@ -81,6 +102,41 @@ class FrontEnd:
             exchange.extra_headers.append((b"x-paged-ignored", ", ".join(call.ignored).encode()))
         return call
 
+    def begin(
+        self, exchange: Exchange, call: Call, num_requests: int, params: SamplingParams | None = None
+    ) -> RequestRecord:
+        """Begin the record of a request whose body was accepted.
+
+        num_requests: that it makes of the engine.
+        """
+        record = exchange.record = RequestRecord(
+            exchange.request_id,
+            exchange.route,
+            call.tenant,
+            self.names[0],
+            call.stream,
+            exchange.received,
+            params=params,
+            num_requests=num_requests,
+            trace=TraceContext.parse(exchange.header("traceparent"), exchange.header("tracestate")),
+        )
+        self.observers.begin(record)
+        if record.trace is not None:
+            exchange.extra_headers.append((b"traceparent", record.trace.traceparent.encode()))
+        self._num_open += 1
+        return record
+
+    def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
+        """End the record of a request, or count a request that has none."""
+        if exchange.record is not None:
+            self._num_open -= 1
+            self._rate.on_finish()
+            self.observers.end(exchange.record, status=status, error=error)
+        elif exchange.method == "POST" and status >= 400:
+            self.observers.refused(exchange.route, status, request_id=exchange.request_id)
+        else:
+            self.observers.responded(exchange.route, status)
+
     def identity_of(self, exchange: Exchange, call: Call) -> str:
         """Return the id that the engine's requests and the response share, unless the body gives one.
 
@@ -106,5 +162,5 @@ class FrontEnd:
 
     def failure_of(self, error: Exception, request_id: str) -> Failure:
         """Return the response for an error."""
-        num_waiting = self.num_open - self.engine.config.max_num_seqs * self.options.replicas
-        return failure_of(error, self.rate.seconds_for(max(1, num_waiting)), request_id)
+        num_waiting = self._num_open - self.engine.config.max_num_seqs * self.options.replicas
+        return failure_of(error, self._rate.seconds_for(max(1, num_waiting)), request_id)

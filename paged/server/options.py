@@ -155,7 +155,9 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f'{name} must be a JSON object such as {{"enable_thinking": false}}, got {shown(value)}')
+        raise ConfigError(
+            f'{name} must be a JSON object such as {{"enable_thinking": false}}, got {shown(value)}'
+        )
     return given
 
 

@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from paged.protocol.openai import SAME, parse_call
 
 from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.commands import cli, common
 from paged.commands import run_batch as command
 from paged.errors import PagedError
 from paged.protocol.batch_file import IdentitySet
-from paged.protocol.openai import SAME, parse_call
 from paged.protocol.result_file import ResultFile
 from tests.support.command_line import write
 

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from paged.protocol.openai import parse_call
 
 from paged import AsyncLLMEngine, CheckpointError, LLMEngine, SamplingParams
 from paged.model.config import DEMO
-from paged.protocol.openai import parse_call
 from tests.support.checkpoints import new_engine
 
 FOUND = {

@@ -8,12 +8,12 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from paged.protocol.openai import parse_call
 
 from paged import BeamSearchParams, ConfigError, LLMEngine, PagedError, RequestError, SamplingParams
 from paged.config import EngineConfig
 from paged.protocol.batch_file import IdentitySet, read_lines
 from paged.protocol.jobs import read_jobs
-from paged.protocol.openai import parse_call
 from tests.support.checkpoints import checkpoint, new_engine
 from tests.support.command_line import write
 

@@ -6,7 +6,7 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from ...protocol.openai import error_body
+from ...protocol.answers.errors import error_body
 from .exchange import JSON, encode_json, request_id_of
 from .failures import HttpError, retry_headers
 
@@ -93,6 +93,8 @@ class HeadLimits(HttpToolsProtocol):
         if self._is_responding():  # to an earlier request on this connection
             self._start_head_timer()
         elif self._head_bytes:
-            self._refuse(408, f"the headers did not arrive within {HEAD_TIMEOUT_S:g} seconds; send them again")
+            self._refuse(
+                408, f"the headers did not arrive within {HEAD_TIMEOUT_S:g} seconds; send them again"
+            )
         else:
             self.transport.close()

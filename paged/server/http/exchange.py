@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...protocol.jobs import parse_json
+from ...requests.request import RequestOutput
+from ..records import RequestRecord
 from .failures import Header, HttpError
 
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
@@ -26,37 +29,54 @@ class Exchange:
     """One HTTP request and its response.
 
     max_body_bytes: of the request.
+    route: the path below --root-path.
     request_id: in the response's header x-request-id: the client's own if it is short and printable.
     extra_headers: are added to the response.
     status: of the response, once it has begun.
     is_complete: whether the last part of the response was handed to the server.
+    record: of the request, once its body was accepted.
+    error: that ended the response, after it had begun.
     """
 
     __slots__ = (
         "_headers",
         "_send",
+        "error",
         "extra_headers",
         "is_complete",
         "max_body_bytes",
+        "method",
         "receive",
+        "received",
+        "record",
         "request_id",
-        "scope",
+        "route",
         "status",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
-        self.scope, self.receive, self._send = scope, receive, send
+        self.receive, self._send = receive, send
+        self.method: str = scope["method"]
+        self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
         self.max_body_bytes = max_body_bytes
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id_of(self._headers.get(b"x-request-id"))
+        self.received = time.monotonic()
         self.extra_headers: list[Header] = []
         self.status: int | None = None
         self.is_complete = False
+        self.record: RequestRecord | None = None
+        self.error: Exception | None = None
 
     def header(self, name: str) -> str | None:
         """Return the value of a header of the request, the last one of several."""
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Record an output of the engine."""
+        if self.record is not None:
+            self.record.on_output(output, time.monotonic())
 
     async def read_json(self) -> Any:
         """Return the value of the body, which must be JSON.
@@ -66,8 +86,8 @@ class Exchange:
         self._check_type()
         body = await self.read_body()
         if len(body) > PARSED_AT_ONCE:
-            return await asyncio.to_thread(_parse, body)
-        return _parse(body)
+            return await asyncio.to_thread(parse_json, body)
+        return parse_json(body)
 
     async def read_body(self) -> bytes:
         """Return the body. Raises HttpError if it is too large or too slow."""
@@ -117,7 +137,9 @@ class Exchange:
             raise HttpError(415, f"charset must be utf-8, got {charset[1]!r}", param="content-type")
         if (encoding := self.header("content-encoding")) not in (None, "identity"):
             raise HttpError(
-                415, f"content-encoding {encoding!r} is not supported; send the body as it is", "content-encoding"
+                415,
+                f"content-encoding {encoding!r} is not supported; send the body as it is",
+                param="content-encoding",
             )
 
     async def begin(self, status: int, content_type: str, headers: Iterable[Header] = ()) -> None:
@@ -199,12 +221,3 @@ def encode_json(value: Any) -> bytes:
 
 # The token ids of an unfinished request are a sequence of its own kind.
 _encoder = msgspec.json.Encoder(enc_hook=list)
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return parse_json(body.decode())
-    except UnicodeDecodeError as error:
-        raise HttpError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise HttpError(400, f"the body is not JSON: {error}") from None

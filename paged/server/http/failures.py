@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 
-from ...errors import EngineDeadError, PagedError, QueueFullError, RequestError
-from ...protocol.openai import error_body
+from ...errors import PagedError, RequestError
+from ...protocol.answers.errors import error_body, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class HttpError(RequestError):
         code: str | None = None,
         headers: Iterable[Header] = (),
     ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, tuple(headers)
+        super().__init__(message, param=param)
+        self.status, self.code, self.headers = status, code, tuple(headers)
 
 
 class Failure(NamedTuple):
@@ -76,28 +76,21 @@ def failure_of(error: Exception, retry_after_s: int, request_id: str) -> Failure
     retry_after_s: for those after which the same request may succeed.
     """
     headers: tuple[Header, ...] = ()
-    param = code = None
+    code = None
     if isinstance(error, HttpError):
         status, message = error.status, str(error)
-        headers, param, code = error.headers, error.param, error.code
+        headers, code = error.headers, error.code
     elif isinstance(error, HTTPException):  # of the router: 405
         status, message = error.status_code, f"{error.detail.lower()}: see the header allow"
         headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
     elif isinstance(error, PagedError):
-        status, message, param = status_of(error), str(error), getattr(error, "param", None)
+        status, message = status_of(error), str(error)
     else:
         logger.error("request %s failed", request_id, exc_info=error)
         status, message = 500, f"the server failed; its log has the error of request {request_id}"
-    body = error_body(status, message)
-    body["error"] |= {"param": param} | ({} if code is None else {"code": code})
+    param = error.param if isinstance(error, PagedError) else None
+    body = error_body(status, message, param=param, code=code)
     return Failure(status, body, (*headers, *retry_headers(status, retry_after_s)))
-
-
-def status_of(error: PagedError) -> int:
-    """Return the HTTP status of an error."""
-    if isinstance(error, QueueFullError):
-        return 429
-    return 503 if isinstance(error, EngineDeadError) else 400
 
 
 def retry_headers(status: int, retry_after_s: int) -> tuple[Header, ...]:

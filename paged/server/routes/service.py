@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ... import __version__
+from ...errors import EngineDeadError
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
+from ..metrics import CONTENT_TYPE
 
 
 class Models:
@@ -61,3 +63,17 @@ class Version:
 
     async def __call__(self, exchange: Exchange) -> None:
         await exchange.respond_json(200, {"version": __version__})
+
+
+class Metrics:
+    """Counts for Prometheus."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        try:
+            stats = {0: await self._front.engine.stats()}
+        except EngineDeadError:
+            stats = {}  # what the server counted is still there
+        await exchange.respond(200, self._front.metrics.render(stats), CONTENT_TYPE)

@@ -25,7 +25,7 @@ class Embeddings:
         async with until_disconnect(exchange):
             prompts = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
-            front.begin(exchange, call, num_requests=len(prompts))
+            record = front.begin(exchange, call, num_requests=len(prompts))
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
@@ -47,7 +47,7 @@ class Embeddings:
             if failure := failure_of(outputs):
                 raise HttpError(*failure)
             for output in outputs:
-                exchange.on_result(output.request_id, len(output.prompt_token_ids))
+                record.on_result(output.request_id, num_prompt_tokens=len(output.prompt_token_ids))
             body = call.body(outputs, identity, int(time.time()), front.names[0])
             await exchange.respond_json(200, body)
 
@@ -65,13 +65,13 @@ class Scores:
         async with until_disconnect(exchange):
             (prompt,) = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
-            front.begin(exchange, call, num_requests=len(call.continuations))
+            record = front.begin(exchange, call, num_requests=len(call.continuations))
             outputs = await front.engine.score(
                 prompt, call.continuations, identity, priority=call.priority or 0.0, tenant=call.tenant
             )
             if failure := failure_of(outputs):
                 raise HttpError(*failure)
             for i, output in enumerate(outputs):
-                exchange.on_result(f"{identity}-{i}", output.num_tokens)
+                record.on_result(f"{identity}-{i}", num_prompt_tokens=output.num_tokens)
             body = call.body(outputs, identity, int(time.time()), front.names[0])
             await exchange.respond_json(200, body)

@@ -20,7 +20,16 @@ _OF_KUBERNETES = re.compile(
     r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 _URL_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
-_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_WORDS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
 
 
 def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def from_file(file: Path, names: Iterator[str] | Mapping[str, Any]) -> dict[str,
             return super().construct_mapping(node, deep)
 
     try:
-        given = yaml.load(file.read_text(encoding="utf-8"), Loader)  # noqa: S506 - a SafeLoader
+        given = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not YAML: {error}") from None
     if given is None:
