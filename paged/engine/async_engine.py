@@ -11,14 +11,14 @@ from typing import Any, Self, TypeVar
 
 from ..arguments import show_arguments_of
 from ..config import EngineConfig
-from ..errors import ConfigError, EngineDeadError, UsageError, reject_unknown
+from ..errors import EngineDeadError, UsageError, reject_unknown
 from ..requests.prompts import Prompt
 from ..requests.request import PromptReport, Request, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt, PromptParser
-from ..validation import check_number
+from .async_options import MOST_AT_ONCE, STREAM_INTERVAL_S, check_interval
 from .embedding import (
     EmbeddingRequestOutput,
     Pooling,
@@ -33,10 +33,6 @@ from .scoring import ScoreOutput, score_output, score_reports
 from .thread import EngineThread, Mailbox
 
 T = TypeVar("T")
-
-# Characters or tokens that are validated and encoded on the event loop; more would block it too long.
-MOST_AT_ONCE = 1024
-STREAM_INTERVAL_S = 0.2  # text still appears to flow
 
 
 class AsyncLLMEngine:
@@ -63,7 +59,7 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, model: str, *, stream_interval_s: float = STREAM_INTERVAL_S, **options: Any) -> None:
-        _check_interval(stream_interval_s)
+        check_interval(stream_interval_s)
         self._start(LLMEngine(model, **options), stream_interval_s)
 
     @classmethod
@@ -72,7 +68,7 @@ class AsyncLLMEngine:
 
         Raises UsageError if the engine has unfinished requests.
         """
-        _check_interval(stream_interval_s)
+        check_interval(stream_interval_s)
         if engine.has_unfinished_requests():
             raise UsageError("the engine has unfinished requests; finish or abort them first")
         self = cls.__new__(cls)
@@ -230,6 +226,10 @@ class AsyncLLMEngine:
         """Return current counts of requests, blocks and tokens, and totals so far."""
         return await self.call(LLMEngine.stats)
 
+    async def stats_by_engine(self) -> list[EngineStats]:
+        """Return the stats of each engine, here of one."""
+        return [await self.stats()]
+
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
         return self._thread.engine.get_tokenizer()
@@ -371,10 +371,6 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._is_over = True
             if self._mailbox is not None and not (self._adding and self._adding.cancel()):
                 self._thread.abort(self.request_id, self._mailbox)
-
-
-def _check_interval(seconds: float) -> None:
-    check_number(ConfigError, "stream_interval_s", seconds, 0.0)
 
 
 def _is_short(spec: RequestSpec) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The bounds of a step's seconds, and of its tokens (those of vLLM's iteration_tokens_total).
@@ -23,6 +24,12 @@ class HistogramCounts:
 
     counts: tuple[int, ...]
     total: float
+
+    @classmethod
+    def total_of(cls, several: Sequence[HistogramCounts]) -> HistogramCounts:
+        """Return the counts of several histograms of the same bounds together."""
+        counts = zip(*(each.counts for each in several), strict=True)
+        return cls(tuple(map(sum, counts)), sum(each.total for each in several))
 
 
 class Histogram:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from .histogram import HistogramCounts
 from .scheduler import Scheduler
@@ -51,6 +53,22 @@ class EngineStats:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+
+    @classmethod
+    def total(cls, several: Sequence[EngineStats]) -> EngineStats:
+        """Return the stats of several engines as if they were one."""
+        (first, *others) = several
+        if not others:
+            return first
+        values = {f.name: [getattr(each, f.name) for each in several] for f in fields(cls)}
+        histograms = {name: values.pop(name) for name in ("step_seconds", "step_tokens")}
+        totals: dict[str, Any] = {name: sum(each) for name, each in values.items()}
+        used = totals["num_used_blocks"]
+        totals["utilization"] = used / totals["num_blocks"]
+        totals["waste"] = sum(each.waste * each.num_used_blocks for each in several) / max(1, used)
+        totals["prefix_hit_rate"] = totals["num_cached_tokens"] / max(1, totals["num_queried_tokens"])
+        totals |= {name: HistogramCounts.total_of(each) for name, each in histograms.items()}
+        return cls(**{**totals, "block_size": first.block_size})
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> EngineStats:

@@ -1,1 +1,1 @@
-"""The server: OpenAI's API over HTTP, in a process of its own in front of the engine's."""
+"""An OpenAI-compatible server: a front end that speaks HTTP, and processes that run engines."""

@@ -10,15 +10,15 @@ from paged.config import EngineConfig
 from paged.errors import RequestError
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
 from paged.sampling_params import RequestOutputKind
-from paged.server.records import CLIENT_GONE, Observers, RequestRecord
+from paged.server.telemetry.records import CLIENT_GONE, Observers, RequestRecord
 from tests.support.metrics_table import table
 
 pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from paged.server.metric_families import METRIC_FAMILIES
-from paged.server.metrics import ServerMetrics
+from paged.server.telemetry.families import METRIC_FAMILIES
+from paged.server.telemetry.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[2]
 COMPLETIONS = "/v1/completions"

@@ -8,9 +8,9 @@ import pytest
 
 from paged.errors import RequestError
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
-from paged.server.records import Observers, RequestRecord
-from paged.server.request_log import RequestLog, set_up_logging
-from paged.server.trace_context import TraceContext
+from paged.server.telemetry.records import Observers, RequestRecord
+from paged.server.telemetry.request_log import RequestLog, set_up_logging
+from paged.server.telemetry.trace_context import TraceContext
 
 SECRET = "my secret"
 

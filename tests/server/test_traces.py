@@ -7,8 +7,8 @@ import pytest
 from paged import SamplingParams
 from paged.errors import ConfigError
 from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
-from paged.server.records import Observers, RequestRecord
-from paged.server.trace_context import TraceContext
+from paged.server.telemetry.records import Observers, RequestRecord
+from paged.server.telemetry.trace_context import TraceContext
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 VALID = f"00-{TRACE}-{SPAN}-01"
@@ -52,20 +52,20 @@ def test_a_state_that_could_split_a_header_is_dropped():
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "paged.server.traces", raising=False)
+    monkeypatch.delitem(sys.modules, "paged.server.telemetry.traces", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    from paged.server.traces import Traces
+    from paged.server.telemetry.traces import Traces
 
     with pytest.raises(ConfigError, match=r"pip install 'paged\[otel\]'"):
         Traces("http://localhost:4318/v1/traces")
-    sys.modules.pop("paged.server.traces")
+    sys.modules.pop("paged.server.telemetry.traces")
 
 
 def test_a_request_is_a_span_of_the_clients_trace():
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from paged.server.traces import Traces
+    from paged.server.telemetry.traces import Traces
 
     with pytest.raises(ConfigError, match="URL such as"):
         Traces("localhost:4317")

@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from paged.server.metric_families import METRIC_FAMILIES
+from paged.server.telemetry.families import METRIC_FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving-metrics.md"
 

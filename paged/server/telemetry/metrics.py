@@ -15,11 +15,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from .. import __version__
-from ..config import EngineConfig
-from ..scheduler.histogram import Histogram, HistogramCounts
-from ..scheduler.stats import EngineStats
-from .metric_families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, MetricFamily, length_bounds
+from ... import __version__
+from ...config import EngineConfig
+from ...scheduler.histogram import Histogram, HistogramCounts
+from ...scheduler.stats import EngineStats
+from .families import FINISH_REASONS, METRIC_FAMILIES, REQUESTS, MetricFamily, length_bounds
 from .records import CLIENT_GONE, REFUSALS, Ending, RequestProgress, RequestRecord
 
 # Not OpenMetrics, in which prometheus_client writes the colon of the names as an underscore.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..scheduler.histogram import SECONDS_OF_STEP, TOKENS_OF_STEP, HistogramCounts
-from ..scheduler.stats import EngineStats
+from ...scheduler.histogram import SECONDS_OF_STEP, TOKENS_OF_STEP, HistogramCounts
+from ...scheduler.stats import EngineStats
 
 FamilyKind = Literal["gauge", "counter", "histogram"]
 # What an engine's statistics say: one value, one for each value of the own label, or a histogram.

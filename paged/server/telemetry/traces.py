@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .. import __version__
-from ..errors import ConfigError
+from ... import __version__
+from ...errors import ConfigError
 from .records import CLIENT_GONE, Ending, RequestRecord
 from .trace_context import TraceContext
 

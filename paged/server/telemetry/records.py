@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..requests.request import RequestMetrics, RequestOutput
-from ..sampling_params import SamplingParams
-from ..scheduler.histogram import Histogram
+from ...requests.request import RequestMetrics, RequestOutput
+from ...sampling_params import SamplingParams
+from ...scheduler.histogram import Histogram
 from .trace_context import TraceContext
 
 logger = logging.getLogger(__name__)

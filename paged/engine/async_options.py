@@ -1,0 +1,15 @@
+"""What engines for coroutines share, in this process and in others."""
+
+from __future__ import annotations
+
+from ..errors import ConfigError
+from ..validation import check_number
+
+# Characters or tokens that are validated and encoded on the event loop; more would block it too long.
+MOST_AT_ONCE = 1024
+STREAM_INTERVAL_S = 0.2  # text still appears to flow
+
+
+def check_interval(seconds: float) -> None:
+    """Raise ConfigError unless stream_interval_s is a number of seconds."""
+    check_number(ConfigError, "stream_interval_s", seconds, 0.0)

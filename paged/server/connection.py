@@ -1,0 +1,222 @@
+"""EngineConnection: one engine process, and the requests that it computes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+from .. import errors
+from ..errors import EngineDeadError, PagedError
+from ..scheduler.stats import EngineStats
+from ..text.worker import ROOT
+from . import frames
+from .inbox import Inbox
+
+BUFFER_BYTES = 4 * 2**20  # of the socket, so that a step need not wait for a busy front end
+END_S = 5.0  # after which a process that was told to end is killed
+
+
+class EngineConnection(asyncio.Protocol):
+    """A process that runs an engine. It ends when this object's process does.
+
+    load: tokens of its unfinished requests, prompt and output so far.
+    stats: as of the last heartbeat.
+    step: the number of steps begun, as of the last heartbeat.
+    """
+
+    def __init__(self, start: frames.Start) -> None:
+        self.replica = start.replica
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "paged.server.engine_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a library prints is no output of a command
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            )
+        self._socket, self._reader = ours, frames.FrameReader()
+        self._transport: asyncio.WriteTransport | None = None
+        self.dead: EngineDeadError | None = None
+        self.load = self.step = 0
+        self.stats: EngineStats
+        self._inboxes: dict[int, Inbox] = {}
+        self._loads: dict[int, int] = {}
+        self._answers: dict[int, asyncio.Future[EngineStats]] = {}
+        with suppress(BrokenPipeError):  # `wait_ready` says why it has ended
+            self._socket.sendall(frames.encode(start))
+
+    def wait_ready(self) -> frames.Ready:
+        """Wait until the engine is made. Raises the error of `LLMEngine`."""
+        while data := self._socket.recv(2**16):
+            for frame in self._reader.feed(data):
+                match frames.decode_report(frame):
+                    case frames.Ready() as ready:
+                        self.stats = ready.stats
+                        return ready
+                    case frames.Refused() as refused:
+                        raise error_of(refused.kind, refused.message)
+                    case _:
+                        pass
+        raise EngineDeadError(f"{self._name} ended before its engine was made ({self._how_ended()})")
+
+    async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read and write in this event loop from now on."""
+        await loop.create_unix_connection(lambda: self, sock=self._socket)
+
+    def send(self, order: frames.Order, inbox: Inbox | None = None) -> None:
+        """Send an order, of the request whose outputs go to the inbox. Raises EngineDeadError."""
+        self.check()
+        assert self._transport is not None
+        data = frames.encode(order)
+        if inbox is not None:
+            assert isinstance(order, frames.Generate | frames.Fork | frames.Embed | frames.Score)
+            self._inboxes[order.key] = inbox
+            self._loads[order.key] = len(inbox.token_ids)
+            self.load += len(inbox.token_ids)
+        self._transport.write(data)
+
+    async def ask(self, key: int) -> EngineStats:
+        """Return the current stats. Raises EngineDeadError."""
+        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._answers[key] = answer
+        try:
+            self.send(frames.Ask(key))
+            return await answer
+        finally:
+            del self._answers[key]
+
+    def inbox(self, key: int) -> Inbox:
+        """Return the inbox of an unfinished request."""
+        return self._inboxes[key]
+
+    def abort(self, key: int) -> None:
+        """Abort a request whose reader is gone."""
+        if self._forget(key) is not None and self.dead is None:
+            self.send(frames.Abort(key))
+
+    def end(self, key: int) -> None:
+        """Abort a request whose reader waits for its last output."""
+        if key in self._inboxes and self.dead is None:
+            self.send(frames.Abort(key))
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the process has ended."""
+        if self.dead is not None:
+            raise EngineDeadError(str(self.dead)) from self.dead.__cause__
+
+    def close(self) -> None:
+        """End the process. Its readers get EngineDeadError."""
+        self._die(EngineDeadError("the engine was shut down"))
+        # The process ends when it finds the other end of its socket closed.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._transport is None:
+            self._socket.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    # Of asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to read."""
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand the outputs of whole frames to their inboxes."""
+        for frame in self._reader.feed(data):
+            self._take(frames.decode_report(frame))
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Fail all requests, as the process has ended."""
+        if self.dead is None:
+            how = self._how_ended()
+            self._die(_caused(f"{self._name} has ended ({how}); make a new engine", ChildProcessError(how)))
+
+    def _take(self, report: frames.Report) -> None:
+        match report:
+            case frames.Outputs(outputs=outputs, embeddings=embeddings, scores=scores):
+                for output in outputs:
+                    self._put(output)
+                for key, result in (*embeddings, *scores):
+                    if (inbox := self._forget(key)) is not None:
+                        inbox.put_result(result)
+            case frames.Heartbeat(step=step, stats=stats):
+                self.step, self.stats = step, stats
+            case frames.Answer(key=key, stats=stats):
+                self.stats = stats
+                if (answer := self._answers.get(key)) is not None and not answer.done():
+                    answer.set_result(stats)
+            case frames.Refused(key=int() as key):
+                if (inbox := self._forget(key)) is not None:
+                    inbox.fail(error_of(report.kind, report.message))
+            case frames.Dead(message=message):
+                self._die(_caused(message, RuntimeError(message)))
+            case _:
+                raise AssertionError(report)
+
+    def _put(self, output: frames.Output) -> None:
+        key = output.key
+        inbox = self._forget(key) if output.finished else self._inboxes.get(key)
+        if inbox is not None:  # else its reader is gone
+            num = inbox.put(output)
+            if not output.finished:
+                self._loads[key] += num
+                self.load += num
+
+    def _forget(self, key: int) -> Inbox | None:
+        self.load -= self._loads.pop(key, 0)
+        return self._inboxes.pop(key, None)
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self.dead is not None:
+            return
+        self.dead = error
+        for inbox in self._inboxes.values():
+            inbox.fail(error)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._inboxes.clear()
+        self._loads.clear()
+        self.load = 0
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def _name(self) -> str:
+        return f"engine process {self.replica}"
+
+    def _how_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(END_S)
+            return f"by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "it closed its socket"
+
+
+def _caused(message: str, cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(message)
+    error.__cause__ = cause
+    return error
+
+
+def error_of(kind: str, message: str) -> Exception:
+    """Return the error that an engine process describes."""
+    known: Mapping[str, Any] = vars(errors)
+    error = known.get(kind)
+    if isinstance(error, type) and issubclass(error, PagedError):
+        return error(message)
+    return RuntimeError(message)

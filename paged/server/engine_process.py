@@ -1,0 +1,338 @@
+"""The process that runs an engine for a front end: see `frames`.
+
+Its main thread steps the engine. A second thread reads the orders of the front end and ends the process when
+the front end has ended, however that came about. A third one sends the heartbeat.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from ..engine.async_options import MOST_AT_ONCE
+from ..engine.embedding import embedding_output, embedding_reports
+from ..engine.engine import LLMEngine
+from ..engine.loop import EngineLoop, Recipient
+from ..engine.request_factory import RequestSpec
+from ..engine.scoring import score_output
+from ..errors import ConfigError, EngineDeadError, PagedError
+from ..requests.request import PromptReport, Request, RequestOutput
+from ..sampling_params import SamplingParams
+from ..scheduler.stats import EngineStats
+from ..text.prompt_parser import ParsedPrompt
+from . import frames
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+STATS_S = 0.25  # they are collected at most this often
+MOST_PREPARED = 2  # requests with a grammar or long texts that are prepared beside the steps
+RECEIVED_BYTES = 2**16
+
+
+class Link:
+    """The socket to the front end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._lock = connection, threading.Lock()
+
+    def send(self, report: frames.Report) -> None:
+        """Send a frame, from any thread."""
+        data = frames.encode(report)
+        with (
+            self._lock,
+            suppress(BrokenPipeError, ConnectionResetError),
+        ):  # the reading thread ends the process
+            self._socket.sendall(data)
+
+    def orders(self) -> Iterator[frames.Order]:
+        """Yield the orders of the front end until it ends."""
+        reader = frames.FrameReader()
+        with suppress(ConnectionResetError):
+            while data := self._socket.recv(RECEIVED_BYTES):
+                for frame in reader.feed(data):
+                    yield frames.decode_order(frame)
+
+
+class Post(Recipient):
+    """The outbox of one request: puts its outputs into the frame of the step."""
+
+    def __init__(self, key: int, request_id: str, server: EngineServer) -> None:
+        super().__init__()
+        self.key, self.request_id, self._server = key, request_id, server
+        self.is_gone = False  # the front end wants no more
+        self._sent_metrics = False
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output to the frame."""
+        self._server.forget(self, output.finished)
+        first, self._sent_metrics = not self._sent_metrics, True
+        places: list[frames.Place | None] | None = None
+        if output.finished and output.prompt_logprobs is not None:
+            places = [p if p is None else frames.place_to_wire(p) for p in output.prompt_logprobs]
+        self._server.outputs.append(
+            frames.Output(
+                self.key,
+                [frames.completion_to_wire(completion) for completion in output.outputs],
+                output.finished,
+                output.num_cached_tokens,
+                output.metrics if first or output.finished else None,
+                places,
+            )
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse the request, unless all end with the engine."""
+        self._server.forget(self, True)
+        if not isinstance(error, EngineDeadError):
+            self._server.link.send(frames.Refused(self.key, *described(error)))
+
+
+class ReportPost(Post):
+    """The outbox of a report on a prompt."""
+
+    def __init__(
+        self, key: int, request_id: str, server: EngineServer, finish: Callable[[Request], None]
+    ) -> None:
+        super().__init__(key, request_id, server)
+        self._finish = finish
+        self.request: Request | None = None
+
+    def put(self, output: RequestOutput) -> None:  # noqa: ARG002
+        """Add the report to the frame."""
+        self._server.forget(self, True)
+        assert self.request is not None
+        self._finish(self.request)
+
+
+class EngineServer:
+    """An engine whose requests come from a front end.
+
+    outputs, embeddings, scores: what the next frame holds.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, stream_interval_s: float, link: Link, orders: Iterator[frames.Order]
+    ) -> None:
+        self.engine, self.link, self._orders = engine, link, orders
+        self.loop = EngineLoop(engine, stream_interval_s, self._deliver)
+        self.outputs: list[frames.Output] = []
+        self.embeddings: list[tuple[int, Any]] = []
+        self.scores: list[tuple[int, Any]] = []
+        self.stats, self._stats_at = EngineStats.of(engine.scheduler), time.monotonic()
+        self._posts: dict[int, Post] = {}  # of unfinished requests, by key
+        self._preparing = ThreadPoolExecutor(MOST_PREPARED, "paged-prepare")
+
+    def run(self) -> None:
+        """Serve until a step raises. The thread that reads ends the process with the front end."""
+        link = self.link
+        threading.Thread(target=self._read, name="paged-orders", daemon=True).start()
+        threading.Thread(target=self._beat, name="paged-heartbeat", daemon=True).start()
+        self.loop.run()
+        assert self.loop.dead is not None
+        if self.loop.dead.__cause__ is not None:
+            link.send(frames.Dead(str(self.loop.dead)))
+
+    def forget(self, post: Post, finished: bool) -> None:
+        """Drop the post of a finished request."""
+        if finished:
+            self._posts.pop(post.key, None)
+
+    # On the loop's thread
+
+    def _deliver(self) -> None:
+        """Send all outputs of a step in one frame."""
+        now = time.monotonic()
+        if now - self._stats_at >= STATS_S or not self.engine.core.has_work():
+            self.stats, self._stats_at = EngineStats.of(self.engine.scheduler), now
+        if self.outputs or self.embeddings or self.scores:
+            step = self.engine.scheduler.counters.num_steps
+            self.link.send(frames.Outputs(step, self.outputs, self.embeddings, self.scores))
+            self.outputs, self.embeddings, self.scores = [], [], []
+
+    # On the thread that reads
+
+    def _read(self) -> None:
+        code = 1
+        try:
+            for order in self._orders:
+                with suppress(EngineDeadError):
+                    self._take(order)
+            code = 0  # the front end has ended; a step in flight has no reader
+        except BaseException:
+            logger.exception("the orders of the front end cannot be read")
+        finally:
+            os._exit(code)
+
+    def _take(self, order: frames.Order) -> None:
+        match order:
+            case frames.Generate():
+                self._generate(order)
+            case frames.Fork():
+                self._fork(order)
+            case frames.Embed():
+                self._embed(order)
+            case frames.Score():
+                self._score(order)
+            case frames.Abort():
+                self._abort(order.key)
+            case frames.Ask():
+                self.loop.call(lambda engine: self.link.send(frames.Answer(order.key, engine.stats())))
+            case frames.Start():
+                raise AssertionError("the engine is made already")
+
+    def _embed(self, order: frames.Embed) -> None:
+        def finish(request: Request) -> None:
+            self.embeddings.append((order.key, embedding_output(request, normalize=order.normalize)))
+
+        prompt = ParsedPrompt(None, order.token_ids, order.namespace)
+        ((_, report),) = embedding_reports([prompt], order.pooling)
+        self._add_report(order, report, finish)
+
+    def _score(self, order: frames.Score) -> None:
+        def finish(request: Request) -> None:
+            self.scores.append((order.key, score_output(request)))
+
+        report = PromptReport(order.first - 1, len(order.token_ids) - 1, num_top=0)
+        self._add_report(order, report, finish)
+
+    def _add_report(
+        self, order: frames.Embed | frames.Score, report: PromptReport, finish: Callable[[Request], None]
+    ) -> None:
+        post = ReportPost(order.key, order.request_id, self, finish)
+        self._posts[order.key] = post
+        prompt = ParsedPrompt(None, order.token_ids, order.namespace)
+
+        def add(engine: LLMEngine) -> None:
+            terms = (order.request_id, prompt, report, order.priority, order.tenant)
+            # Set before a step may finish it.
+            post.request = engine.core.add_report(*terms, post)
+
+        self._submit(add, post)
+
+    def _generate(self, order: frames.Generate) -> None:
+        post = self._posts[order.key] = Post(order.key, order.request_id, self)
+        params = frames.params_from_wire(order.params)
+        if _is_short(params):
+            self._prepare(order, params, post)
+        else:
+            self._preparing.submit(self._prepare, order, params, post)
+
+    def _prepare(self, order: frames.Generate, params: SamplingParams, post: Post) -> None:
+        prompt = ParsedPrompt(None, order.token_ids, order.namespace)
+        given = order.generated_token_ids
+        try:
+            spec = RequestSpec(prompt, params, tenant=order.tenant, generated_token_ids=given)
+            spec = self.loop.prepare(spec)
+        except Exception as error:  # told to the front end, whose request it is
+            post.fail(error)
+            return
+        self._submit(lambda engine: engine.core.add(order.request_id, spec, post), post)
+
+    def _fork(self, order: frames.Fork) -> None:
+        post = self._posts[order.key] = Post(order.key, order.new_request_id, self)
+        params = None if order.params is None else frames.params_from_wire(order.params)
+        names = order.request_id, order.new_request_id
+        self._submit(lambda engine: engine.core.fork(*names, params, post), post)
+
+    def _submit(self, add: Callable[[LLMEngine], object], post: Post) -> None:
+        def add_if_wanted(engine: LLMEngine) -> None:
+            if post.is_gone:
+                self.forget(post, True)
+            else:
+                add(engine)
+
+        with suppress(EngineDeadError):
+            self.loop.submit(add_if_wanted).add_done_callback(post.follow)
+
+    def _abort(self, key: int) -> None:
+        if (post := self._posts.get(key)) is not None:
+            post.is_gone = True
+            self.loop.abort(post.request_id, post)
+
+    # On the thread of the heartbeat
+
+    def _beat(self) -> None:
+        while self.loop.dead is None:
+            self.link.send(frames.Heartbeat(self.engine.scheduler.counters.num_steps, self.stats))
+            time.sleep(HEARTBEAT_S)
+
+
+def _is_short(params: SamplingParams) -> bool:
+    """Return whether preparing a request is so quick that it may delay the orders behind it."""
+    if params.structured_outputs is not None or params.dry_multiplier:
+        return False
+    return sum(map(len, (*params.stop, *params.bad_words))) <= MOST_AT_ONCE
+
+
+def described(error: BaseException) -> tuple[str, str]:
+    """Return an error's kind and message, as `frames.Refused` holds them."""
+    if isinstance(error, PagedError):
+        return type(error).__name__, str(error)
+    logger.error("unexpected error", exc_info=error)
+    return "RuntimeError", f"{type(error).__name__}: {error}"
+
+
+def take_share(start: frames.Start) -> None:
+    """Leave this process the GPU of its own, or its share of the cores, of those that are there.
+
+    Raises ConfigError if there are fewer than processes.
+    """
+    if start.num_replicas == 1:
+        return
+    import torch
+
+    options = start.options
+    num_gpus = 0 if options.get("device") == "cpu" else torch.cuda.device_count()  # does not start CUDA
+    cores = sorted(os.sched_getaffinity(0))
+    count, what = (num_gpus, "GPUs") if num_gpus else (len(cores), "CPU cores")
+    if count < start.num_replicas:
+        raise ConfigError(f"{start.num_replicas} replicas need as many {what}; there are {count}")
+    if num_gpus:
+        # Read when CUDA or ROCm starts.
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+            shown = [each for each in os.environ.get(name, "").split(",") if each]
+            os.environ[name] = (shown or [*map(str, range(num_gpus))])[start.replica]
+        return
+    size = len(cores) // start.num_replicas
+    os.sched_setaffinity(0, cores[start.replica * size : (start.replica + 1) * size])
+
+
+def main() -> None:
+    """Serve the front end at the other end of the socket whose descriptor is the argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the front end
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    link = Link(connection)
+    start = next(orders := link.orders(), None)
+    if not isinstance(start, frames.Start):
+        return
+    # The front end has read the same defaults.
+    logging.getLogger("paged.engine.model_text").setLevel(logging.ERROR)
+    gc.disable()  # what imports and the engine create stays until the process ends
+    try:
+        take_share(start)
+        engine = LLMEngine(**start.options)
+    except Exception as error:
+        link.send(frames.Refused(None, *described(error)))
+        return
+    gc.freeze()
+    gc.enable()
+    server = EngineServer(engine, start.stream_interval_s, link, orders)
+    block_size = engine.block_manager.block_size
+    link.send(frames.Ready(engine.max_model_len, block_size, engine.describe(), server.stats))
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

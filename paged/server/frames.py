@@ -1,0 +1,274 @@
+"""Frames between the front end and an engine process: their schema, and how they are cut from a stream.
+
+A frame is its length in 4 bytes, little-endian, and a msgpack array that begins with the name of its type.
+docs/serving.md describes each.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from ..engine.embedding import EmbeddingRequestOutput
+from ..engine.scoring import ScoreOutput
+from ..errors import RequestError
+from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics
+from ..sampling_params import SamplingParams
+from ..scheduler.stats import EngineStats
+
+NOT_SENT = {"logits_processors": "Python functions cannot cross to the engine's process"}
+LENGTH_BYTES = 4
+MOST_FRAME_BYTES = 2**31 - 1
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT}
+_HINTS = typing.get_type_hints(SamplingParams)
+
+# The fields of SamplingParams that differ from their defaults, each of its type.
+Params: type[msgspec.Struct] = msgspec.defstruct(
+    "Params",
+    [(name, _HINTS[name] | msgspec.UnsetType, msgspec.UNSET) for name in _DEFAULTS],
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+
+Place = list[tuple[int, float, int, str | None]]  # token id, log-probability, rank, text of each candidate
+
+
+class Frame(msgspec.Struct, array_like=True, tag=True):
+    """A message. `key` is the number that the front end gives a request."""
+
+
+# From the front end
+
+
+class Start(Frame):
+    """Make an engine of these options of `LLMEngine`. The first frame.
+
+    replica: the number of this process of num_replicas, which share the cores, or have a GPU each.
+    """
+
+    options: dict[str, Any]
+    stream_interval_s: float
+    replica: int
+    num_replicas: int
+
+
+class Generate(Frame):
+    """Add a request.
+
+    namespace: what the KV of the prompt depends on besides its tokens.
+    """
+
+    key: int
+    request_id: str
+    token_ids: list[int]
+    namespace: bytes
+    params: Params  # type: ignore[valid-type]
+    tenant: str
+    generated_token_ids: list[int]
+
+
+class Fork(Frame):
+    """Duplicate an unfinished request. Its id is new_request_id."""
+
+    key: int
+    request_id: str
+    new_request_id: str
+    params: Params | None  # type: ignore[valid-type]
+
+
+class Embed(Frame):
+    """Embed a prompt."""
+
+    key: int
+    request_id: str
+    token_ids: list[int]
+    namespace: bytes
+    pooling: typing.Literal["last", "mean"]
+    normalize: bool
+    priority: float
+    tenant: str
+
+
+class Score(Frame):
+    """Report the log-probabilities of the tokens of a prompt from `first` on."""
+
+    key: int
+    request_id: str
+    token_ids: list[int]
+    namespace: bytes
+    first: int
+    priority: float
+    tenant: str
+
+
+class Abort(Frame):
+    """End a request, if it is unfinished."""
+
+    key: int
+
+
+class Ask(Frame):
+    """Answer with the current `EngineStats`, between two steps."""
+
+    key: int
+
+
+Order = Start | Generate | Fork | Embed | Score | Abort | Ask
+
+# From the engine process
+
+
+class Ready(Frame):
+    """The engine is made."""
+
+    max_model_len: int
+    block_size: int
+    description: str
+    stats: EngineStats
+
+
+class Refused(Frame):
+    """An error: of a request with its key, else of the start. `kind` is the name of its class."""
+
+    key: int | None
+    kind: str
+    message: str
+
+
+class Completion(msgspec.Struct, array_like=True):
+    """What is new of a sample since its last output; the fields of `CompletionOutput`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[Place] | None = None
+    cumulative_logprob: float | None = None
+
+
+class Output(msgspec.Struct, array_like=True):
+    """What is new of a request; the fields of `RequestOutput`. `metrics` is sent first and last."""
+
+    key: int
+    completions: list[Completion]
+    finished: bool
+    num_cached_tokens: int | None
+    metrics: RequestMetrics | None
+    prompt_logprobs: list[Place | None] | None = None
+
+
+class Outputs(Frame):
+    """All outputs of a step, and the reports that it finished."""
+
+    step: int
+    outputs: list[Output]
+    embeddings: list[tuple[int, EmbeddingRequestOutput]]
+    scores: list[tuple[int, ScoreOutput]]
+
+
+class Answer(Frame):
+    """The answer to `Ask`."""
+
+    key: int
+    stats: EngineStats
+
+
+class Heartbeat(Frame):
+    """Sent every second by a thread of its own, as a step may take longer.
+
+    step: the number of steps begun.
+    stats: as of the last step that ended.
+    """
+
+    step: int
+    stats: EngineStats
+
+
+class Dead(Frame):
+    """A step raised, and the process ends."""
+
+    message: str
+
+
+Report = Ready | Refused | Outputs | Answer | Heartbeat | Dead
+
+_encoder = msgspec.msgpack.Encoder()
+decode_order: Callable[[Any], Order] = msgspec.msgpack.Decoder(Order).decode
+decode_report: Callable[[Any], Report] = msgspec.msgpack.Decoder(Report).decode
+
+
+def encode(frame: Order | Report) -> bytes:
+    """Return a frame with its length in front."""
+    buffer = bytearray(LENGTH_BYTES)
+    _encoder.encode_into(frame, buffer, LENGTH_BYTES)
+    size = len(buffer) - LENGTH_BYTES
+    if size > MOST_FRAME_BYTES:
+        raise RequestError(f"a request of {size:,} bytes is too large for the engine's process")
+    buffer[:LENGTH_BYTES] = size.to_bytes(LENGTH_BYTES, "little")
+    return bytes(buffer)
+
+
+class FrameReader:
+    """Cuts frames from a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[memoryview]:
+        """Add bytes that were received. Yield the contents of each whole frame."""
+        self._buffer += data
+        at, view = 0, memoryview(self._buffer)
+        try:
+            while at + LENGTH_BYTES <= len(view):
+                end = at + LENGTH_BYTES + int.from_bytes(view[at : at + LENGTH_BYTES], "little")
+                if end > len(view):
+                    break
+                yield view[at + LENGTH_BYTES : end]
+                at = end
+        finally:
+            view.release()
+            del self._buffer[:at]
+
+
+def params_to_wire(params: SamplingParams) -> Any:
+    """Return parameters as a frame holds them. Raises RequestError for those that cannot be sent."""
+    for name, reason in NOT_SENT.items():
+        if getattr(params, name):
+            raise RequestError(f"{name} cannot be given here: {reason}")
+    given = {name: getattr(params, name) for name in _DEFAULTS}
+    return Params(**{name: value for name, value in given.items() if value != _DEFAULTS[name]})
+
+
+def params_from_wire(params: Any) -> SamplingParams:
+    """Return the parameters of a frame."""
+    given = {name: getattr(params, name) for name in _DEFAULTS}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not msgspec.UNSET})
+
+
+def completion_to_wire(completion: CompletionOutput) -> Completion:
+    """Return a sample's output as a frame holds it."""
+    logprobs = completion.logprobs
+    return Completion(
+        completion.index,
+        completion.text,
+        [*completion.token_ids],
+        completion.finish_reason,
+        completion.stop_reason,
+        None if logprobs is None else [place_to_wire(place) for place in logprobs],
+        completion.cumulative_logprob,
+    )
+
+
+def place_to_wire(place: dict[int, Logprob]) -> Place:
+    """Return the candidates at one place of a text as a frame holds them."""
+    return [(i, c.logprob, c.rank, c.decoded_token) for i, c in place.items()]
+
+
+def place_from_wire(place: Place) -> dict[int, Logprob]:
+    """Return the candidates of a frame."""
+    return {i: Logprob(logprob, rank, text) for i, logprob, rank, text in place}

@@ -1,0 +1,134 @@
+"""Inbox: what an engine process has sent of one request and its reader has not read yet."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from ..sampling_params import RequestOutputKind
+from ..text.outputs import View
+from . import frames
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample's tokens: all of them or, for deltas, those that are unread."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, new: frames.Completion) -> None:
+        self.index, self.finish_reason, self.stop_reason = new.index, new.finish_reason, new.stop_reason
+        self.text += new.text
+        self.token_ids += new.token_ids
+        self.cumulative_logprob = new.cumulative_logprob
+        if new.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += map(frames.place_from_wire, new.logprobs)
+
+    def output(self) -> CompletionOutput:
+        """Return the sample as it is now: as lists at the end, before that as views, to copy nothing."""
+        token_ids, logprobs = self.token_ids, self.logprobs
+        terms: Any = token_ids, logprobs
+        if self.finish_reason is None:
+            terms = View(token_ids, 0, len(token_ids)), logprobs and View(logprobs, 0, len(logprobs))
+        return CompletionOutput(
+            self.index,
+            self.text,
+            terms[0],
+            self.finish_reason,
+            self.stop_reason,
+            terms[1],
+            self.cumulative_logprob,
+        )
+
+
+class Inbox:
+    """The outputs of one request, for one reader in the event loop of the client.
+
+    Each output of the engine holds what is new. Unread ones are merged, so that a slow reader costs no more
+    memory than its request's output.
+
+    result: of a report on a prompt, once `wait` returns.
+    """
+
+    def __init__(
+        self, request_id: str, prompt: str | None, token_ids: list[int], kind: RequestOutputKind
+    ) -> None:
+        self.request_id, self.prompt, self.token_ids, self.kind = request_id, prompt, token_ids, kind
+        self._samples: list[_Sample] = []
+        self._metrics = RequestMetrics(0.0)
+        self._num_cached_tokens: int | None = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.finished = self._has_news = False
+        self.result: Any = None
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, new: frames.Output) -> int:
+        """Add an output. Return how many new tokens it has."""
+        while len(self._samples) < len(new.completions):
+            self._samples.append(_Sample(len(self._samples)))
+        num = 0
+        for sample, completion in zip(self._samples, new.completions, strict=False):
+            sample.add(completion)
+            num += len(completion.token_ids)
+        self.finished, self._num_cached_tokens = new.finished, new.num_cached_tokens
+        if new.metrics is not None:
+            self._metrics = new.metrics
+        if new.prompt_logprobs is not None:
+            places = new.prompt_logprobs
+            self._prompt_logprobs = [None if p is None else frames.place_from_wire(p) for p in places]
+        self._wake()
+        return num
+
+    def put_result(self, result: Any) -> None:
+        """Add the report on a prompt."""
+        self.result, self.finished = result, True
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Make `wait` raise this error once all outputs are read."""
+        self._error = error
+        self._wake()
+
+    async def wait(self) -> None:
+        """Wait for something new. Raises the error of `fail` when there is nothing more."""
+        while not self._has_news:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._has_news = False
+
+    async def get(self) -> RequestOutput:
+        """Return the next output."""
+        await self.wait()
+        output = RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.token_ids,
+            [sample.output() for sample in self._samples],
+            self.finished,
+            self._num_cached_tokens,
+            self._metrics,
+            self._prompt_logprobs,
+        )
+        if self.kind is RequestOutputKind.DELTA:
+            self._samples = []
+        return output
+
+    def _wake(self) -> None:
+        self._has_news = self._has_news or self._error is None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

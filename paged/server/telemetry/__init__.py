@@ -1,0 +1,1 @@
+"""What is known about the requests of the server: metrics, a log and traces."""
