@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..engine.embedding import EmbeddingRequestOutput, embedding_output, embedding_reports
 from ..errors import PagedError, RequestError
-from ..protocol.batch_file import BatchOutput, Line, count_lines, read_lines
-from ..protocol.openai import BAD_REQUEST, NOT_FOUND, Call, error_body, failure_of
+from ..protocol.answers.errors import MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
+from ..protocol.batch_file import BATCH_LIMITS, BatchOutput, Line, count_lines, read_lines
+from ..protocol.calls.call import AnswerCall
+from ..protocol.calls.vectors import EmbeddingCall
 from ..requests.prompts import Prompt
-from ..requests.request import RequestOutput
+from ..requests.request import Request, RequestOutput
 from . import common
 from .options import with_options
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
 
 INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
-/v1/chat/completions or /v1/completions."""
+/v1/chat/completions, /v1/completions or /v1/embeddings."""
 _OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it has
 already are skipped, so that starting an interrupted run again continues it."""
 RETRY_HELP = """Answer the lines again whose results are errors; the new results replace them.
@@ -48,7 +51,7 @@ def run_batch(
     template = common.template_text(chat_template)
     total = count_lines(input_file)
     with BatchOutput(output_file, input_file, retry_failed=retry_failed) as output:
-        lines = read_lines(input_file, output.done)
+        lines = read_lines(input_file, output.done, replace(BATCH_LIMITS, chat_template=template))
         num_done = len(output.done)
         first = next(lines, None)
         if first is None:
@@ -56,7 +59,7 @@ def run_batch(
         else:
             engine = common.start(engine_options)
             with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:
-                run = _Run(engine, output, served_model_name or model, template, bar.update)
+                run = _Run(engine, output, served_model_name or model, bar.update)
                 run.answer(first, lines)
         num_failed = output.num_failed
     if num_failed:
@@ -72,9 +75,10 @@ class _Entry:
     """A line that is being answered, with the outputs so far."""
 
     line: Line
-    call: Call
+    call: AnswerCall | EmbeddingCall
     prompts: list[Prompt]
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    outputs: dict[int, RequestOutput | EmbeddingRequestOutput] = field(default_factory=dict)
+    reports: dict[int, Request] = field(default_factory=dict)  # of embeddings
     created: int = field(default_factory=lambda: int(time.time()))
 
     def request_id(self, index: int) -> str:
@@ -90,11 +94,10 @@ class _Run:
         engine: LLMEngine,
         output: BatchOutput,
         model: str,
-        chat_template: str | None,
         after_line: Callable[[], object],
     ) -> None:
         self._engine, self._output, self._after_line = engine, output, after_line
-        self._model, self._chat_template = model, chat_template
+        self._model = model
         self._entries: dict[str, _Entry] = {}  # by identity
         self._queue: deque[tuple[_Entry, int]] = deque()  # prompts that the engine has not got yet
         config = engine.config
@@ -121,10 +124,14 @@ class _Run:
             if isinstance(line.call, RequestError):
                 raise line.call
             if line.call.model not in (None, self._model):
-                message = f"the model {line.call.model!r} is not here, this is {self._model!r}"
-                self._close(line, NOT_FOUND, error_body(NOT_FOUND, f"{message}; see --served-model-name"))
+                message = (
+                    f"the model {line.call.model!r} is not here, this is {self._model!r}; "
+                    "see --served-model-name"
+                )
+                terms = {"param": "model", "code": MODEL_NOT_FOUND}
+                self._close(line, NOT_FOUND, error_body(NOT_FOUND, message, **terms))
                 return
-            entry = _Entry(line, line.call, [*line.call.prompts(self._engine, self._chat_template)])
+            entry = _Entry(line, line.call, [*line.call.prompts(self._engine.text)])
         except PagedError as error:
             self._refuse(line, error)
             return
@@ -134,33 +141,50 @@ class _Run:
     def _add(self, entry: _Entry, index: int) -> None:
         if entry.line.identity not in self._entries:  # another of its prompts was refused
             return
+        call = entry.call
         try:
-            call = entry.call
-            params = self._engine.params_of(call.sampling, call.DEFAULT_MAX_TOKENS)
-            self._engine.add_request(
-                entry.request_id(index), entry.prompts[index], params, tenant=call.tenant
-            )
+            with call.naming_field():
+                if isinstance(call, EmbeddingCall):
+                    self._add_report(entry, call, index)
+                else:
+                    params = call.params(self._engine.text)
+                    self._engine.add_request(
+                        entry.request_id(index), entry.prompts[index], params, tenant=call.tenant
+                    )
         except PagedError as error:
             for earlier in range(index):
                 self._engine.abort_request(entry.request_id(earlier))
             del self._entries[entry.line.identity]
             self._refuse(entry.line, error)
 
+    def _add_report(self, entry: _Entry, call: EmbeddingCall, index: int) -> None:
+        core = self._engine.core
+        parsed = core.factory.prompts.parse(entry.prompts[index])
+        ((prompt, report),) = embedding_reports([parsed], call.pooling)
+        entry.reports[index] = core.add_report(
+            entry.request_id(index), prompt, report, call.priority or 0.0, call.tenant, core.outbox
+        )
+
     def _take(self, output: RequestOutput) -> None:
-        identity, _, index = output.request_id.rpartition("-")
-        entry = self._entries[identity]
-        entry.outputs[int(index)] = output
+        identity, _, number = output.request_id.rpartition("-")
+        entry, index = self._entries[identity], int(number)
+        call = entry.call
+        if isinstance(call, EmbeddingCall):
+            entry.outputs[index] = embedding_output(entry.reports.pop(index), normalize=call.normalize)
+        else:
+            entry.outputs[index] = output
         if len(entry.outputs) < len(entry.prompts):
             return
         del self._entries[identity]
-        outputs = [entry.outputs[i] for i in range(len(entry.prompts))]
+        outputs: list[Any] = [entry.outputs[i] for i in range(len(entry.prompts))]
         if failure := failure_of(outputs):
             self._close(entry.line, failure[0], error_body(*failure))
         else:
-            self._close(entry.line, 200, entry.call.body(outputs, identity, entry.created, self._model))
+            self._close(entry.line, 200, call.body(outputs, identity, entry.created, self._model))
 
     def _refuse(self, line: Line, error: PagedError) -> None:
-        self._close(line, BAD_REQUEST, error_body(BAD_REQUEST, str(error)))
+        status = status_of(error)
+        self._close(line, status, error_body(status, str(error), param=error.param))
 
     def _close(self, line: Line, status: int, body: dict[str, Any]) -> None:
         self._output.write(line, status, body)

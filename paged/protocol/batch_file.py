@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import RequestError, reject_unknown
-from .calls.call import Call
+from ..validation import shown
+from .calls.call import AnswerCall
+from .calls.vectors import EmbeddingCall
 from .endpoints import parse_call
 from .jobs import parse_json
+from .limits import Limits
 from .result_file import ResultFile
 
 PREFIX = b'{"id": "batch_req_'
@@ -23,6 +26,9 @@ RESULT = re.compile(re.escape(PREFIX) + rb'([0-9a-f]{32})", "custom_id": .*\}\n'
 KEY_BYTES = 16
 EMPTY = bytes(KEY_BYTES)
 SUCCEEDED = b'"error": null}\n'
+# What a line may ask for. It is trusted, as the file is that of the user.
+BATCH_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+BATCH_LIMITS = Limits(max_logprobs=-1, trust_chat_template=True)
 FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -36,7 +42,7 @@ class Line:
 
     identity: str
     custom_id: str | None
-    call: Call | RequestError
+    call: AnswerCall | EmbeddingCall | RequestError
 
 
 class IdentitySet:
@@ -96,7 +102,7 @@ def count_lines(file: Path) -> int:
         return sum(not line.isspace() for line in lines)
 
 
-def read_lines(file: Path, done: IdentitySet) -> Iterator[Line]:
+def read_lines(file: Path, done: IdentitySet, limits: Limits = BATCH_LIMITS) -> Iterator[Line]:
     """Yield the lines whose results are not in `done`."""
     seen = IdentitySet()
     with file.open("rb") as lines:
@@ -112,12 +118,13 @@ def read_lines(file: Path, done: IdentitySet) -> Iterator[Line]:
                     identity = _identity("again", number, custom_id)
                     raise RequestError(f"custom_id {custom_id!r} is that of an earlier line")
                 if identity not in done:
-                    yield Line(identity, custom_id, _call(value))
+                    yield Line(identity, custom_id, _call(value, limits))
             except (ValueError, RecursionError) as error:  # from the decoder, json, and our own
                 if custom_id is None:
                     identity = _identity("line", number, raw)
                 if identity not in done:
-                    yield Line(identity, custom_id, RequestError(f"line {number}: {error}"))
+                    param = getattr(error, "param", None)
+                    yield Line(identity, custom_id, RequestError(f"line {number}: {error}", param=param))
 
 
 def _custom_id(value: Any) -> str:
@@ -129,16 +136,21 @@ def _custom_id(value: Any) -> str:
     return custom_id
 
 
-def _call(value: Mapping[str, Any]) -> Call:
+def _call(value: Mapping[str, Any], limits: Limits) -> AnswerCall | EmbeddingCall:
     reject_unknown("a line", value, FIELDS)
     if value.get("method", "POST") != "POST":
         raise RequestError(f"method must be 'POST', got {value['method']!r}")
     for name in ("url", "body"):
         if name not in value:
             raise RequestError(f"{name} is missing")
-    call = parse_call(value["url"], value["body"])
+    if value["url"] not in BATCH_URLS:
+        raise RequestError(
+            f"url {shown(value['url'])} is not supported; it is one of {', '.join(BATCH_URLS)}", param="url"
+        )
+    call = parse_call(value["url"], value["body"], limits)
     if call.stream:
-        raise RequestError("stream must be false: results of a batch are not streamed")
+        raise RequestError("stream must be false: results of a batch are not streamed", param="stream")
+    assert isinstance(call, AnswerCall | EmbeddingCall)
     return call
 
 

@@ -359,9 +359,9 @@ def test_one_bad_prompt_stops_none_of_the_others(run, loaded, tmp_path):
         ('{"prompt": 5}', "prompt must be a string, got 5"),
         ('{"prompt_token_ids": "x"}', "prompt_token_ids must be a list of ints, got 'x'"),
         ('{"prompt": "x", "max_tokns": 1}', "did you mean 'max_tokens'"),
-        ('{"prompt": "x", "temperature": NaN}', "temperature must be finite"),
+        ('{"prompt": "x", "temperature": NaN}', "NaN is not JSON; numbers are finite"),
         ('{"prompt": "x", "timeout_s": -1}', "timeout_s must be above 0, got -1"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "nested more than 64 deep"),
         ('{"prompt": "x", "id": 1.5}', "id must be a string or an int, got 1.5"),
         ('{"prompt": "x", "output_kind": "delta"}', "output_kind cannot be given here: the"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import hashlib
 import json
@@ -12,18 +13,18 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from paged.protocol.openai import SAME, parse_call
 
-from paged import LLMEngine, SamplingParams, StructuredOutputsParams
+from paged import LLMEngine, SamplingParams
 from paged.commands import cli, common
 from paged.commands import run_batch as command
-from paged.errors import PagedError
 from paged.protocol.batch_file import IdentitySet
 from paged.protocol.result_file import ResultFile
 from tests.support.command_line import write
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 HELLO = [{"role": "user", "content": "def f(x):"}]
 MODEL = ("--num-blocks", "128", "--max-num-seqs", "4", "--device", "cpu")
 
@@ -134,10 +135,12 @@ def test_bodies_are_those_of_openai(run, loaded, tmp_path):
 def test_a_bad_line_is_that_lines_error(run, tmp_path):
     bad = {
         "unknown": (line("unknown", prompt="x", max_tokns=1), "did you mean 'max_tokens'?"),
-        "embeddings": (
-            line("embeddings", "/v1/embeddings", input="x"),
-            "url '/v1/embeddings' is not supported; it is one of /v1/chat/completions, /v1/completions",
+        "score": (
+            line("score", "/v1/score", prompt="x", continuations=["y"]),
+            "url '/v1/score' is not supported; it is one of /v1/chat/completions, /v1/completions",
         ),
+        "vector": (line("vector", "/v1/embeddings", input=["x", [1]]), "input[1] must be a string, got [1]"),
+        "size": (line("size", "/v1/embeddings", input="x", dimensions=3), "dimensions must be 256"),
         "get": ({**line("get", prompt="x"), "method": "GET"}, "method must be 'POST', got 'GET'"),
         "extra": ({**line("extra", prompt="x"), "priority": 1}, "a line got an unknown argument 'priority'"),
         "nobody": ({"custom_id": "nobody", "url": CHAT}, "body is missing"),
@@ -147,7 +150,7 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
         # The line's first prompt is in the engine already.
         "second": (line("second", prompt=[[1, 2], [10**6]]), "the vocabulary is 0 to 4095"),
         "template": (line("template", CHAT, messages=HELLO, chat_template="odd"), "'odd' is neither a Jinja"),
-        "role": (line("role", CHAT, messages=[{}], chat_template="plain"), 'messages[0] must have a "role"'),
+        "role": (line("role", CHAT, messages=[{}], chat_template="plain"), "messages[0].role is missing"),
         "refused": (
             line("refused", CHAT, messages=HELLO, chat_template="{{ raise_exception('no') }}"),
             "the chat template refuses this: no",
@@ -160,8 +163,8 @@ def test_a_bad_line_is_that_lines_error(run, tmp_path):
         ('{"custom_id": ', "Expecting value"),
         ("[1]", "a line must be an object such as"),
         ({"custom_id": ""}, "custom_id must be a non-empty string, got ''"),
-        ("\udcff", "line 22: 'utf-8' codec can't decode"),
-        ("[" * 100_000, "recursion"),
+        ("\udcff", "line 24: 'utf-8' codec can't decode"),
+        ("[" * 100_000, "nested more than 64 deep"),
         ('{"custom_id": "a", "body": {"n": 1, "n": 2}}', "'n' is given twice in one object; give it once"),
     ]
     good = [line("good", prompt="x", max_tokens=2), line("also", prompt="y", max_tokens=2)]
@@ -223,9 +226,35 @@ def test_requests_that_do_not_end_are_errors(run, tmp_path):
     source = write(tmp_path / "in.jsonl", late, line("fine", prompt="x", max_tokens=1))
     assert run("run-batch", source, tmp_path / "out.jsonl")[0] == 1
     found = by_custom_id(tmp_path / "out.jsonl")
-    assert found["late"]["response"]["status_code"] == 408
+    assert found["late"]["response"]["status_code"] == 504
     assert "timeout_s" in found["late"]["error"]["message"]
     assert found["fine"]["response"]["status_code"] == 200
+
+
+def test_embeddings_are_lines_among_others(run, loaded, tmp_path):
+    texts = ["def f(x):", "import os", "x"]
+    source = write(
+        tmp_path / "in.jsonl",
+        line("one", EMBEDDINGS, input=texts[0]),
+        line("text", prompt="x", max_tokens=3, temperature=0),
+        line("many", EMBEDDINGS, input=texts, pooling="mean", normalize=False, encoding_format="base64"),
+        line("bad", EMBEDDINGS, input=[[1, 2], [10**6]]),
+    )
+    assert run("run-batch", source, tmp_path / "out.jsonl")[0] == 1
+    found = by_custom_id(tmp_path / "out.jsonl")
+    (vector,) = found["one"]["response"]["body"]["data"]
+    (expected,) = loaded.encode([texts[0]], use_tqdm=False)
+    assert vector == {"object": "embedding", "index": 0, "embedding": expected.outputs.embedding}
+    body = found["many"]["response"]["body"]
+    expected = loaded.encode(texts, pooling="mean", normalize=False, use_tqdm=False)
+    for item, output in zip(body["data"], expected, strict=True):
+        numbers = np.frombuffer(base64.b64decode(item["embedding"]), "<f4")
+        np.testing.assert_allclose(numbers, output.outputs.embedding, rtol=1e-6)
+    num_tokens = sum(len(output.prompt_token_ids) for output in expected)
+    assert body["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert found["text"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert found["bad"]["response"]["status_code"] == 400
+    assert "the vocabulary is 0 to 4095" in found["bad"]["error"]["message"]
 
 
 def test_lines_are_read_as_they_are_needed(run, loaded, tmp_path, monkeypatch):
@@ -376,115 +405,3 @@ def test_a_set_of_identities_is_a_set():
         assert len(some) == len(plain)
     assert all(identity in some for identity in identities)
     assert f"{5:016x}{0:016x}" not in some
-
-
-@pytest.mark.parametrize(
-    ("url", "body", "params"),
-    [
-        (COMPLETIONS, {}, {"max_tokens": 16}),
-        (COMPLETIONS, {"max_tokens": None, "stop": None, "logprobs": 3}, {"max_tokens": 16, "logprobs": 3}),
-        (COMPLETIONS, {"best_of": 3, "n": 2}, {"max_tokens": 16, "best_of": 3, "n": 2}),
-        (CHAT, {}, {}),
-        (CHAT, {"max_completion_tokens": 5}, {"max_tokens": 5}),
-        (CHAT, {"logprobs": True}, {"logprobs": 0}),
-        (CHAT, {"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
-        (CHAT, {"logprobs": False}, {}),
-        (CHAT, {"logit_bias": {"50": -100}}, {"logit_bias": {50: -100.0}}),
-        (CHAT, {"stop": "a", "presence_penalty": -2}, {"stop": "a", "presence_penalty": -2.0}),
-        (CHAT, {"response_format": {"type": "text"}}, {}),
-        (
-            CHAT,
-            {"response_format": {"type": "json_object"}},
-            {"structured_outputs": StructuredOutputsParams(json={"type": "object"})},
-        ),
-        (
-            CHAT,
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}},
-            {"structured_outputs": StructuredOutputsParams(json={})},
-        ),
-        (
-            CHAT,
-            {"structured_outputs": {"regex": "a"}},
-            {"structured_outputs": StructuredOutputsParams(regex="a")},
-        ),
-    ],
-    ids=str,
-)
-def test_fields_are_sampling_parameters(url, body, params):
-    start = {"messages": HELLO} if url == CHAT else {"prompt": "x"}
-    assert parse_call(url, {**start, **body}).params == SamplingParams(**{"max_tokens": None, **params})
-
-
-def test_every_sampling_parameter_has_its_name_in_a_body():
-    changed = {
-        "top_k": 5,
-        "min_p": 0.5,
-        "dry_multiplier": 1,
-        "priority": 2,
-        "cache_salt": "s",
-        "timeout_s": 3,
-    }
-    assert changed.keys() < SAME
-    assert parse_call(CHAT, {"messages": HELLO, **changed}).params == SamplingParams(
-        **{"max_tokens": None, **changed}
-    )
-    call = parse_call(CHAT, {"messages": HELLO, "user": "u", "model": "m", "stream": True})
-    assert (call.tenant, call.model, call.stream) == ("u", "m", True)
-
-
-@pytest.mark.parametrize(
-    ("url", "body", "message"),
-    [
-        (CHAT, {"messages": None}, "messages is missing"),
-        (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "give one of them"),
-        (CHAT, {"top_logprobs": 1}, "top_logprobs needs logprobs: true"),
-        (CHAT, {"logprobs": 1}, "logprobs must be True or False, got 1"),
-        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be from 0 to 20, got 21"),
-        (
-            CHAT,
-            {"tools": [], "tool_choice": "required"},
-            "tool_choice must be 'auto' or 'none', got 'required'",
-        ),
-        (CHAT, {"response_format": "json"}, "of type text, json_object or json_schema, got 'json'"),
-        (CHAT, {"response_format": {"type": "json_schema"}}, 'response_format needs {"json_schema"'),
-        (
-            CHAT,
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "say the same; give one of them",
-        ),
-        (CHAT, {"user": 5}, "user must be a string, got 5"),
-        (CHAT, {"functions": []}, "unknown argument 'functions'"),
-        (CHAT, {"prompt_logprobs": 1}, "unknown argument 'prompt_logprobs'"),
-        (CHAT, {"detokenize": False}, "unknown argument 'detokenize'"),
-        (COMPLETIONS, {"prompt": None}, "prompt is missing"),
-        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt must be text, a list of token ids, or a list of such"),
-        (COMPLETIONS, {"suffix": "x"}, "unknown argument 'suffix'"),
-        (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo with logprobs"),
-        (COMPLETIONS, {"echo": True, "prompt": [1]}, "echo needs prompts that are text"),
-        (
-            COMPLETIONS,
-            {"logit_bias": {"x": 1}},
-            "a token id in logit_bias must be an int, at least 0, got 'x'",
-        ),
-    ],
-    ids=str,
-)
-def test_wrong_bodies(url, body, message):
-    start = {"messages": HELLO} if url == CHAT else {"prompt": "x"}
-    with pytest.raises(PagedError) as refused:
-        parse_call(url, {**start, **body})
-    assert message in str(refused.value)
-
-
-def test_what_a_body_says_of_the_template_reaches_it(engine):
-    options = {
-        "chat_template": "{{ tools }}{{ x }}{{ messages[-1].content }}",
-        "chat_template_kwargs": {"x": "!"},
-    }
-    rest = {"add_generation_prompt": False, "continue_final_message": True}
-    for tool_choice, tools in (("auto", "[{'a': 1}]"), ("none", "None")):
-        body = {"messages": HELLO, "tools": [{"a": 1}], "tool_choice": tool_choice, **options, **rest}
-        (prompt,) = parse_call(CHAT, body).prompts(engine)
-        assert prompt == {"prompt": f"{tools}!def f(x):", "add_special_tokens": False}
-    (prompt,) = parse_call(COMPLETIONS, {"prompt": "x", "add_special_tokens": False}).prompts(engine)
-    assert prompt == {"prompt": "x", "add_special_tokens": False}

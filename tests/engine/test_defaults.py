@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from paged.protocol.openai import parse_call
 
 from paged import AsyncLLMEngine, CheckpointError, LLMEngine, SamplingParams
 from paged.model.config import DEMO
+from paged.protocol.endpoints import parse_call
 from tests.support.checkpoints import new_engine
 
+HELLO = [{"role": "user", "content": "a"}]
 FOUND = {
     "temperature": 0.5,
     "top_k": 3,
@@ -58,7 +59,7 @@ def test_generation_config_is_used_where_there_are_no_parameters(directory, capl
     engine.add_request("a", "def f(x):")
     assert engine.core.groups["a"].samples[0].inputs.params == wanted
     # Fields that a body lacks come from it.
-    call = parse_call("/v1/chat/completions", {"messages": [], "top_k": 9})
+    call = parse_call("/v1/chat/completions", {"messages": HELLO, "top_k": 9})
     assert engine.params_of(call.sampling, call.DEFAULT_MAX_TOKENS) == SamplingParams(**{**TAKEN, "top_k": 9})
 
 
@@ -82,7 +83,7 @@ def test_a_wrong_value_is_refused_with_the_file(directory):
 def test_defaults_of_bodies_differ_by_endpoint():
     engine = make(DEMO)
     for url, body, wanted in (
-        ("/v1/chat/completions", {"messages": []}, None),
+        ("/v1/chat/completions", {"messages": HELLO}, None),
         ("/v1/completions", {"prompt": "a"}, 16),
         ("/v1/completions", {"prompt": "a", "max_tokens": 3}, 3),
     ):

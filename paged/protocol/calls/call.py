@@ -13,8 +13,8 @@ from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import RequestOutputKind, SamplingParams
 from ..answers.chunks import Chunks
-from ..fields.sampling import KINDS, check_most_logprobs, constraint_of
-from ..fields.table import Table
+from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of
+from ..fields.table import FieldTable
 from ..limits import MAX_CHOICES, Limits
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Call(ABC):
     priority, timeout_s: see SamplingParams.
     """
 
-    table: ClassVar[Table]
+    table: ClassVar[FieldTable]
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         self.values, without_effect = self.table.parse(body)
@@ -80,7 +80,7 @@ class GenerationCall(Call):
         super().__init__(body, limits)
         values = self.values
         self.n: int = values.get("n", 1)
-        self.sampling = {name: values[name] for name in values.keys() & KINDS.keys()}
+        self.sampling = {name: values[name] for name in values.keys() & SAMPLING_KINDS.keys()}
         check_most_logprobs("prompt_logprobs", values.get("prompt_logprobs"), limits.max_logprobs)
         constraint = constraint_of(values)
         if constraint is not None:

@@ -14,7 +14,7 @@ from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMP
 from ..fields.kinds import Boolean, Choice, Integer
 from ..fields.messages import MESSAGES
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs
-from ..fields.table import Field, Table, ignored, refused
+from ..fields.table import Field, FieldTable, ignored, refused
 from ..limits import MAX_TOP_LOGPROBS, Limits
 from .call import AnswerCall
 from .conversation import Conversation
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
 EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
-CHAT_TABLE = Table(
+CHAT_TABLE = FieldTable(
     "/v1/chat/completions",
     [
         MESSAGES,

@@ -14,7 +14,7 @@ from ..answers.completions import CompletionChunks, CompletionForm, Echo, comple
 from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS
 from ..fields.kinds import Boolean, Integer, ListOf, OneOf, Text, TokenIds
 from ..fields.sampling import DETOKENIZE, SAMPLING_FIELDS, check_most_logprobs
-from ..fields.table import Field, Table, refused
+from ..fields.table import Field, FieldTable, refused
 from ..limits import MAX_PROMPTS, Limits
 from .call import AnswerCall
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TEXT_OR_IDS = OneOf((Text(), TokenIds()))
 PROMPTS = OneOf((Text(), TokenIds(), ListOf(Text(), 1, MAX_PROMPTS), ListOf(TokenIds(), 1, MAX_PROMPTS)))
-COMPLETION_TABLE = Table(
+COMPLETION_TABLE = FieldTable(
     "/v1/completions",
     [
         Field("prompt", PROMPTS, "the text to complete, its token ids, or a list of either", required=True),

@@ -13,7 +13,7 @@ from ..answers.errors import error_body, failure_of, status_of
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS
 from ..fields.kinds import AnyJSON, Boolean, Choice, Integer, ListOf, OneOf
 from ..fields.sampling import DETOKENIZE, SAMPLING_FIELDS, check_most_logprobs
-from ..fields.table import Field, Table
+from ..fields.table import Field, FieldTable
 from ..jobs import candidates_of, finite
 from ..limits import MAX_PROMPTS, Limits
 from .call import GenerationCall
@@ -21,7 +21,7 @@ from .call import GenerationCall
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
-GENERATE_TABLE = Table(
+GENERATE_TABLE = FieldTable(
     "/generate",
     [
         Field(

@@ -9,7 +9,7 @@ from ...errors import RequestError
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS
 from ..fields.kinds import Boolean, JSONObject, ListOf, Text, TokenIds
 from ..fields.messages import MESSAGES
-from ..fields.table import Field, Table
+from ..fields.table import Field, FieldTable
 from ..limits import Limits
 from .call import Call
 from .conversation import Conversation
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...engine.model_text import ModelText
     from ...text.tokenizer import Tokenizer
 
-TOKENIZE_TABLE = Table(
+TOKENIZE_TABLE = FieldTable(
     "/tokenize",
     [
         Field("prompt", Text(), "the text to tokenize; either it or messages is given"),
@@ -30,7 +30,7 @@ TOKENIZE_TABLE = Table(
         *TEMPLATE_FIELDS,
     ],
 )
-DETOKENIZE_TABLE = Table(
+DETOKENIZE_TABLE = FieldTable(
     "/detokenize",
     [
         Field("tokens", TokenIds(), "the token ids whose text is returned", required=True),

@@ -14,7 +14,7 @@ from ...requests.prompts import Prompt
 from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PRIORITY
 from ..fields.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
 from ..fields.sampling import CACHE_SALT
-from ..fields.table import Field, Table, refused
+from ..fields.table import Field, FieldTable, refused
 from ..jobs import finite
 from ..limits import MAX_CONTINUATIONS, MAX_PROMPTS, Limits
 from .call import Call
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
 _INPUT = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
-EMBEDDING_TABLE = Table(
+EMBEDDING_TABLE = FieldTable(
     "/v1/embeddings",
     [
         Field("input", _INPUT, "the text to embed, its token ids, or a list of either", required=True),
@@ -45,7 +45,7 @@ EMBEDDING_TABLE = Table(
     ],
 )
 _CONTINUATION = OneOf((Text(1), TokenIds(1)))
-SCORE_TABLE = Table(
+SCORE_TABLE = FieldTable(
     "/v1/score",
     [
         Field("prompt", _CONTINUATION, "the text before the continuations, or its token ids", required=True),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..limits import MAX_NAME_LENGTH, MAX_REQUEST_ID_LENGTH
 from .kinds import Boolean, Choice, JSONObject, ListOf, Number, Text
-from .table import Field, ObjectOf, Table, ignored, refused
+from .table import Field, FieldTable, ObjectOf, ignored, refused
 
-STREAM_OPTIONS = Table(
+STREAM_OPTIONS = FieldTable(
     "stream_options",
     [
         Field("include_usage", Boolean(), "send the counts of tokens in a last chunk"),

@@ -6,7 +6,7 @@ from ...errors import RequestError
 from ...validation import shown
 from ..limits import MAX_MESSAGES
 from .kinds import JSONObject, Kind, ListOf, OneOf, Schema, Text
-from .table import Field, ObjectOf, Table, refused
+from .table import Field, FieldTable, ObjectOf, refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -40,7 +40,7 @@ class _PartKind(JSONObject):
 
 _NO_MEDIA = "this version takes text alone"
 CONTENT: Kind = OneOf((Text(), ListOf(_PartKind())))
-MESSAGE_TABLE = Table(
+MESSAGE_TABLE = FieldTable(
     "a message",
     [
         Field("role", Text(1), f"{', '.join(ROLES)}, or a role that the chat template names", required=True),

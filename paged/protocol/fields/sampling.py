@@ -33,11 +33,11 @@ from .kinds import (
     Text,
     TokenIds,
 )
-from .table import Field, ObjectOf, Table, Tagged, refused
+from .table import Field, FieldTable, ObjectOf, Tagged, refused
 
 _TEXT = Text(1)
 _CANDIDATES = Integer(-1, MAX_LOGPROBS)
-KINDS: dict[str, Kind] = {
+SAMPLING_KINDS: dict[str, Kind] = {
     "n": Integer(1, MAX_N),
     "best_of": Integer(1, MAX_N),
     "temperature": Number(0.0),
@@ -88,11 +88,11 @@ def _sampling(name: str, kind: Kind, meaning: str = "") -> Field:
     return Field(name, kind, meaning or _TEXTS[name])
 
 
-CONSTRAINTS = Table(
+CONSTRAINTS = FieldTable(
     "structured_outputs",
     [Field(name, kind, _CONSTRAINT_TEXTS[name]) for name, kind in _CONSTRAINT_KINDS.items()],
 )
-_SCHEMA = Table(
+_SCHEMA = FieldTable(
     "response_format.json_schema",
     [
         Field("name", Text(), "a name, which changes nothing"),
@@ -103,9 +103,9 @@ _SCHEMA = Table(
 )
 
 
-def _format(tag: str, *fields: Field) -> Table:
+def _format(tag: str, *fields: Field) -> FieldTable:
     kind = Field("type", Choice((tag,)), "what the answer is", required=True)
-    return Table("response_format", [kind, *fields])
+    return FieldTable("response_format", [kind, *fields])
 
 
 RESPONSE_FORMAT = Tagged(
@@ -121,7 +121,11 @@ RESPONSE_FORMAT = Tagged(
 GUIDED = "its place is structured_outputs: {{{}}}"
 # In every body that generates, but for logprobs, which each has in its own form.
 SAMPLING_FIELDS = [
-    *(_sampling(name, kind) for name, kind in KINDS.items() if name not in ("logprobs", "detokenize")),
+    *(
+        _sampling(name, kind)
+        for name, kind in SAMPLING_KINDS.items()
+        if name not in ("logprobs", "detokenize")
+    ),
     _sampling("structured_outputs", ObjectOf(CONSTRAINTS)),
     Field(
         "response_format",
@@ -153,8 +157,8 @@ SAMPLING_FIELDS += [
     if name not in _given
     for field in refused(name, reason, *values)
 ]
-CACHE_SALT = _sampling("cache_salt", KINDS["cache_salt"])
-DETOKENIZE = _sampling("detokenize", KINDS["detokenize"])
+CACHE_SALT = _sampling("cache_salt", SAMPLING_KINDS["cache_salt"])
+DETOKENIZE = _sampling("detokenize", SAMPLING_KINDS["detokenize"])
 
 
 def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:

@@ -1,4 +1,4 @@
-"""Field and Table: the fields of a JSON object, described once for parsing, schemas and documentation."""
+"""Field and FieldTable: the fields of a JSON object, described once for parsing, schemas and documentation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refused(names: str, reason: str, *neutral: Any) -> Iterator[Field]:
         yield Field(name, AnyJSON(), reason, Effect.REFUSED, neutral=neutral)
 
 
-class Table:
+class FieldTable:
     """The fields of a JSON object.
 
     owner: its name in messages.
@@ -135,7 +135,7 @@ class ObjectOf(Kind):
     """An object with the fields of a table."""
 
     types = (dict,)
-    table: Table
+    table: FieldTable
 
     def parse(self, name: str, value: Any) -> dict[str, Any]:
         """Return the honoured fields, parsed."""
@@ -157,7 +157,7 @@ class Tagged(Kind):
 
     types = (dict,)
     key: str
-    tables: Mapping[str, Table]
+    tables: Mapping[str, FieldTable]
 
     def parse(self, name: str, value: Any) -> dict[str, Any]:
         """Return the honoured fields, parsed, with the key."""
