@@ -85,20 +85,20 @@ def _check_installed() -> None:
 
 
 async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listener: socket) -> int:
-    from ..engine.async_engine import AsyncLLMEngine
     from ..server.app import new_app
+    from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, url_of
-    from ..server.records import Observer
-    from ..server.request_log import RequestLog, set_up_logging
     from ..server.routes.table import PATHS
-    from ..server.traces import Traces
+    from ..server.telemetry.records import Observer
+    from ..server.telemetry.request_log import RequestLog, set_up_logging
+    from ..server.telemetry.traces import Traces
 
     set_up_logging(options.log_format)
     observers: list[Observer] = [RequestLog()]
     if options.otlp_traces_endpoint is not None:
         observers.append(Traces(options.otlp_traces_endpoint))
-    async with AsyncLLMEngine(**engine_options) as engine:
+    async with EngineClient(**engine_options, replicas=options.replicas, router=options.router) as engine:
         front = FrontEnd(engine, options, PATHS, observers)
         server = Server(new_app(front), options, front.stop)
         print(engine.describe(), file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,7 @@ _OF_KUBERNETES = re.compile(
     r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 _URL_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
-_WORDS = {
-    "true": True,
-    "1": True,
-    "yes": True,
-    "on": True,
-    "false": False,
-    "0": False,
-    "no": False,
-    "off": False,
-}
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -62,9 +53,9 @@ def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def _parsed(variable: str, kind: Any, text: str) -> Any:
     if kind is bool:
-        if text.lower() not in _WORDS:
+        if text.lower() not in _TRUE + _FALSE:
             raise ConfigError(f"{variable} must be true or false, got {shown(text)}")
-        return _WORDS[text.lower()]
+        return text.lower() in _TRUE
     if kind in (int, float):
         try:
             return kind(text)
@@ -81,14 +72,14 @@ def _parsed(variable: str, kind: Any, text: str) -> Any:
     return text
 
 
-def from_file(file: Path, names: Iterator[str] | Mapping[str, Any]) -> dict[str, Any]:
+def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
     """Return the options that a YAML file gives, with - or _ in their names.
 
     Raises ConfigError if it is no mapping, UnknownArgumentError for a name that is no option; OSError.
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """A loader that refuses a key that is given twice, of which PyYAML would take the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -96,7 +87,8 @@ def from_file(file: Path, names: Iterator[str] | Mapping[str, Any]) -> dict[str,
             for i, key in enumerate(keys):
                 if key in keys[:i]:
                     raise ConfigError(f"{file}: {key!r} is given twice; give it once")
-            return super().construct_mapping(node, deep)
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
 
     try:
         given = yaml.load(file.read_text(encoding="utf-8"), Loader)

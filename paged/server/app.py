@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
-from .records import CLIENT_GONE
 from .routes.table import ROUTES, Handler
+from .telemetry.records import CLIENT_GONE
 
 # What needs no key: a monitor or a load balancer may have none.
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
@@ -105,7 +105,7 @@ class _Cors(CORSMiddleware):
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
         given = request_headers.get("x-request-id")
-        response.headers["x-request-id"] = request_id_of(given and given.encode("latin-1"))
+        response.headers["x-request-id"] = request_id_of(None if given is None else given.encode("latin-1"))
         return response
 
 

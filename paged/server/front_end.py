@@ -17,10 +17,10 @@ from ..sampling_params import MAX_SEED, SamplingParams
 from .http.exchange import Exchange
 from .http.failures import Failure, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
-from .metrics import ServerMetrics
 from .options import ServeOptions
-from .records import Observer, Observers, RequestRecord
-from .trace_context import TraceContext
+from .telemetry.metrics import ServerMetrics
+from .telemetry.records import Observer, Observers, RequestRecord
+from .telemetry.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from .served_engine import ServedEngine

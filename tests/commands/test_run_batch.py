@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paged.protocol.openai import SAME, parse_call
 
 from paged import LLMEngine, SamplingParams
 from paged.commands import cli, common

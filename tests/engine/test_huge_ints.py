@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from paged.protocol.openai import parse_call
 
 from paged import BeamSearchParams, ConfigError, LLMEngine, PagedError, RequestError, SamplingParams
 from paged.config import EngineConfig

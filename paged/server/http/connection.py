@@ -93,8 +93,6 @@ class HeadLimits(HttpToolsProtocol):
         if self._is_responding():  # to an earlier request on this connection
             self._start_head_timer()
         elif self._head_bytes:
-            self._refuse(
-                408, f"the headers did not arrive within {HEAD_TIMEOUT_S:g} seconds; send them again"
-            )
+            self._refuse(408, f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s; try again")
         else:
             self.transport.close()

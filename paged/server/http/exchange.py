@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...protocol.jobs import parse_json
 from ...requests.request import RequestOutput
-from ..records import RequestRecord
+from ..telemetry.records import RequestRecord
 from .failures import Header, HttpError
 
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
@@ -81,7 +81,7 @@ class Exchange:
     async def read_json(self) -> Any:
         """Return the value of the body, which must be JSON.
 
-        Raises HttpError if the body is too large, too slow, or of another type; RequestError if it is no JSON.
+        Raises HttpError if it is too large, too slow, or of another type; RequestError if it is no JSON.
         """
         self._check_type()
         body = await self.read_body()

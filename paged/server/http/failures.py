@@ -61,7 +61,7 @@ class FinishRate:
         self._finished.append(time.monotonic())
 
     def seconds_for(self, num_requests: int) -> int:
-        """Return the estimated time in which this many requests finish, from 1 to MAX_RETRY_AFTER_S seconds."""
+        """Estimate in how many seconds this many requests finish, from 1 to MAX_RETRY_AFTER_S."""
         times = self._finished
         if len(times) < 2:
             return 1

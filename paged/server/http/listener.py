@@ -148,7 +148,7 @@ class Server(uvicorn.Server):
             if self.started or error.errno != errno.EADDRINUSE:
                 raise
             raise ConfigError(
-                f"another server has begun to listen on {listener.getsockname()} meanwhile; take another --port"
+                f"another server listens on {listener.getsockname()} since then; take another --port"
             ) from None
 
     def stop(self) -> None:

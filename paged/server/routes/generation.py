@@ -34,17 +34,18 @@ class Answers:
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request. A prompt that fails is an error of the whole request."""
         front = self._front
-        call = await front.read_call(exchange, self._path, AnswerCall)
+        call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
         async with until_disconnect(exchange):
             streams, identity, on_output = await _begin(front, exchange, call)
             created, model = int(time.time()), front.names[0]
             if call.stream:
-                framing = Events(call.chunks(identity, created, model))
+                framing = Events(call, call.chunks(identity, created, model))
                 await send_stream(front, exchange, MergedOutcomes(streams, on_output), framing)
                 return
             outputs: list[RequestOutput] = []
             for outcome in await finished_outcomes(streams, on_output):
                 if isinstance(outcome, PagedError):
+                    outcome.param = call.param_of(outcome)
                     raise outcome
                 outputs.append(outcome)
             if failure := failure_of(outputs):
@@ -69,18 +70,16 @@ class Results:
                 await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
                 return
             outcomes = await finished_outcomes(streams, on_output)
-            for outcome in outcomes:
-                if not isinstance(outcome, QueueFullError):
-                    break
-            else:
-                raise outcome
+            refusals = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
+            if len(refusals) == len(outcomes):
+                raise refusals[0]
             await exchange.respond_json(200, call.body(outcomes, time.monotonic() - started))
 
 
 async def _begin(
     front: FrontEnd, exchange: Exchange, call: GenerationCall
 ) -> tuple[list[OutputStream], str, OnOutput]:
-    """Return the streams of a call's prompts, the identity of its response, and what takes note of outputs."""
+    """Return the streams of a call's prompts, the identity of its response, and what records outputs."""
     text = front.engine.text
     prompts: Sequence[Prompt]
     if isinstance(call, ChatCall):  # another process renders the conversation

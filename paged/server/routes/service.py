@@ -6,7 +6,7 @@ from ... import __version__
 from ...errors import EngineDeadError
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
-from ..metrics import CONTENT_TYPE
+from ..telemetry.metrics import CONTENT_TYPE
 
 
 class Models:
@@ -73,7 +73,7 @@ class Metrics:
 
     async def __call__(self, exchange: Exchange) -> None:
         try:
-            stats = {0: await self._front.engine.stats()}
+            stats = dict(enumerate(await self._front.engine.stats_by_engine()))
         except EngineDeadError:
             stats = {}  # what the server counted is still there
         await exchange.respond(200, self._front.metrics.render(stats), CONTENT_TYPE)

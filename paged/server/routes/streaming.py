@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import PagedError
 from ...protocol.answers.chunks import Chunks
 from ...protocol.answers.errors import failure_of
+from ...protocol.calls.call import AnswerCall
 from ...protocol.calls.generate import GenerateCall
 from ..front_end import FrontEnd
 from ..http.exchange import EVENTS, JSON_LINES, Exchange, encode_json
@@ -27,7 +28,7 @@ class Framing(ABC):
 
     @abstractmethod
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
-        """Return the part for these outputs, each with the index of its prompt. Raises what ends the stream."""
+        """Return the part for outputs with the indices of their prompts. Raises what ends the stream."""
 
     @abstractmethod
     def end(self) -> bytes:
@@ -43,8 +44,8 @@ class Events(Framing):
 
     content_type = EVENTS
 
-    def __init__(self, chunks: Chunks) -> None:
-        self._chunks = chunks
+    def __init__(self, call: AnswerCall, chunks: Chunks) -> None:
+        self._call, self._chunks = call, chunks
         self._has_begun = False
 
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
@@ -52,6 +53,7 @@ class Events(Framing):
         values: list[dict[str, Any]] = []
         for index, outcome in outcomes:
             if isinstance(outcome, PagedError):
+                outcome.param = self._call.param_of(outcome)
                 raise outcome
             if outcome.finished and (failure := failure_of([outcome])):
                 raise HttpError(*failure)
