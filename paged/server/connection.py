@@ -45,7 +45,7 @@ class EngineConnection(asyncio.Protocol):
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             )
-        self._socket, self._reader = ours, frames.FrameReader()
+        self._socket, self._reader = ours, frames.FrameReader(frames.decode_report)
         self._transport: asyncio.WriteTransport | None = None
         self.dead: EngineDeadError | None = None
         self.load = self.step = 0
@@ -59,15 +59,12 @@ class EngineConnection(asyncio.Protocol):
     def wait_ready(self) -> frames.Ready:
         """Wait until the engine is made. Raises the error of `LLMEngine`."""
         while data := self._socket.recv(2**16):
-            for frame in self._reader.feed(data):
-                match frames.decode_report(frame):
-                    case frames.Ready() as ready:
-                        self.stats = ready.stats
-                        return ready
-                    case frames.Refused() as refused:
-                        raise error_of(refused.kind, refused.message)
-                    case _:
-                        pass
+            for report in self._reader.feed(data):
+                if isinstance(report, frames.Refused):
+                    raise error_of(report.kind, report.message)
+                if isinstance(report, frames.Ready):  # heartbeats may follow it
+                    self.stats = report.stats
+                    return report
         raise EngineDeadError(f"{self._name} ended before its engine was made ({self._how_ended()})")
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -137,8 +134,8 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Hand the outputs of whole frames to their inboxes."""
-        for frame in self._reader.feed(data):
-            self._take(frames.decode_report(frame))
+        for report in self._reader.feed(data):
+            self._take(report)
 
     def connection_lost(self, _: Exception | None) -> None:
         """Fail all requests, as the process has ended."""

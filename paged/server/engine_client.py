@@ -159,8 +159,7 @@ class EngineClient:
         name = self._id(request_id)
         terms = (name, parsed.token_ids, parsed.namespace, pooling, normalize, priority, tenant)
         (output,) = await self._report([frames.Embed(next(self._keys), *terms)], parsed)
-        output.prompt = parsed.text
-        found: EmbeddingRequestOutput = output
+        found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
 
     embed = encode

@@ -57,11 +57,10 @@ class Link:
 
     def orders(self) -> Iterator[frames.Order]:
         """Yield the orders of the front end until it ends."""
-        reader = frames.FrameReader()
+        reader = frames.FrameReader(frames.decode_order)
         with suppress(ConnectionResetError):
             while data := self._socket.recv(RECEIVED_BYTES):
-                for frame in reader.feed(data):
-                    yield frames.decode_order(frame)
+                yield from reader.feed(data)
 
 
 class Post(Recipient):

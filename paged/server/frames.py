@@ -7,9 +7,9 @@ docs/serving.md describes each.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ from ..errors import RequestError
 from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
+
+T = TypeVar("T")
 
 NOT_SENT = {"logits_processors": "Python functions cannot cross to the engine's process"}
 LENGTH_BYTES = 4
@@ -213,26 +215,27 @@ def encode(frame: Order | Report) -> bytes:
     return bytes(buffer)
 
 
-class FrameReader:
-    """Cuts frames from a stream of bytes."""
+class FrameReader(Generic[T]):
+    """Cuts frames from a stream of bytes, and decodes them."""
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+    def __init__(self, decode: Callable[[Any], T]) -> None:
+        self._decode, self._buffer = decode, bytearray()
 
-    def feed(self, data: bytes) -> Iterator[memoryview]:
-        """Add bytes that were received. Yield the contents of each whole frame."""
+    def feed(self, data: bytes) -> list[T]:
+        """Add bytes that were received. Return the frames that are whole now."""
         self._buffer += data
-        at, view = 0, memoryview(self._buffer)
-        try:
+        at, found = 0, []
+        with memoryview(self._buffer) as view:
             while at + LENGTH_BYTES <= len(view):
-                end = at + LENGTH_BYTES + int.from_bytes(view[at : at + LENGTH_BYTES], "little")
+                start = at + LENGTH_BYTES
+                end = start + int.from_bytes(view[at:start], "little")
                 if end > len(view):
                     break
-                yield view[at + LENGTH_BYTES : end]
+                with view[start:end] as content:
+                    found.append(self._decode(content))
                 at = end
-        finally:
-            view.release()
-            del self._buffer[:at]
+        del self._buffer[:at]
+        return found
 
 
 def params_to_wire(params: SamplingParams) -> Any:
