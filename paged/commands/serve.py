@@ -23,7 +23,8 @@ from .settings import from_environment, from_file
 if TYPE_CHECKING:
     from socket import socket
 
-MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with paged.
+SERVED_MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with
+paged.
 It may also come from the environment or the file, as all options may."""
 CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags override PAGED_... in the environment, such
 as PAGED_PORT=8000, and these override the file. [default: none]"""
@@ -33,7 +34,7 @@ SERVE = (ServeOptions, [field.name for field in fields(ServeOptions)])
 
 @with_options(SERVE, SERVED_ENGINE)
 def serve(
-    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(help=SERVED_MODEL_HELP, show_default=False)] = None,
     config: Annotated[Path | None, typer.Option(help=CONFIG_HELP, rich_help_panel=SERVER)] = None,
     **options: Any,
 ) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ConfigError, reject_unknown
 from ..validation import shown
 
-PREFIX = "PAGED_"
+ENV_PREFIX = "PAGED_"
 # Read by other parts of the project.
 OTHER_VARIABLES = ("DEBUG",)
 # What Kubernetes sets in every container if there is a service named paged, or paged-something.
@@ -32,10 +32,10 @@ def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = 
     """
     given = dict(_variables(environment))
     known = {name.upper(): name for name in types}
-    unknown = [PREFIX + name for name in given if name not in known and name not in OTHER_VARIABLES]
-    reject_unknown("the environment", unknown, [PREFIX + name for name in known])
+    unknown = [ENV_PREFIX + name for name in given if name not in known and name not in OTHER_VARIABLES]
+    reject_unknown("the environment", unknown, [ENV_PREFIX + name for name in known])
     return {
-        known[name]: _parsed(PREFIX + name, types[known[name]], text)
+        known[name]: _parsed(ENV_PREFIX + name, types[known[name]], text)
         for name, text in given.items()
         if name in known and text != ""
     }
@@ -43,7 +43,7 @@ def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = 
 
 def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for variable, text in environment.items():
-        name = variable.removeprefix(PREFIX)
+        name = variable.removeprefix(ENV_PREFIX)
         is_link = _OF_KUBERNETES.fullmatch(name) or (
             name.endswith("PORT") and _URL_OF_KUBERNETES.fullmatch(text)
         )

@@ -15,7 +15,7 @@ from ..protocol.endpoints import parse_call
 from ..protocol.limits import Limits
 from ..sampling_params import MAX_SEED, SamplingParams
 from .http.exchange import Exchange
-from .http.failures import Failure, FinishRate, HttpError, failure_of
+from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
 from .options import ServeOptions
 from .telemetry.metrics import ServerMetrics
@@ -160,7 +160,7 @@ class FrontEnd:
             # It waits for the current step.
             asyncio.get_running_loop().run_in_executor(None, self.engine.shutdown)
 
-    def failure_of(self, error: Exception, request_id: str) -> Failure:
+    def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
         """Return the response for an error."""
         num_waiting = self._num_open - self.engine.config.max_num_seqs * self.options.replicas
         return failure_of(error, self._rate.seconds_for(max(1, num_waiting)), request_id)

@@ -42,7 +42,7 @@ class HttpError(RequestError):
         self.status, self.code, self.headers = status, code, tuple(headers)
 
 
-class Failure(NamedTuple):
+class FailureResponse(NamedTuple):
     """A response that says what is wrong."""
 
     status: int
@@ -70,7 +70,7 @@ class FinishRate:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_requests * interval)))
 
 
-def failure_of(error: Exception, retry_after_s: int, request_id: str) -> Failure:
+def failure_of(error: Exception, retry_after_s: int, request_id: str) -> FailureResponse:
     """Return the response for an error. One that is not of this project is logged, and not described.
 
     retry_after_s: for those after which the same request may succeed.
@@ -90,7 +90,7 @@ def failure_of(error: Exception, retry_after_s: int, request_id: str) -> Failure
         status, message = 500, f"the server failed; its log has the error of request {request_id}"
     param = error.param if isinstance(error, PagedError) else None
     body = error_body(status, message, param=param, code=code)
-    return Failure(status, body, (*headers, *retry_headers(status, retry_after_s)))
+    return FailureResponse(status, body, (*headers, *retry_headers(status, retry_after_s)))
 
 
 def retry_headers(status: int, retry_after_s: int) -> tuple[Header, ...]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..served_engine import OutputStream
 
 
-class Answers:
+class AnswerRoute:
     """Chats and completions, whole or streamed."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
@@ -53,7 +53,7 @@ class Answers:
             await exchange.respond_json(200, call.body(outputs, identity, created, model))
 
 
-class Results:
+class ResultRoute:
     """Lists of prompts with a result for each, whole or as JSON lines."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:

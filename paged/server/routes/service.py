@@ -9,7 +9,7 @@ from ..http.exchange import Exchange
 from ..telemetry.metrics import CONTENT_TYPE
 
 
-class Models:
+class ModelsRoute:
     """The names of the model, with the longest context."""
 
     def __init__(self, front: FrontEnd) -> None:
@@ -32,7 +32,7 @@ class Models:
         await exchange.respond_json(200, {"object": "list", "data": models})
 
 
-class Health:
+class HealthRoute:
     """Whether the engine runs: 200, or 503 with the reason."""
 
     def __init__(self, front: FrontEnd) -> None:
@@ -44,7 +44,7 @@ class Health:
         await exchange.respond_json(200, {"status": "ok"})
 
 
-class Ready:
+class ReadyRoute:
     """Whether requests are accepted: 200, or 503 with the reason."""
 
     def __init__(self, front: FrontEnd) -> None:
@@ -55,7 +55,7 @@ class Ready:
         await exchange.respond_json(200, {"status": "ready"})
 
 
-class Version:
+class VersionRoute:
     """The version of the server."""
 
     def __init__(self, front: FrontEnd) -> None:
@@ -65,7 +65,7 @@ class Version:
         await exchange.respond_json(200, {"version": __version__})
 
 
-class Metrics:
+class MetricsRoute:
     """Counts for Prometheus."""
 
     def __init__(self, front: FrontEnd) -> None:

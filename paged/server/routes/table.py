@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
-from .generation import Answers, Results
-from .service import Health, Metrics, Models, Ready, Version
-from .tokens import Text, Tokens
-from .vectors import Embeddings, Scores
+from .generation import AnswerRoute, ResultRoute
+from .service import HealthRoute, MetricsRoute, ModelsRoute, ReadyRoute, VersionRoute
+from .tokens import DetokenizeRoute, TokenizeRoute
+from .vectors import EmbeddingRoute, ScoreRoute
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -25,21 +25,21 @@ class RouteEntry(NamedTuple):
 
 
 _POSTED: dict[str, Callable[[str, FrontEnd], Handler]] = {
-    "/v1/chat/completions": Answers,
-    "/v1/completions": Answers,
-    "/v1/embeddings": Embeddings,
-    "/v1/score": Scores,
-    "/tokenize": Tokens,
-    "/detokenize": Text,
-    "/generate": Results,
-    "/generate/batch": Results,
+    "/v1/chat/completions": AnswerRoute,
+    "/v1/completions": AnswerRoute,
+    "/v1/embeddings": EmbeddingRoute,
+    "/v1/score": ScoreRoute,
+    "/tokenize": TokenizeRoute,
+    "/detokenize": DetokenizeRoute,
+    "/generate": ResultRoute,
+    "/generate/batch": ResultRoute,
 }
 ROUTES = (
     *(RouteEntry("POST", path, partial(handler, path)) for path, handler in _POSTED.items()),
-    RouteEntry("GET", "/v1/models", Models),
-    RouteEntry("GET", "/health", Health),
-    RouteEntry("GET", "/ready", Ready),
-    RouteEntry("GET", "/version", Version),
-    RouteEntry("GET", "/metrics", Metrics),
+    RouteEntry("GET", "/v1/models", ModelsRoute),
+    RouteEntry("GET", "/health", HealthRoute),
+    RouteEntry("GET", "/ready", ReadyRoute),
+    RouteEntry("GET", "/version", VersionRoute),
+    RouteEntry("GET", "/metrics", MetricsRoute),
 )
 PATHS = tuple(route.path for route in ROUTES)

@@ -9,7 +9,7 @@ from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 
 
-class Tokens:
+class TokenizeRoute:
     """The tokens of a text or a conversation."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
@@ -25,7 +25,7 @@ class Tokens:
         )
 
 
-class Text:
+class DetokenizeRoute:
     """The text of tokens."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:

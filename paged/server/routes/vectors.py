@@ -12,7 +12,7 @@ from ..http.exchange import Exchange, until_disconnect
 from ..http.failures import HttpError
 
 
-class Embeddings:
+class EmbeddingRoute:
     """Vectors of texts."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
@@ -52,7 +52,7 @@ class Embeddings:
             await exchange.respond_json(200, body)
 
 
-class Scores:
+class ScoreRoute:
     """Log-probabilities of continuations after a prompt."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
