@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from socket import socket
 
 SERVED_MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with
-paged.
-It may also come from the environment or the file, as all options may."""
+paged. It may also come from the environment or the file, as all options may."""
 CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags override PAGED_... in the environment, such
 as PAGED_PORT=8000, and these override the file. [default: none]"""
 SERVED_ENGINE = (EngineConfig, [*common.ENGINE[1], "skip_tokenizer_init"])
