@@ -11,7 +11,7 @@ from ...requests.request import RequestOutput
 from ..answers.chats import ChatChunks, ChatForm, chat_body
 from ..answers.chunks import Head
 from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
-from ..fields.kinds import Boolean, Choice, Integer
+from ..fields.kinds import Boolean, Integer
 from ..fields.messages import MESSAGES
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs
 from ..fields.table import Field, FieldTable, ignored, refused
@@ -22,7 +22,6 @@ from .conversation import Conversation
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
-EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
 CHAT_TABLE = FieldTable(
     "/v1/chat/completions",
     [
@@ -40,7 +39,6 @@ CHAT_TABLE = FieldTable(
             Integer(0, MAX_TOP_LOGPROBS),
             "report this many most likely tokens at each position, too; needs logprobs",
         ),
-        Field("reasoning_effort", EFFORTS, "a variable for the chat template"),
         Field("return_prompt_text", Boolean(), "return the rendered conversation as prompt_text"),
         *TEMPLATE_FIELDS,
         ADD_SPECIAL_TOKENS,

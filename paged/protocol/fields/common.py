@@ -49,6 +49,7 @@ ANSWER_FIELDS = [
     *ignored("prediction", "the answer is the same with a prediction"),
     *ignored("moderation", "nothing is moderated"),
 ]
+_EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
 # In the bodies with a conversation.
 TEMPLATE_FIELDS = [
     Field("add_generation_prompt", Boolean(), "end the prompt with the header of an answer"),
@@ -64,5 +65,6 @@ TEMPLATE_FIELDS = [
     ),
     Field("chat_template_kwargs", JSONObject('{"enable_thinking": false}'), "variables for the template"),
     Field("documents", ListOf(JSONObject('{"title": ..., "text": ...}')), "documents for the template"),
+    Field("reasoning_effort", _EFFORTS, "a variable for the template"),
 ]
 ENCODING_FORMAT = Choice(("float", "base64"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,8 +74,18 @@ SAMPLING_KINDS: dict[str, Kind] = {
     "timeout_s": Number(0.0, above=True),
     "cache_salt": Text(1, MAX_NAME_LENGTH),
 }
-_TEXTS = field_texts(SamplingParams)
-_CONSTRAINT_TEXTS = field_texts(StructuredOutputsParams)
+
+
+def _texts(owner: type[Any]) -> dict[str, str]:
+    """Return what a dataclass says of its fields, with JSON's names of constants."""
+    words = {"None": "null", "True": "true", "False": "false"}
+    return {
+        name: re.sub(r"\b(None|True|False)\b", lambda match: words[match[0]], text).rstrip(".")
+        for name, text in field_texts(owner).items()
+    }
+
+
+_TEXTS, _CONSTRAINT_TEXTS = _texts(SamplingParams), _texts(StructuredOutputsParams)
 _CONSTRAINT_KINDS: dict[str, Kind] = {
     "json": OneOf((_TEXT, JSONObject('{"type": "object"}'))),
     "regex": _TEXT,
@@ -119,7 +130,7 @@ RESPONSE_FORMAT = Tagged(
     },
 )
 GUIDED = "its place is structured_outputs: {{{}}}"
-# In every body that generates, but for logprobs, which each has in its own form.
+# In every body that generates; of these two each body has its own form.
 SAMPLING_FIELDS = [
     *(
         _sampling(name, kind)

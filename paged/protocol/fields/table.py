@@ -1,4 +1,4 @@
-"""Field and FieldTable: the fields of a JSON object, described once for parsing, schemas and documentation."""
+"""FieldTable: the fields of a JSON object, described once for parsing, schemas and documentation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,11 @@ class FieldTable:
                 continue
             elif field.effect is Effect.HONOURED:
                 try:
-                    values[name] = field.kind.parse(path + name, value)
+                    if isinstance(field.kind, ObjectOf):
+                        values[name], nested = field.kind.parts(path + name, value)
+                        without_effect += nested
+                    else:
+                        values[name] = field.kind.parse(path + name, value)
                 except PagedError as error:
                     error.param = error.param or path + name
                     raise
@@ -139,9 +143,13 @@ class ObjectOf(Kind):
 
     def parse(self, name: str, value: Any) -> dict[str, Any]:
         """Return the honoured fields, parsed."""
+        return self.parts(name, value)[0]
+
+    def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+        """Return the honoured fields, parsed, and the names of those without effect."""
         if not isinstance(value, Mapping):
             raise RequestError(f"{name} must be an object, got {shown(value)}")
-        return self.table.parse(value, f"{name}.")[0]
+        return self.table.parse(value, f"{name}.")
 
     def schema(self) -> Schema:
         """Return the JSON schema."""

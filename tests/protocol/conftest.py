@@ -1,0 +1,15 @@
+"""Fixtures of the tests of bodies."""
+
+import pytest
+
+from paged.config import EngineConfig
+from paged.engine.model_text import ModelText
+from paged.model.hf_config import read_config
+from paged.model.hub import resolve
+
+
+@pytest.fixture(scope="session")
+def text() -> ModelText:
+    """Return the tokenizer and the templates of the demo model."""
+    directory = resolve("demo")
+    return ModelText(EngineConfig("demo"), directory, read_config(directory))

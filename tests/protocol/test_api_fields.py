@@ -1,0 +1,122 @@
+"""Every field of every body does what docs/api-fields.md says: something, nothing, or a refusal."""
+
+import pytest
+
+from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from paged.errors import PagedError
+from paged.protocol.calls.call import AnswerCall, GenerationCall
+from paged.protocol.calls.tokens import DetokenizeCall, TokenizeCall
+from paged.protocol.calls.vectors import EmbeddingCall
+from paged.protocol.endpoints import ENDPOINTS, parse_call
+from paged.protocol.fields.table import Effect
+from paged.protocol.limits import Limits
+from tests.support.api_fields import BODIES, COMPLETIONS, PAGE, changes, page
+
+TRUSTING = Limits(trust_chat_template=True, max_logprobs=-1)
+PLACES = [{5: Logprob(-1.0, 2, "a"), 6: Logprob(-0.5, 1, "b")}]
+ROWS = [(url, field) for url, call in ENDPOINTS.items() for field in call.table.fields]
+
+
+def of_effect(effect):
+    rows = [(url, field) for url, field in ROWS if field.effect is effect]
+    return pytest.mark.parametrize(("url", "field"), rows, ids=lambda v: v if isinstance(v, str) else v.name)
+
+
+class Spelled:
+    """The model's templates with a tokenizer that shows the arguments that it gets."""
+
+    def __init__(self, text):
+        self.chat_templates, self.render_chat, self.model_config = (
+            text.chat_templates,
+            text.render_chat,
+            text.model_config,
+        )
+        self.tokenizer = self
+
+    def encode(self, prompt, **options):
+        return [*map(ord, f"{prompt}{options}")]
+
+    def decode(self, tokens, **options):
+        return f"{tokens}{options}"
+
+    def token_text(self, token_id, **options):
+        return chr(token_id)
+
+
+def outcome(url, body, text):
+    """Return what a body asks of the engine, and what becomes of an output; or why it is refused."""
+    try:
+        call = parse_call(url, body, TRUSTING)
+        private = {"values", "limits", "sampling", "form_fields", "conversation", "listed"}
+        asked = {name: v for name, v in vars(call).items() if name not in private and name[0] != "_"}
+        if isinstance(call, TokenizeCall):
+            return asked, call.answer(Spelled(text), 99)
+        if isinstance(call, DetokenizeCall):
+            return asked, call.answer(Spelled(text))
+        asked["prompts"] = call.prompts(text)
+        if isinstance(call, EmbeddingCall):
+            return asked, call._vector(EMBEDDED)
+        if isinstance(call, GenerationCall):
+            asked["params"] = call.params(text)
+        if isinstance(call, AnswerCall):
+            chunks = call.chunks("i", 0, "m")
+            sent = [*chunks.start(), *chunks.add(0, OUTPUT), *chunks.finish()]
+            return asked, call.body([OUTPUT], "i", 0, "m"), sent
+        return asked, None
+    except PagedError as error:
+        return str(error), error.param
+
+
+class EMBEDDED:
+    class outputs:  # noqa: N801
+        embedding = (1.0, 2.0)
+
+
+OUTPUT = RequestOutput(
+    request_id="r",
+    prompt="x",
+    prompt_token_ids=[4],
+    outputs=[CompletionOutput(0, "a", [5], "length", None, PLACES, -1.0)],
+    finished=True,
+    num_cached_tokens=0,
+    metrics=RequestMetrics(0.0),
+    prompt_logprobs=[None],
+)
+
+
+def test_the_page_is_that_of_the_tables():
+    assert PAGE.read_text() == page(), "python -m tests.support.api_fields --write"
+
+
+CHANGED = [*changes()]
+
+
+@pytest.mark.parametrize(
+    ("url", "before", "after"),
+    [(url, before, after) for url, _, before, after in CHANGED],
+    ids=[f"{url}-{name}" for url, name, _, _ in CHANGED],
+)
+def test_an_honoured_field_changes_something(text, url, before, after):
+    assert outcome(url, after, text) != outcome(url, before, text)
+
+
+@of_effect(Effect.IGNORED)
+def test_a_field_without_effect_is_listed(url, field):
+    call = parse_call(url, {**BODIES[url], field.name: "x"}, TRUSTING)
+    assert call.ignored == (field.name,)
+
+
+@of_effect(Effect.REFUSED)
+def test_a_refused_field_says_why(url, field):
+    with pytest.raises(PagedError) as refused:
+        parse_call(url, {**BODIES[url], field.name: [object()]}, TRUSTING)
+    assert field.meaning in str(refused.value)
+    assert refused.value.param == field.name
+    for neutral in field.neutral:
+        assert parse_call(url, {**BODIES[url], field.name: neutral}, TRUSTING).ignored == ()
+
+
+def test_a_nested_field_without_effect_is_listed():
+    options = {"include_usage": True, "include_obfuscation": False}
+    call = parse_call(COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": options}, TRUSTING)
+    assert call.ignored == ("stream_options.include_obfuscation",)

@@ -1,0 +1,289 @@
+"""Request bodies: what they ask of an engine, and which are refused, with the field."""
+
+import json
+
+import pytest
+
+from paged import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from paged.errors import PagedError, RequestError, UnknownArgumentError
+from paged.protocol.endpoints import ENDPOINTS, parse_call
+from paged.protocol.fields.sampling import SAMPLING_KINDS
+from paged.protocol.jobs import SAMPLING_NAMES, parse_json
+from paged.protocol.limits import Limits
+from tests.support.api_fields import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+TRUSTING = Limits(trust_chat_template=True, max_logprobs=-1)
+
+
+def parsed(url, limits=TRUSTING, **fields):
+    return parse_call(url, {**BODIES[url], **fields}, limits)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "params"),
+    [
+        (COMPLETIONS, {}, {"max_tokens": 16}),
+        (COMPLETIONS, {"max_tokens": None, "stop": None, "logprobs": 3}, {"max_tokens": 16, "logprobs": 3}),
+        (COMPLETIONS, {"best_of": 3, "n": 2}, {"max_tokens": 16, "best_of": 3, "n": 2}),
+        (
+            COMPLETIONS,
+            {"echo": True, "logprobs": 2},
+            {"max_tokens": 16, "logprobs": 2, "prompt_logprobs": 2},
+        ),
+        (COMPLETIONS, {"echo": True, "max_tokens": 0}, {"max_tokens": 1}),
+        (CHAT, {}, {}),
+        (CHAT, {"max_completion_tokens": 5}, {"max_tokens": 5}),
+        (CHAT, {"logprobs": True}, {"logprobs": 0}),
+        (CHAT, {"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        (CHAT, {"logprobs": False, "top_logprobs": 0}, {}),
+        (CHAT, {"logit_bias": {"50": -100}}, {"logit_bias": {50: -100.0}}),
+        (CHAT, {"stop": "a", "presence_penalty": -2}, {"stop": "a", "presence_penalty": -2.0}),
+        (CHAT, {"response_format": {"type": "text"}}, {}),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": StructuredOutputsParams(json={"type": "object"})},
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}},
+            {"structured_outputs": StructuredOutputsParams(json={})},
+        ),
+        (
+            CHAT,
+            {"structured_outputs": {"regex": "a"}},
+            {"structured_outputs": StructuredOutputsParams(regex="a")},
+        ),
+        (GENERATE, {"logprobs": 1}, {"max_tokens": 16, "logprobs": 1}),
+    ],
+    ids=str,
+)
+def test_fields_are_sampling_parameters(text, url, body, params):
+    kind = RequestOutputKind.FINAL_ONLY
+    wanted = SamplingParams(**{"max_tokens": None, "output_kind": kind, **params})
+    assert parsed(url, **body).params(text) == wanted
+
+
+def test_streams_ask_for_deltas(text):
+    for url, stream, kind in (
+        (CHAT, True, RequestOutputKind.DELTA),
+        (CHAT, False, RequestOutputKind.FINAL_ONLY),
+        (GENERATE, True, RequestOutputKind.FINAL_ONLY),  # a line for each result
+        (GENERATE, "deltas", RequestOutputKind.DELTA),
+    ):
+        call = parsed(url, stream=stream)
+        assert (call.stream, call.params(text).output_kind) == (bool(stream), kind)
+
+
+def test_every_sampling_parameter_is_a_field():
+    own = {"structured_outputs"}
+    assert set(SAMPLING_NAMES) - own == SAMPLING_KINDS.keys()
+    for url in (CHAT, COMPLETIONS, GENERATE):
+        names = {field.name for field in ENDPOINTS[url].table.fields}
+        assert set(SAMPLING_NAMES) <= names
+
+
+# Bodies that are refused: the fields, the field in `param`, and a part of the message.
+WRONG = [
+    (CHAT, {"messages": None}, "messages", "messages is missing"),
+    (CHAT, {"messages": []}, "messages", "messages must have at least 1 entry"),
+    (CHAT, {"messages": "hi"}, "messages", "messages must be a list, got 'hi'"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be string, or list"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content",
+        "messages[0].content[0] is of type 'image_url'; only parts of type 'text' are supported",
+    ),
+    (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "give one of them"),
+    (CHAT, {"top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs: true"),
+    (CHAT, {"logprobs": 1}, "logprobs", "logprobs must be True or False, got 1"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be from 0 to 20, got 21"),
+    (
+        CHAT,
+        {"response_format": "json"},
+        "response_format",
+        "of type text, json_object, json_schema, got 'json'",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "response_format.json_schema is missing",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "say the same; give one of them",
+    ),
+    (CHAT, {"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "did you mean 'regex'?"),
+    (CHAT, {"structured_outputs": {}}, "structured_outputs", "takes exactly one of json, regex"),
+    (CHAT, {"structured_outputs": {"json": "{"}}, "structured_outputs", "json must be a JSON schema"),
+    (CHAT, {"user": 5}, "user", "user must be a string, got 5"),
+    (CHAT, {"user": "\ud800"}, "user", "not valid Unicode"),
+    (CHAT, {"functions": []}, "functions", "functions is not supported: their names are tools"),
+    (CHAT, {"max_tokns": 1}, "max_tokns", "did you mean 'max_tokens'?"),
+    (CHAT, {"x" * 1000: 1}, None, "unknown argument 'xxxx"),
+    (CHAT, {"guided_json": {}}, "guided_json", 'its place is structured_outputs: {"json": ...}'),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities", "answers are text alone"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+    (CHAT, {"n": 129}, "n", "n must be from 1 to 128, got 129"),
+    (CHAT, {"stop": ["a"] * 65}, "stop", "stop has 65 entries; 64 is the most"),
+    (CHAT, {"stop": ""}, "stop", "stop must be a non-empty string"),
+    (COMPLETIONS, {"prompt": None}, "prompt", "prompt is missing"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "prompt[1] must be a string, got 1"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "prompt[1] must be an int, at least 0, got 'a'"),
+    (COMPLETIONS, {"prompt": [1, True]}, "prompt", "prompt[1] must be an int, at least 0, got True"),
+    (COMPLETIONS, {"prompt": [[1], [-1]]}, "prompt", "prompt[1][0] must be at least 0, got -1"),
+    (COMPLETIONS, {"prompt": {}}, "prompt", "prompt must be string, or list of token ids"),
+    (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt", "prompt has 2,049 entries; 2,048 is the most"),
+    (COMPLETIONS, {"prompt": ["a"] * 1025, "n": 2}, "n", "makes 2,050 choices; 2,048 is the most"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix", "suffix is not supported: models that fill in the middle"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "max_tokens 0 generates nothing"),
+    (
+        COMPLETIONS,
+        {"logit_bias": {"x": 1}},
+        "logit_bias",
+        "a token id in logit_bias must be an int, at least 0, got 'x'",
+    ),
+    (EMBEDDINGS, {"input": []}, "input", "input must have at least 1 entry"),
+    (EMBEDDINGS, {"input": ""}, "input", "input must be a non-empty string"),
+    (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format", "one of 'float', 'base64', got 'int8'"),
+    (SCORE, {"continuations": []}, "continuations", "continuations must have at least 1 entry"),
+    (SCORE, {"text_1": "a"}, "text_1", "compare embeddings"),
+    (TOKENIZE, {"messages": HELLO}, "prompt", "either prompt or messages must be given, got both"),
+    (TOKENIZE, {"chat_template": "x"}, "chat_template", "chat_template needs messages"),
+    (DETOKENIZE, {"tokens": [-1]}, "tokens", "tokens[0] must be at least 0, got -1"),
+    (
+        GENERATE,
+        {"prompts": ["a"], "prompt": "b"},
+        "prompts",
+        "either prompts or prompt must be given, got both",
+    ),
+    (GENERATE, {"stream": "lines"}, "stream", "must be one of 'results', 'deltas', got 'lines'"),
+]
+
+
+@pytest.mark.parametrize(("url", "fields", "param", "message"), WRONG, ids=lambda value: str(value)[:60])
+def test_a_wrong_body_names_the_field(url, fields, param, message):
+    with pytest.raises(PagedError) as refused:
+        parsed(url, **fields)
+    assert message in str(refused.value)
+    assert refused.value.param == param
+    assert isinstance(refused.value, RequestError | UnknownArgumentError)
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param", "message"),
+    [
+        (CHAT, {"n": 2, "best_of": 1}, "best_of", "best_of 1 is less than n 2"),
+        (CHAT, {"max_tokens": 1, "min_tokens": 2}, "min_tokens", "min_tokens 2 is more than max_tokens 1"),
+        (COMPLETIONS, {"n": 2, "temperature": 0}, "n", "with temperature 0 would give the same output"),
+        (COMPLETIONS, {"stop": "a", "detokenize": False}, "stop", "needs text"),
+    ],
+    ids=str,
+)
+def test_fields_that_contradict_each_other_name_one(text, url, fields, param, message):
+    call = parsed(url, **fields)
+    with pytest.raises(RequestError, match=message) as refused:
+        call.params(text)
+    assert refused.value.param == param
+
+
+def test_the_operator_sets_limits():
+    closed = Limits(max_logprobs=5)
+    for url, fields, param in (
+        (CHAT, {"chat_template": "x"}, "chat_template"),
+        (CHAT, {"logprobs": True, "top_logprobs": 6}, "top_logprobs"),
+        (COMPLETIONS, {"logprobs": 6}, "logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (GENERATE, {"logprobs": -1}, "logprobs"),
+    ):
+        with pytest.raises(RequestError) as refused:
+            parsed(url, limits=closed, **fields)
+        assert refused.value.param == param
+        assert parsed(url, **fields)
+    assert parsed(COMPLETIONS, limits=closed, logprobs=5, prompt_logprobs=0)
+
+
+def test_what_a_body_says_of_the_template_reaches_it(text):
+    options = {
+        "chat_template": "{{ x }}{{ y }}{{ documents }}{{ reasoning_effort }}{{ messages[-1].content }}",
+        "chat_template_kwargs": {"x": "!"},
+        "documents": [{"a": 1}],
+        "reasoning_effort": "low",
+    }
+    rest = {"add_generation_prompt": False, "continue_final_message": True}
+    limits = Limits(trust_chat_template=True, chat_template_kwargs={"x": "?", "y": "+"})
+    (prompt,) = parsed(CHAT, limits, **options, **rest).prompts(text)
+    assert prompt == {"prompt": "!+[{'a': 1}]lowdef f(x):", "add_special_tokens": False}
+    (prompt,) = parsed(CHAT, Limits(chat_template="{{ messages[0].role }}"), add_special_tokens=True).prompts(
+        text
+    )
+    assert prompt == {"prompt": "user", "add_special_tokens": True}
+    (prompt,) = parsed(COMPLETIONS, add_special_tokens=False).prompts(text)
+    assert prompt == {"prompt": "x", "add_special_tokens": False}
+    assert parsed(TOKENIZE, prompt=None, messages=HELLO, **options).answer(text, 9)["count"] > 5
+
+
+def test_roles(text):
+    def rendered(role, template="{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"):
+        messages = [{"role": role, "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+        (prompt,) = parsed(CHAT, messages=messages, chat_template=template).prompts(text)
+        return prompt["prompt"]
+
+    assert rendered("tool") == "toola\nb"
+    assert rendered("developer") == "systema\nb"
+    assert rendered("developer", "{% if messages[0].role == 'developer' %}D{% endif %}") == "D"
+    assert rendered("ipython", '{% if messages[0].role == "ipython" %}I{% endif %}') == "I"
+    with pytest.raises(
+        RequestError, match="one of 'system', 'developer', 'user', 'assistant', 'tool'"
+    ) as refused:
+        rendered("usr")
+    assert refused.value.param == "messages[0].role"
+    with pytest.raises(RequestError, match="the chat template refuses this: no") as refused:
+        rendered("user", "{{ raise_exception('no') }}")
+    assert refused.value.param == "messages"
+
+
+def test_tokenize_and_detokenize_are_inverse(text):
+    words = "def f(x):\n    return x"
+    found = parsed(TOKENIZE, prompt=words, return_token_strs=True).answer(text, 2048)
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert "".join(found["token_strs"]) == words
+    assert found["max_model_len"] == 2048
+    assert parsed(DETOKENIZE, tokens=found["tokens"]).answer(text) == {"prompt": words}
+    with pytest.raises(RequestError, match=r"tokens\[1\] is 4096; the vocabulary is 0 to 4095"):
+        parsed(DETOKENIZE, tokens=[1, 4096]).answer(text)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ('{"a": 1, "a": 2}', "'a' is given twice"),
+        ('{"a": NaN}', "NaN is not JSON"),
+        ('{"a": -Infinity}', "-Infinity is not JSON"),
+        ('{"a": 1e999}', "too large for a number"),
+        ("[" * 65 + "]" * 65, "nested more than 64 deep"),
+        ('{"a":' * 65 + "1" + "}" * 65, "nested more than 64 deep"),
+        ("[" * 100_000, "nested more than 64 deep"),
+        ('{"a": "' + "[" * 100, "this is not JSON: Unterminated string"),
+        (b"\xff{}", "not JSON in UTF-8"),
+        (b"", "this is not JSON: Expecting value"),
+        ("1" * 5000, "no int here may be that long"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_json_that_is_refused(source, message):
+    with pytest.raises(RequestError, match=message):
+        parse_json(source)
+
+
+def test_json_that_is_taken():
+    deep = "[" * 64 + "]" * 64
+    assert parse_json(deep) == json.loads(deep)
+    brackets = json.dumps({"a": '[{"\\' * 100, "b": "]" * 100, "é": [1.5e3]}, ensure_ascii=False)
+    assert parse_json(brackets.encode()) == json.loads(brackets)

@@ -1,0 +1,215 @@
+"""The fields of all request bodies: the page docs/api-fields.md, and a value of each that changes the call.
+
+python -m tests.support.api_fields --write    # rewrite the page
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from paged.protocol import limits
+from paged.protocol.endpoints import ENDPOINTS
+from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
+from paged.protocol.fields.messages import MESSAGE_TABLE
+from paged.protocol.fields.sampling import SAMPLING_FIELDS
+from paged.protocol.fields.table import Effect, Field
+
+PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+SCORE, GENERATE = "/v1/score", "/generate"
+HELLO = [{"role": "user", "content": "def f(x):"}]
+# A valid body of each endpoint.
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    COMPLETIONS: {"prompt": "x"},
+    EMBEDDINGS: {"input": "x"},
+    SCORE: {"prompt": "x", "continuations": ["y", "z"]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+    GENERATE: {"prompts": ["x"]},
+    "/generate/batch": {"prompts": ["x"]},
+}
+_SHORT = "{{ messages[0].content }}!"
+# For each honoured field: a value that changes the call, and the fields beside which it does.
+CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "model": ("m", {}),
+    "user": ("u", {}),
+    "request_id": ("r", {}),
+    "n": (2, {}),
+    "best_of": (2, {}),
+    "temperature": (0.5, {}),
+    "top_p": (0.5, {}),
+    "top_k": (5, {}),
+    "min_p": (0.5, {}),
+    "typical_p": (0.5, {}),
+    "top_n_sigma": (1, {}),
+    "seed": (1, {}),
+    "presence_penalty": (1, {}),
+    "frequency_penalty": (1, {}),
+    "repetition_penalty": (2, {}),
+    "dry_multiplier": (1, {}),
+    "dry_base": (2, {}),
+    "dry_allowed_length": (3, {}),
+    "dry_sequence_breakers": (["a"], {}),
+    "dry_penalty_last_n": (5, {}),
+    "logit_bias": ({"5": 1}, {}),
+    "allowed_token_ids": ([5], {}),
+    "bad_words": (["a"], {}),
+    "min_tokens": (1, {}),
+    "max_tokens": (5, {}),
+    "max_completion_tokens": (5, {}),
+    "stop": ("a", {}),
+    "stop_token_ids": ([5], {}),
+    "include_stop_str_in_output": (True, {}),
+    "ignore_eos": (True, {}),
+    "logprobs": (True, {}),
+    "top_logprobs": (1, {"logprobs": True}),
+    "prompt_logprobs": (1, {}),
+    "detokenize": (False, {}),
+    "skip_special_tokens": (False, {}),
+    "spaces_between_special_tokens": (False, {}),
+    "priority": (1, {}),
+    "timeout_s": (1, {}),
+    "cache_salt": ("s", {}),
+    "structured_outputs": ({"regex": "a"}, {}),
+    "response_format": ({"type": "json_object"}, {}),
+    "stream": (True, {}),
+    "stream_options": ({"include_usage": True}, {"stream": True}),
+    "return_token_ids": (True, {}),
+    "return_tokens_as_token_ids": (True, {"logprobs": True}),
+    "return_prompt_text": (True, {}),
+    "echo": (True, {}),
+    "reasoning_effort": ("low", {"chat_template": "{{ reasoning_effort }}"}),
+    "documents": ([{"text": "a"}], {"chat_template": "{{ documents }}"}),
+    "chat_template": ("{{ messages }}", {}),
+    "chat_template_kwargs": ({"a": 1}, {"chat_template": "{{ a }}"}),
+    "add_generation_prompt": (False, {}),
+    "continue_final_message": (True, {"add_generation_prompt": False, "chat_template": _SHORT}),
+    "add_special_tokens": (False, {}),
+    "messages": ([{"role": "user", "content": "y"}], {}),
+    "tools": ([{"type": "function"}], {"chat_template": "{{ tools }}"}),
+    "prompt": ("y", {}),
+    "prompts": (["y"], {}),
+    "input": ("y", {}),
+    "continuations": (["y"], {}),
+    "tokens": ([6], {}),
+    "encoding_format": ("base64", {}),
+    "dimensions": (3, {}),
+    "pooling": ("mean", {}),
+    "normalize": (False, {}),
+    "return_token_strs": (True, {}),
+}
+# The same where a body has another form of the field.
+OWN_CHANGES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
+    (COMPLETIONS, "logprobs"): (1, {}),
+    (COMPLETIONS, "return_tokens_as_token_ids"): (True, {"logprobs": 1}),
+    (GENERATE, "logprobs"): (1, {}),
+    (CHAT, "add_special_tokens"): (True, {}),
+    ("/detokenize", "skip_special_tokens"): (True, {}),
+}
+# Other bodies that are valid, for fields that those in BODIES do not take.
+OTHER_BODIES: dict[str, dict[str, Any]] = {GENERATE: {"prompt": "x"}, "/tokenize": {"messages": HELLO}}
+
+
+def changes() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Yield for each honoured field the URL, its name, and a body without it and with it."""
+    for url, call in ENDPOINTS.items():
+        same = GENERATE if url.startswith(GENERATE) else url
+        for field in call.table.fields:
+            if field.effect is not Effect.HONOURED:
+                continue
+            name = field.name
+            value, others = OWN_CHANGES.get((same, name), CHANGES[name])
+            body = BODIES[url]
+            if same == GENERATE and name == "prompt":
+                body = OTHER_BODIES[same]
+            elif url == "/tokenize" and name not in ("prompt", "add_special_tokens"):
+                body = OTHER_BODIES[url]
+            others = {given: v for given, v in others.items() if given in call.table}
+            yield url, name, {**body, **others}, {**body, **others, name: value}
+
+
+# The fields that several bodies share, and where the page says so.
+GROUPS: dict[str, Sequence[Field]] = {
+    "In every body": BASE_FIELDS,
+    "In the bodies that generate": SAMPLING_FIELDS,
+    "In the bodies with choices": ANSWER_FIELDS,
+    "In the bodies with a conversation": TEMPLATE_FIELDS,
+}
+_INTRO = f"""# Fields of request bodies
+
+Made from the tables that parse the bodies (`python -m tests.support.api_fields --write`).
+
+A field is honoured, or has no effect here (it is accepted, and listed in the header `x-paged-ignored`), or is
+refused with status 400 and the reason. Other fields are refused with the nearest valid name. `null` means
+that a field is not given. Errors name the field in `param`.
+
+| limit | |
+|---|---|
+| samples of a prompt (`n`, `best_of`) | {limits.MAX_N} |
+| prompts, or inputs to embed | {limits.MAX_PROMPTS:,} |
+| prompts times `n` | {limits.MAX_CHOICES:,} |
+| stop strings | {limits.MAX_STOP_STRINGS} |
+| messages | {limits.MAX_MESSAGES:,} |
+| continuations to score | {limits.MAX_CONTINUATIONS:,} |
+| `top_logprobs` | {limits.MAX_TOP_LOGPROBS} |
+| candidates at each position (`logprobs`, `prompt_logprobs`) | `--max-logprobs`, by default \
+{limits.Limits().max_logprobs} |
+| depth of objects and arrays | {limits.MAX_JSON_DEPTH} |
+| characters of a name, a user or a salt | {limits.MAX_NAME_LENGTH} |
+| characters of `request_id` | {limits.MAX_REQUEST_ID_LENGTH} |
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    parts = [_INTRO]
+    for title, fields in GROUPS.items():
+        parts.append(f"\n## {title}\n\n{''.join(_rows(fields))}")
+    for url, call in ENDPOINTS.items():
+        if url == "/generate/batch":  # the same as /generate
+            continue
+        shared = [title for title, group in GROUPS.items() if any(f in call.table.fields for f in group[1:])]
+        known = [field for title in shared for field in GROUPS[title]]
+        own = [field for field in call.table.fields if field not in known]
+        title = "/generate and /generate/batch" if url == GENERATE else url
+        also = "; ".join(title[0].lower() + title[1:] for title in shared)
+        parts.append(f"\n## {title}\n\nAlso the fields {also}.\n\n{''.join(_rows(own))}")
+    parts.append(f"\n## A message\n\n{''.join(_rows(MESSAGE_TABLE.fields))}")
+    return "".join(parts)
+
+
+def _rows(fields: Sequence[Field]) -> Iterator[str]:
+    """Yield the table of the honoured fields, then lines of those without effect and of refused ones."""
+    honoured = [field for field in fields if field.effect is Effect.HONOURED]
+    if honoured:
+        yield "| field | value | meaning |\n|---|---|---|\n"
+    for field in honoured:
+        name = f"`{field.name}`" + (" (required)" if field.required else "")
+        yield f"| {name} | {_escaped(str(field.kind))} | {_escaped(field.meaning)} |\n"
+    for effect, title in ((Effect.IGNORED, "No effect"), (Effect.REFUSED, "Refused")):
+        named = dict[str, list[str]]()
+        for field in fields:
+            if field.effect is effect:
+                named.setdefault(field.meaning, []).append(f"`{field.name}`")
+        if named:
+            yield f"\n{title}:\n\n"
+        for meaning, names in named.items():
+            yield f"- {', '.join(names)}: {meaning}\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    """Rewrite the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", required=True)
+    parser.parse_args()
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
