@@ -12,7 +12,8 @@ from tests.support.served import Served, serving
 
 @pytest.fixture(scope="package")
 def engine() -> Iterator[AsyncLLMEngine]:
-    engine = AsyncLLMEngine("demo", device="cpu", num_blocks=256, max_num_seqs=80, max_waiting=200)
+    options = {"device": "cpu", "num_threads": 1, "num_blocks": 256, "max_num_seqs": 80}
+    engine = AsyncLLMEngine("demo", **options)
     yield engine
     engine.shutdown()
 

@@ -170,7 +170,7 @@ def test_a_reader_that_stops_delays_no_other(served, engine):
 
 
 def test_an_engine_that_stops_ends_its_streams():
-    own = AsyncLLMEngine("demo", device="cpu", num_blocks=128)
+    own = AsyncLLMEngine("demo", device="cpu", num_threads=1, num_blocks=128)
     with serving(own) as served, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(served.events, COMPLETION, prompt=PROMPTS[0], **LONG)
         eventually(lambda: served.front._num_open == 1)
