@@ -83,10 +83,12 @@ def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: options[name] for name in names if options.get(name) not in (None, [], ())}
 
 
-def engine_options(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the validated arguments of LLMEngine. Raises ConfigError."""
-    result = {"model": model, **given(options, ENGINE[1])}
-    if "tenant_weights" in result:
+def engine_options(
+    model: str, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
+) -> dict[str, Any]:
+    """Return the validated arguments of LLMEngine: the named options. Raises ConfigError."""
+    result = {"model": model, **given(options, names)}
+    if isinstance(result.get("tenant_weights"), list):
         result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])
     EngineConfig(**result)
     return result

@@ -11,8 +11,10 @@ from typer.core import TyperCommand, TyperGroup
 from ..config import EngineConfig
 from ..errors import PagedError
 from ..sampling_params import SamplingParams
+from ..server.options import ServeOptions
 
-MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
+SERVER, MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
+    "Server",
     "Model",
     "Sampling",
     "Output",
@@ -23,7 +25,7 @@ MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
 _FIELDS: dict[type[Any], dict[str, str]] = {
     EngineConfig: {
         MODEL: """model tokenizer revision tokenizer_revision generation_config dtype quantization device
-            attention_backend num_threads deterministic enforce_eager""",
+            attention_backend num_threads deterministic enforce_eager skip_tokenizer_init""",
         SAMPLING: "seed",
         MEMORY: """kv_cache_dtype block_size max_model_len num_blocks gpu_memory_utilization
             cpu_memory_utilization enable_prefix_caching watermark swap_space""",
@@ -35,6 +37,12 @@ _FIELDS: dict[type[Any], dict[str, str]] = {
         SCHEDULING: "priority timeout_s",
         MEMORY: "cache_salt",
         SAMPLING: "",
+    },
+    ServeOptions: {
+        MODEL: """chat_template default_chat_template_kwargs trust_request_chat_template
+            enable_auto_tool_choice tool_call_parser reasoning_parser""",
+        SCHEDULING: "replicas router",
+        SERVER: "",
     },
 }
 

@@ -1,0 +1,108 @@
+"""`paged serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..server.options import ServeOptions
+from . import common
+from .headings import SERVER
+from .options import option_type, with_options
+from .settings import from_environment, from_file
+
+if TYPE_CHECKING:
+    from socket import socket
+
+SERVED_MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with
+paged. It may also come from the environment or the file, as all options may."""
+CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags override PAGED_... in the environment, such
+as PAGED_PORT=8000, and these override the file. [default: none]"""
+SERVED_ENGINE = (EngineConfig, [*common.ENGINE[1], "skip_tokenizer_init"])
+SERVE = (ServeOptions, [field.name for field in fields(ServeOptions)])
+
+
+@with_options(SERVE, SERVED_ENGINE)
+def serve(
+    model: Annotated[str | None, typer.Argument(help=SERVED_MODEL_HELP, show_default=False)] = None,
+    config: Annotated[Path | None, typer.Option(help=CONFIG_HELP, rich_help_panel=SERVER)] = None,
+    **options: Any,
+) -> int:
+    """Serve a model over HTTP with OpenAI's API."""
+    _check_installed()
+    settings = _settings(config, {"model": model, **options})
+    if "model" not in settings:
+        raise ConfigError("name a model: paged serve MODEL, PAGED_MODEL=..., or model: ... in the file")
+    if "chat_template" in settings:
+        settings["chat_template"] = common.template_text(settings["chat_template"])
+    serve_options = ServeOptions(**common.given(settings, SERVE[1]))
+    engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
+
+    from ..server.http.listener import bind, new_event_loop
+
+    with closing(bind(serve_options)) as listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
+        if serve_options.is_exposed:
+            common.complain(
+                f"warning: every machine that reaches {serve_options.host} may use this server; "
+                "--api-key lets only those use it that have the key"
+            )
+        return runner.run(_serve(engine_options, serve_options, listener))
+
+
+def _settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are given: by flags, else by the environment, else by a file."""
+    types = {name: option_type(owner, name) for owner, names in (SERVE, SERVED_ENGINE) for name in names}
+    types |= {"model": str, "config": str}
+    environment = from_environment(types)
+    file = config or environment.pop("config", None)
+    names = [name for name in types if name != "config"]
+    from_flags = common.given(flags, names)
+    return {**(from_file(Path(file), names) if file else {}), **environment, **from_flags}
+
+
+def _check_installed() -> None:
+    try:
+        import httptools  # noqa: F401
+        import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+        import uvloop  # noqa: F401
+        import yaml  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"paged serve needs {error.name}, which is not installed: pip install 'paged[server]'"
+        ) from None
+
+
+async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, listener: socket) -> int:
+    from ..server.app import new_app
+    from ..server.engine_client import EngineClient
+    from ..server.front_end import FrontEnd
+    from ..server.http.listener import Server, url_of
+    from ..server.routes.table import PATHS
+    from ..server.telemetry.records import Observer
+    from ..server.telemetry.request_log import RequestLog, set_up_logging
+    from ..server.telemetry.traces import Traces
+
+    set_up_logging(options.log_format)
+    observers: list[Observer] = [RequestLog()]
+    if options.otlp_traces_endpoint is not None:
+        observers.append(Traces(options.otlp_traces_endpoint))
+    async with EngineClient(**engine_options, replicas=options.replicas, router=options.router) as engine:
+        front = FrontEnd(engine, options, PATHS, observers)
+        server = Server(new_app(front), options, front.stop)
+        print(engine.describe(), file=sys.stderr)
+        print(f"{', '.join(front.names)} is served at {url_of(options, listener)}", file=sys.stderr)
+        await server.listen(listener)
+        front.observers.close()
+    return 0

@@ -1,0 +1,108 @@
+"""Options of a command from its flags, the environment and a file, in this order."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, reject_unknown
+from ..validation import shown
+
+ENV_PREFIX = "PAGED_"
+# Read by other parts of the project.
+OTHER_VARIABLES = ("DEBUG",)
+# What Kubernetes sets in every container if there is a service named paged, or paged-something.
+_OF_KUBERNETES = re.compile(
+    r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_URL_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the options that variables PAGED_NAME of the environment give.
+
+    types: of the options, by name.
+
+    Raises ConfigError for a value of another type, UnknownArgumentError for a variable that is no option.
+    """
+    given = dict(_variables(environment))
+    known = {name.upper(): name for name in types}
+    unknown = [ENV_PREFIX + name for name in given if name not in known and name not in OTHER_VARIABLES]
+    reject_unknown("the environment", unknown, [ENV_PREFIX + name for name in known])
+    return {
+        known[name]: _parsed(ENV_PREFIX + name, types[known[name]], text)
+        for name, text in given.items()
+        if name in known and text != ""
+    }
+
+
+def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for variable, text in environment.items():
+        name = variable.removeprefix(ENV_PREFIX)
+        is_link = _OF_KUBERNETES.fullmatch(name) or (
+            name.endswith("PORT") and _URL_OF_KUBERNETES.fullmatch(text)
+        )
+        if name != variable and not is_link:
+            yield name, text
+
+
+def _parsed(variable: str, kind: Any, text: str) -> Any:
+    if kind is bool:
+        if text.lower() not in _TRUE + _FALSE:
+            raise ConfigError(f"{variable} must be true or false, got {shown(text)}")
+        return text.lower() in _TRUE
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            wanted = "an int" if kind is int else "a number"
+            raise ConfigError(f"{variable} must be {wanted}, got {shown(text)}") from None
+    if kind == list[str] and not text.startswith("["):
+        return [part.strip() for part in text.split(",")]
+    if kind == list[str]:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{variable} must be a JSON list or texts with commas: {error}") from None
+    return text
+
+
+def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
+    """Return the options that a YAML file gives, with - or _ in their names.
+
+    Raises ConfigError if it is no mapping, UnknownArgumentError for a name that is no option; OSError.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """A loader that refuses a key that is given twice, of which PyYAML would take the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    raise ConfigError(f"{file}: {key!r} is given twice; give it once")
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
+    try:
+        given = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not YAML: {error}") from None
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ConfigError(f"{file}: must be a mapping of options to values, such as port: 8000")
+    options: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name in options:
+            raise ConfigError(f"{file}: {key!r} is given twice; give it once")
+        options[name] = value
+    reject_unknown(str(file), options, names)
+    return {name: value for name, value in options.items() if value is not None}

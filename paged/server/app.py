@@ -1,0 +1,116 @@
+"""The ASGI application: routing, keys, and errors as responses."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .front_end import FrontEnd
+from .http.exchange import ClientGone, Exchange, request_id_of
+from .http.failures import HttpError
+from .routes.table import ROUTES, Handler
+from .telemetry.records import CLIENT_GONE
+
+# What needs no key: a monitor or a load balancer may have none.
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
+# Headers of responses that a page in a browser may read.
+EXPOSED_HEADERS = ("x-request-id", "x-paged-ignored", "x-should-retry", "retry-after")
+EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
+
+
+def new_app(front: FrontEnd) -> ASGIApp:
+    """Return the application that serves an engine."""
+    app = App(front)
+    origins = front.options.allowed_origins
+    if not origins:
+        return app
+    return _Cors(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+    )
+
+
+class App:
+    """Routes requests to their handlers. Whatever a handler raises becomes a response."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+        self._keys = [key.encode() for key in front.options.api_key]
+        routes = [
+            Route(route.path, _Endpoint(route.new_handler(front)), methods=[route.method]) for route in ROUTES
+        ]
+        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._router(scope, receive, send)
+            return
+        front = self._front
+        exchange = Exchange(scope, receive, send, front.options.max_request_bytes)
+        scope[EXCHANGE], scope["app"] = exchange, self
+        try:
+            self._check_key(exchange)
+            await self._router(scope, receive, send)
+        except ClientGone as gone:
+            front.end(exchange, CLIENT_GONE, gone)
+        except Exception as error:
+            failure = front.failure_of(error, exchange.request_id)
+            front.end(exchange, failure.status, error)
+            if exchange.status is not None:  # too late for another response: the connection is closed
+                raise
+            await exchange.respond_json(failure.status, failure.body, failure.headers)
+        except BaseException as error:
+            front.end(exchange, CLIENT_GONE, error)
+            raise
+        else:
+            front.end(exchange, exchange.status or 200, exchange.error)
+
+    def _check_key(self, exchange: Exchange) -> None:
+        if not self._keys or exchange.route in OPEN_PATHS:
+            return
+        kind, _, given = (exchange.header("authorization") or "").partition(" ")
+        token = given.strip().encode("latin-1")
+        # All are compared, so that the time tells nothing about them.
+        matches = [hmac.compare_digest(token, key) for key in self._keys]
+        if kind.lower() != "bearer" or not any(matches):
+            raise HttpError(
+                401,
+                "this server needs a key; send it in the header authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+
+
+class _Endpoint:
+    """A handler as the ASGI application of a route."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        await self._handler(scope[EXCHANGE])
+
+
+class _Cors(CORSMiddleware):
+    """Cross-origin requests, whose preflight responses have an x-request-id, too."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        given = request_headers.get("x-request-id")
+        response.headers["x-request-id"] = request_id_of(None if given is None else given.encode("latin-1"))
+        return response
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
+    if scope["type"] != "http":
+        return  # a websocket, which the server refuses
+    paths = ", ".join(dict.fromkeys(route.path for route in ROUTES))
+    raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {paths}")

@@ -1,0 +1,166 @@
+"""FrontEnd: what all routes share: the engine, the options, and the names of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from ..errors import EngineDeadError
+from ..protocol.calls.call import Call
+from ..protocol.endpoints import parse_call
+from ..protocol.limits import Limits
+from ..sampling_params import MAX_SEED, SamplingParams
+from .http.exchange import Exchange
+from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
+from .http.streams import KeepAlive
+from .options import ServeOptions
+from .telemetry.metrics import ServerMetrics
+from .telemetry.records import Observer, Observers, RequestRecord
+from .telemetry.trace_context import TraceContext
+
+if TYPE_CHECKING:
+    from .served_engine import ServedEngine
+
+C = TypeVar("C", bound=Call)
+
+
+class FrontEnd:
+    """The engine, and what the routes know about its requests.
+
+    paths: of the routes.
+    names: of the model, the first one in responses.
+    created: when the server started, in seconds since 1970.
+    metrics: what GET /metrics says.
+    observers: are told of each request.
+    is_stopping: whether the server ends, so that new requests are refused.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        options: ServeOptions,
+        paths: Sequence[str],
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.engine, self.options = engine, options
+        self.names = tuple(options.served_model_name) or (engine.config.model,)
+        self.created = int(time.time())
+        self.metrics = ServerMetrics(
+            self.names[0],
+            engine.config,
+            max_model_len=engine.max_model_len,
+            routes=paths,
+            prefix=options.metrics_prefix,
+            num_engines=options.replicas,
+        )
+        self.observers = Observers(self.metrics, *observers)
+        self._limits = Limits(
+            max_logprobs=options.max_logprobs,
+            trust_chat_template=options.trust_request_chat_template,
+            chat_template=options.chat_template,
+            chat_template_kwargs=options.chat_template_kwargs,
+            enable_auto_tool_choice=options.enable_auto_tool_choice,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
+        self.keep_alive = KeepAlive()
+        self._rate = FinishRate()
+        self._num_open = 0  # requests that are being answered
+        self.is_stopping = False
+
+    def check_model(self, name: str | None) -> None:
+        """Raise HttpError if a request names another model."""
+        if name is not None and name not in self.names:
+            raise HttpError(
+                404,
+                f"the model {name!r} is not here; this server has {', '.join(map(repr, self.names))}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_serving(self) -> None:
+        """Raise EngineDeadError if no request can be served now."""
+        if self.is_stopping:
+            raise EngineDeadError("the server is shutting down")
+        if self.engine.dead_error is not None:
+            raise self.engine.dead_error
+
+    async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
+        """Return the call that a request's body makes.
+
+        Raises RequestError and its like if the body is wrong, EngineDeadError if no request can be served.
+        """
+        self.check_serving()
+        call = parse_call(path, await exchange.read_json(), self._limits)
+        assert isinstance(call, kind)
+        self.check_model(call.model)
+        if call.ignored:
+            exchange.extra_headers.append((b"x-paged-ignored", ", ".join(call.ignored).encode()))
+        return call
+
+    def begin(
+        self, exchange: Exchange, call: Call, num_requests: int, params: SamplingParams | None = None
+    ) -> RequestRecord:
+        """Begin the record of a request whose body was accepted.
+
+        num_requests: that it makes of the engine.
+        """
+        record = exchange.record = RequestRecord(
+            exchange.request_id,
+            exchange.route,
+            call.tenant,
+            self.names[0],
+            call.stream,
+            exchange.received,
+            params=params,
+            num_requests=num_requests,
+            trace=TraceContext.parse(exchange.header("traceparent"), exchange.header("tracestate")),
+        )
+        self.observers.begin(record)
+        if record.trace is not None:
+            exchange.extra_headers.append((b"traceparent", record.trace.traceparent.encode()))
+        self._num_open += 1
+        return record
+
+    def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
+        """End the record of a request, or count a request that has none."""
+        if exchange.record is not None:
+            self._num_open -= 1
+            self._rate.on_finish()
+            self.observers.end(exchange.record, status=status, error=error)
+        elif exchange.method == "POST" and status >= 400:
+            self.observers.refused(exchange.route, status, request_id=exchange.request_id)
+        else:
+            self.observers.responded(exchange.route, status)
+
+    def identity_of(self, exchange: Exchange, call: Call) -> str:
+        """Return the id that the engine's requests and the response share, unless the body gives one.
+
+        It begins with the request's own id, which another request may have, too.
+        """
+        return call.request_id or f"{exchange.request_id}-{uuid.uuid4().hex[:8]}"
+
+    def seed_for(self, request_id: str) -> int:
+        """Return the seed of a request that gives none.
+
+        It is chosen here, so that the request can be repeated by another engine.
+        """
+        text = f"{self.engine.config.seed}/{request_id}"
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        return int.from_bytes(digest[:8], "little") & MAX_SEED
+
+    def stop(self) -> None:
+        """Refuse new requests, and end those that are being answered."""
+        if not self.is_stopping:
+            self.is_stopping = True
+            # It waits for the current step.
+            asyncio.get_running_loop().run_in_executor(None, self.engine.shutdown)
+
+    def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
+        """Return the response for an error."""
+        num_waiting = self._num_open - self.engine.config.max_num_seqs * self.options.replicas
+        return failure_of(error, self._rate.seconds_for(max(1, num_waiting)), request_id)

@@ -1,0 +1,1 @@
+"""HTTP: reading requests, writing responses and streams, within limits."""

@@ -1,0 +1,98 @@
+"""HeadLimits: uvicorn's HTTP protocol with limits for the head of a request, which httptools has none of."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from ...protocol.answers.errors import error_body
+from .exchange import JSON, encode_json, request_id_of
+from .failures import HttpError, retry_headers
+
+MAX_HEAD_BYTES = 2**16  # request line and headers
+HEAD_TIMEOUT_S = 30.0  # from the connection, or a request's first byte, to the end of its headers
+
+TOO_LARGE = (431, f"the headers are larger than {MAX_HEAD_BYTES:,} bytes; send fewer or shorter ones")
+
+
+class HeadLimits(HttpToolsProtocol):
+    """A connection whose requests have heads of limited size and time."""
+
+    _head_bytes = 0  # received of the head that is being read
+    _in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+    _refusal = (400, "the request is not valid HTTP/1.1")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait for a request."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, and refuse a head that is too large."""
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(*TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        super().on_message_begin()
+        self._in_head = True
+        if self._head_timer is None:
+            self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        """End a head, and hand the request to the application unless the head is too large."""
+        self._in_head, self._head_bytes = False, 0
+        self._stop_head_timer()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refusal = TOO_LARGE
+            raise HttpError(*TOO_LARGE)  # ends the parsing
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        """Refuse what could not be parsed."""
+        self._refuse(*self._refusal)
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._is_responding():
+            body = encode_json(error_body(status, message))
+            headers = (
+                (b"content-type", JSON.encode()),
+                (b"content-length", b"%d" % len(body)),
+                (b"x-request-id", request_id_of(None).encode()),
+                (b"connection", b"close"),
+                *retry_headers(status, 1),
+            )
+            lines = [name + b": " + value + b"\r\n" for name, value in headers]
+            self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
+        self.transport.close()
+
+    def _is_responding(self) -> bool:
+        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_head_timeout(self) -> None:
+        if self._is_responding():  # to an earlier request on this connection
+            self._start_head_timer()
+        elif self._head_bytes:
+            self._refuse(408, f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s; try again")
+        else:
+            self.transport.close()

@@ -1,0 +1,223 @@
+"""Exchange: one HTTP request and its response, within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from ...protocol.jobs import parse_json
+from ...requests.request import RequestOutput
+from ..telemetry.records import RequestRecord
+from .failures import Header, HttpError
+
+JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
+BODY_TIMEOUT_S = 30.0
+PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
+# An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
+_REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
+
+
+class Exchange:
+    """One HTTP request and its response.
+
+    max_body_bytes: of the request.
+    route: the path below --root-path.
+    request_id: in the response's header x-request-id: the client's own if it is short and printable.
+    extra_headers: are added to the response.
+    status: of the response, once it has begun.
+    is_complete: whether the last part of the response was handed to the server.
+    record: of the request, once its body was accepted.
+    error: that ended the response, after it had begun.
+    """
+
+    __slots__ = (
+        "_headers",
+        "_send",
+        "error",
+        "extra_headers",
+        "is_complete",
+        "max_body_bytes",
+        "method",
+        "receive",
+        "received",
+        "record",
+        "request_id",
+        "route",
+        "status",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
+        self.receive, self._send = receive, send
+        self.method: str = scope["method"]
+        self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        self.max_body_bytes = max_body_bytes
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = request_id_of(self._headers.get(b"x-request-id"))
+        self.received = time.monotonic()
+        self.extra_headers: list[Header] = []
+        self.status: int | None = None
+        self.is_complete = False
+        self.record: RequestRecord | None = None
+        self.error: Exception | None = None
+
+    def header(self, name: str) -> str | None:
+        """Return the value of a header of the request, the last one of several."""
+        value = self._headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Record an output of the engine."""
+        if self.record is not None:
+            self.record.on_output(output, time.monotonic())
+
+    async def read_json(self) -> Any:
+        """Return the value of the body, which must be JSON.
+
+        Raises HttpError if it is too large, too slow, or of another type; RequestError if it is no JSON.
+        """
+        self._check_type()
+        body = await self.read_body()
+        if len(body) > PARSED_AT_ONCE:
+            return await asyncio.to_thread(parse_json, body)
+        return parse_json(body)
+
+    async def read_body(self) -> bytes:
+        """Return the body. Raises HttpError if it is too large or too slow."""
+        length = self._headers.get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > self.max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._read_body()
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds; send the request again",
+                headers=((b"connection", b"close"),),
+            ) from None
+
+    async def _read_body(self) -> bytes:
+        body, more = b"", True
+        parts: list[bytes] = []
+        size = 0
+        while more:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body, more = message.get("body", b""), message.get("more_body", False)
+            size += len(body)
+            if size > self.max_body_bytes:
+                raise self._too_large()
+            parts.append(body)
+        return body if len(parts) == 1 else b"".join(parts)
+
+    def _too_large(self) -> HttpError:
+        return HttpError(
+            413,
+            f"the body is larger than {self.max_body_bytes:,} bytes; send less, or raise --max-request-bytes",
+            # What is left of the body is not read.
+            headers=((b"connection", b"close"),),
+        )
+
+    def _check_type(self) -> None:
+        kind, _, parameters = (self.header("content-type") or "").partition(";")
+        if kind.strip().lower() != JSON:
+            got = f"got {kind.strip()!r}" if kind else "it is missing"
+            raise HttpError(415, f"content-type must be {JSON}, {got}", param="content-type")
+        charset = re.search(r'charset="?([^\s";]*)', parameters, re.IGNORECASE)
+        if charset and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
+            raise HttpError(415, f"charset must be utf-8, got {charset[1]!r}", param="content-type")
+        if (encoding := self.header("content-encoding")) not in (None, "identity"):
+            raise HttpError(
+                415,
+                f"content-encoding {encoding!r} is not supported; send the body as it is",
+                param="content-encoding",
+            )
+
+    async def begin(self, status: int, content_type: str, headers: Iterable[Header] = ()) -> None:
+        """Send the status and the headers of a response."""
+        self.status = status
+        sent = [
+            (b"content-type", content_type.encode()),
+            (b"x-request-id", self.request_id.encode()),
+            *self.extra_headers,
+            *headers,
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": sent})
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send the next part of the response, once the client has read enough of the parts before."""
+        self.is_complete = not more
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def respond(
+        self, status: int, body: bytes, content_type: str = JSON, headers: Iterable[Header] = ()
+    ) -> None:
+        """Send a whole response."""
+        await self.begin(status, content_type, ((b"content-length", b"%d" % len(body)), *headers))
+        await self.write(body, more=False)
+
+    async def respond_json(self, status: int, value: Any, headers: Iterable[Header] = ()) -> None:
+        """Send a whole response of JSON."""
+        await self.respond(status, encode_json(value), headers=headers)
+
+
+class ClientGone(Exception):  # noqa: N818 - an event like CancelledError, no error
+    """The client has closed the connection: there is no response to send."""
+
+
+class until_disconnect:  # noqa: N801 - used as a function is, like asyncio.timeout
+    """A context that is cancelled, with ClientGone, when the client of an exchange disconnects.
+
+    The body of the request must have been read.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._is_gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._exchange.receive())["type"] != "http.disconnect":
+            pass
+        # The end of the response is told as a disconnect, too.
+        if not self._exchange.is_complete:
+            self._is_gone = True
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._watching.cancel()
+        if self._is_gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise ClientGone from None
+
+
+def request_id_of(given: bytes | None) -> str:
+    """Return a client's own id if it is short and printable, else a new one."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return uuid.uuid4().hex
+
+
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:  # a lone surrogate, which a request's JSON may contain as an escape
+        return json.dumps(value, allow_nan=False).encode()
+
+
+# The token ids of an unfinished request are a sequence of its own kind.
+_encoder = msgspec.json.Encoder(enc_hook=list)

@@ -1,0 +1,100 @@
+"""Errors as HTTP responses: status, body in OpenAI's form, and whether to try again."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from starlette.exceptions import HTTPException
+
+from ...errors import PagedError, RequestError
+from ...protocol.answers.errors import error_body, status_of
+
+logger = logging.getLogger(__name__)
+
+Header = tuple[bytes, bytes]
+# Whether an official client, which repeats requests with these statuses by itself, may do so.
+RETRYABLE = (408, 429, 503)
+MAX_RETRY_AFTER_S = 60
+
+
+class HttpError(RequestError):
+    """An error of a request with its HTTP status.
+
+    param: the field or header that is wrong.
+    code: a word for programs, such as "model_not_found".
+    headers: are added to the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Iterable[Header] = (),
+    ) -> None:
+        super().__init__(message, param=param)
+        self.status, self.code, self.headers = status, code, tuple(headers)
+
+
+class FailureResponse(NamedTuple):
+    """A response that says what is wrong."""
+
+    status: int
+    body: dict[str, Any]
+    headers: tuple[Header, ...]
+
+
+class FinishRate:
+    """How often requests finish, from which the time until the queue has moved is estimated."""
+
+    def __init__(self) -> None:
+        self._finished: deque[float] = deque(maxlen=64)
+
+    def on_finish(self) -> None:
+        """Record that a request has finished."""
+        self._finished.append(time.monotonic())
+
+    def seconds_for(self, num_requests: int) -> int:
+        """Estimate in how many seconds this many requests finish, from 1 to MAX_RETRY_AFTER_S."""
+        times = self._finished
+        if len(times) < 2:
+            return 1
+        # Up to now: if none has finished for a while, it takes longer than before.
+        interval = (time.monotonic() - times[0]) / len(times)
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_requests * interval)))
+
+
+def failure_of(error: Exception, retry_after_s: int, request_id: str) -> FailureResponse:
+    """Return the response for an error. One that is not of this project is logged, and not described.
+
+    retry_after_s: for those after which the same request may succeed.
+    """
+    headers: tuple[Header, ...] = ()
+    code = None
+    if isinstance(error, HttpError):
+        status, message = error.status, str(error)
+        headers, code = error.headers, error.code
+    elif isinstance(error, HTTPException):  # of the router: 405
+        status, message = error.status_code, f"{error.detail.lower()}: see the header allow"
+        headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
+    elif isinstance(error, PagedError):
+        status, message = status_of(error), str(error)
+    else:
+        logger.error("request %s failed", request_id, exc_info=error)
+        status, message = 500, f"the server failed; its log has the error of request {request_id}"
+    param = error.param if isinstance(error, PagedError) else None
+    body = error_body(status, message, param=param, code=code)
+    return FailureResponse(status, body, (*headers, *retry_headers(status, retry_after_s)))
+
+
+def retry_headers(status: int, retry_after_s: int) -> tuple[Header, ...]:
+    """Return the headers that say whether the same request may succeed later."""
+    if status in RETRYABLE:
+        return ((b"retry-after", b"%d" % retry_after_s),)
+    return ((b"x-should-retry", b"false"),)

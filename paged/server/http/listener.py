@@ -1,0 +1,159 @@
+"""Listening: the socket, the server on it, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from ...errors import ConfigError
+from ..options import ServeOptions
+from .connection import HeadLimits
+
+KEEP_ALIVE_S = 75  # longer than clients and load balancers keep connections, so that they close them
+CLOSING_S = 5.0  # for responses that go on when the server ends
+# What the kernel holds for a client that does not read: it doubles this.
+SEND_BUFFER_BYTES = 2**18
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """Return a socket that is bound to the address, and does not listen yet.
+
+    Raises ConfigError if the address is in use or not one of this machine.
+    """
+    try:
+        return _bind_path(options.uds) if options.uds is not None else _bind_port(options.host, options.port)
+    except OSError as error:
+        where = options.uds or f"{options.host}:{options.port}"
+        if error.errno == errno.EADDRINUSE:
+            way_out = "another --uds" if options.uds else "another --port, or 0 for a free one"
+            raise ConfigError(f"{where} is in use by another server; take {way_out}") from None
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
+
+
+def _bind_port(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit these.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _bind_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_over(path):
+            os.unlink(path)
+        listener.bind(path)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_left_over(path: str) -> bool:
+    """Return whether a path is a socket on which no server listens."""
+    if not Path(path).exists() or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        return False
+
+
+def url_of(options: ServeOptions, listener: socket.socket) -> str:
+    """Return the address that clients use, or the path of the socket."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if options.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path or ''}"
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop of the kind that serves."""
+    return uvloop.new_event_loop()
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server, which ends with exit code 0 on SIGTERM and Ctrl-C.
+
+    on_exit: is called when it begins to end.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, on_exit: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            http=HeadLimits,
+            ws="none",
+            lifespan="off",
+            workers=1,
+            root_path=options.root_path or "",
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile or "",
+            proxy_headers=False,
+            server_header=False,
+            access_log=False,
+            log_config=None,
+            log_level="error",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(CLOSING_S),
+        )
+        super().__init__(config)
+        self._on_exit = on_exit
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while the server runs."""
+        if threading.current_thread() is not threading.main_thread():  # which gets all signals
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def listen(self, listener: socket.socket) -> None:
+        """Serve until `stop` is called. Raises ConfigError if the address was taken meanwhile."""
+        try:
+            await self.serve([listener])
+        except OSError as error:
+            if self.started or error.errno != errno.EADDRINUSE:
+                raise
+            raise ConfigError(
+                f"another server listens on {listener.getsockname()} since then; take another --port"
+            ) from None
+
+    def stop(self) -> None:
+        """Stop accepting connections, and end. A second call does not wait for responses."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+        self._on_exit()

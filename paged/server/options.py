@@ -1,0 +1,168 @@
+"""ServeOptions: every option of `paged serve` besides the engine's, validated once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from ..arguments import strict
+from ..errors import ConfigError
+from ..routing.router import ROUTERS
+from ..sampling_params import MAX_LOGPROBS
+from ..validation import check_bool, check_int, shown
+
+LOG_FORMATS = ("text", "json")
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+_OPTIONAL_TEXTS = (
+    "uds",
+    "root_path",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "otlp_traces_endpoint",
+)
+_TEXTS = ("host", "metrics_prefix")
+_LISTS = ("api_key", "served_model_name", "allowed_origins")
+_SWITCHES = ("enable_auto_tool_choice", "trust_request_chat_template")
+
+
+@partial(strict, neutral={}, error=ConfigError, name="paged serve")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Options of the server.
+
+    host: the address to listen on. Other machines reach "0.0.0.0" or "::"; give it keys then.
+    port: the port to listen on; 0 takes a free one.
+    uds: a Unix domain socket to listen on, in place of host and port.
+    ssl_keyfile: the private key of the certificate, to serve HTTPS.
+    ssl_certfile: the certificate, in PEM.
+    root_path: the path under which a proxy makes the server known, such as /llm.
+    api_key: a key that requests must bear in the header Authorization, one of several. /health, /ready,
+        /version, /metrics and /openapi.json need none.
+    allowed_origins: a website whose pages may call the server from a browser, such as https://example.com,
+        or * for all.
+    served_model_name: the model's name in requests and responses, the first one in responses. The default is
+        what `paged serve` is given as MODEL.
+    max_request_bytes: largest body of a request.
+    max_logprobs: most log-probabilities that a request may ask for at each position.
+    chat_template: a Jinja template in place of the checkpoint's: a file, the template itself, the name of one
+        of several that the checkpoint has, or plain, which writes roles as words.
+    default_chat_template_kwargs: variables of the chat template as a JSON object, for requests that do not
+        give them.
+    trust_request_chat_template: let requests bring a chat template of their own.
+    enable_auto_tool_choice: let the model decide whether to call a tool where tool_choice is "auto"; needs
+        tool_call_parser.
+    tool_call_parser: the form in which the model writes tool calls.
+    reasoning_parser: the form in which the model marks its reasoning.
+    replicas: number of engine processes, each with its own GPU or share of the cores.
+    router: which replica gets a request: "round-robin", "least-loaded" or "prefix-aware".
+    metrics_prefix: of the names at /metrics; vllm makes them those of vLLM.
+    log_format: of the line that each request writes to the log, "text" or "json".
+    otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
+
+    Raises ConfigError naming the value and what is allowed.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    root_path: str | None = None
+    api_key: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    served_model_name: Sequence[str] = ()
+    max_request_bytes: int = 16 * 2**20
+    max_logprobs: int = 20
+    chat_template: str | None = None
+    default_chat_template_kwargs: str | Mapping[str, Any] | None = None
+    trust_request_chat_template: bool = False
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    replicas: int = 1
+    router: Literal["round-robin", "least-loaded", "prefix-aware"] = "prefix-aware"
+    metrics_prefix: str = "paged"
+    log_format: Literal["text", "json"] = "text"
+    otlp_traces_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (*_TEXTS, *_OPTIONAL_TEXTS):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name in _OPTIONAL_TEXTS):
+                raise ConfigError(f"{name} must be a string, got {shown(value)}")
+        for name in _LISTS:
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        for name in _SWITCHES:
+            check_bool(ConfigError, name, getattr(self, name))
+        check_int(ConfigError, "port", self.port, 0, 65535)
+        check_int(ConfigError, "replicas", self.replicas, 1, 1024)
+        check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
+        check_int(ConfigError, "max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
+        for name, choices in (("router", ROUTERS), ("log_format", LOG_FORMATS)):
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
+        if not self.metrics_prefix.isidentifier() or not self.metrics_prefix.isascii():
+            raise ConfigError(
+                f"metrics_prefix must be letters, digits and underscores, got {shown(self.metrics_prefix)}"
+            )
+        if self.root_path is not None:
+            object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
+            if self.root_path and not self.root_path.startswith("/"):
+                raise ConfigError(f"root_path must begin with a slash, got {shown(self.root_path)}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the form of the tool calls")
+        self._check_certificate()
+        _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+
+    def _check_certificate(self) -> None:
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of the key")
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            path = getattr(self, name)
+            if path is not None and not os.access(path, os.R_OK):
+                raise ConfigError(f"{name} {path!r} is not a file that can be read")
+
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]:
+        """default_chat_template_kwargs as an object."""
+        return _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether other machines may reach the server and need no key."""
+        return self.uds is None and self.host not in LOCAL_HOSTS and not self.api_key
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """Return one text or several as a tuple. A text in brackets is a JSON list, as vLLM takes origins."""
+    values = [value] if isinstance(value, str) else value
+    if isinstance(values, Sequence) and len(values) == 1 and str(values[0]).startswith("["):
+        values = _json(name, values[0])
+    if not isinstance(values, Sequence) or not all(isinstance(text, str) and text for text in values):
+        raise ConfigError(f"{name} must be a text or a list of texts, none of them empty, got {shown(value)}")
+    return tuple(values)
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    given = _json(name, value) if isinstance(value, str) else value
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'{name} must be a JSON object such as {{"enable_thinking": false}}, got {shown(value)}'
+        )
+    return given
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be JSON: {error}; got {shown(text)}") from None

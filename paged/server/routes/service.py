@@ -1,0 +1,79 @@
+"""Routes about the server itself: its models, its state and its version."""
+
+from __future__ import annotations
+
+from ... import __version__
+from ...errors import EngineDeadError
+from ..front_end import FrontEnd
+from ..http.exchange import Exchange
+from ..telemetry.metrics import CONTENT_TYPE
+
+
+class ModelsRoute:
+    """The names of the model, with the longest context."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        engine = self._front.engine
+        models = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._front.created,
+                "owned_by": "paged",
+                "root": engine.config.model,
+                "parent": None,
+                "max_model_len": engine.max_model_len,
+            }
+            for name in self._front.names
+        ]
+        await exchange.respond_json(200, {"object": "list", "data": models})
+
+
+class HealthRoute:
+    """Whether the engine runs: 200, or 503 with the reason."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        if self._front.engine.dead_error is not None:
+            raise self._front.engine.dead_error
+        await exchange.respond_json(200, {"status": "ok"})
+
+
+class ReadyRoute:
+    """Whether requests are accepted: 200, or 503 with the reason."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self._front.check_serving()
+        await exchange.respond_json(200, {"status": "ready"})
+
+
+class VersionRoute:
+    """The version of the server."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        pass
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.respond_json(200, {"version": __version__})
+
+
+class MetricsRoute:
+    """Counts for Prometheus."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        try:
+            stats = dict(enumerate(await self._front.engine.stats_by_engine()))
+        except EngineDeadError:
+            stats = {}  # what the server counted is still there
+        await exchange.respond(200, self._front.metrics.render(stats), CONTENT_TYPE)

@@ -1,0 +1,131 @@
+"""Sending outputs as they come: as server-sent events, or as JSON lines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import PagedError
+from ...protocol.answers.chunks import Chunks
+from ...protocol.answers.errors import failure_of
+from ...protocol.calls.call import AnswerCall
+from ...protocol.calls.generate import GenerateCall
+from ..front_end import FrontEnd
+from ..http.exchange import EVENTS, JSON_LINES, Exchange, encode_json
+from ..http.failures import HttpError
+from ..http.streams import DONE, StreamedResponse, event
+from .readers import MergedOutcomes, Outcome
+
+
+class Framing(ABC):
+    """The form of a streamed response.
+
+    content_type: of the response.
+    """
+
+    content_type: str
+
+    @abstractmethod
+    def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
+        """Return the part for outputs with the indices of their prompts. Raises what ends the stream."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Return the part after the last output."""
+
+    @abstractmethod
+    def error(self, body: dict[str, Any]) -> bytes:
+        """Return the last part of a stream that fails."""
+
+
+class Events(Framing):
+    """Chunks as server-sent events, then [DONE]. An output that failed ends the stream."""
+
+    content_type = EVENTS
+
+    def __init__(self, call: AnswerCall, chunks: Chunks) -> None:
+        self._call, self._chunks = call, chunks
+        self._has_begun = False
+
+    def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
+        """Return the events for these outputs."""
+        values: list[dict[str, Any]] = []
+        for index, outcome in outcomes:
+            if isinstance(outcome, PagedError):
+                outcome.param = self._call.param_of(outcome)
+                raise outcome
+            if outcome.finished and (failure := failure_of([outcome])):
+                raise HttpError(*failure)
+            if not self._has_begun:
+                self._has_begun = True
+                values += self._chunks.start()
+            values += self._chunks.add(index, outcome)
+        return b"".join(map(event, values))
+
+    def end(self) -> bytes:
+        """Return the last events."""
+        return b"".join(map(event, self._chunks.finish())) + DONE
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """Return the event of an error."""
+        return event(body)
+
+
+class Lines(Framing):
+    """One JSON line for each result, or for each delta. A prompt that failed has its error as its result."""
+
+    content_type = JSON_LINES
+
+    def __init__(self, call: GenerateCall) -> None:
+        self._call = call
+
+    def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
+        """Return the lines for these outputs."""
+        call, values = self._call, []
+        for index, outcome in outcomes:
+            if isinstance(outcome, PagedError) or not call.streams_deltas:
+                values += call.results(index, outcome)
+            else:
+                values += call.deltas(index, outcome)
+        return b"".join(encode_json(value) + b"\n" for value in values)
+
+    def end(self) -> bytes:
+        """Return nothing: the last line is that of the last result."""
+        return b""
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """Return the line of an error."""
+        return encode_json(body) + b"\n"
+
+
+async def send_stream(
+    front: FrontEnd, exchange: Exchange, outcomes: MergedOutcomes, framing: Framing
+) -> None:
+    """Send outputs as they come. An error after the first is the last part of the response.
+
+    Raises an error before the first, for a response of its own status.
+    """
+    response = StreamedResponse(exchange, framing.content_type)
+    keep_alive = front.keep_alive if framing.content_type == EVENTS else None
+    if keep_alive is not None:
+        keep_alive.on_write(response)
+    try:
+        async with outcomes:
+            async for batch, is_last in outcomes.batches():
+                part = framing.part(batch)
+                if is_last:
+                    await response.write(part + framing.end(), more=False)
+                elif part:
+                    await response.write(part)
+                    if keep_alive is not None:
+                        keep_alive.on_write(response)
+    except Exception as error:
+        if not response.has_begun:
+            raise
+        exchange.error = error
+        failure = front.failure_of(error, exchange.request_id)
+        await response.write(framing.error(failure.body), more=False)
+    finally:
+        if keep_alive is not None:
+            keep_alive.remove(response)

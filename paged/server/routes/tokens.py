@@ -1,0 +1,37 @@
+"""Text to tokens and back, which needs no engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...protocol.calls.tokens import DetokenizeCall, TokenizeCall
+from ..front_end import FrontEnd
+from ..http.exchange import Exchange
+
+
+class TokenizeRoute:
+    """The tokens of a text or a conversation."""
+
+    def __init__(self, path: str, front: FrontEnd) -> None:
+        self._path, self._front = path, front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answer a request."""
+        front = self._front
+        call = await front.read_call(exchange, self._path, TokenizeCall)
+        engine = front.engine
+        await exchange.respond_json(
+            200, await asyncio.to_thread(call.answer, engine.text, engine.max_model_len)
+        )
+
+
+class DetokenizeRoute:
+    """The text of tokens."""
+
+    def __init__(self, path: str, front: FrontEnd) -> None:
+        self._path, self._front = path, front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answer a request."""
+        call = await self._front.read_call(exchange, self._path, DetokenizeCall)
+        await exchange.respond_json(200, await asyncio.to_thread(call.answer, self._front.engine.text))

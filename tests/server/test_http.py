@@ -1,0 +1,159 @@
+"""Requests beyond a limit, or wrong in another way: each gets its own error, and disturbs nothing else."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from paged.server.http import connection, exchange
+from tests.support.served import serving
+
+JSON = {"content-type": "application/json"}
+COMPLETION = "/v1/completions"
+WRONG = {
+    "path": (404, "GET", "/v1/nothing", None, {}, None),
+    "slash": (404, "GET", "/v1/models/", None, {}, None),
+    "method": (405, "DELETE", "/health", None, {}, None),
+    "type": (415, "POST", COMPLETION, b"{}", {"content-type": "text/plain"}, "content-type"),
+    "no type": (415, "POST", COMPLETION, b"{}", {}, "content-type"),
+    "charset": (
+        415,
+        "POST",
+        COMPLETION,
+        b"{}",
+        {"content-type": "application/json; charset=utf-16"},
+        "content-type",
+    ),
+    "encoding": (415, "POST", COMPLETION, b"{}", {**JSON, "content-encoding": "gzip"}, "content-encoding"),
+    "no JSON": (400, "POST", COMPLETION, b'{"prompt": ', JSON, None),
+    "twice": (400, "POST", COMPLETION, b'{"prompt": "a", "prompt": "b"}', JSON, None),
+    "NaN": (400, "POST", COMPLETION, b'{"prompt": "a", "temperature": NaN}', JSON, None),
+    "deep": (400, "POST", COMPLETION, b"[" * 50_000, JSON, None),
+    "no UTF-8": (400, "POST", COMPLETION, b'{"prompt": "\xff"}', JSON, None),
+    "no object": (400, "POST", COMPLETION, b"[1]", JSON, None),
+    "field": (400, "POST", COMPLETION, b'{"prompt": "a", "max_token": 1}', JSON, "max_token"),
+    "value": (400, "POST", COMPLETION, b'{"prompt": "a", "n": 0}', JSON, "n"),
+    "token": (400, "POST", COMPLETION, b'{"prompt": [4096]}', JSON, None),
+    "long": (400, "POST", COMPLETION, json.dumps({"prompt": [1] * 5000}).encode(), JSON, "prompt"),
+    "model": (404, "POST", COMPLETION, b'{"prompt": "a", "model": "other"}', JSON, "model"),
+    "messages": (400, "POST", "/v1/chat/completions", b'{"messages": []}', JSON, "messages"),
+    "large": (413, "POST", COMPLETION, b" " * 70_000, JSON, None),
+}
+
+
+@pytest.fixture(scope="module")
+def small(engine):
+    """Yield a server with a small limit of bodies, and keys."""
+    with serving(engine, max_request_bytes=60_000, api_key=["one", "two"]) as served:
+        yield served
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_requests(name, small):
+    status, method, path, body, headers, param = WRONG[name]
+    found, sent, data = small.request(method, path, body, {"authorization": "Bearer two", **headers})
+    error = json.loads(data)["error"]
+    assert (found, error["param"]) == (status, param), error
+    assert error["message"]
+    assert sent["content-type"] == "application/json"
+    assert sent["x-should-retry"] == "false"
+    assert sent["x-request-id"]
+    assert small.request("GET", "/health")[0] == 200
+
+
+def test_errors_name_what_is_there(small):
+    key = {"authorization": "Bearer one"}
+    _, _, data = small.request("POST", COMPLETION, {"prompt": "a", "model": "other"}, key)
+    assert json.loads(data)["error"]["code"] == "model_not_found"
+    assert "'demo'" in json.loads(data)["error"]["message"]
+    _, headers, _ = small.request("GET", COMPLETION, None, key)
+    assert headers["allow"] == "POST"
+    _, _, data = small.request("POST", COMPLETION, {"prompt": "a", "max_token": 1}, key)
+    assert "did you mean 'max_tokens'" in json.loads(data)["error"]["message"]
+
+
+@pytest.mark.parametrize("given", [None, "Bearer three", "Basic one", "Bearer one two", "Bearer"])
+def test_a_request_without_the_key(given, small):
+    headers = {} if given is None else {"authorization": given}
+    status, sent, data = small.request("POST", COMPLETION, {"prompt": "a"}, headers)
+    assert status == 401
+    assert json.loads(data)["error"]["type"] == "authentication_error"
+    assert sent["www-authenticate"] == "Bearer"
+    assert small.request("GET", "/metrics", None, headers)[0] == 200
+
+
+def test_request_ids(served):
+    given = "job-7:éx".encode()
+    for sent, is_kept in [("job-7/a_b", True), ("x" * 129, False), ("two words", False), (given, False)]:
+        _, headers, _ = served.request("GET", "/version", None, {"x-request-id": sent})
+        assert (headers["x-request-id"] == sent) == is_kept
+    body = served.post(COMPLETION, prompt="a", max_tokens=1, request_id="mine")
+    assert body["id"] == "cmpl-mine"
+
+
+def test_slow_bodies_and_heads(served, monkeypatch):
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+    full = head + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    for sent, is_answered in [(head, True), (full, True), (b"", False)]:
+        with served.connect() as client:
+            client.sendall(sent)
+            answer = b"".join(iter(lambda: client.recv(4096), b""))  # up to the end of the connection
+        assert answer.startswith(b"HTTP/1.1 408 ") == is_answered
+        assert (b"\r\nretry-after: 1\r\n" in answer) == is_answered
+
+
+@pytest.mark.parametrize("num_headers", [1, 100])
+def test_large_heads(num_headers, served):
+    with served.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n" + b"a: " + b"x" * 70_000 + b"\r\n" * num_headers)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b'"error"' in answer
+
+
+def test_what_is_no_http(served):
+    with served.connect() as client:
+        client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_models_and_state(engine):
+    with serving(engine, served_model_name=["a", "b"], root_path="/llm/") as served:
+        _, _, data = served.request("GET", "/v1/models")
+        assert [(m["id"], m["max_model_len"]) for m in json.loads(data)["data"]] == [("a", 2048), ("b", 2048)]
+        for path in ("/health", "/ready", "/version"):
+            assert served.request("GET", path)[0] == 200
+        assert served.request("HEAD", "/health")[::2] == (200, b"")
+        assert served.post(COMPLETION, model="b", prompt="a", max_tokens=1)["model"] == "a"
+        served.front.is_stopping = True
+        for method, path, body in [("GET", "/ready", None), ("POST", COMPLETION, {"prompt": "a"})]:
+            status, headers, _ = served.request(method, path, body)
+            assert (status, headers["retry-after"]) == (503, "1")
+
+
+def test_pages_of_other_origins(engine):
+    with serving(engine, allowed_origins=["https://a.example"]) as served:
+        for origin, is_allowed in [("https://a.example", True), ("https://b.example", False)]:
+            asked = {"origin": origin, "access-control-request-method": "POST"}
+            status, headers, _ = served.request("OPTIONS", COMPLETION, None, asked)
+            assert (status == 200) == is_allowed
+            assert headers["x-request-id"]
+            _, headers, _ = served.request("POST", COMPLETION, {}, {"origin": origin})
+            assert (headers.get("access-control-allow-origin") == origin) == is_allowed
+
+
+def test_a_full_queue_says_when_to_come_back(served):
+    front = served.front
+    assert front.failure_of(ValueError("a secret"), "id").body["error"]["message"] == (
+        "the server failed; its log has the error of request id"
+    )
+    rate = type(front._rate)()
+    assert rate.seconds_for(1000) == 1  # nothing is known yet
+    rate._finished.extend([time.monotonic() - 19.8, time.monotonic() - 10])
+    assert rate.seconds_for(3) == 30
+    assert rate.seconds_for(1000) == 60

@@ -1,0 +1,190 @@
+"""`paged serve`: where its options come from, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from paged.commands import serve
+from paged.commands.settings import from_environment, from_file
+from paged.errors import ConfigError, PagedError
+from paged.server.options import ServeOptions
+from tests.support.command_line import running
+
+TYPES = {"port": int, "api_key": list[str], "seed": int, "enforce_eager": bool, "dtype": str}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    for variable in os.environ:
+        if variable.startswith("PAGED_"):
+            monkeypatch.delenv(variable)
+    with running(monkeypatch, capsys) as run:
+        yield run
+
+
+@pytest.fixture
+def started(monkeypatch) -> list:
+    """Collect the options of servers, which are not started."""
+    found: list = []
+
+    async def record(engine_options, options, listener) -> int:  # noqa: ARG001
+        found.append((engine_options, options))
+        return 0
+
+    monkeypatch.setattr(serve, "_serve", record)
+    return found
+
+
+def test_flags_override_the_environment_and_this_the_file(run, started, tmp_path, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: from-file\nport: 0\nseed: 1\nmax-model-len: 64\nserved-model-name: [a, b]\n"
+        "tenant-weights: {x: 2}\nscheduling-policy: fair\ndefault-chat-template-kwargs: {thinking: false}\n"
+    )
+    monkeypatch.setenv("PAGED_CONFIG", str(file))
+    monkeypatch.setenv("PAGED_SEED", "2")
+    monkeypatch.setenv("PAGED_MAX_MODEL_LEN", "128")
+    monkeypatch.setenv("PAGED_ENFORCE_EAGER", "yes")
+    monkeypatch.setenv("PAGED_API_KEY", "one,two")
+    assert run("serve", "--seed", "3")[0] == 0
+    ((engine, options),) = started
+    assert engine == {
+        "model": "from-file",
+        "seed": 3,
+        "max_model_len": 128,
+        "enforce_eager": True,
+        "tenant_weights": {"x": 2},
+        "scheduling_policy": "fair",
+    }
+    assert (options.port, options.served_model_name, options.api_key) == (0, ("a", "b"), ("one", "two"))
+    assert options.chat_template_kwargs == {"thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "did you mean 'port'"),
+        ("port: 1\nport: 2", "'port' is given twice"),
+        ("max-model-len: 1\nmax_model_len: 2", "is given twice"),
+        ("- a", "must be a mapping"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_wrong_files(text, message, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(PagedError, match=re.escape(message)):
+        from_file(file, ["port", "max_model_len"])
+
+
+def test_the_environment():
+    given = {"PAGED_PORT": "1", "PAGED_API_KEY": '["a,b"]', "PAGED_ENFORCE_EAGER": "off", "PAGED_DTYPE": ""}
+    # Kubernetes sets these for services named paged and paged-a.
+    links = {"PAGED_SERVICE_HOST": "10.0.0.1", "PAGED_PORT_8000_TCP": "tcp://10.0.0.1:8000"}
+    links |= {"PAGED_A_SERVICE_PORT_HTTP": "80", "PAGED_A_PORT": "tcp://10.0.0.1:80"}
+    found = from_environment(TYPES, {**given, **links, "PAGED_DEBUG": "1", "OTHER": "x"})
+    assert found == {"port": 1, "api_key": ["a,b"], "enforce_eager": False}
+    assert from_environment(TYPES, {"PAGED_PORT": "tcp://10.0.0.1:8000"}) == {}
+    for name, value in [("PORT", "a"), ("ENFORCE_EAGER", "2"), ("PROT", "1"), ("API_KEY", "[")]:
+        with pytest.raises(PagedError, match=f"PAGED_{name}"):
+            from_environment(TYPES, {f"PAGED_{name}": value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"port": 70_000},
+        {"replicas": 0},
+        {"router": "random"},
+        {"root_path": "llm"},
+        {"allowed_origins": "[1]"},
+        {"default_chat_template_kwargs": "[]"},
+        {"enable_auto_tool_choice": True},
+        {"ssl_keyfile": "a"},
+        {"ssl_certfile": "/nowhere"},
+        {"metrics_prefix": "a b"},
+        {"api_key": [""]},
+        {"log_format": "xml"},
+    ],
+    ids=str,
+)
+def test_wrong_options(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ServeOptions(**options)
+
+
+def test_one_line_for_what_cannot_start(run, started, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        line = run.fails("serve", "demo", "--port", other.getsockname()[1])
+        assert re.search(r"127\.0\.0\.1:\d+ is in use by another server; take another --port", line)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "a"))
+        listener.listen()
+        assert "in use" in run.fails("serve", "demo", "--uds", tmp_path / "a")
+    assert run("serve", "demo", "--uds", tmp_path / "a")[0] == 0  # a server that ended left it behind
+    assert "cannot listen on" in run.fails("serve", "demo", "--host", "192.0.2.1")
+    assert "name a model" in run.fails("serve")
+    assert "port must be" in run.fails("serve", "demo", "--port", "-1")
+    assert len(started) == 1
+
+
+@pytest.mark.usefixtures("started")
+def test_an_address_that_others_reach_needs_keys(run):
+    _, _, err = run("serve", "demo", "--host", "0.0.0.0", "--port", "0")
+    assert err.startswith("paged: warning: every machine that reaches 0.0.0.0 may use this server")
+    _, _, err = run("serve", "demo", "--host", "0.0.0.0", "--port", "0", "--api-key", "a")
+    assert err == ""
+
+
+def test_a_server_and_its_end():
+    """It says its address, serves with the tokens of its engine, and ends with 0 on a signal."""
+    command = [sys.executable, "-m", "paged", "serve", "demo", "--device", "cpu", "--num-blocks", "64"]
+    environment = {**os.environ, "PAGED_PORT": "0", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
+    ) as process:
+        try:
+            lines = []
+            while "is served at" not in (line := process.stderr.readline()):
+                assert line, lines
+                lines.append(line)
+            assert lines[-1].startswith("LlamaForCausalLM")
+            url = line.split()[-1]
+            body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 4}).encode()
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=20) as response:
+                assert json.load(response)["usage"]["completion_tokens"] == 4
+            process.send_signal(signal.SIGTERM)
+            _, rest = process.communicate(timeout=20)
+            assert process.returncode == 0, rest
+            assert "Traceback" not in rest
+            assert "request id=" in rest
+        finally:
+            process.kill()
+
+
+def test_a_model_that_does_not_load(tmp_path):
+    command = [sys.executable, "-m", "paged", "serve", str(tmp_path), "--port", "0"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("paged: ")
+
+
+def test_the_front_end_does_not_import_torch():
+    code = "import sys, paged.commands.serve, paged.server.app, paged.server.engine_client, "
+    code += "paged.server.http.listener, paged.server.telemetry.traces; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

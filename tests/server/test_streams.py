@@ -1,0 +1,184 @@
+"""Streamed responses: their tokens, their end, what keeps them open, and readers that leave or stop."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from paged import AsyncLLMEngine, SamplingParams
+from paged.server.http.streams import COMMENT, KeepAlive
+from tests.support.served import eventually, serving
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPTS = [f"def f{i}(a, b):" for i in range(64)]
+GREEDY = {"temperature": 0, "max_tokens": 12}
+LONG = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
+
+
+def generated(engine, prompts, **params) -> list[str]:
+    """Return the texts that `generate` gives."""
+
+    def generate(engine):
+        return engine.generate(prompts, SamplingParams(**params), use_tqdm=False)
+
+    return [output.outputs[0].text for output in engine._thread.call(generate).result()]
+
+
+def num_requests(engine) -> int:
+    return engine._thread.call(lambda engine: len(engine.core.groups)).result()
+
+
+def send(client: socket.socket, body: dict) -> None:
+    """Send a request and read nothing."""
+    data = json.dumps(body).encode()
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(data), data)
+    )
+
+
+def text_of(events: list[str]) -> str:
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_tokens_equal_those_of_generate(is_streamed, served, engine):
+    def complete(prompt: str) -> str:
+        if is_streamed:
+            return text_of(served.events(COMPLETION, prompt=prompt, **GREEDY))
+        return served.post(COMPLETION, prompt=prompt, **GREEDY)["choices"][0]["text"]
+
+    wanted = generated(engine, PROMPTS, **GREEDY)
+    assert complete(PROMPTS[0]) == wanted[0]
+    with ThreadPoolExecutor(64) as pool:
+        assert [*pool.map(complete, PROMPTS)] == wanted
+
+
+def test_several_prompts_in_one_stream(served, engine):
+    events = served.events(COMPLETION, prompt=PROMPTS[:5], stream_options={"include_usage": True}, **GREEDY)
+    *chunks, usage = [json.loads(event) for event in events[:-1]]
+    texts = [""] * 5
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == generated(engine, PROMPTS[:5], **GREEDY)
+    assert usage["usage"]["completion_tokens"] == 5 * 12
+
+
+def test_seeds_differ_between_requests_and_repeat_with_their_id(served):
+    def complete(**more) -> str:
+        body = {"prompt": "def ", "max_tokens": 12, "temperature": 1.5, **more}
+        return served.post(COMPLETION, **body)["choices"][0]["text"]
+
+    assert complete() != complete()
+    assert complete(request_id="a") == complete(request_id="a") != complete(request_id="b")
+
+
+def test_an_error_after_the_first_output_is_the_last_event(served):
+    events = served.events(COMPLETION, prompt=PROMPTS[0], **LONG, timeout_s=0.1)
+    assert len(events) > 1
+    error = json.loads(events[-1])["error"]
+    assert error["type"] == "timeout_error"
+
+
+@pytest.mark.parametrize("more", [{"prompt": ["a", [4096]]}, {"prompt": "a", "timeout_s": 1e-9}], ids=str)
+def test_an_error_before_the_first_output_has_its_status(more, served):
+    status, headers, data = served.request("POST", COMPLETION, {**LONG, "stream": True, **more})
+    assert status == (400 if "timeout_s" not in more else 504)
+    assert headers["x-should-retry"] == "false"
+    assert json.loads(data)["error"]["message"]
+
+
+def test_lists_of_prompts(served, engine):
+    prompts = [PROMPTS[0], "", [4096], PROMPTS[1]]
+    texts = generated(engine, PROMPTS[:2], **GREEDY)
+    body = served.post("/generate", prompts=prompts, **GREEDY)
+    assert body["total_prompts"] == 4
+    assert [r.get("generated_text") for r in body["results"]] == [texts[0], None, None, texts[1]]
+    for mode, field in [(True, "generated_text"), ("deltas", "text")]:
+        sent = {"prompts": prompts, "stream": mode, **GREEDY}
+        status, headers, data = served.request("POST", "/generate/batch", sent)
+        assert (status, headers["content-type"]) == (200, "application/x-ndjson")
+        found = [""] * 4
+        for line in data.splitlines():
+            result = json.loads(line)
+            found[result["index"]] += "error" if "error" in result else result[field]
+        assert found == [texts[0], "error", "error", texts[1]]
+
+
+@pytest.mark.parametrize("body", [{"stream": True}, {}, {"prompt": PROMPTS[:3], "stream": True}], ids=str)
+def test_a_client_that_leaves_frees_its_blocks(body, served, engine):
+    with served.connect() as client:
+        send(client, {"prompt": PROMPTS[0], **LONG, **body})
+        if body:
+            client.recv(100)
+        eventually(lambda: num_requests(engine) > 0)
+    eventually(lambda: num_requests(engine) == 0)
+
+
+def test_a_client_that_leaves_the_queue(served, engine):
+    """The engine computes nothing meanwhile, so that the request only waits."""
+    hold = threading.Event()
+    held = engine._thread.call(lambda _: hold.wait(10))
+    try:
+        with served.connect() as client:
+            send(client, {"prompt": PROMPTS[0], **LONG})
+            eventually(lambda: served.front._num_open == 1)
+        eventually(lambda: served.front._num_open == 0)
+    finally:
+        hold.set()
+    held.result()
+
+
+def test_idle_streams_are_kept_open(engine):
+    """Comments come before the first output, when they begin the response, and between two."""
+    hold = threading.Event()
+
+    def shorten(front) -> None:
+        front.keep_alive = KeepAlive(0.05)
+
+    with serving(engine, shorten) as served, ThreadPoolExecutor(3) as pool:
+        held = engine._thread.call(lambda _: hold.wait(10))
+        streams = [pool.submit(served.events, COMPLETION, prompt=p, **GREEDY) for p in PROMPTS[:3]]
+        eventually(lambda: len(served.front.keep_alive._streams) == 3)
+        eventually(lambda: all(s.has_begun for s in served.front.keep_alive._streams))
+        hold.set()
+        held.result()
+        for stream, text in zip(streams, generated(engine, PROMPTS[:3], **GREEDY), strict=True):
+            events = stream.result()
+            comments = [event for event in events if event == COMMENT.decode().strip()]
+            assert comments
+            assert text_of([event for event in events if event not in comments]) == text
+        assert not served.front.keep_alive._streams
+
+
+def test_a_reader_that_stops_delays_no_other(served, engine):
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", served.port))
+        send(client, {"prompt": PROMPTS[0], **LONG, "stream": True, "logprobs": 20})
+        wanted = generated(engine, PROMPTS[:1], **GREEDY)[0]
+        while num_requests(engine):  # it is computed to its end, although it is not read
+            assert text_of(served.events(COMPLETION, prompt=PROMPTS[0], **GREEDY)) == wanted
+        assert served.front._num_open == 1  # what it has not read is still to be sent
+
+
+def test_an_engine_that_stops_ends_its_streams():
+    own = AsyncLLMEngine("demo", device="cpu", num_threads=1, num_blocks=128)
+    with serving(own) as served, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(served.events, COMPLETION, prompt=PROMPTS[0], **LONG)
+        eventually(lambda: served.front._num_open == 1)
+        eventually(lambda: num_requests(own) == 1)
+        own.shutdown()
+        assert json.loads(stream.result()[-1])["error"]["type"] == "server_error"
+        for method, path, body in [("GET", "/health", None), ("POST", COMPLETION, {"prompt": "a"})]:
+            status, headers, _ = served.request(method, path, body)
+            assert status == 503
+            assert headers["retry-after"]
+        assert served.request("GET", "/metrics")[0] == 200

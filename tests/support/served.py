@@ -1,0 +1,118 @@
+"""A server on a loopback port, in a thread of this process, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from paged.server.app import new_app
+from paged.server.front_end import FrontEnd
+from paged.server.http.listener import Server, bind, new_event_loop
+from paged.server.options import ServeOptions
+from paged.server.routes.table import PATHS
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    front: FrontEnd
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of a response. A body that is no bytes is sent as JSON."""
+        given = {} if isinstance(body, bytes | None) else {"content-type": "application/json"}
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            connection.request(method, path, data, {**given, **(headers or {})})
+            response = connection.getresponse()
+            return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, **body: Any) -> Any:
+        """Return the JSON of a response, which must succeed."""
+        status, _, data = self.request("POST", path, body)
+        assert status == 200, data
+        return json.loads(data)
+
+    def events(self, path: str, **body: Any) -> list[str]:
+        """Return the data of all events of a response, comments as they are."""
+        status, headers, data = self.request("POST", path, {**body, "stream": True})
+        assert status == 200, data
+        assert headers["content-type"].startswith("text/event-stream")
+        *events, rest = data.decode().split("\n\n")
+        assert rest == ""
+        return [event.removeprefix("data: ") for event in events]
+
+
+@contextmanager
+def serving(
+    engine: Any, front: Callable[[FrontEnd], Any] = lambda _: None, **options: Any
+) -> Iterator[Served]:
+    """Serve an engine, which is not shut down at the end.
+
+    front: changes the front end before it serves.
+    """
+    started = threading.Event()
+    served: list[Served] = []
+    stop: list[Callable[[], None]] = []
+
+    async def serve() -> None:
+        chosen = ServeOptions(port=0, **options)
+        end = FrontEnd(engine, chosen, PATHS)
+        front(end)
+        listener = bind(chosen)
+        server = Server(new_app(end), chosen, lambda: None)
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(server.stop))
+        served.append(Served(end, listener.getsockname()[1]))
+        serving = loop.create_task(server.listen(listener))
+        while not server.started:
+            await asyncio.sleep(0.001)
+        started.set()
+        await serving
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield served[0]
+    finally:
+        stop[0]()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never held"
+        time.sleep(0.005)
