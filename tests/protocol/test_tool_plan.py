@@ -12,8 +12,9 @@ import pytest
 from benchmarks.schemas import closed
 from paged import ConfigError, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from paged.errors import PagedError
+from paged.protocol.chat_output.chat_format import ChatFormat, family_of
 from paged.protocol.chat_output.parts import ChatOutput, delta_of
-from paged.protocol.chat_output.plan import ChatFormat, ToolPlan, family_of
+from paged.protocol.chat_output.plan import ToolPlan
 from tests.support.chat_checkpoints import SPECIAL_TAGS, chat_checkpoint
 from tests.support.checkpoints import new_engine
 from tests.text.test_chat_template import CHATML, LLAMA_3

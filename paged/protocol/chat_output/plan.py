@@ -1,121 +1,23 @@
-"""ChatFormat and ToolPlan: how a model writes answers, and what one request makes of that."""
+"""ToolPlan: what a chat request makes of its tools, and of reasoning."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import ConfigError, RequestError
+from ...errors import RequestError
 from ...sampling_params import StructuredOutputsParams
 from ...validation import check_bool
+from .chat_format import ChatFormat
 from .parts import ContentDelta, OutputParser, Part
-from .reasoning import END_THINK, THINK, ReasoningMachine, ends_in_reasoning
-from .tool_formats import Format, HermesFormat, JsonFormat, Llama3Format, MistralFormat, ToolFormat
+from .reasoning import END_THINK, THINK, ReasoningMachine
+from .tool_formats import Format, JsonFormat, ToolFormat
 from .tools import Tool, ToolChoice, tool_choice_of, tools_of
 
-TOOL_PARSERS = ("hermes", "llama3_json", "mistral")
-# Whether answers begin inside of reasoning even where the prompt does not say so.
-REASONING_PARSERS = {"deepseek_r1": True, "qwen3": False, "think": False}
-AUTO = "auto"  # the name of the parser that the chat template tells
-# Texts that only the chat template of one family has.
-_FAMILIES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-    "hermes": (("<tool_call>", "</tool_call>", "arguments"), ("<function=", "<arg_key>", "[TOOL_CALLS]")),
-    "llama3_json": (("<|start_header_id|>", "ipython", '"parameters"'), ("<tool_call>",)),
-    "mistral": (("[TOOL_CALLS]",), ("<tool_call>",)),
-}
 # Blanks between reasoning and an answer that has a grammar.
 _BLANKS: Format = {"type": "regex", "pattern": r"[ \n]{0,4}"}
-
-
-def family_of(template: str) -> str:
-    """Return the tool parser that fits a chat template. Raises ConfigError if none or several do."""
-    names = [
-        name
-        for name, (present, absent) in _FAMILIES.items()
-        if all(text in template for text in present) and not any(text in template for text in absent)
-    ]
-    if len(names) != 1:
-        raise ConfigError(
-            "the chat template does not tell how the model writes tool calls; name a tool_call_parser: "
-            f"{', '.join(TOOL_PARSERS)}"
-        )
-    return names[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFormat:
-    """How a model writes tool calls and reasoning, and what a server makes of that.
-
-    tools: None if the server was given no tool parser.
-    auto_tool_choice: whether a model may decide for itself to call tools.
-    reasons: whether there is reasoning to separate from the answer.
-    always_reasons: whether answers begin inside of reasoning even where the prompt does not say so.
-    special_tokens: the texts of the tokenizer's special tokens.
-    """
-
-    tools: ToolFormat | None = None
-    auto_tool_choice: bool = False
-    reasons: bool = False
-    always_reasons: bool = False
-    special_tokens: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        tool_call_parser: str | None = None,
-        reasoning_parser: str | None = None,
-        enable_auto_tool_choice: bool = False,
-        template: str = "",
-        special_tokens: Collection[str] = (),
-    ) -> ChatFormat:
-        """Return the format of a server's options.
-
-        tool_call_parser: one of TOOL_PARSERS, or AUTO to find out from the template.
-        reasoning_parser: one of REASONING_PARSERS.
-        template: the source of the chat template; "" if there is none.
-
-        Raises ConfigError.
-        """
-        if enable_auto_tool_choice and tool_call_parser is None:
-            raise ConfigError(
-                "enable_auto_tool_choice needs tool_call_parser: "
-                f"{', '.join(TOOL_PARSERS)} or {AUTO}, which finds out from the chat template"
-            )
-        if reasoning_parser is not None and reasoning_parser not in REASONING_PARSERS:
-            raise ConfigError(
-                f"reasoning_parser must be one of {', '.join(REASONING_PARSERS)}, got {reasoning_parser!r}"
-            )
-        return cls(
-            tools=None
-            if tool_call_parser is None
-            else _tool_format(tool_call_parser, template, special_tokens),
-            auto_tool_choice=enable_auto_tool_choice,
-            reasons=reasoning_parser is not None,
-            always_reasons=reasoning_parser is not None and REASONING_PARSERS[reasoning_parser],
-            special_tokens=frozenset(special_tokens),
-        )
-
-    def is_in_reasoning(self, prompt: str, *, continues_answer: bool = False) -> bool:
-        """Return whether an answer to this prompt begins inside of reasoning."""
-        if not self.reasons:
-            return False
-        if ends_in_reasoning(prompt, continues_answer=continues_answer):
-            return True
-        return self.always_reasons and END_THINK not in prompt[-2 * len(END_THINK) :]
-
-
-def _tool_format(name: str, template: str, special_tokens: Collection[str]) -> ToolFormat:
-    match family_of(template) if name == AUTO else name:
-        case "hermes":
-            return HermesFormat()
-        case "llama3_json":
-            return Llama3Format(special_tokens)
-        case "mistral":
-            return MistralFormat(template)
-    raise ConfigError(f"tool_call_parser must be one of {', '.join((*TOOL_PARSERS, AUTO))}, got {name!r}")
 
 
 class PlainText:
@@ -185,18 +87,22 @@ class ToolPlan:
     @property
     def parses(self) -> bool:
         """Whether an answer may be more than content."""
-        return self.chat.reasons or bool(self.tools)
+        return self.chat.reasons or bool(self.tools) or self._format.READS_REASONING
 
     @property
     def skip_special_tokens(self) -> bool:
         """Whether the text that the parser needs can do without special tokens."""
+        if self._format.READS_REASONING:  # its tags are not known
+            return False
         markers = [*self._format.MARKERS] if self.tools else []
         markers += [THINK, END_THINK] if self.chat.reasons else []
         return self.chat.special_tokens.isdisjoint(markers)
 
     def new_parser(self, prompt: str) -> OutputParser:
         """Return the parser of one answer to this prompt."""
-        answer = self._format.new_parser([tool.name for tool in self.tools]) if self.tools else None
+        answer = None
+        if self.tools or self._format.READS_REASONING:
+            answer = self._format.new_parser(self.tools, prompt)
         if not self.chat.reasons:
             return answer or PlainText()
         return ReasoningMachine(answer, is_inside=self._is_in_reasoning(prompt))
@@ -250,7 +156,10 @@ class ToolPlan:
 
     @property
     def _format(self) -> ToolFormat:
-        return self.chat.tools or JsonFormat()
+        tools = self.chat.tools
+        if tools is None or (self.choice.mode == "required" and not tools.HAS_GRAMMAR):
+            return JsonFormat()
+        return tools
 
 
 def _format_of(wanted: StructuredOutputsParams) -> Format:

@@ -8,8 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
+from ...errors import RequestError
+from ...model.response_template import ResponseTemplate
 from .call_parsers import HermesCalls, JsonCalls, Llama3Calls, MistralCalls
 from .machine import CallMachine
+from .parts import OutputParser
+from .template_calls import TemplateMachine
 from .tools import ANY_OBJECT, Tool
 
 Format = dict[str, Any]  # of a structural tag
@@ -21,14 +25,18 @@ class ToolFormat(ABC):
 
     MACHINE: the parser of calls.
     MARKERS: texts which may be special tokens; then special tokens must stay in the text of an output.
+    READS_REASONING: whether the parser finds reasoning, too.
+    HAS_GRAMMAR: whether `calls` and `text_with_calls` exist.
     """
 
     MACHINE: ClassVar[type[CallMachine]]
     MARKERS: ClassVar[Sequence[str]] = ()
+    READS_REASONING: ClassVar[bool] = False
+    HAS_GRAMMAR: ClassVar[bool] = True
 
-    def new_parser(self, names: Collection[str]) -> CallMachine:
-        """Return a parser of calls of the tools with these names."""
-        return self.MACHINE(names, self.new_id)
+    def new_parser(self, tools: Sequence[Tool], prompt: str) -> OutputParser:  # noqa: ARG002
+        """Return a parser of one answer to a prompt, with calls of these tools."""
+        return self.MACHINE([tool.name for tool in tools], self.new_id)
 
     @abstractmethod
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
@@ -76,9 +84,9 @@ class Llama3Format(ToolFormat):
     def __init__(self, special_tokens: Collection[str]) -> None:
         self._tags = [tag for tag in self.MARKERS if tag in special_tokens]
 
-    def new_parser(self, names: Collection[str]) -> CallMachine:
+    def new_parser(self, tools: Sequence[Tool], prompt: str) -> OutputParser:  # noqa: ARG002
         """Return a parser to which <|python_tag|> means something only if it is a special token."""
-        return Llama3Calls(names, self.new_id, self._tags)
+        return Llama3Calls([tool.name for tool in tools], self.new_id, self._tags)
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of objects with semicolons between them."""
@@ -148,6 +156,36 @@ class JsonFormat(ToolFormat):
         """Return the format of text that does not begin as a list does, or of calls."""
         calls = self.calls([*map(_loose, tools)], is_single=is_single)
         return _either({"type": "regex", "pattern": r"([^\[\s](.|\n)*)?"}, calls)
+
+
+class TemplateFormat(ToolFormat):
+    """What the checkpoint's own response_template describes: how to read calls, but not a grammar of them."""
+
+    READS_REASONING = True
+    HAS_GRAMMAR = False
+
+    def __init__(self, template: ResponseTemplate) -> None:
+        self._template = template
+
+    def new_parser(self, tools: Sequence[Tool], prompt: str) -> OutputParser:
+        """Return a parser that calls transformers."""
+        return TemplateMachine(self._template, prompt, tools, self.new_id)
+
+    def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:  # noqa: ARG002
+        """Raise RequestError: there is no grammar."""
+        raise self._no_grammar()
+
+    def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:  # noqa: ARG002
+        """Raise RequestError: there is no grammar."""
+        raise self._no_grammar()
+
+    @staticmethod
+    def _no_grammar() -> RequestError:
+        return RequestError(
+            "the checkpoint's response_template says how to read tool calls, not how to constrain them: "
+            "strict, allowed_tools, parallel_tool_calls: false and response_format beside tools need another "
+            "--tool-call-parser"
+        )
 
 
 def _loose(tool: Tool) -> Tool:

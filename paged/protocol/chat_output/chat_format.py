@@ -1,0 +1,157 @@
+"""ChatFormat: how a model writes tool calls and reasoning, from the options of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import ConfigError, RequestError
+from ...model.response_template import ResponseTemplate
+from .reasoning import END_THINK, ends_in_reasoning
+from .tool_formats import HermesFormat, Llama3Format, MistralFormat, TemplateFormat, ToolFormat
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+
+FROM_CHECKPOINT = "response_template"  # the name of the parser that the checkpoint itself describes
+TOOL_PARSERS = ("hermes", "llama3_json", "mistral", FROM_CHECKPOINT)
+# Whether answers begin inside of reasoning even where the prompt does not say so.
+REASONING_PARSERS = {"deepseek_r1": True, "qwen3": False, "think": False}
+AUTO = "auto"  # the name of the parser that the chat template tells
+# Texts that only the chat template of one family has.
+_FAMILIES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "hermes": (("<tool_call>", "</tool_call>", "arguments"), ("<function=", "<arg_key>", "[TOOL_CALLS]")),
+    "llama3_json": (("<|start_header_id|>", "ipython", '"parameters"'), ("<tool_call>",)),
+    "mistral": (("[TOOL_CALLS]",), ("<tool_call>",)),
+}
+
+
+def family_of(template: str) -> str:
+    """Return the tool parser that fits a chat template. Raises ConfigError if none or several do."""
+    names = [
+        name
+        for name, (present, absent) in _FAMILIES.items()
+        if all(text in template for text in present) and not any(text in template for text in absent)
+    ]
+    if len(names) != 1:
+        raise ConfigError(
+            "the chat template does not tell how the model writes tool calls; name a tool_call_parser: "
+            f"{', '.join(_FAMILIES)}"
+        )
+    return names[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """How a model writes tool calls and reasoning, and what a server makes of that.
+
+    tools: None if the server was given no tool parser.
+    auto_tool_choice: whether a model may decide for itself to call tools.
+    reasons: whether there is reasoning to separate from the answer.
+    always_reasons: whether answers begin inside of reasoning even where the prompt does not say so.
+    special_tokens: the texts of the tokenizer's special tokens.
+    """
+
+    tools: ToolFormat | None = None
+    auto_tool_choice: bool = False
+    reasons: bool = False
+    always_reasons: bool = False
+    special_tokens: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        enable_auto_tool_choice: bool = False,
+        template: str = "",
+        special_tokens: Collection[str] = (),
+        directory: Path | None = None,
+    ) -> ChatFormat:
+        """Return the format of a server's options.
+
+        tool_call_parser: one of TOOL_PARSERS, or AUTO to find out from the template.
+        reasoning_parser: one of REASONING_PARSERS.
+        template: the source of the chat template; "" if there is none.
+        directory: of the tokenizer, where a response_template is looked for.
+
+        Raises ConfigError or CheckpointError.
+        """
+        if enable_auto_tool_choice and tool_call_parser is None:
+            raise ConfigError(
+                "enable_auto_tool_choice needs tool_call_parser: "
+                f"{', '.join(TOOL_PARSERS)} or {AUTO}, which finds out from the chat template"
+            )
+        if reasoning_parser is not None and reasoning_parser not in REASONING_PARSERS:
+            raise ConfigError(
+                f"reasoning_parser must be one of {', '.join(REASONING_PARSERS)}, got {reasoning_parser!r}"
+            )
+        tools = None
+        if tool_call_parser is not None:
+            tools = _tool_format(tool_call_parser, template, special_tokens, directory)
+        if tools is not None and tools.READS_REASONING and reasoning_parser is not None:
+            raise ConfigError(
+                f"tool_call_parser {tool_call_parser!r} finds reasoning itself; leave reasoning_parser out"
+            )
+        return cls(
+            tools=tools,
+            auto_tool_choice=enable_auto_tool_choice,
+            reasons=reasoning_parser is not None,
+            always_reasons=reasoning_parser is not None and REASONING_PARSERS[reasoning_parser],
+            special_tokens=frozenset(special_tokens),
+        )
+
+    @classmethod
+    def of_model(
+        cls,
+        text: ModelText,
+        *,
+        chat_template: str | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        enable_auto_tool_choice: bool = False,
+    ) -> ChatFormat:
+        """Return the format of a model and a server's options, as `of` does.
+
+        chat_template: as of `ChatTemplates.source`.
+        """
+        template, tokenizer = "", text.tokenizer
+        if tokenizer is not None:
+            with suppress(RequestError):  # there is none: an error of chat requests alone
+                template = text.chat_templates.source(chat_template, has_tools=True)
+        special = () if tokenizer is None else map(tokenizer.token_text, tokenizer.special_token_ids)
+        return cls.of(
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            enable_auto_tool_choice=enable_auto_tool_choice,
+            template=template,
+            special_tokens=frozenset(special),
+            directory=None if tokenizer is None else tokenizer.directory,
+        )
+
+    def is_in_reasoning(self, prompt: str, *, continues_answer: bool = False) -> bool:
+        """Return whether an answer to this prompt begins inside of reasoning."""
+        if not self.reasons:
+            return False
+        if ends_in_reasoning(prompt, continues_answer=continues_answer):
+            return True
+        return self.always_reasons and END_THINK not in prompt[-2 * len(END_THINK) :]
+
+
+def _tool_format(
+    name: str, template: str, special_tokens: Collection[str], directory: Path | None
+) -> ToolFormat:
+    match family_of(template) if name == AUTO else name:
+        case "hermes":
+            return HermesFormat()
+        case "llama3_json":
+            return Llama3Format(special_tokens)
+        case "mistral":
+            return MistralFormat(template)
+        case "response_template" if directory is not None:
+            return TemplateFormat(ResponseTemplate.of(directory))
+    raise ConfigError(f"tool_call_parser must be one of {', '.join((*TOOL_PARSERS, AUTO))}, got {name!r}")
