@@ -14,11 +14,13 @@ import typer
 from ..engine.embedding import EmbeddingRequestOutput, embedding_output, embedding_reports
 from ..errors import PagedError, RequestError
 from ..protocol.answers.errors import MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
-from ..protocol.batch_file import BATCH_LIMITS, BatchOutput, Line, count_lines, read_lines
+from ..protocol.batch_file import BATCH_LIMITS, BatchOutput, Line, count_lines, is_done, read_lines
 from ..protocol.calls.call import AnswerCall
 from ..protocol.calls.vectors import EmbeddingCall
+from ..protocol.chat_output.chat_format import ChatFormat
 from ..requests.prompts import Prompt
 from ..requests.request import Request, RequestOutput
+from ..server.options import ServeOptions
 from . import common
 from .options import with_options
 
@@ -34,7 +36,11 @@ RETRY_HELP = """Answer the lines again whose results are errors; the new results
 NAME_HELP = "The model's name in the request bodies. [default: the value of --model]"
 
 
-@with_options(common.ENGINE)
+# How the model writes tool calls and reasoning.
+PARSERS = (ServeOptions, ["enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"])
+
+
+@with_options(common.ENGINE, PARSERS)
 def run_batch(
     input_file: Annotated[Path, typer.Argument(help=INPUT_HELP)],
     output_file: Annotated[Path, typer.Argument(help=_OUTPUT_HELP)],
@@ -51,16 +57,17 @@ def run_batch(
     template = common.template_text(chat_template)
     total = count_lines(input_file)
     with BatchOutput(output_file, input_file, retry_failed=retry_failed) as output:
-        lines = read_lines(input_file, output.done, replace(BATCH_LIMITS, chat_template=template))
         num_done = len(output.done)
-        first = next(lines, None)
-        if first is None:
+        if is_done(input_file, output.done):
             common.complain(f"nothing to do: all {total:,} lines have results")
         else:
             engine = common.start(engine_options)
+            parsers = common.given(options, PARSERS[1])
+            chat_format = ChatFormat.of_model(engine.text, chat_template=template, **parsers)
+            limits = replace(BATCH_LIMITS, chat_template=template, chat_format=chat_format)
             with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:
                 run = _Run(engine, output, served_model_name or model, bar.update)
-                run.answer(first, lines)
+                run.answer(read_lines(input_file, output.done, limits))
         num_failed = output.num_failed
     if num_failed:
         common.complain(
@@ -103,17 +110,17 @@ class _Run:
         config = engine.config
         self._most_waiting = min(config.max_num_seqs, config.max_waiting or config.max_num_seqs)
 
-    def answer(self, first: Line, rest: Iterator[Line]) -> None:
+    def answer(self, lines: Iterator[Line]) -> None:
         """Answer all lines and write each result as soon as it exists."""
         engine = self._engine
-        pending: Line | None = first
+        pending = next(lines, None)
         while pending is not None or self._queue or engine.has_unfinished_requests():
             while engine.scheduler.num_waiting < self._most_waiting and (self._queue or pending is not None):
                 if self._queue:
                     self._add(*self._queue.popleft())
                 elif pending is not None:
                     self._open(pending)
-                    pending = next(rest, None)
+                    pending = next(lines, None)
             for output in engine.step():
                 if output.finished:
                     self._take(output)

@@ -102,6 +102,11 @@ def count_lines(file: Path) -> int:
         return sum(not line.isspace() for line in lines)
 
 
+def is_done(file: Path, done: IdentitySet) -> bool:
+    """Return whether all lines have results."""
+    return next(read_lines(file, done), None) is None
+
+
 def read_lines(file: Path, done: IdentitySet, limits: Limits = BATCH_LIMITS) -> Iterator[Line]:
     """Yield the lines whose results are not in `done`."""
     seen = IdentitySet()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .chat_output.plan import ChatFormat
+from .chat_output.chat_format import ChatFormat
 
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
 MAX_N = 128  # samples of a prompt, also best_of

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import EngineDeadError
 from ..protocol.calls.call import Call
+from ..protocol.chat_output.chat_format import ChatFormat
 from ..protocol.endpoints import parse_call
 from ..protocol.limits import Limits
 from ..sampling_params import MAX_SEED, SamplingParams
@@ -63,9 +64,13 @@ class FrontEnd:
             trust_chat_template=options.trust_request_chat_template,
             chat_template=options.chat_template,
             chat_template_kwargs=options.chat_template_kwargs,
-            enable_auto_tool_choice=options.enable_auto_tool_choice,
-            tool_call_parser=options.tool_call_parser,
-            reasoning_parser=options.reasoning_parser,
+            chat_format=ChatFormat.of_model(
+                engine.text,
+                chat_template=options.chat_template,
+                tool_call_parser=options.tool_call_parser,
+                reasoning_parser=options.reasoning_parser,
+                enable_auto_tool_choice=options.enable_auto_tool_choice,
+            ),
         )
         self.keep_alive = KeepAlive()
         self._rate = FinishRate()

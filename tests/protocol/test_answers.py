@@ -14,7 +14,7 @@ from paged import CompletionOutput, LLMEngine, Logprob, RequestMetrics, RequestO
 from paged.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, UnknownArgumentError
 from paged.protocol.answers.errors import error_body, failure_of, status_of
 from paged.protocol.answers.places import CompletionPlaces, chat_places, prompt_places
-from paged.protocol.chat_output.plan import ChatFormat
+from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import DEFAULT_LIMITS, parse_call
 from paged.protocol.limits import Limits
 from tests.support.api_fields import CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE
@@ -265,7 +265,10 @@ WEATHER = {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },

@@ -7,7 +7,7 @@ from paged.errors import PagedError
 from paged.protocol.calls.call import AnswerCall, GenerationCall
 from paged.protocol.calls.tokens import DetokenizeCall, TokenizeCall
 from paged.protocol.calls.vectors import EmbeddingCall
-from paged.protocol.chat_output.plan import ChatFormat
+from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.fields.table import Effect
 from paged.protocol.limits import Limits
