@@ -228,7 +228,6 @@ STRUCTURED_OUTPUTS_PARAMS: dict[str, Neutral] = {
         (None, False), 'write "additionalProperties": false in the schema'
     ),
     "whitespace_pattern": Neutral((None,), "JSON may have a space or an indented line break"),
-    "structural_tag": Neutral((None,), NOT_YET),
 }
 
 BEAM_SEARCH_PARAMS: dict[str, Neutral] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from typing import Any, Self
 from .arguments import strict
 from .errors import RequestError
 from .from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS
+from .structural_tag import schema_text, structural_tag_text
 from .validation import check_bool, check_int, check_number, plain, shown
 
 DEFAULT_MAX_TOKENS = 16  # as in vLLM and OpenAI's completions
@@ -49,6 +49,9 @@ class StructuredOutputsParams:
     regex: a regular expression for the whole output, in Rust's syntax: no lookaround, no backreferences.
     choice: a list of strings, one of which is the output.
     grammar: a context-free grammar, in llama.cpp's GBNF (start symbol root) or Lark's EBNF (start).
+    structural_tag: text with parts that belong to grammars, as JSON text or a dict in the form of vLLM and
+        xgrammar, {"type": "structural_tag", "format": ...} or the older one with "structures" and "triggers";
+        stored as the JSON text of its format. Where it has the text of a special token, the token is meant.
 
     EOS and stop_token_ids are allowed once the output is complete. If nothing can follow, only they are
     allowed; if there are none, the output ends with "stop". max_tokens (with "length"), stop strings and
@@ -62,6 +65,7 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
@@ -70,8 +74,8 @@ class StructuredOutputsParams:
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) != 1:
             raise RequestError(
-                "structured_outputs takes exactly one of json, regex, choice, grammar and json_object, "
-                f"got {given}"
+                "structured_outputs takes exactly one of json, regex, choice, grammar, structural_tag and "
+                f"json_object, got {given}"
             )
         if self.json_object:
             object.__setattr__(self, "json_object", None)
@@ -80,7 +84,9 @@ class StructuredOutputsParams:
             if not isinstance(getattr(self, name), str | None):
                 raise RequestError(f"{name} must be a string, got {shown(getattr(self, name))}")
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", schema_text(self.json))
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", structural_tag_text(self.structural_tag))
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice))
             if not self.choice:
@@ -385,14 +391,3 @@ def biases_of(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
 def _is_number(key: Any) -> bool:
     """Return whether a key is the text of an int that fits, as keys in JSON are."""
     return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
-
-
-def _schema_text(schema: Any) -> str:
-    if not isinstance(schema, str | Mapping):
-        raise RequestError(f"json must be a JSON schema as text or a dict, got {shown(schema)}")
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"json must be a JSON schema: {error}; got {shown(schema)}") from error
-    return text

@@ -19,7 +19,10 @@ from paged import errors
 ROOT = Path(__file__).parents[1]
 # Imports go from a row to itself or to one above it, never down. Every file and folder has its row.
 LAYERS = [
-    ["errors", "validation", "interrupts", "from_vllm", "arguments", "config", "sampling_params"],
+    [
+        *("errors", "validation", "interrupts", "from_vllm", "arguments", "config", "structural_tag"),
+        "sampling_params",
+    ],
     ["blocks"],
     ["requests"],
     ["scheduler"],

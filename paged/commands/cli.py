@@ -1,4 +1,4 @@
-"""The command line: `paged generate`, `chat`, `run-batch`, `serve`, `warmup`, `simulate` and `bench`.
+"""The command line: `paged generate`, `chat`, `run-batch`, `serve`, `warmup`, `simulate`, `top` and `bench`.
 
 Arguments are validated before torch is imported and the model loaded. Every error is one line on stderr; only
 generated text and results go to stdout.
@@ -22,6 +22,7 @@ from .headings import CommandGroup, GroupedCommand
 from .run_batch import run_batch
 from .serve import serve
 from .simulate import simulate
+from .top import top
 from .warmup import warmup
 
 # The base class of parser errors: click's in older versions of Typer, Typer's own copy in newer ones.
@@ -67,6 +68,6 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, run_batch, serve, warmup, simulate):
+for command in (generate, chat, run_batch, serve, top, warmup, simulate):
     app.command(cls=GroupedCommand)(command)
 app.add_typer(bench, name="bench")

@@ -16,6 +16,7 @@ from rich.text import Text
 from ..scheduler.stats import EngineStats
 
 REDRAW_S = 0.1
+BAR_WIDTH = 50
 
 
 class LiveView:
@@ -59,15 +60,7 @@ class LiveView:
 
 def render(stats: EngineStats, num_done: int, num_requests: int, tokens_per_s: float) -> Group:
     """Return the view: requests, blocks by their use, and tokens of the last step."""
-    blocks = Text("blocks   ")
-    width = 50
-    shares = (
-        (stats.num_used_blocks, "\u2588", "green"),
-        (stats.num_cached_blocks, "\u2593", "blue"),
-        (stats.num_free_blocks, "\u2591", "dim"),
-    )
-    for count, mark, style in shares:
-        blocks.append(mark * round(width * count / stats.num_blocks), style=style)
+    blocks = blocks_bar(stats.num_used_blocks, stats.num_cached_blocks, stats.num_free_blocks)
     table = Table.grid(padding=(0, 3))
     table.add_row(
         "requests",
@@ -93,4 +86,19 @@ def render(stats: EngineStats, num_done: int, num_requests: int, tokens_per_s: f
         f"{stats.num_recompute_preemptions + stats.num_swap_preemptions:,} preemptions",
         f"{stats.waste:.1%} of slots wasted",
     )
-    return Group(ProgressBar(total=max(1, num_requests), completed=num_done, width=width + 9), blocks, table)
+    return Group(
+        ProgressBar(total=max(1, num_requests), completed=num_done, width=BAR_WIDTH + 9), blocks, table
+    )
+
+
+def blocks_bar(used: float, cached: float, free: float) -> Text:
+    """Return a bar of the blocks by their use. The arguments are counts or shares."""
+    bar = Text("blocks   ")
+    total = max(used + cached + free, 1e-9)
+    for count, mark, style in (
+        (used, "\u2588", "green"),
+        (cached, "\u2593", "blue"),
+        (free, "\u2591", "dim"),
+    ):
+        bar.append(mark * round(BAR_WIDTH * count / total), style=style)
+    return bar

@@ -89,7 +89,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, url_of
-    from ..server.routes.table import PATHS
+    from ..server.routes.table import ROUTE_PATHS
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, set_up_logging
     from ..server.telemetry.traces import Traces
@@ -99,7 +99,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     if options.otlp_traces_endpoint is not None:
         observers.append(Traces(options.otlp_traces_endpoint))
     async with EngineClient(**engine_options, replicas=options.replicas, router=options.router) as engine:
-        front = FrontEnd(engine, options, PATHS, observers)
+        front = FrontEnd(engine, options, ROUTE_PATHS, observers)
         server = Server(new_app(front), options, front.stop)
         print(engine.describe(), file=sys.stderr)
         print(f"{', '.join(front.names)} is served at {url_of(options, listener)}", file=sys.stderr)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,7 @@ from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import StepOutput
 from ..text.tokenizer import Tokenizer
 from .grammar_limits import check_grammar, library_limits
+from .structural_grammar import StructuralGrammar
 
 MAX_CACHED = 64  # compiled grammars
 MAX_CACHED_CHARACTERS = 2**20  # of their texts together; a compiled text takes up to 1,000 times its size
@@ -117,6 +118,8 @@ class _Vocabulary:
                 f"structured_outputs cannot read this checkpoint's tokenizer: {error}"
             ) from error
         self.ends = frozenset(ends)
+        added = tokenizer.hf.added_tokens_decoder
+        self.special = {str(added[i]): i for i in added if self.tokens.is_special_token(i)}
         self.num_words = -(-self.tokens.vocab_size // WORD_BITS)
         # i32[num_words]: the bits of tokens that have a logit
         self.in_logits = _bits(range(vocab_size), self.num_words)
@@ -134,7 +137,7 @@ def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
 
     matcher = LLMatcher(
         vocabulary.tokens,
-        _library_grammar(kind, text),
+        _library_grammar(kind, text, vocabulary.special),
         log_level=0,
         limits=library_limits(text),
     )
@@ -155,11 +158,13 @@ def _one_line(message: str) -> str:
     return " ".join(message.split())[:500]
 
 
-def _library_grammar(kind: str, text: str) -> Any:
+def _library_grammar(kind: str, text: str, special: Mapping[str, int]) -> Any:
     from llguidance import LLMatcher, grammar_from
 
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+    if kind == "structural_tag":
+        return StructuralGrammar(special, WHITESPACE).grammar(json.loads(text))
     if kind == "choice":
         # As one terminal, so that thousands of strings are as fast as a few.
         strings = " | ".join(json.dumps(s, ensure_ascii=False) for s in json.loads(text))

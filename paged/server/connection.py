@@ -19,6 +19,7 @@ from ..text.worker import ROOT
 from . import frames
 from .inbox import Inbox
 
+ENGINE_PROCESS = "paged.server.engine_process"  # the module that it runs
 BUFFER_BYTES = 4 * 2**20  # of the socket, so that a step need not wait for a busy front end
 END_S = 5.0  # after which a process that was told to end is killed
 
@@ -39,14 +40,16 @@ class EngineConnection(asyncio.Protocol):
         path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "paged.server.engine_process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", ENGINE_PROCESS, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a library prints is no output of a command
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             )
         self._socket, self._reader = ours, frames.FrameReader(frames.decode_report)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
+        self._is_closed: asyncio.Future[None] | None = None
         self.dead: EngineDeadError | None = None
         self.load = self.step = 0
         self.stats: EngineStats
@@ -69,6 +72,7 @@ class EngineConnection(asyncio.Protocol):
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read and write in this event loop from now on."""
+        self._loop, self._is_closed = loop, loop.create_future()
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
     def send(self, order: frames.Order, inbox: Inbox | None = None) -> None:
@@ -77,7 +81,7 @@ class EngineConnection(asyncio.Protocol):
         assert self._transport is not None
         data = frames.encode(order)
         if inbox is not None:
-            assert isinstance(order, frames.Generate | frames.Fork | frames.Embed | frames.Score)
+            assert isinstance(order, frames.Generate | frames.Fork | frames.Embed | frames.ScoreTokens)
             self._inboxes[order.key] = inbox
             self._loads[order.key] = len(inbox.token_ids)
             self.load += len(inbox.token_ids)
@@ -113,8 +117,8 @@ class EngineConnection(asyncio.Protocol):
             raise EngineDeadError(str(self.dead)) from self.dead.__cause__
 
     def close(self) -> None:
-        """End the process. Its readers get EngineDeadError."""
-        self._die(EngineDeadError("the engine was shut down"))
+        """End the process, from any thread. Its readers get EngineDeadError."""
+        self._shut_down()
         # The process ends when it finds the other end of its socket closed.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -125,6 +129,25 @@ class EngineConnection(asyncio.Protocol):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    async def aclose(self) -> None:
+        """End the process, from its event loop."""
+        self._shut_down()
+        if self._is_closed is not None:
+            await self._is_closed
+        await asyncio.to_thread(self.close)
+
+    def _shut_down(self) -> None:
+        error = EngineDeadError("the engine was shut down")
+        try:
+            is_here = self._loop is None or self._loop is asyncio.get_running_loop()
+        except RuntimeError:  # none runs on this thread
+            is_here = False
+        if is_here:
+            self._die(error)
+        elif self._loop is not None:
+            with suppress(RuntimeError):  # it is closed, and nothing waits
+                self._loop.call_soon_threadsafe(self._die, error)
 
     # Of asyncio.Protocol
 
@@ -139,6 +162,8 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         """Fail all requests, as the process has ended."""
+        if self._is_closed is not None and not self._is_closed.done():
+            self._is_closed.set_result(None)
         if self.dead is None:
             how = self._how_ended()
             self._die(_caused(f"{self._name} has ended ({how}); make a new engine", ChildProcessError(how)))

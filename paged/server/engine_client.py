@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import weakref
 from collections.abc import Sequence, Sized
 from dataclasses import replace
@@ -179,7 +180,9 @@ class EngineClient:
         name, first = self._id(request_id), len(parsed.token_ids)
         names = [name] if len(wholes) == 1 else [f"{name}-{i}" for i in range(len(wholes))]
         orders = [
-            frames.Score(next(self._keys), name, whole.token_ids, whole.namespace, first, priority, tenant)
+            frames.ScoreTokens(
+                next(self._keys), name, whole.token_ids, whole.namespace, first, priority, tenant
+            )
             for name, whole in zip(names, wholes, strict=True)
         ]
         return await self._report(orders, parsed)
@@ -229,7 +232,9 @@ class EngineClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.shutdown)
+        for connection in self._connections:
+            await connection.aclose()
+        self.shutdown()
 
     # For `ClientStream`
 
@@ -249,9 +254,12 @@ class EngineClient:
         if asked.render is not None:
             asked = replace(asked, prompt=await asyncio.to_thread(asked.render))
         parsed = await self._parse(asked.prompt, asked.params.cache_salt)
-        inbox = Inbox(request_id, parsed.text, parsed.token_ids, asked.params.output_kind)
-        params = frames.params_to_wire(_sent_as(asked.params))
-        terms = (parsed.token_ids, parsed.namespace, params, asked.tenant, [*asked.generated_token_ids])
+        given, kind = [*asked.generated_token_ids], asked.params.output_kind
+        # Deltas would leave out the text of the given tokens.
+        in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
+        inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, in_full=in_full)
+        params = frames.params_to_wire(asked.params if in_full else _sent_as(asked.params))
+        terms = (parsed.token_ids, parsed.namespace, params, asked.tenant, given)
         order = frames.Generate(next(self._keys), request_id, *terms)
         connection = self._choose(parsed.token_ids)
         self._send(connection, order, inbox)
@@ -311,7 +319,9 @@ class EngineClient:
         connection.send(order, inbox)
         self._streams[inbox.request_id] = connection, order.key
 
-    async def _report(self, orders: Sequence[frames.Embed | frames.Score], prompt: ParsedPrompt) -> list[Any]:
+    async def _report(
+        self, orders: Sequence[frames.Embed | frames.ScoreTokens], prompt: ParsedPrompt
+    ) -> list[Any]:
         """Compute prompts for their reports alone, in one process, as they share a prefix."""
         connection, inboxes = self._choose(prompt.token_ids), list[Inbox]()
         try:
@@ -354,6 +364,9 @@ def _sendable(config: EngineConfig, options: dict[str, Any], replicas: int) -> d
     if not isinstance(config.scheduling_policy, str):
         policy = shown(config.scheduling_policy)
         raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")
+    cores = len(os.sched_getaffinity(0))
+    if replicas > cores and config.device == "cpu":  # with "auto", each process finds out
+        raise ConfigError(f"{replicas} replicas need as many CPU cores; there are {cores}")
     if replicas > 1 and ":" in config.device:
         raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")
     sent = dict(options)

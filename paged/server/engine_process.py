@@ -181,7 +181,7 @@ class EngineServer:
                 self._fork(order)
             case frames.Embed():
                 self._embed(order)
-            case frames.Score():
+            case frames.ScoreTokens():
                 self._score(order)
             case frames.Abort():
                 self._abort(order.key)
@@ -198,7 +198,7 @@ class EngineServer:
         ((_, report),) = embedding_reports([prompt], order.pooling)
         self._add_report(order, report, finish)
 
-    def _score(self, order: frames.Score) -> None:
+    def _score(self, order: frames.ScoreTokens) -> None:
         def finish(request: Request) -> None:
             self.scores.append((order.key, score_output(request)))
 
@@ -206,7 +206,10 @@ class EngineServer:
         self._add_report(order, report, finish)
 
     def _add_report(
-        self, order: frames.Embed | frames.Score, report: PromptReport, finish: Callable[[Request], None]
+        self,
+        order: frames.Embed | frames.ScoreTokens,
+        report: PromptReport,
+        finish: Callable[[Request], None],
     ) -> None:
         post = ReportPost(order.key, order.request_id, self, finish)
         self._posts[order.key] = post

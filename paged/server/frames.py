@@ -95,7 +95,7 @@ class Embed(Frame):
     tenant: str
 
 
-class Score(Frame):
+class ScoreTokens(Frame):
     """Report the log-probabilities of the tokens of a prompt from `first` on."""
 
     key: int
@@ -119,7 +119,7 @@ class Ask(Frame):
     key: int
 
 
-Order = Start | Generate | Fork | Embed | Score | Abort | Ask
+Order = Start | Generate | Fork | Embed | ScoreTokens | Abort | Ask
 
 # From the engine process
 

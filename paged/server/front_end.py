@@ -31,7 +31,7 @@ C = TypeVar("C", bound=Call)
 class FrontEnd:
     """The engine, and what the routes know about its requests.
 
-    paths: of the routes.
+    routes: the method and the path of each.
     names: of the model, the first one in responses.
     created: when the server started, in seconds since 1970.
     metrics: what GET /metrics says.
@@ -43,17 +43,17 @@ class FrontEnd:
         self,
         engine: ServedEngine,
         options: ServeOptions,
-        paths: Sequence[str],
+        routes: Sequence[tuple[str, str]],
         observers: Sequence[Observer] = (),
     ) -> None:
-        self.engine, self.options = engine, options
+        self.engine, self.options, self.routes = engine, options, routes
         self.names = tuple(options.served_model_name) or (engine.config.model,)
         self.created = int(time.time())
         self.metrics = ServerMetrics(
             self.names[0],
             engine.config,
             max_model_len=engine.max_model_len,
-            routes=paths,
+            routes=[path for _, path in routes],
             prefix=options.metrics_prefix,
             num_engines=options.replicas,
         )

@@ -56,12 +56,20 @@ class Inbox:
     Each output of the engine holds what is new. Unread ones are merged, so that a slow reader costs no more
     memory than its request's output.
 
+    in_full: whether each output of the engine holds everything so far instead.
     result: of a report on a prompt, once `wait` returns.
     """
 
     def __init__(
-        self, request_id: str, prompt: str | None, token_ids: list[int], kind: RequestOutputKind
+        self,
+        request_id: str,
+        prompt: str | None,
+        token_ids: list[int],
+        kind: RequestOutputKind,
+        *,
+        in_full: bool = False,
     ) -> None:
+        self._in_full = in_full
         self.request_id, self.prompt, self.token_ids, self.kind = request_id, prompt, token_ids, kind
         self._samples: list[_Sample] = []
         self._metrics = RequestMetrics(0.0)
@@ -73,7 +81,9 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, new: frames.Output) -> int:
-        """Add an output. Return how many new tokens it has."""
+        """Add an output. Return how many tokens it has."""
+        if self._in_full:
+            self._samples = []
         while len(self._samples) < len(new.completions):
             self._samples.append(_Sample(len(self._samples)))
         num = 0

@@ -39,8 +39,8 @@ class Spelled:
     def decode(self, tokens, **options):
         return f"{tokens}{options}"
 
-    def token_text(self, token_id, **options):
-        return chr(token_id)
+    def token_text(self, token_id, *, first):
+        return f"{token_id}{first}"
 
 
 def outcome(url, body, text):

@@ -105,7 +105,7 @@ WRONG = [
         CHAT,
         {"response_format": "json"},
         "response_format",
-        "of type text, json_object, json_schema, got 'json'",
+        "of type text, json_object, json_schema",
     ),
     (
         CHAT,
@@ -161,7 +161,7 @@ WRONG = [
         GENERATE,
         {"prompts": ["a"], "prompt": "b"},
         "prompts",
-        "either prompts or prompt must be given, got both",
+        "either prompts or prompt must be given",
     ),
     (GENERATE, {"stream": "lines"}, "stream", "must be one of 'results', 'deltas', got 'lines'"),
 ]

@@ -149,6 +149,21 @@ def test_times_of_a_stream():
     assert found[("http_requests_in_progress", COMPLETIONS)] == 0
 
 
+def test_a_request_is_counted_for_the_engine_that_computed_it():
+    metrics = new_metrics(num_engines=2)
+    observers = Observers(metrics)
+    observers.begin(record := RequestRecord("a", COMPLETIONS, num_requests=2))
+    for engine in (0, 1):
+        record.on_output(output(f"a-{engine}"), 13.0, engine)
+        record.on_output(output(f"a-{engine}", tokens=(1 + engine,), reason="stop"), 14.0, engine)
+    observers.end(record)
+    found = samples(metrics)
+    for engine in ("0", "1"):
+        assert found[("request_success_total", "demo", engine, "stop")] == 1
+        assert found[("e2e_request_latency_seconds_count", "demo", engine)] == 1
+        assert found[("inter_token_latency_seconds_count", "demo", engine)] == 1 + int(engine)
+
+
 def test_times_of_whole_responses():
     """The only output says when the first token was. Two prompts of two samples are four finished ones."""
     metrics = new_metrics()

@@ -76,10 +76,11 @@ class CompletionPlaces:
         return token_name(token_id, candidate, as_ids=self._as_ids)
 
     def _top(self, place: Place) -> dict[str, float]:
-        """Return the candidates by name. Of those with the same text, the most likely one stays."""
+        """Return the candidates by name. Of those with the same text, the most likely one counts."""
         top = dict[str, float]()
         for token_id, candidate in place.items():
-            top.setdefault(self._name(token_id, candidate), finite(candidate.logprob))
+            name, logprob = self._name(token_id, candidate), finite(candidate.logprob)
+            top[name] = max(logprob, top.get(name, logprob))
         return top
 
 

@@ -134,7 +134,7 @@ class AnswerCall(GenerationCall):
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
     ) -> dict[str, Any]:
-        """Return the whole response body.
+        """Return the whole response body, after `prompts`.
 
         outputs: the finished output of each prompt.
         identity: unique among responses.
@@ -143,4 +143,4 @@ class AnswerCall(GenerationCall):
 
     @abstractmethod
     def chunks(self, identity: str, created: int, model: str) -> Chunks:
-        """Return what makes the chunks of a streamed response."""
+        """Return what makes the chunks of a streamed response, after `prompts`."""

@@ -57,6 +57,7 @@ class ServerMetrics:
             {family.name: Histogram(family.bounds or lengths) for family in histograms}
             for _ in range(num_engines)
         ]
+        self._token_latencies = [own["inter_token_latency_seconds"] for own in self._histograms]
         self._finished = {(i, why): 0 for i in range(num_engines) for why in FINISH_REASONS}
         self._responses = defaultdict[tuple[str, int], int](int)
         self._refused = defaultdict[str, int](int)
@@ -65,7 +66,7 @@ class ServerMetrics:
     def begin(self, record: RequestRecord) -> None:
         """Count a request as in progress, and let its record count the time between tokens."""
         self._in_progress[self._route(record.route)] += 1
-        record.token_latencies = self._of(record)["inter_token_latency_seconds"]
+        record.token_latencies = self._token_latencies
 
     def end(self, record: RequestRecord, ending: Ending) -> None:
         """Count a request that began, and each of the engine's requests that it made."""
@@ -81,7 +82,8 @@ class ServerMetrics:
                 self._count_finished(record, progress, progress.finished_at)
         finished = sum(p.finished_at is not None for p in record.progress.values())
         unfinished = max(record.num_requests - finished, 0)
-        self._finished[record.engine, "abort" if ending.status == CLIENT_GONE else "error"] += unfinished
+        # What did not finish is counted for the first engine: perhaps it reached none.
+        self._finished[0, "abort" if ending.status == CLIENT_GONE else "error"] += unfinished
 
     def refused(self, route: str, status: int, reason: str, request_id: str) -> None:  # noqa: ARG002
         """Count a refused request."""
@@ -108,9 +110,9 @@ class ServerMetrics:
     # Counting
 
     def _count_finished(self, record: RequestRecord, progress: RequestProgress, finished_at: float) -> None:
-        histograms = self._of(record)
+        histograms = self._histograms[progress.engine]
         for reason in progress.finish_reasons:
-            self._finished[record.engine, reason if reason in FINISH_REASONS else "error"] += 1
+            self._finished[progress.engine, reason if reason in FINISH_REASONS else "error"] += 1
         seconds: dict[str, float | None] = {
             "e2e_request_latency_seconds": finished_at - record.received,
             "request_queue_time_seconds": progress.seconds("arrival_time", "first_scheduled_time"),
@@ -140,9 +142,6 @@ class ServerMetrics:
         for name, value in (*seconds.items(), *lengths.items()):
             if value is not None:
                 histograms[name].add(value)
-
-    def _of(self, record: RequestRecord) -> dict[str, Histogram]:
-        return self._histograms[record.engine]
 
     def _route(self, route: str) -> str:
         return route if route in self._routes else OTHER

@@ -41,11 +41,13 @@ class RequestProgress:
 
     Times are of time.monotonic; those in `times` are of the engine's clock, and only their differences count.
 
+    engine: the replica that computes it.
     num_generated: tokens of each sample.
     finish_reasons: of each sample; empty until the request is finished.
     """
 
     request_id: str
+    engine: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated: list[int] = field(default_factory=list)
@@ -72,12 +74,11 @@ class RequestRecord:
 
     route: the template of the path, such as /v1/completions.
     received: when it arrived, by time.monotonic.
-    engine: the replica that computes it.
     params: its sampling parameters, once they are parsed.
     num_requests: how many engine requests it makes.
     trace: of the client; `Observers.begin` replaces it by the server's own span where traces are exported.
         Its `traceparent` is a header of the response.
-    token_latencies: counts the seconds between two tokens; set by `Observers.begin`.
+    token_latencies: count the seconds between two tokens, for each engine; set by `Observers.begin`.
     """
 
     request_id: str
@@ -86,22 +87,22 @@ class RequestRecord:
     model: str = ""
     stream: bool = False
     received: float = field(default_factory=time.monotonic)
-    engine: int = 0
     params: SamplingParams | None = None
     num_requests: int = 1
     trace: TraceContext | None = None
-    token_latencies: Histogram | None = None
+    token_latencies: Sequence[Histogram] = ()
     progress: dict[str, RequestProgress] = field(default_factory=dict)
     _newest: RequestProgress | None = None
 
-    def on_output(self, output: RequestOutput, now: float) -> None:
-        """Record an output of the engine: a delta, or the only one of its request.
+    def on_output(self, output: RequestOutput, now: float, engine: int = 0) -> None:
+        """Record an output: a delta, or the only one of its request.
 
         now: by time.monotonic.
+        engine: the replica that it comes from.
         """
         progress = self._newest
         if progress is None or progress.request_id != output.request_id:
-            progress = self._progress_of(output.request_id)
+            progress = self._progress_of(output.request_id, engine)
         last, counts = progress.last_token_at, progress.num_generated
         for completion in output.outputs:
             num_new = len(completion.token_ids)
@@ -111,8 +112,8 @@ class RequestRecord:
                 counts.extend([0] * (1 + completion.index - len(counts)))
             counts[completion.index] += num_new
             progress.last_token_at = now
-            if last is not None and self.token_latencies is not None:
-                self.token_latencies.add((now - last) / num_new, num_new)
+            if last is not None and self.token_latencies:
+                self.token_latencies[engine].add((now - last) / num_new, num_new)
         if last is None and progress.last_token_at is not None:
             self._on_first_token(progress, output, now)
         if output.finished:
@@ -127,17 +128,18 @@ class RequestRecord:
         num_cached_tokens: int | None = None,
         times: RequestMetrics | None = None,
         reason: str = "stop",
+        engine: int = 0,
     ) -> None:
         """Record the result of a request that generates no tokens: an embedding or a score."""
-        progress = self._progress_of(request_id)
+        progress = self._progress_of(request_id, engine)
         progress.num_prompt_tokens, progress.num_cached_tokens = num_prompt_tokens, num_cached_tokens or 0
         progress.times, progress.finish_reasons = times, (reason,)
         progress.finished_at = time.monotonic()
 
-    def _progress_of(self, request_id: str) -> RequestProgress:
+    def _progress_of(self, request_id: str, engine: int) -> RequestProgress:
         progress = self.progress.get(request_id)
         if progress is None:
-            progress = self.progress[request_id] = RequestProgress(request_id)
+            progress = self.progress[request_id] = RequestProgress(request_id, engine)
         self._newest = progress
         return progress
 
@@ -149,9 +151,9 @@ class RequestRecord:
         # The only output of its request: how long ago the first token was, the engine knows.
         seconds = times.finished_time - times.first_token_time
         progress.first_token_at = max(self.received, now - seconds)
-        if num_tokens > 1 and self.token_latencies is not None:
+        if num_tokens > 1 and self.token_latencies:
             num_intervals = sum(count - 1 for count in progress.num_generated if count)
-            self.token_latencies.add(seconds / (num_tokens - 1), num_intervals)
+            self.token_latencies[progress.engine].add(seconds / (num_tokens - 1), num_intervals)
 
     @staticmethod
     def _finish(

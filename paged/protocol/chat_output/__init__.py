@@ -1,0 +1,1 @@
+"""What a chat model writes besides plain text: reasoning and tool calls."""

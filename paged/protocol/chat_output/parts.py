@@ -1,0 +1,134 @@
+"""Parts: what the text of a chat answer consists of, as a parser finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer's own text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the text that precedes the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The beginning of a call; at least one ToolArgumentsDelta of the same index follows.
+
+    index: of the call in the answer, from 0.
+    call_id: unique among calls.
+    name: of one of the request's tools.
+    """
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArgumentsDelta:
+    """More of the arguments of a call: joined, they are a JSON object."""
+
+    index: int
+    text: str
+
+
+Part = ContentDelta | ReasoningDelta | ToolCallStart | ToolArgumentsDelta
+
+
+class OutputParser(Protocol):
+    """A state machine that finds the parts of one answer.
+
+    The joined parts do not depend on how the text is split.
+    """
+
+    def feed(self, text: str) -> list[Part]:
+        """Take more text. Return the parts that are certain."""
+
+    def finish(self) -> list[Part]:
+        """End the text. Return the remaining parts."""
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there is a call, and the arguments of all calls are whole."""
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A whole call. arguments: a JSON object as text, unless max_tokens or a mistake of the model cut it."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the call as an entry of `tool_calls`."""
+        return {
+            "id": self.call_id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+@dataclass(slots=True)
+class ChatOutput:
+    """The joined parts of an answer. content, reasoning: empty if there is none."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> ChatOutput:
+        """Join parts."""
+        output = cls()
+        content, reasoning, arguments = list[str](), list[str](), list[list[str]]()
+        for part in parts:
+            match part:
+                case ContentDelta(text):
+                    content.append(text)
+                case ReasoningDelta(text):
+                    reasoning.append(text)
+                case ToolCallStart(_, call_id, name):
+                    output.tool_calls.append(ToolCall(call_id, name))
+                    arguments.append([])
+                case ToolArgumentsDelta(index, text):
+                    arguments[index].append(text)
+        output.content, output.reasoning = "".join(content), "".join(reasoning)
+        for call, texts in zip(output.tool_calls, arguments, strict=True):
+            call.arguments = "".join(texts)
+        return output
+
+    def message(self) -> dict[str, Any]:
+        """Return the message of a chat.completion; reasoning has both of the names that clients know."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [call.as_json() for call in self.tool_calls]
+        if self.reasoning:
+            message |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
+        return message
+
+
+def delta_of(part: Part) -> dict[str, Any]:
+    """Return the delta of a chat.completion.chunk."""
+    match part:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning": text, "reasoning_content": text}
+        case ToolCallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolArgumentsDelta(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

@@ -1,0 +1,190 @@
+"""Formats of tool calls: for each family of models, the parser of calls and structural tags to force them."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+from .call_parsers import HermesCalls, JsonCalls, Llama3Calls, MistralCalls
+from .machine import CallMachine
+from .tools import ANY_OBJECT, Tool
+
+Format = dict[str, Any]  # of a structural tag
+ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class ToolFormat(ABC):
+    """How a family of models writes tool calls.
+
+    MACHINE: the parser of calls.
+    MARKERS: texts which may be special tokens; then special tokens must stay in the text of an output.
+    """
+
+    MACHINE: ClassVar[type[CallMachine]]
+    MARKERS: ClassVar[Sequence[str]] = ()
+
+    def new_parser(self, names: Collection[str]) -> CallMachine:
+        """Return a parser of calls of the tools with these names."""
+        return self.MACHINE(names, self.new_id)
+
+    @abstractmethod
+    def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of one call, or of one or more, whose arguments match their schemas."""
+
+    @abstractmethod
+    def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of text with calls, perhaps none. A single call ends the text.
+
+        The arguments of strict tools match their schemas, those of others are any object.
+        """
+
+    def new_id(self) -> str:
+        """Return an id for a call."""
+        return f"call_{secrets.token_hex(12)}"
+
+
+class HermesFormat(ToolFormat):
+    """Calls in <tool_call> tags: Hermes, Qwen 2.5, Qwen 3."""
+
+    MACHINE = HermesCalls
+    MARKERS = ("<tool_call>", "</tool_call>")
+
+    def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of tags on lines of their own."""
+        return _separated(map(self._tag, tools), "\n", is_single=is_single)
+
+    def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of text with tags."""
+        return _triggered("<tool_call>", map(self._tag, map(_loose, tools)), is_single=is_single)
+
+    def _tag(self, tool: Tool) -> Format:
+        return _tag(f'<tool_call>\n{{"name": "{tool.name}", "arguments": ', tool, "}\n</tool_call>")
+
+
+class Llama3Format(ToolFormat):
+    """The answer is JSON objects, perhaps after <|python_tag|>: Llama 3.1 to 3.3.
+
+    special_tokens: those of the tokenizer.
+    """
+
+    MACHINE = Llama3Calls
+    MARKERS = ("<|python_tag|>",)
+
+    def __init__(self, special_tokens: Collection[str]) -> None:
+        self._tags = [tag for tag in self.MARKERS if tag in special_tokens]
+
+    def new_parser(self, names: Collection[str]) -> CallMachine:
+        """Return a parser to which <|python_tag|> means something only if it is a special token."""
+        return Llama3Calls(names, self.new_id, self._tags)
+
+    def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of objects with semicolons between them."""
+        tags = [_tag(f'{{"name": "{tool.name}", "parameters": ', tool, "}") for tool in tools]
+        return _separated(tags, "; ", is_single=is_single)
+
+    def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of text that does not begin as an object does, or of calls."""
+        calls = self.calls([*map(_loose, tools)], is_single=is_single)
+        tagged = [_sequence(_text(tag), calls) for tag in self._tags]
+        return _either({"type": "regex", "pattern": r"([^{\s](.|\n)*)?"}, calls, *tagged)
+
+
+class MistralFormat(ToolFormat):
+    """Calls after [TOOL_CALLS]: Mistral.
+
+    template: the chat template, whose form of calls the grammar takes.
+    """
+
+    MACHINE = MistralCalls
+    MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+
+    def __init__(self, template: str) -> None:
+        self._has_names = "[ARGS]" in template
+        self._list_start = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
+
+    def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of names and arguments, or of a list of objects."""
+        if self._has_names:
+            return _separated(map(self._named, tools), "", is_single=is_single)
+        return self._list(tools, is_single=is_single)
+
+    def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of text that ends with calls."""
+        tools = [*map(_loose, tools)]
+        if self._has_names:
+            return _triggered("[TOOL_CALLS]", map(self._named, tools), is_single=is_single)
+        return _triggered("[TOOL_CALLS]", [self._list(tools, is_single=is_single)], is_single=True)
+
+    def new_id(self) -> str:
+        """Return an id as Mistral's templates demand it."""
+        return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+
+    def _named(self, tool: Tool) -> Format:
+        return _tag(f"[TOOL_CALLS]{tool.name}[ARGS]", tool, "")
+
+    def _list(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        return {
+            "type": "tag",
+            "begin": self._list_start,
+            "content": _separated(map(_object, tools), ", ", is_single=is_single),
+            "end": "]",
+        }
+
+
+class JsonFormat(ToolFormat):
+    """The answer is a JSON list of calls: for models whose own format is not known."""
+
+    MACHINE = JsonCalls
+
+    def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of a list of objects."""
+        content = _separated(map(_object, tools), ", ", is_single=is_single)
+        return {"type": "tag", "begin": "[", "content": content, "end": "]"}
+
+    def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
+        """Return the format of text that does not begin as a list does, or of calls."""
+        calls = self.calls([*map(_loose, tools)], is_single=is_single)
+        return _either({"type": "regex", "pattern": r"([^\[\s](.|\n)*)?"}, calls)
+
+
+def _loose(tool: Tool) -> Tool:
+    """Return a tool whose arguments may be any object, unless it is strict."""
+    return tool if tool.strict else Tool(tool.name, ANY_OBJECT)
+
+
+def _object(tool: Tool) -> Format:
+    return _tag(f'{{"name": "{tool.name}", "arguments": ', tool, "}")
+
+
+def _tag(begin: str, tool: Tool, end: str) -> Format:
+    content = {"type": "json_schema", "json_schema": tool.parameters}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _separated(tags: Iterable[Format], separator: str, *, is_single: bool) -> Format:
+    return {
+        "type": "tags_with_separator",
+        "tags": [*tags],
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": is_single,
+    }
+
+
+def _triggered(trigger: str, tags: Iterable[Format], *, is_single: bool) -> Format:
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": [*tags], "stop_after_first": is_single}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": [*elements]}
+
+
+def _either(*elements: Format) -> Format:
+    return {"type": "or", "elements": [*elements]}
+
+
+def _text(value: str) -> Format:
+    return {"type": "const_string", "value": value}

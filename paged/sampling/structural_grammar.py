@@ -1,0 +1,150 @@
+"""Structural tags to grammars of llguidance, in its variant of Lark's syntax."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .grammar_limits import check_grammar
+
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+
+
+class StructuralGrammar:
+    """Writes the rules of one structural tag.
+
+    special: the special tokens of the vocabulary and their ids. Where a text of the tag has one, the token is
+        meant: free text never has special tokens.
+    whitespace: a regular expression of the blanks that JSON may have between its tokens.
+    """
+
+    def __init__(self, special: Mapping[str, int], whitespace: str) -> None:
+        self._special = special
+        longest_first = sorted(filter(None, special), key=len, reverse=True)
+        self._any_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._whitespace = whitespace
+        self._rules = ["TEXT: /(.|\\n)*/"]
+        self._grammars = list[dict[str, str]]()  # those that a tag brings along
+        self._names = (f"r{number}" for number in itertools.count())
+        self._triggers = dict[str, str]()  # rules of text that ends with a trigger
+
+    def grammar(self, tag: Mapping[str, Any]) -> str:
+        """Return the grammar of a validated format. Raises RequestError or ValueError."""
+        start = self._expression(tag)
+        lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+        if not self._grammars:
+            return lark
+        return json.dumps({"grammars": [{"name": NAME_OF_MAIN, "lark_grammar": lark}, *self._grammars]})
+
+    def _expression(self, tag: Mapping[str, Any]) -> str:
+        """Return an expression, in parentheses where it must be."""
+        match tag["type"]:
+            case "const_string":
+                return self._literal(tag["value"])
+            case "json_schema":
+                schema = {} if tag["json_schema"] is True else tag["json_schema"]
+                guided = {"x-guidance": {"whitespace_pattern": self._whitespace}, **schema}
+                return self._rule(f"%json {json.dumps(guided)}")
+            case "regex":
+                pattern = _SLASH.sub(lambda found: found[1] or r"\/", tag["pattern"]).replace("\n", r"\n")
+                return self._rule(f"/{pattern}/")
+            case "grammar":
+                return self._subgrammar(tag["grammar"])
+            case "any_text":
+                return "TEXT"
+            case "sequence":
+                return f"({' '.join(map(self._expression, tag['elements']))})"
+            case "or":
+                return f"({' | '.join(map(self._expression, tag['elements']))})"
+            case "optional":
+                return f"({self._expression(tag['content'])})?"
+            case "star":
+                return f"({self._expression(tag['content'])})*"
+            case "plus":
+                return f"({self._expression(tag['content'])})+"
+            case "tag":
+                return self._tag(tag, tag["begin"])
+            case "triggered_tags":
+                return self._triggered(tag)
+            case "tags_with_separator":
+                return self._separated(tag)
+        raise AssertionError(tag["type"])
+
+    def _tag(self, tag: Mapping[str, Any], begin: str) -> str:
+        end = tag["end"]
+        if tag["content"]["type"] == "any_text" and end:
+            inside = self._text_before(end)
+        else:
+            inside = f"{self._expression(tag['content'])} {self._literal(end)}"
+        return self._rule(f"{self._literal(begin)} {inside}")
+
+    def _triggered(self, tag: Mapping[str, Any]) -> str:
+        """Return text with tags. With at_least_one, the first of them begins it."""
+        pairs = [(t, next(s for s in tag["triggers"] if t["begin"].startswith(s))) for t in tag["tags"]]
+        rests = {(i, s): self._tag(t, t["begin"][len(s) :]) for i, (t, s) in enumerate(pairs)}
+        after_text = self._either([f"{self._text_before(s)} {rest}" for (_, s), rest in rests.items()])
+        first = after_text
+        if tag["at_least_one"]:
+            first = self._either([f"{self._literal(s)} {rest}" for (_, s), rest in rests.items()])
+            return first if tag["stop_after_first"] else f"({first} {after_text}* TEXT)"
+        return f"({first} | TEXT)" if tag["stop_after_first"] else f"({first}* TEXT)"
+
+    def _separated(self, tag: Mapping[str, Any]) -> str:
+        one = self._either([self._expression(t) for t in tag["tags"]])
+        many = one if tag["stop_after_first"] else f"{one} ({self._literal(tag['separator'])} {one})*"
+        return f"({many})" if tag["at_least_one"] else f"({many})?"
+
+    def _text_before(self, text: str) -> str:
+        """Return free text that ends with the first occurrence of `text`."""
+        if (name := self._triggers.get(text)) is None:
+            first, *rest = self._pieces(text)
+            name = self._triggers[text] = next(self._names)
+            if first in self._special:
+                self._rules.append(f"{name}: TEXT {self._literal(text)}")
+            else:
+                lazy = next(self._names)
+                self._rules.append(f"{lazy}[lazy]: TEXT {_quoted(first)}")
+                self._rules.append(f"{name}: {lazy} {self._literal(''.join(rest))}")
+        return name
+
+    def _literal(self, text: str) -> str:
+        """Return an expression of exactly this text; an empty one for no text."""
+        return " ".join(
+            f"<[{self._special[piece]}]>" if piece in self._special else _quoted(piece)
+            for piece in self._pieces(text)
+        )
+
+    def _pieces(self, text: str) -> list[str]:
+        """Split a text into special tokens and what is between them."""
+        pieces, end = list[str](), 0
+        for found in self._any_special.finditer(text):
+            pieces += [text[end : found.start()], found[0]]
+            end = found.end()
+        return [piece for piece in (*pieces, text[end:]) if piece]
+
+    def _either(self, expressions: Sequence[str]) -> str:
+        return self._rule(" | ".join(expressions))
+
+    def _rule(self, body: str) -> str:
+        name = next(self._names)
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _subgrammar(self, text: str) -> str:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        lark = any_to_lark(text)
+        check_grammar("structural_tag", lark)  # as JSON in JSON, its own text was not recognized
+        name = f"g{len(self._grammars)}"
+        self._grammars.append({"name": name, "lark_grammar": lark})
+        return f"@{name}"
+
+
+NAME_OF_MAIN = "structural_tag"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,270 @@
+"""ToolPlan: what a request says about tools, and that forced calls always match their schemas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from benchmarks.schemas import closed
+from paged import ConfigError, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
+from paged.errors import PagedError
+from paged.protocol.chat_output.parts import ChatOutput, delta_of
+from paged.protocol.chat_output.plan import ChatFormat, ToolPlan, family_of
+from tests.support.chat_checkpoints import SPECIAL_TAGS, chat_checkpoint
+from tests.support.checkpoints import new_engine
+from tests.text.test_chat_template import CHATML, LLAMA_3
+
+PLACE = closed({"city": {"enum": ["Rome", "Ulm"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}})
+POINT = closed({"at": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}})
+SCHEMAS = {"weather": PLACE, "draw": POINT, "stop": {"type": "object", "properties": {}}}
+
+
+def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    function = {"name": name, "description": "Do it.", "parameters": parameters, **more}
+    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+
+
+TOOLS = [tool("weather", PLACE), tool("draw", POINT), tool("stop")]
+STRICT = [tool("weather", PLACE, strict=True), tool("draw", POINT, strict=True), tool("stop", strict=True)]
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+ONLY_DRAW = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool("draw")]}}
+
+
+def chat_format(parser: str | None, reasoning: str | None = None, *, template: str = "") -> ChatFormat:
+    return ChatFormat.of(
+        tool_call_parser=parser,
+        reasoning_parser=reasoning,
+        enable_auto_tool_choice=parser is not None,
+        template=template,
+        special_tokens=SPECIAL_TAGS,
+    )
+
+
+FORMATS = {
+    "hermes": chat_format("hermes"),
+    "llama3_json": chat_format("llama3_json"),
+    "mistral": chat_format("mistral", template="[TOOL_CALLS]name[ARGS]{}"),
+    "mistral list": chat_format("mistral", template="[TOOL_CALLS] [{}]"),
+    "none": chat_format(None),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> LLMEngine:
+    directory: Path = chat_checkpoint(tmp_path_factory.mktemp("chat"))
+    return new_engine(directory, skip_tokenizer_init=False, num_blocks=2048, max_model_len=400)
+
+
+def answers(
+    engine: LLMEngine,
+    plan: ToolPlan,
+    prompt: str = "Hi",
+    wanted: StructuredOutputsParams | None = None,
+    **more: Any,
+) -> list[tuple[ChatOutput, str, bool]]:
+    """Generate at temperature 1. Return the outputs, their texts, and whether they ended by themselves."""
+    language = plan.structured_outputs(prompt, wanted)
+    params = SamplingParams(
+        n=8,
+        seed=1,
+        max_tokens=300,
+        structured_outputs=language,
+        skip_special_tokens=plan.skip_special_tokens,
+        **more,
+    )
+    (output,) = engine.generate(prompt, params, use_tqdm=False)
+    found = []
+    for completion in output.outputs:
+        parser = plan.new_parser(prompt)
+        parts = [*parser.feed(completion.text), *parser.finish()]
+        is_whole = completion.finish_reason == "stop"
+        assert not is_whole or parser.has_whole_calls or not plan.tools or plan.choice.mode == "auto"
+        found.append((ChatOutput.of(parts), completion.text, is_whole))
+    return found
+
+
+def check_calls(output: ChatOutput, *, is_whole: bool = True) -> list[str]:
+    """Assert that the arguments of all calls match their schemas, but of the last if it is cut."""
+    calls = output.tool_calls if is_whole else output.tool_calls[:-1]
+    for call in calls:
+        jsonschema.Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
+    return [call.name for call in calls]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_required_calls_match_their_schemas(engine, name):
+    plan = ToolPlan.of(FORMATS[name], tools=TOOLS, tool_choice="required")
+    found = answers(engine, plan)
+    names = []
+    for output, _, is_whole in found:
+        assert not output.content
+        called = check_calls(output, is_whole=is_whole)
+        assert called or not is_whole
+        names += called
+    assert len(set(names)) > 1
+    assert sum(is_whole for *_, is_whole in found) > 4
+    single = ToolPlan.of(FORMATS[name], tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert [len(check_calls(output)) for output, *_ in answers(engine, single)] == [1] * 8
+    for choice, expected in ((WEATHER, ["weather"]), (ONLY_DRAW, ["draw"])):
+        plan = ToolPlan.of(FORMATS[name], tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+        assert all(check_calls(output) == expected for output, *_ in answers(engine, plan))
+
+
+BEGUN = {  # after these texts a model that may call goes on as it likes
+    "hermes": "<tool_call>",
+    "llama3_json": "{",
+    "mistral": "[TOOL_CALLS]",
+    "mistral list": "[TOOL_CALLS]",
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_strict_calls_match_their_schemas_and_text_is_free(engine, name):
+    plan = ToolPlan.of(FORMATS[name], tools=STRICT)
+    tokenizer = engine.get_tokenizer()
+    start = tokenizer.encode(BEGUN[name], add_special_tokens=False)
+    # So likely that the model soon calls, and may call in any format that the grammar allows.
+    (first,) = start if len(start) == 1 else tokenizer.encode("{", add_special_tokens=False)
+    found = answers(engine, plan, logit_bias={first: 12.0})
+    names = [called for output, _, is_whole in found for called in check_calls(output, is_whole=is_whole)]
+    assert len(names) > 4
+    assert any(not output.tool_calls for output, *_ in answers(engine, plan, logit_bias={first: -100.0}))
+    single = ToolPlan.of(FORMATS[name], tools=TOOLS, parallel_tool_calls=False)
+    counts = {len(output.tool_calls) for output, *_ in answers(engine, single, logit_bias={first: 12.0})}
+    assert counts <= {0, 1}
+    assert 1 in counts
+
+
+def test_without_need_an_answer_is_not_constrained():
+    plan = ToolPlan.of(FORMATS["hermes"], tools=TOOLS)
+    assert plan.structured_outputs("Hi") is None
+    assert plan.template_tools == TOOLS
+    plan = ToolPlan.of(FORMATS["hermes"], tools=STRICT, tool_choice="none")
+    assert plan.structured_outputs("Hi") is None
+    assert plan.template_tools is None
+    assert not plan.parses
+    assert ChatOutput.of(plan.new_parser("Hi").feed(" <tool_call>")).content == " <tool_call>"
+
+
+def test_content_of_a_response_format_or_calls(engine):
+    wanted = StructuredOutputsParams(json=closed({"answer": {"type": "boolean"}}))
+    plan = ToolPlan.of(FORMATS["hermes"], tools=TOOLS, parallel_tool_calls=False)
+    kinds = set()
+    for output, _, is_whole in answers(engine, plan, "Hi", wanted):
+        assert is_whole
+        kinds.add(bool(check_calls(output)))
+        assert output.tool_calls or json.loads(output.content).keys() == {"answer"}
+    assert kinds == {False, True}
+    with pytest.raises(RequestError, match="tool_choice demands a tool call"):
+        ToolPlan.of(FORMATS["hermes"], tools=TOOLS, tool_choice="required").structured_outputs("Hi", wanted)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reasons"),
+    [("Hi <think>\n", {True}), ("Hi", {True, False}), ("<think>\n\n</think>\n", {False})],
+)
+def test_a_grammar_applies_after_reasoning(engine, prompt, reasons):
+    plan = ToolPlan.of(chat_format("hermes", "qwen3"), tools=TOOLS, tool_choice=WEATHER)
+    (end, start) = (engine.get_tokenizer().convert_tokens_to_ids(tag) for tag in ("</think>", "<think>"))
+    found = answers(engine, plan, prompt, logit_bias={end: 9.0, start: 0.5})
+    for output, text, is_whole in found:
+        assert is_whole
+        assert not output.content
+        assert check_calls(output) == ["weather"]
+        assert ("</think>" in text) in reasons
+    assert {"</think>" in text for _, text, _ in found} == reasons
+    wanted = StructuredOutputsParams(choice=["yes", "no"])
+    plain = ToolPlan.of(chat_format(None, "qwen3"))
+    for output, *_ in answers(engine, plain, prompt, wanted, logit_bias={end: 9.0}):
+        assert output.content in ("yes", "no")
+
+
+def test_deepseek_reasons_unless_the_prompt_says_otherwise():
+    chat = chat_format(None, "deepseek_r1")
+    assert chat.is_in_reasoning("<｜Assistant｜>")
+    assert not chat.is_in_reasoning("<｜Assistant｜></think>")
+    parser = ToolPlan.of(chat).new_parser("<｜Assistant｜>")
+    message = ChatOutput.of([*parser.feed("Well.\n</think>\nYes"), *parser.finish()]).message()
+    assert message["reasoning"] == message["reasoning_content"] == "Well."
+    assert message["content"] == "Yes"
+
+
+def test_special_tokens_stay_where_calls_need_them():
+    assert not ToolPlan.of(FORMATS["mistral"], tools=TOOLS).skip_special_tokens
+    assert ToolPlan.of(FORMATS["mistral"]).skip_special_tokens
+    assert ToolPlan.of(FORMATS["hermes"], tools=TOOLS).skip_special_tokens
+
+
+def test_messages_and_deltas_have_the_form_of_openai():
+    plan = ToolPlan.of(FORMATS["mistral"], tools=TOOLS)
+    parser = plan.new_parser("Hi")
+    parts = [*parser.feed('Sure. [TOOL_CALLS]draw[ARGS]{"at": [true]}'), *parser.finish()]
+    message = ChatOutput.of(parts).message()
+    (call,) = message["tool_calls"]
+    assert len(call["id"]) == 9
+    assert call["id"].isalnum()
+    assert call == {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": "draw", "arguments": '{"at": [true]}'},
+    }
+    assert message["content"] == "Sure."
+    content, start, *arguments = map(delta_of, parts)
+    assert content == {"content": "Sure."}
+    assert start == {"tool_calls": [{**call, "index": 0, "function": {"name": "draw", "arguments": ""}}]}
+    assert arguments == [{"tool_calls": [{"index": 0, "function": {"arguments": '{"at": [true]}'}}]}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": {}}, "tools must be a list"),
+        ({"tools": [tool("a")] * 2}, r"tools\[1\] has the same name"),
+        ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools has 129 entries; 128 is the most"),
+        ({"tools": [{"type": "retrieval"}]}, r'tools\[0\] must be \{"type": "function"'),
+        ({"tools": [tool("a b")]}, r"tools\[0\].function.name must be 1 to 64 letters"),
+        ({"tools": [tool("a" * 65)]}, r"tools\[0\].function.name must be"),
+        ({"tools": [tool("a", {"type": "array"})]}, "parameters must be a JSON schema of type object"),
+        ({"tools": [tool("a", strict=1)]}, r"tools\[0\].function.strict must be True or False"),
+        ({"tools": [tool("a", paramters={})]}, "did you mean 'parameters'"),
+        ({"tool_choice": "required"}, "tool_choice 'required' needs tools"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be 'none', 'auto', 'required'"),
+        ({"tools": TOOLS, "tool_choice": tool("other")}, "tool_choice names 'other', which is not one of"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, r'allowed_tools must be \{"mode"'),
+        ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls must be True or False"),
+    ],
+)
+def test_wrong_fields_are_named(fields, message):
+    with pytest.raises(PagedError, match=message):
+        ToolPlan.of(FORMATS["hermes"], **fields)
+
+
+def test_an_impossible_schema_is_an_error_of_its_request(engine):
+    plan = ToolPlan.of(FORMATS["hermes"], tools=[tool("a", {"not": {}})], tool_choice="required")
+    with pytest.raises(RequestError, match="structured_outputs structural_tag is refused"):
+        answers(engine, plan)
+
+
+def test_auto_needs_the_options_of_the_server():
+    with pytest.raises(RequestError, match="--enable-auto-tool-choice and --tool-call-parser"):
+        ToolPlan.of(FORMATS["none"], tools=TOOLS)
+    with pytest.raises(ConfigError, match="enable_auto_tool_choice needs tool_call_parser"):
+        ChatFormat.of(enable_auto_tool_choice=True)
+    with pytest.raises(ConfigError, match="reasoning_parser must be one of deepseek_r1, qwen3, think"):
+        ChatFormat.of(reasoning_parser="harmony")
+    with pytest.raises(ConfigError, match="tool_call_parser must be one of hermes"):
+        ChatFormat.of(tool_call_parser="pythonic")
+
+
+def test_the_family_is_told_by_the_template_or_not_at_all():
+    hermes = CHATML + '<tool_call>{"name": ..., "arguments": ...}</tool_call>'
+    assert family_of(hermes) == "hermes"
+    assert family_of(LLAMA_3) == "llama3_json"
+    assert family_of("{{ '[TOOL_CALLS]' }}") == "mistral"
+    for template in ("{{ messages }}", hermes + "[TOOL_CALLS]", hermes + "<function="):
+        with pytest.raises(ConfigError, match="name a tool_call_parser: hermes, llama3_json, mistral"):
+            family_of(template)

@@ -1,0 +1,395 @@
+"""Engines for coroutines, in this process and in others, are one: the same results, the same errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paged import (
+    AsyncLLMEngine,
+    ConfigError,
+    EngineDeadError,
+    LLMEngine,
+    QueueFullError,
+    RequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    UsageError,
+)
+from paged.scheduler.policies import FirstComeFirstServed
+from paged.server import connection
+from paged.server.engine_client import EngineClient
+from paged.server.served_engine import ServedEngine
+from tests.support.failing_engine_process import UNLUCKY
+
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+OPTIONS: dict[str, Any] = {"num_blocks": 512, "max_num_seqs": 64, "max_waiting": 256}
+LONG = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
+PROMPTS = [
+    "def f(",
+    "import os\n",
+    [5, 6, 7, 8] * 9,
+    {"prompt": "class A:", "cache_salt": "s"},
+    "x = [1, 2, 3]\n" * 20,
+]
+VARIANTS = [
+    SamplingParams(temperature=0.0, max_tokens=9),
+    SamplingParams(seed=1, n=3, max_tokens=11, logprobs=2),
+    SamplingParams(seed=2, n=2, best_of=3, max_tokens=7),
+    SamplingParams(seed=3, max_tokens=8, prompt_logprobs=1, stop=["e"], logit_bias={9: 2.0}),
+    SamplingParams(seed=4, max_tokens=30, stop_token_ids=[10, 12], bad_words=["the"], detokenize=False),
+]
+
+Make = Callable[[], ServedEngine]
+
+
+@pytest.fixture(scope="module")
+def sync() -> LLMEngine:
+    return LLMEngine("demo", **OPTIONS)
+
+
+@pytest.fixture(params=["in this process", "in another process", "in two processes"])
+def make(request, sync) -> Make:
+    if request.param == "in this process":
+        return lambda: AsyncLLMEngine.from_engine(sync)
+    return lambda: EngineClient("demo", replicas=1 + ("two" in request.param), **OPTIONS)
+
+
+@pytest.fixture
+def client() -> Iterator[EngineClient]:
+    client = EngineClient("demo", **OPTIONS)
+    yield client
+    client.shutdown()
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def read(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def joined(outputs: list[RequestOutput], kind: RequestOutputKind) -> list[tuple[Any, ...]]:
+    """Return all of each sample that a stream of outputs of this kind tells."""
+    last = outputs[-1]
+    assert last.finished
+    assert not any(output.finished for output in outputs[:-1])
+    told = outputs if kind is DELTA else [last]
+    wholes = []
+    for i, sample in enumerate(last.outputs):
+        parts = [output.outputs[i] for output in told if output.outputs]
+        text, token_ids = "".join(p.text for p in parts), [t for p in parts for t in p.token_ids]
+        places = None if sample.logprobs is None else [place for p in parts for place in p.logprobs or ()]
+        reasons = sample.finish_reason, sample.stop_reason, sample.cumulative_logprob
+        wholes.append((sample.index, text, token_ids, places, *reasons))
+    return wholes
+
+
+def test_all_give_what_generate_gives(sync, make):
+    """64 requests of all kinds at once: tokens, texts, log-probabilities and reasons."""
+    asked = [
+        (PROMPTS[i % 5], replace(VARIANTS[i % 4 if i % 3 else 4], output_kind=RequestOutputKind(kind)))
+        for i in range(22)
+        for kind in RequestOutputKind
+    ][:64]
+    prompts, params = zip(*asked, strict=True)
+    expected = sync.generate(prompts, params, use_tqdm=False)
+
+    async def main() -> list[list[RequestOutput]]:
+        engine = make()
+        async with engine:
+            return await asyncio.gather(*(read(engine.generate(*each)) for each in asked))
+
+    for whole, outputs, (_, given) in zip(expected, run(main()), asked, strict=True):
+        assert joined(outputs, given.output_kind) == joined([whole], FINAL_ONLY)
+        last = outputs[-1]
+        assert (last.prompt, last.prompt_token_ids) == (whole.prompt, whole.prompt_token_ids)
+        assert last.prompt_logprobs == whole.prompt_logprobs
+        assert last.metrics.first_token_time is not None
+
+
+def test_reports_chats_forks_and_continuations(sync, make):
+    vectors = sync.encode(PROMPTS, pooling="mean", normalize=False, use_tqdm=False)
+    scores = sync.score(PROMPTS[0], ["a, b", "self"], use_tqdm=False)
+    messages = [{"role": "user", "content": "hello"}]
+    greedy = VARIANTS[0]
+    (chat,) = sync.chat(messages, greedy, chat_template="plain", use_tqdm=False)
+    (whole,) = sync.generate(PROMPTS[0], greedy, use_tqdm=False)
+
+    async def main() -> None:
+        engine: Any = make()
+        async with engine:
+            embeddings = [engine.encode(p, pooling="mean", normalize=False) for p in PROMPTS]
+            for found, expected in zip(await asyncio.gather(*embeddings), vectors, strict=True):
+                assert (found.prompt, found.outputs) == (expected.prompt, expected.outputs)
+            assert await engine.score(PROMPTS[0], ["a, b", "self"]) == scores
+            outputs = await read(engine.chat(messages, greedy, chat_template="plain"))
+            assert outputs[-1].outputs == chat.outputs
+            given = whole.outputs[0].token_ids[:4]
+            resumed = engine.generate(PROMPTS[0], greedy, generated_token_ids=given)
+            assert (await read(resumed))[-1].outputs == whole.outputs
+            stream = engine.generate(PROMPTS[0], LONG, "parent")
+            await anext(stream)
+            fork = await engine.fork("parent", "child", LONG)
+            await engine.abort("parent")
+            last = (await read(stream))[-1]
+            assert last.outputs[0].finish_reason == "abort"
+            output = await anext(fork)
+            assert output.request_id == "child"
+            await fork.aclose()
+
+    run(main())
+
+
+def test_readers_that_leave_free_their_blocks(make):
+    """Closed, cancelled and collected streams free theirs, while a slow reader misses no token."""
+
+    async def main() -> None:
+        engine: Any = make()
+        async with engine:
+            slow = engine.generate(PROMPTS[0], replace(LONG, max_tokens=300, output_kind=DELTA))
+            first = await anext(slow)
+            leaving = [engine.generate(prompt, LONG) for prompt in PROMPTS]
+            tasks = [asyncio.create_task(read(stream)) for stream in leaving[:2]]
+            for stream in leaving[2:]:
+                await anext(stream)
+            await leaving[2].aclose()
+            for task in tasks:
+                task.cancel()
+            del leaving, stream
+            await asyncio.gather(*tasks, return_exceptions=True)
+            while (await engine.stats()).num_running > 1:
+                await asyncio.sleep(0.01)
+            while (await engine.stats()).num_running:
+                await asyncio.sleep(0.01)
+            rest = await read(slow)
+            assert len(rest) <= 2  # unread deltas were merged
+            assert sum(len(output.outputs[0].token_ids) for output in (first, *rest)) == 300
+            stats = await engine.stats()
+            assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+            assert (stats.num_waiting, stats.num_used_blocks) == (0, 0)
+
+    run(main())
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    ("", {}, "the prompt is empty"),
+    ([10**6], {}, "vocabulary"),
+    ("x", {"stop_token_ids": [10**6]}, r"stop_token_ids\[0\]"),
+    ("x", {"priority": 1}, "needs scheduling_policy='priority'"),
+    ([5] * 9000, {}, "max_model_len"),
+    ("x", {"n": 65}, "max_num_seqs"),
+    ("x", {"structured_outputs": StructuredOutputsParams(regex="[")}, "is refused"),
+]
+
+
+def test_a_wrong_request_is_refused_alone(make):
+    async def main() -> None:
+        engine: Any = make()
+        async with engine:
+            other = engine.generate(PROMPTS[0], LONG)
+            await anext(other)
+            for prompt, params, message in WRONG:
+                with pytest.raises(RequestError, match=message):
+                    await anext(engine.generate(prompt, SamplingParams(**params)))
+            with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
+                await anext(engine.generate("x", {"n": 1}))
+            assert len((await read(other))[-1].outputs[0].token_ids) == 2000
+
+    run(main())
+
+
+def test_a_full_queue_and_an_id_in_use_are_refused():
+    async def main() -> None:
+        async with EngineClient("demo", num_blocks=256, max_num_seqs=1, max_waiting=1) as engine:
+            streams = [engine.generate("x", LONG, str(i)) for i in range(3)]
+            await anext(streams[0])
+            waiting = asyncio.create_task(anext(streams[1]))
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError):
+                await anext(streams[2])
+            with pytest.raises(RequestError, match="'0' is in use"):
+                await anext(engine.generate("x", LONG, "0"))
+            await streams[0].aclose()
+            assert not (await waiting).finished
+            await streams[1].aclose()
+            (output,) = await read(engine.generate("x", replace(LONG, max_tokens=1), "0"))
+            assert output.finished
+
+    run(main())
+
+
+def test_what_cannot_cross_is_refused(client):
+    async def main() -> None:
+        async with client:
+            params = SamplingParams(logits_processors=[print])
+            with pytest.raises(RequestError, match=r"logits_processors .* Python functions"):
+                await anext(client.generate("x", params))
+            assert not hasattr(client, "call")
+
+    run(main())
+    with pytest.raises(ConfigError, match="must be a name"):
+        EngineClient("demo", scheduling_policy=FirstComeFirstServed())
+    with pytest.raises(ConfigError, match="replicas must be"):
+        EngineClient("demo", replicas=0)
+    with pytest.raises(ConfigError, match="router must be one of"):
+        EngineClient("demo", router="random")
+    with pytest.raises(ConfigError, match="give device 'cuda'"):
+        EngineClient("demo", replicas=2, device="cuda:1")
+    with pytest.raises(ConfigError, match="64 replicas need as many"):
+        EngineClient("demo", replicas=64, device="cpu")
+    with pytest.raises(ConfigError, match="max_model_len"):
+        EngineClient("demo", max_model_len=10**6)  # only the engine finds this
+
+
+def test_a_client_serves_one_event_loop(client):
+    async def main() -> None:
+        async with client:
+            with pytest.raises(UsageError, match="one event loop"):
+                await asyncio.to_thread(run, client.stats())
+
+    run(main())
+
+
+def test_the_heartbeat_comes_while_a_step_takes_long(client):
+    """The engine process is stopped: no step ends, and when it goes on so does its heart."""
+
+    async def main() -> None:
+        async with client:
+            await anext(client.generate("x", replace(LONG, max_tokens=1)))
+            before = client._connections[0].step
+            while client._connections[0].step == before:
+                await asyncio.sleep(0.05)
+            (stats,) = await client.stats_by_engine()
+            assert stats.num_steps == client._connections[0].step
+
+    run(main())
+
+
+def test_a_killed_process_fails_its_requests_alone():
+    async def main() -> None:
+        async with EngineClient("demo", replicas=2, router="round-robin", **OPTIONS) as client:
+            streams = [client.generate("x", LONG) for _ in range(4)]
+            await asyncio.gather(*map(anext, streams))
+            os.kill(client._connections[0]._process.pid, signal.SIGKILL)
+            results = await asyncio.gather(*map(read, streams), return_exceptions=True)
+            dead = [result for result in results if isinstance(result, EngineDeadError)]
+            assert ["SIGKILL" in str(error) for error in dead] == [True, True]
+            assert client.is_running
+            assert client.errored
+            for _ in range(3):  # to the process that is left
+                assert len((await read(client.generate("x", VARIANTS[0])))[-1].outputs[0].token_ids) == 9
+            os.kill(client._connections[1]._process.pid, signal.SIGKILL)
+            while client.is_running:
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await anext(client.generate("x", LONG))
+            with pytest.raises(EngineDeadError):
+                await client.stats()
+
+    run(main())
+
+
+def test_a_step_that_raises_ends_the_engine_with_its_error(monkeypatch):
+    monkeypatch.setattr(connection, "ENGINE_PROCESS", "tests.support.failing_engine_process")
+
+    async def main() -> None:
+        async with EngineClient("demo", **OPTIONS) as client:
+            stream = client.generate([5], LONG)
+            await anext(stream)
+            with pytest.raises(EngineDeadError, match="RuntimeError: a step that fails"):
+                await anext(client.generate([5] * UNLUCKY, LONG))
+            with pytest.raises(EngineDeadError, match="a step that fails"):
+                await read(stream)
+            assert client.errored
+
+    run(main())
+
+
+def test_shutdown_ends_readers_and_processes(client):
+    process = client._connections[0]._process
+
+    async def main() -> None:
+        async with client:
+            stream = client.generate("x", LONG)
+            await anext(stream)
+            reader = asyncio.create_task(read(stream))
+            await asyncio.sleep(0)
+            client.shutdown()
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await reader
+            assert not client.errored
+
+    run(main())
+    assert process.poll() == 0
+
+
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_the_engine_process_ends_with_its_parent(when):
+    """However the parent ends: it is killed, while the engine starts or amid a step."""
+    script = f"""
+        import asyncio, os
+        from paged import SamplingParams
+        from paged.server import engine_client, connection
+
+        def tell(client_or_connection):
+            print(client_or_connection._process.pid, flush=True)
+
+        async def main():
+            client = engine_client.EngineClient("demo", num_blocks=512)
+            stream = client.generate("x", SamplingParams(max_tokens=4000, ignore_eos=True))
+            await anext(stream)
+            tell(client._connections[0])
+            await asyncio.sleep(60)
+
+        if {when == "starting"}:
+            wait = connection.EngineConnection.wait_ready
+            connection.EngineConnection.wait_ready = lambda self: tell(self) or wait(self)
+        asyncio.run(main())
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    for _ in range(600):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return  # of no parent that would collect it
+        except FileNotFoundError:
+            return
+        subprocess.run(["sleep", "0.05"], check=True)
+    raise AssertionError("the engine process goes on")
+
+
+def test_the_front_end_imports_no_torch():
+    script = """
+        import asyncio, sys
+        from paged.server.engine_client import EngineClient
+        from paged import SamplingParams
+
+        async def main():
+            async with EngineClient("demo", num_blocks=64) as client:
+                await anext(client.generate("x", SamplingParams(max_tokens=1)))
+                await client.encode("x")
+        asyncio.run(main())
+        print([name for name in ("torch", "transformers", "numba") if name in sys.modules])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
