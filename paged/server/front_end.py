@@ -131,7 +131,9 @@ class FrontEnd:
         if exchange.record is not None:
             self._num_open -= 1
             self._rate.on_finish()
-            self.observers.end(exchange.record, status=status, error=error)
+            # A stream that began had the status 200, however it ended.
+            reason = "error" if error is not None and status < 400 else None
+            self.observers.end(exchange.record, status=status, reason=reason, error=error)
         elif exchange.method == "POST" and status >= 400:
             self.observers.refused(exchange.route, status, request_id=exchange.request_id)
         else:
