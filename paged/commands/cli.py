@@ -68,10 +68,6 @@ def root(
         print(context.get_help())
 
 
-<<<<<<< HEAD
-for command in (generate, chat, run_batch, serve, warmup, simulate, top):
-=======
 for command in (generate, chat, run_batch, serve, top, warmup, simulate):
->>>>>>> http
     app.command(cls=GroupedCommand)(command)
 app.add_typer(bench, name="bench")
