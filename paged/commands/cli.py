@@ -68,6 +68,6 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, run_batch, serve, warmup, simulate, top):
+for command in (generate, chat, run_batch, serve, top, warmup, simulate):
     app.command(cls=GroupedCommand)(command)
 app.add_typer(bench, name="bench")

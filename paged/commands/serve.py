@@ -88,18 +88,19 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.app import new_app
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
-    from ..server.http.listener import Server, url_of
-    from ..server.routes.table import PATHS
+    from ..server.http.listener import Server, allow_many_connections, url_of
+    from ..server.routes.table import ROUTE_PATHS
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, set_up_logging
     from ..server.telemetry.traces import Traces
 
+    allow_many_connections()
     set_up_logging(options.log_format)
     observers: list[Observer] = [RequestLog()]
     if options.otlp_traces_endpoint is not None:
         observers.append(Traces(options.otlp_traces_endpoint))
     async with EngineClient(**engine_options, replicas=options.replicas, router=options.router) as engine:
-        front = FrontEnd(engine, options, PATHS, observers)
+        front = FrontEnd(engine, options, ROUTE_PATHS, observers)
         server = Server(new_app(front), options, front.stop)
         print(engine.describe(), file=sys.stderr)
         print(f"{', '.join(front.names)} is served at {url_of(options, listener)}", file=sys.stderr)

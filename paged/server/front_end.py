@@ -32,7 +32,7 @@ C = TypeVar("C", bound=Call)
 class FrontEnd:
     """The engine, and what the routes know about its requests.
 
-    paths: of the routes.
+    routes: the method and the path of each.
     names: of the model, the first one in responses.
     created: when the server started, in seconds since 1970.
     metrics: what GET /metrics says.
@@ -44,17 +44,17 @@ class FrontEnd:
         self,
         engine: ServedEngine,
         options: ServeOptions,
-        paths: Sequence[str],
+        routes: Sequence[tuple[str, str]],
         observers: Sequence[Observer] = (),
     ) -> None:
-        self.engine, self.options = engine, options
+        self.engine, self.options, self.routes = engine, options, routes
         self.names = tuple(options.served_model_name) or (engine.config.model,)
         self.created = int(time.time())
         self.metrics = ServerMetrics(
             self.names[0],
             engine.config,
             max_model_len=engine.max_model_len,
-            routes=paths,
+            routes=[path for _, path in routes],
             prefix=options.metrics_prefix,
             num_engines=options.replicas,
         )
@@ -136,7 +136,9 @@ class FrontEnd:
         if exchange.record is not None:
             self._num_open -= 1
             self._rate.on_finish()
-            self.observers.end(exchange.record, status=status, error=error)
+            # A stream that began had the status 200, however it ended.
+            reason = "error" if error is not None and status < 400 else None
+            self.observers.end(exchange.record, status=status, reason=reason, error=error)
         elif exchange.method == "POST" and status >= 400:
             self.observers.refused(exchange.route, status, request_id=exchange.request_id)
         else:

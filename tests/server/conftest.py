@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from paged import AsyncLLMEngine
-from tests.support.served import Served, serving
+from tests.support.served import Served, eventually, serving
 
 
 @pytest.fixture(scope="package")
@@ -29,7 +29,6 @@ def served(shared) -> Iterator[Served]:
     """Yield the server. After a test it has no request, and all blocks are free or cached."""
     yield shared
     thread = shared.front.engine._thread
-    core = thread.call(lambda engine: engine.core.groups.copy()).result()
-    assert not core
+    eventually(lambda: not thread.call(lambda engine: engine.core.groups.copy()).result())
     stats = thread.call(lambda engine: engine.stats()).result()
     assert stats.num_used_blocks == 0

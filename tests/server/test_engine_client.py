@@ -34,7 +34,7 @@ from paged.server.served_engine import ServedEngine
 from tests.support.failing_engine_process import UNLUCKY
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
-OPTIONS: dict[str, Any] = {"num_blocks": 512, "max_num_seqs": 64, "max_waiting": 256}
+OPTIONS: dict[str, Any] = {"num_blocks": 512, "num_threads": 1, "max_num_seqs": 64, "max_waiting": 256}
 LONG = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
 PROMPTS = [
     "def f(",

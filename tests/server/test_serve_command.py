@@ -138,6 +138,11 @@ def test_one_line_for_what_cannot_start(run, started, tmp_path):
     assert len(started) == 1
 
 
+def test_the_extra_that_is_not_installed(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "pip install 'paged[server]'" in run.fails("serve", "demo", "--port", "0")
+
+
 @pytest.mark.usefixtures("started")
 def test_an_address_that_others_reach_needs_keys(run):
     _, _, err = run("serve", "demo", "--host", "0.0.0.0", "--port", "0")

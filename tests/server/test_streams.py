@@ -162,7 +162,8 @@ def test_a_reader_that_stops_delays_no_other(served, engine):
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", served.port))
-        send(client, {"prompt": PROMPTS[0], **LONG, "stream": True, "logprobs": 20})
+        more = {"n": 4, "temperature": 1, "max_tokens": 900, "logprobs": 20}  # megabytes, of logprobs
+        send(client, {"prompt": PROMPTS[0], **LONG, **more, "stream": True})
         wanted = generated(engine, PROMPTS[:1], **GREEDY)[0]
         while num_requests(engine):  # it is computed to its end, although it is not read
             assert text_of(served.events(COMPLETION, prompt=PROMPTS[0], **GREEDY)) == wanted

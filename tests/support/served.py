@@ -17,7 +17,7 @@ from paged.server.app import new_app
 from paged.server.front_end import FrontEnd
 from paged.server.http.listener import Server, bind, new_event_loop
 from paged.server.options import ServeOptions
-from paged.server.routes.table import PATHS
+from paged.server.routes.table import ROUTE_PATHS
 
 
 @dataclass
@@ -82,7 +82,7 @@ def serving(
 
     async def serve() -> None:
         chosen = ServeOptions(port=0, **options)
-        end = FrontEnd(engine, chosen, PATHS)
+        end = FrontEnd(engine, chosen, ROUTE_PATHS)
         front(end)
         listener = bind(chosen)
         server = Server(new_app(end), chosen, lambda: None)

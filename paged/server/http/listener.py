@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import stat
@@ -81,6 +82,13 @@ def _is_left_over(path: str) -> bool:
         except ConnectionRefusedError:
             return True
         return False
+
+
+def allow_many_connections() -> None:
+    """Raise the limit of open files, each connection being one, as far as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def url_of(options: ServeOptions, listener: socket.socket) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ... import __version__
 from ...errors import EngineDeadError
+from ...protocol.openapi import openapi
 from ..front_end import FrontEnd
-from ..http.exchange import Exchange
+from ..http.exchange import Exchange, encode_json
 from ..telemetry.metrics import CONTENT_TYPE
 
 
@@ -77,3 +78,13 @@ class MetricsRoute:
         except EngineDeadError:
             stats = {}  # what the server counted is still there
         await exchange.respond(200, self._front.metrics.render(stats), CONTENT_TYPE)
+
+
+class OpenAPIRoute:
+    """The description of all routes."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._body = encode_json(openapi(front.routes))
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.respond(200, self._body)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from .generation import AnswerRoute, ResultRoute
-from .service import HealthRoute, MetricsRoute, ModelsRoute, ReadyRoute, VersionRoute
+from .service import HealthRoute, MetricsRoute, ModelsRoute, OpenAPIRoute, ReadyRoute, VersionRoute
 from .tokens import DetokenizeRoute, TokenizeRoute
 from .vectors import EmbeddingRoute, ScoreRoute
 
@@ -41,5 +41,6 @@ ROUTES = (
     RouteEntry("GET", "/ready", ReadyRoute),
     RouteEntry("GET", "/version", VersionRoute),
     RouteEntry("GET", "/metrics", MetricsRoute),
+    RouteEntry("GET", "/openapi.json", OpenAPIRoute),
 )
-PATHS = tuple(route.path for route in ROUTES)
+ROUTE_PATHS = tuple((route.method, route.path) for route in ROUTES)
