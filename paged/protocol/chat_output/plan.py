@@ -179,5 +179,5 @@ def _format_of(wanted: StructuredOutputsParams) -> Format:
         case "choice":
             return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}
         case "structural_tag":
-            return dict(json.loads(value))
+            return dict(json.loads(value)["format"])
     return {"type": "grammar", "grammar": value}
