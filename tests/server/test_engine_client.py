@@ -288,6 +288,7 @@ def test_a_killed_process_fails_its_requests_alone():
         async with EngineClient("demo", replicas=2, router="round-robin", **OPTIONS) as client:
             streams = [client.generate("x", LONG) for _ in range(4)]
             await asyncio.gather(*map(anext, streams))
+            assert [stream.replica for stream in streams] == [0, 1, 0, 1]
             os.kill(client._connections[0]._process.pid, signal.SIGKILL)
             results = await asyncio.gather(*map(read, streams), return_exceptions=True)
             dead = [result for result in results if isinstance(result, EngineDeadError)]
