@@ -208,6 +208,16 @@ def test_errors_of_an_engine_name_the_field_with_the_prompt():
         assert call.param_of(RequestError("x")) is None
 
 
+def test_salts_and_special_tokens_belong_to_prompts(text):
+    asked = {"cache_salt": "s", "add_special_tokens": False}
+    wanted = {"prompt": "x", "add_special_tokens": False, "cache_salt": "s"}
+    assert parsed(EMBEDDINGS, input=["x", "x"], **asked).prompts(text) == [wanted, wanted]
+    assert parsed(EMBEDDINGS, input=[5], **asked).prompts(text) == [
+        {"prompt_token_ids": [5], "cache_salt": "s"}
+    ]
+    assert parsed(SCORE, **asked).prompts(text) == [wanted]
+
+
 def test_json_does_not_tell_ints_from_integral_floats():
     call = parsed(COMPLETIONS, prompt=[5.0, 6], n=2.0, stop_token_ids=[7.0])
     assert call.prompts(None) == [{"prompt_token_ids": [5, 6]}]
