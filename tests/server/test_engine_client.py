@@ -238,8 +238,25 @@ def test_a_full_queue_and_an_id_in_use_are_refused():
     run(main())
 
 
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"tenant": 5}, "refuses the request: Expected `str`, got `int`"),
+    ({"tenant": "\ud800"}, "cannot be sent .* surrogates not allowed"),
+    ({"sampling_params": SamplingParams(stop=["\ud800"])}, "cannot be sent"),
+    ({"generated_token_ids": [10**30]}, "cannot be sent"),
+    ({"generated_token_ids": ["5"]}, "refuses the request: Expected `int`"),
+    ({"request_id": 5}, "request_id must be a string"),
+]
+
+
 def test_what_cannot_cross_is_refused(client):
+    """The engine's process refuses it, or it is not sent. Either way the process goes on."""
+
     async def main() -> None:
+        for given, message in WRONG_TYPES:
+            with pytest.raises(RequestError, match=message):
+                await anext(client.generate("x", **given))
+        with pytest.raises(RequestError, match="refuses the request: Expected `float`"):
+            await client.encode("x", priority="high")
         params = SamplingParams(logits_processors=[print])
         with pytest.raises(RequestError, match=r"logits_processors .* Python functions"):
             await anext(client.generate("x", params))
@@ -362,6 +379,7 @@ def test_the_engine_process_ends_with_its_parent(when):
         if {when == "starting"}:
             wait = connection.EngineConnection.wait_ready
             connection.EngineConnection.wait_ready = lambda self: tell(self) or wait(self)
+            connection.ENGINE_PROCESS = "tests.support.stuck_engine_process"
         asyncio.run(main())
     """
     parent = subprocess.Popen(
