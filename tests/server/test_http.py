@@ -35,7 +35,7 @@ WRONG = {
     "no object": (400, "POST", COMPLETION, b"[1]", JSON, None),
     "field": (400, "POST", COMPLETION, b'{"prompt": "a", "max_token": 1}', JSON, "max_token"),
     "value": (400, "POST", COMPLETION, b'{"prompt": "a", "n": 0}', JSON, "n"),
-    "token": (400, "POST", COMPLETION, b'{"prompt": [4096]}', JSON, None),
+    "token": (400, "POST", COMPLETION, b'{"prompt": [4096]}', JSON, "prompt"),
     "long": (400, "POST", COMPLETION, json.dumps({"prompt": [1] * 5000}).encode(), JSON, "prompt"),
     "model": (404, "POST", COMPLETION, b'{"prompt": "a", "model": "other"}', JSON, "model"),
     "messages": (400, "POST", "/v1/chat/completions", b'{"messages": []}', JSON, "messages"),
@@ -104,6 +104,15 @@ def test_slow_bodies_and_heads(served, monkeypatch):
             answer = b"".join(iter(lambda: client.recv(4096), b""))  # up to the end of the connection
         assert answer.startswith(b"HTTP/1.1 408 ") == is_answered
         assert (b"\r\nretry-after: 1\r\n" in answer) == is_answered
+
+
+def test_a_large_body_that_does_not_say_so(small):
+    with small.connect() as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+        client.sendall(b"authorization: Bearer one\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.sendall(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
+        client.sendall((b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 2)
+        assert client.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("num_headers", [1, 100])
