@@ -51,7 +51,7 @@ class StructuredOutputsParams:
     grammar: a context-free grammar, in llama.cpp's GBNF (start symbol root) or Lark's EBNF (start).
     structural_tag: text with parts that belong to grammars, as JSON text or a dict in the form of vLLM and
         xgrammar, {"type": "structural_tag", "format": ...} or the older one with "structures" and "triggers";
-        stored as the JSON text of its format. Where it has the text of a special token, the token is meant.
+        stored as JSON text in the newer form. Where it has the text of a special token, the token is meant.
 
     EOS and stop_token_ids are allowed once the output is complete. If nothing can follow, only they are
     allowed; if there are none, the output ends with "stop". max_tokens (with "length"), stop strings and

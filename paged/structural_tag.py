@@ -58,7 +58,7 @@ def schema_text(schema: Any) -> str:
 
 
 def structural_tag_text(value: Any) -> str:
-    """Return a structural tag, given as JSON text or a dict, as the JSON text of its validated format.
+    """Return a structural tag, given as JSON text or a dict in either form, as JSON text in the newer form.
 
     Raises RequestError or UnknownArgumentError naming the wrong part.
     """
@@ -75,7 +75,7 @@ def structural_tag_text(value: Any) -> str:
     else:
         found = _from_structures(value)
     try:
-        return json.dumps(found, ensure_ascii=False)
+        return json.dumps({"type": NAME, "format": found}, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(NAME, f"must be JSON: {error}", value) from error
 

@@ -92,18 +92,23 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.routes.table import ROUTE_PATHS
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, set_up_logging
-    from ..server.telemetry.traces import Traces
 
     allow_many_connections()
     set_up_logging(options.log_format)
     observers: list[Observer] = [RequestLog()]
     if options.otlp_traces_endpoint is not None:
+        from ..server.telemetry.traces import Traces
+
         observers.append(Traces(options.otlp_traces_endpoint))
     async with EngineClient(**engine_options, replicas=options.replicas, router=options.router) as engine:
         front = FrontEnd(engine, options, ROUTE_PATHS, observers)
-        server = Server(new_app(front), options, front.stop)
         print(engine.describe(), file=sys.stderr)
-        print(f"{', '.join(front.names)} is served at {url_of(options, listener)}", file=sys.stderr)
+        address = f"{', '.join(front.names)} is served at {url_of(options, listener)}"
+
+        def announce() -> None:
+            print(address, file=sys.stderr)
+
+        server = Server(new_app(front), options, on_start=announce, on_exit=front.stop)
         await server.listen(listener)
         front.observers.close()
     return 0

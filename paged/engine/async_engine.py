@@ -304,11 +304,14 @@ class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, for one reader.
 
     request_id: the id in its outputs, and for `AsyncLLMEngine.abort`.
+    replica: the number of its engine, which is the only one.
     render: makes the prompt, before the request begins.
     mailbox: of a request that has begun already.
 
     Raises UsageError for a second reader, whose outputs the first one would get.
     """
+
+    replica = 0
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ def _library_grammar(kind: str, text: str, special: Mapping[str, int]) -> Any:
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
     if kind == "structural_tag":
-        return StructuralGrammar(special, WHITESPACE).grammar(json.loads(text))
+        return StructuralGrammar(special, WHITESPACE).grammar(json.loads(text)["format"])
     if kind == "choice":
         # As one terminal, so that thousands of strings are as fast as a few.
         strings = " | ".join(json.dumps(s, ensure_ascii=False) for s in json.loads(text))

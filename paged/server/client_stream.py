@@ -79,6 +79,11 @@ class ClientStream(AsyncIterator[RequestOutput]):
             self._end()
         return output
 
+    @property
+    def replica(self) -> int:
+        """The number of the engine process that computes it; 0 until it is chosen."""
+        return 0 if self._begun is None else self._begun.connection.replica
+
     async def aclose(self) -> None:
         """Abort the request if it is not finished."""
         self._end()

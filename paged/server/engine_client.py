@@ -86,7 +86,7 @@ class EngineClient:
         self._description = ready[0].description
         self._keys, self._ids = itertools.count(), itertools.count()
         self._streams: dict[str, tuple[EngineConnection, int]] = {}  # of unfinished requests, by id
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._attached: asyncio.Future[Any] | None = None  # to an event loop
 
     def describe(self) -> str:
         """Return a line about the model and its KV cache."""
@@ -241,12 +241,13 @@ class EngineClient:
     async def attach(self) -> None:
         """Bind the client to the running event loop. Raises UsageError in another one."""
         loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-            for connection in self._connections:
-                await connection.attach(loop)
-        elif self._loop is not loop:
+        if self._attached is None:
+            attaching = (connection.attach(loop) for connection in self._connections)
+            self._attached = asyncio.gather(*attaching)
+        elif self._attached.get_loop() is not loop:
             raise UsageError("an EngineClient serves one event loop, that of its first call")
+        if not self._attached.done():
+            await asyncio.shield(self._attached)
 
     async def begin(self, request_id: str, asked: Asked) -> Begun:
         """Send a request to an engine."""

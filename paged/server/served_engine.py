@@ -22,6 +22,10 @@ class OutputStream(Protocol):
 
     request_id: str
 
+    @property
+    def replica(self) -> int:
+        """The number of the engine that computes it; 0 until it is chosen."""
+
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """Return itself."""
 

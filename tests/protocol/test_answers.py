@@ -231,6 +231,22 @@ def output_that_ended(reason, message, text=""):
     return RequestOutput("r", "x", [4], [completion], True, 0, RequestMetrics(0.0))
 
 
+def test_a_choice_that_has_ended_is_not_sent_again():
+    """Every output has all samples of a prompt, also those that ended before."""
+    for url, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
+        chunks = parse_call(url, {**body, "n": 2, "stream": True}).chunks("i", 7, "demo")
+        sent = []
+        for ends in (("stop", None), ("stop", None), ("stop", "length")):
+            output = output_that_ended(None, None)
+            output.outputs = [
+                CompletionOutput(i, "" if ends[0] and not i and sent else "a", [], end)
+                for i, end in enumerate(ends)
+            ]
+            sent += [chunk["choices"][0] for chunk in chunks.add(0, output)]
+        assert [choice["index"] for choice in sent] == [0, 1, 1, 1]
+        assert [choice["finish_reason"] for choice in sent] == ["stop", None, None, "length"]
+
+
 def test_failures_have_a_status():
     assert failure_of([output_that_ended("stop", None)]) is None
     assert failure_of([output_that_ended("error", "NaN")]) == (500, "NaN")
@@ -285,10 +301,11 @@ def calls_of(message):
 
 def test_a_demanded_call_is_streamed_as_it_is_whole(engine):
     asked = {"messages": HELLO, "tools": [WEATHER], "n": 2, "seed": 5, "max_tokens": 120}
+    asked |= {"parallel_tool_calls": False}
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        body = whole(engine, CHAT, HERMES, **asked, tool_choice=choice, parallel_tool_calls=False)
+        body = whole(engine, CHAT, HERMES, **asked, tool_choice=choice)
         assert ChatCompletion.model_validate(body).choices[0].finish_reason == "tool_calls"
-        chunks = streamed(engine, CHAT, HERMES, **asked, tool_choice=choice, parallel_tool_calls=False)
+        chunks = streamed(engine, CHAT, HERMES, **asked, tool_choice=choice)
         for answer in body["choices"]:
             ((name, arguments),) = calls_of(answer["message"])
             jsonschema.validate(json.loads(arguments), WEATHER["function"]["parameters"])

@@ -1,5 +1,6 @@
 """Request bodies: what they ask of an engine, and which are refused, with the field."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from paged import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from paged.errors import PagedError, RequestError, UnknownArgumentError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
-from paged.protocol.fields.sampling import SAMPLING_KINDS
+from paged.protocol.fields.sampling import CONSTRAINTS, SAMPLING_KINDS
+from paged.protocol.fields.table import Effect
 from paged.protocol.jobs import SAMPLING_NAMES, parse_json
 from paged.protocol.limits import Limits
 from tests.support.api_fields import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE
@@ -78,6 +80,9 @@ def test_streams_ask_for_deltas(text):
 
 def test_every_sampling_parameter_is_a_field():
     own = {"structured_outputs"}
+    assert {field.name for field in dataclasses.fields(StructuredOutputsParams)} == {
+        field.name for field in CONSTRAINTS.with_effect(Effect.HONOURED)
+    }
     assert set(SAMPLING_NAMES) - own == SAMPLING_KINDS.keys()
     for url in (CHAT, COMPLETIONS, GENERATE):
         names = {field.name for field in ENDPOINTS[url].table.fields}

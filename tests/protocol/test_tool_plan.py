@@ -178,10 +178,18 @@ def test_a_grammar_applies_after_reasoning(engine, prompt, reasons):
         assert check_calls(output) == ["weather"]
         assert ("</think>" in text) in reasons
     assert {"</think>" in text for _, text, _ in found} == reasons
-    wanted = StructuredOutputsParams(choice=["yes", "no"])
     plain = ToolPlan.of(chat_format(None, "qwen3"))
-    for output, *_ in answers(engine, plain, prompt, wanted, logit_bias={end: 9.0}):
-        assert output.content in ("yes", "no")
+    yes = {"type": "const_string", "value": "yes"}
+    for language in (
+        {"choice": ["yes", "yes"]},
+        {"regex": "yes"},
+        {"grammar": 'root ::= "yes"'},
+        {"json": {"const": "yes"}},
+        {"structural_tag": {"format": yes}},
+    ):
+        wanted = StructuredOutputsParams(**language)
+        for output, *_ in answers(engine, plain, prompt, wanted, logit_bias={end: 9.0}):
+            assert output.content.strip('"') == "yes"
 
 
 def test_deepseek_reasons_unless_the_prompt_says_otherwise():

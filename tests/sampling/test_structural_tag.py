@@ -206,9 +206,10 @@ def test_both_forms_are_stored_alike():
         "type": "structural_tag",
         "format": {"type": "triggered_tags", "triggers": ["<"], "tags": [tag("<a>", JSON, "</a>")]},
     }
-    assert StructuredOutputsParams(structural_tag=older) == StructuredOutputsParams(
-        structural_tag=json.dumps(newer)
-    )
+    stored = StructuredOutputsParams(structural_tag=older)
+    assert stored == StructuredOutputsParams(structural_tag=json.dumps(newer))
+    # As when parameters cross to the engine's process.
+    assert stored == StructuredOutputsParams(structural_tag=stored.structural_tag)
 
 
 @pytest.mark.parametrize(

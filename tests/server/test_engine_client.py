@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from paged import (
 from paged.scheduler.policies import FirstComeFirstServed
 from paged.server import connection
 from paged.server.engine_client import EngineClient
-from paged.server.served_engine import ServedEngine
 from tests.support.failing_engine_process import UNLUCKY
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -51,7 +50,7 @@ VARIANTS = [
     SamplingParams(seed=4, max_tokens=30, stop_token_ids=[10, 12], bad_words=["the"], detokenize=False),
 ]
 
-Make = Callable[[], ServedEngine]
+RUNNER = asyncio.Runner()
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +58,41 @@ def sync() -> LLMEngine:
     return LLMEngine("demo", **OPTIONS)
 
 
-@pytest.fixture(params=["in this process", "in another process", "in two processes"])
-def make(request, sync) -> Make:
+@pytest.fixture(scope="module", autouse=True)
+def runner() -> Iterator[None]:
+    """Run all tests in one event loop, as a client serves one."""
+    with RUNNER:
+        yield
+
+
+@pytest.fixture(scope="module", params=["in this process", "in another process", "in two processes"])
+def shared(request, sync) -> Iterator[Any]:
     if request.param == "in this process":
-        return lambda: AsyncLLMEngine.from_engine(sync)
-    return lambda: EngineClient("demo", replicas=1 + ("two" in request.param), **OPTIONS)
+        engine: Any = AsyncLLMEngine.from_engine(sync)
+    else:
+        engine = EngineClient("demo", replicas=1 + ("two" in request.param), **OPTIONS)
+    yield engine
+    run(engine.__aexit__())
+
+
+@pytest.fixture
+def engine(shared) -> Iterator[Any]:
+    """Yield an engine, which has no request and holds no block after a test."""
+    yield shared
+    stats = run(shared.stats())
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
 
 @pytest.fixture
 def client() -> Iterator[EngineClient]:
     client = EngineClient("demo", **OPTIONS)
     yield client
-    client.shutdown()
+    run(client.__aexit__())
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 120))
+    return RUNNER.run(asyncio.wait_for(coroutine, 120))
 
 
 async def read(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
@@ -97,7 +115,7 @@ def joined(outputs: list[RequestOutput], kind: RequestOutputKind) -> list[tuple[
     return wholes
 
 
-def test_all_give_what_generate_gives(sync, make):
+def test_all_give_what_generate_gives(sync, engine):
     """64 requests of all kinds at once: tokens, texts, log-probabilities and reasons."""
     asked = [
         (PROMPTS[i % 5], replace(VARIANTS[i % 4 if i % 3 else 4], output_kind=RequestOutputKind(kind)))
@@ -108,9 +126,7 @@ def test_all_give_what_generate_gives(sync, make):
     expected = sync.generate(prompts, params, use_tqdm=False)
 
     async def main() -> list[list[RequestOutput]]:
-        engine = make()
-        async with engine:
-            return await asyncio.gather(*(read(engine.generate(*each)) for each in asked))
+        return await asyncio.gather(*(read(engine.generate(*each)) for each in asked))
 
     for whole, outputs, (_, given) in zip(expected, run(main()), asked, strict=True):
         assert joined(outputs, given.output_kind) == joined([whole], FINAL_ONLY)
@@ -120,7 +136,7 @@ def test_all_give_what_generate_gives(sync, make):
         assert last.metrics.first_token_time is not None
 
 
-def test_reports_chats_forks_and_continuations(sync, make):
+def test_reports_chats_forks_and_continuations(sync, engine):
     vectors = sync.encode(PROMPTS, pooling="mean", normalize=False, use_tqdm=False)
     scores = sync.score(PROMPTS[0], ["a, b", "self"], use_tqdm=False)
     messages = [{"role": "user", "content": "hello"}]
@@ -129,57 +145,50 @@ def test_reports_chats_forks_and_continuations(sync, make):
     (whole,) = sync.generate(PROMPTS[0], greedy, use_tqdm=False)
 
     async def main() -> None:
-        engine: Any = make()
-        async with engine:
-            embeddings = [engine.encode(p, pooling="mean", normalize=False) for p in PROMPTS]
-            for found, expected in zip(await asyncio.gather(*embeddings), vectors, strict=True):
-                assert (found.prompt, found.outputs) == (expected.prompt, expected.outputs)
-            assert await engine.score(PROMPTS[0], ["a, b", "self"]) == scores
-            outputs = await read(engine.chat(messages, greedy, chat_template="plain"))
-            assert outputs[-1].outputs == chat.outputs
-            given = whole.outputs[0].token_ids[:4]
-            resumed = engine.generate(PROMPTS[0], greedy, generated_token_ids=given)
-            assert (await read(resumed))[-1].outputs == whole.outputs
-            stream = engine.generate(PROMPTS[0], LONG, "parent")
-            await anext(stream)
-            fork = await engine.fork("parent", "child", LONG)
-            await engine.abort("parent")
-            last = (await read(stream))[-1]
-            assert last.outputs[0].finish_reason == "abort"
-            output = await anext(fork)
-            assert output.request_id == "child"
-            await fork.aclose()
+        embeddings = [engine.encode(p, pooling="mean", normalize=False) for p in PROMPTS]
+        for found, expected in zip(await asyncio.gather(*embeddings), vectors, strict=True):
+            assert (found.prompt, found.outputs) == (expected.prompt, expected.outputs)
+        assert await engine.score(PROMPTS[0], ["a, b", "self"]) == scores
+        outputs = await read(engine.chat(messages, greedy, chat_template="plain"))
+        assert outputs[-1].outputs == chat.outputs
+        given = whole.outputs[0].token_ids[:4]
+        resumed = engine.generate(PROMPTS[0], greedy, generated_token_ids=given)
+        assert (await read(resumed))[-1].outputs == whole.outputs
+        stream = engine.generate(PROMPTS[0], LONG, "parent")
+        await anext(stream)
+        fork = await engine.fork("parent", "child", LONG)
+        await engine.abort("parent")
+        last = (await read(stream))[-1]
+        assert last.outputs[0].finish_reason == "abort"
+        output = await anext(fork)
+        assert output.request_id == "child"
+        await fork.aclose()
 
     run(main())
 
 
-def test_readers_that_leave_free_their_blocks(make):
+def test_readers_that_leave_free_their_blocks(engine):
     """Closed, cancelled and collected streams free theirs, while a slow reader misses no token."""
 
     async def main() -> None:
-        engine: Any = make()
-        async with engine:
-            slow = engine.generate(PROMPTS[0], replace(LONG, max_tokens=300, output_kind=DELTA))
-            first = await anext(slow)
-            leaving = [engine.generate(prompt, LONG) for prompt in PROMPTS]
-            tasks = [asyncio.create_task(read(stream)) for stream in leaving[:2]]
-            for stream in leaving[2:]:
-                await anext(stream)
-            await leaving[2].aclose()
-            for task in tasks:
-                task.cancel()
-            del leaving, stream
-            await asyncio.gather(*tasks, return_exceptions=True)
-            while (await engine.stats()).num_running > 1:
-                await asyncio.sleep(0.01)
-            while (await engine.stats()).num_running:
-                await asyncio.sleep(0.01)
-            rest = await read(slow)
-            assert len(rest) <= 2  # unread deltas were merged
-            assert sum(len(output.outputs[0].token_ids) for output in (first, *rest)) == 300
-            stats = await engine.stats()
-            assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
-            assert (stats.num_waiting, stats.num_used_blocks) == (0, 0)
+        slow = engine.generate(PROMPTS[0], replace(LONG, max_tokens=300, output_kind=DELTA))
+        first = await anext(slow)
+        leaving = [engine.generate(prompt, LONG) for prompt in PROMPTS]
+        tasks = [asyncio.create_task(read(stream)) for stream in leaving[:2]]
+        for stream in leaving[2:]:
+            await anext(stream)
+        await leaving[2].aclose()
+        for task in tasks:
+            task.cancel()
+        del leaving, stream
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while (await engine.stats()).num_running > 1:
+            await asyncio.sleep(0.01)
+        while (await engine.stats()).num_running:
+            await asyncio.sleep(0.01)
+        rest = await read(slow)
+        assert len(rest) <= 2  # unread deltas were merged
+        assert sum(len(output.outputs[0].token_ids) for output in (first, *rest)) == 300
 
     run(main())
 
@@ -195,18 +204,16 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_a_wrong_request_is_refused_alone(make):
+def test_a_wrong_request_is_refused_alone(engine):
     async def main() -> None:
-        engine: Any = make()
-        async with engine:
-            other = engine.generate(PROMPTS[0], LONG)
-            await anext(other)
-            for prompt, params, message in WRONG:
-                with pytest.raises(RequestError, match=message):
-                    await anext(engine.generate(prompt, SamplingParams(**params)))
-            with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
-                await anext(engine.generate("x", {"n": 1}))
-            assert len((await read(other))[-1].outputs[0].token_ids) == 2000
+        other = engine.generate(PROMPTS[0], LONG)
+        await anext(other)
+        for prompt, params, message in WRONG:
+            with pytest.raises(RequestError, match=message):
+                await anext(engine.generate(prompt, SamplingParams(**params)))
+        with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
+            await anext(engine.generate("x", {"n": 1}))
+        assert len((await read(other))[-1].outputs[0].token_ids) == 2000
 
     run(main())
 
@@ -233,11 +240,10 @@ def test_a_full_queue_and_an_id_in_use_are_refused():
 
 def test_what_cannot_cross_is_refused(client):
     async def main() -> None:
-        async with client:
-            params = SamplingParams(logits_processors=[print])
-            with pytest.raises(RequestError, match=r"logits_processors .* Python functions"):
-                await anext(client.generate("x", params))
-            assert not hasattr(client, "call")
+        params = SamplingParams(logits_processors=[print])
+        with pytest.raises(RequestError, match=r"logits_processors .* Python functions"):
+            await anext(client.generate("x", params))
+        assert not hasattr(client, "call")
 
     run(main())
     with pytest.raises(ConfigError, match="must be a name"):
@@ -256,9 +262,9 @@ def test_what_cannot_cross_is_refused(client):
 
 def test_a_client_serves_one_event_loop(client):
     async def main() -> None:
-        async with client:
-            with pytest.raises(UsageError, match="one event loop"):
-                await asyncio.to_thread(run, client.stats())
+        await client.stats()
+        with pytest.raises(UsageError, match="one event loop"):
+            await asyncio.to_thread(asyncio.run, client.stats())
 
     run(main())
 
@@ -267,13 +273,12 @@ def test_the_heartbeat_comes_while_a_step_takes_long(client):
     """The engine process is stopped: no step ends, and when it goes on so does its heart."""
 
     async def main() -> None:
-        async with client:
-            await anext(client.generate("x", replace(LONG, max_tokens=1)))
-            before = client._connections[0].step
-            while client._connections[0].step == before:
-                await asyncio.sleep(0.05)
-            (stats,) = await client.stats_by_engine()
-            assert stats.num_steps == client._connections[0].step
+        await anext(client.generate("x", replace(LONG, max_tokens=1)))
+        before = client._connections[0].step
+        while client._connections[0].step == before:
+            await asyncio.sleep(0.05)
+        (stats,) = await client.stats_by_engine()
+        assert stats.num_steps == client._connections[0].step
 
     run(main())
 
@@ -283,6 +288,7 @@ def test_a_killed_process_fails_its_requests_alone():
         async with EngineClient("demo", replicas=2, router="round-robin", **OPTIONS) as client:
             streams = [client.generate("x", LONG) for _ in range(4)]
             await asyncio.gather(*map(anext, streams))
+            assert [stream.replica for stream in streams] == [0, 1, 0, 1]
             os.kill(client._connections[0]._process.pid, signal.SIGKILL)
             results = await asyncio.gather(*map(read, streams), return_exceptions=True)
             dead = [result for result in results if isinstance(result, EngineDeadError)]
@@ -322,15 +328,14 @@ def test_shutdown_ends_readers_and_processes(client):
     process = client._connections[0]._process
 
     async def main() -> None:
-        async with client:
-            stream = client.generate("x", LONG)
-            await anext(stream)
-            reader = asyncio.create_task(read(stream))
-            await asyncio.sleep(0)
-            client.shutdown()
-            with pytest.raises(EngineDeadError, match="shut down"):
-                await reader
-            assert not client.errored
+        stream = client.generate("x", LONG)
+        await anext(stream)
+        reader = asyncio.create_task(read(stream))
+        await asyncio.sleep(0)
+        client.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await reader
+        assert not client.errored
 
     run(main())
     assert process.poll() == 0
@@ -374,22 +379,3 @@ def test_the_engine_process_ends_with_its_parent(when):
             return
         subprocess.run(["sleep", "0.05"], check=True)
     raise AssertionError("the engine process goes on")
-
-
-def test_the_front_end_imports_no_torch():
-    script = """
-        import asyncio, sys
-        from paged.server.engine_client import EngineClient
-        from paged import SamplingParams
-
-        async def main():
-            async with EngineClient("demo", num_blocks=64) as client:
-                await anext(client.generate("x", SamplingParams(max_tokens=1)))
-                await client.encode("x")
-        asyncio.run(main())
-        print([name for name in ("torch", "transformers", "numba") if name in sys.modules])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"

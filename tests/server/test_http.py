@@ -106,6 +106,15 @@ def test_slow_bodies_and_heads(served, monkeypatch):
         assert (b"\r\nretry-after: 1\r\n" in answer) == is_answered
 
 
+def test_a_large_body_that_does_not_say_so(small):
+    with small.connect() as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+        client.sendall(b"authorization: Bearer one\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.sendall(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
+        client.sendall((b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 2)
+        assert client.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
 @pytest.mark.parametrize("num_headers", [1, 100])
 def test_large_heads(num_headers, served):
     with served.connect() as client:

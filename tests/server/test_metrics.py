@@ -1,6 +1,7 @@
 """Metrics of the server: names, types, labels, and values of requests whose course is known."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from paged.server.telemetry.families import METRIC_FAMILIES
-from paged.server.telemetry.metrics import ServerMetrics
+from paged.server.telemetry.metrics import CONTENT_TYPE, ServerMetrics
 
 ROOT = Path(__file__).parents[2]
 COMPLETIONS = "/v1/completions"
@@ -253,3 +254,44 @@ def test_a_served_request_has_all_its_times():
         assert counts.pop("request_generation_tokens_count") == 2
         assert set(counts.values()) == {1}
         assert found[("request_success_total", "demo", "0", "length")] == 2
+
+
+def test_requests_over_http_are_counted_by_route(served):
+    def scraped():
+        status, headers, body = served.request("GET", "/metrics")
+        assert (status, headers["content-type"]) == (200, CONTENT_TYPE)
+        found = Counter()
+        for family in text_string_to_metric_families(body.decode()):
+            for sample in family.samples:
+                values = [value for _, value in sorted(sample.labels.items())]
+                found[sample.name.removeprefix("paged:"), *values] += sample.value
+        return found
+
+    trace = f"00-{'1' * 32}-{'2' * 16}-01"
+    before = scraped()
+    body = {"prompt": [[5, 6, 7], [5, 6]], "max_tokens": 4, "ignore_eos": True}
+    served.post(COMPLETIONS, **body)
+    _, headers, _ = served.request("POST", COMPLETIONS, {**body, "stream": True}, {"traceparent": trace})
+    assert headers["traceparent"] == trace
+    served.post("/v1/embeddings", input=[[5, 6, 7]])
+    assert served.request("POST", COMPLETIONS, {"prompt": "a", "n": 0})[0] == 400
+    after = scraped()
+    gained = after - before
+    wanted = {
+        ("request_success_total", "0", "length", "demo"): 4,
+        ("request_success_total", "0", "stop", "demo"): 1,
+        ("generation_tokens_total", "0", "demo"): 16,
+        ("prompt_tokens_total", "0", "demo"): 10 + 3,
+        ("time_to_first_token_seconds_count", "0", "demo"): 4,
+        ("inter_token_latency_seconds_count", "0", "demo"): 12,
+        ("request_queue_time_seconds_count", "0", "demo"): 5,
+        ("http_responses_total", "200", COMPLETIONS): 2,
+        ("http_responses_total", "400", COMPLETIONS): 1,
+        ("http_responses_total", "200", "/v1/embeddings"): 1,
+        ("http_responses_total", "200", "/metrics"): 1,
+        ("requests_refused_total", "invalid"): 1,
+    }
+    assert {key: gained[key] for key in wanted} == wanted
+    for name in ("http_responses_total", "request_success_total", "requests_refused_total"):
+        assert {key for key in gained if key[0] == name} <= wanted.keys()
+    assert not any(value for key, value in after.items() if key[0] == "http_requests_in_progress")

@@ -85,7 +85,7 @@ def serving(
         end = FrontEnd(engine, chosen, ROUTE_PATHS)
         front(end)
         listener = bind(chosen)
-        server = Server(new_app(end), chosen, lambda: None)
+        server = Server(new_app(end), chosen, on_start=lambda: None, on_exit=lambda: None)
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(server.stop))
         served.append(Served(end, listener.getsockname()[1]))

@@ -59,6 +59,7 @@ CHAT_TABLE = FieldTable(
         *refused("modalities", "answers are text alone", ["text"]),
         *refused("audio", "answers are text alone"),
         *refused("web_search_options", "there is no web search"),
+        *refused("enable_thinking thinking", 'its place is chat_template_kwargs: {"enable_thinking": ...}'),
         *refused("prompt", "text to complete belongs to /v1/completions"),
         *refused("echo", "prompts are repeated by /v1/completions alone; see return_prompt_text", False),
         *refused("detokenize", "an answer is text; /v1/completions takes it", True),

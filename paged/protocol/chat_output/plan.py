@@ -121,7 +121,9 @@ class ToolPlan:
             return None
         if not self.chat.reasons:
             return wanted if not self.tools else StructuredOutputsParams(structural_tag={"format": answer})
-        return StructuredOutputsParams(structural_tag={"format": self._after_reasoning(answer, prompt)})
+        may_be_text = self.choice.mode == "auto" and wanted is None
+        answer = self._after_reasoning(answer, prompt, may_be_text=may_be_text)
+        return StructuredOutputsParams(structural_tag={"format": answer})
 
     def _answer(self, wanted: StructuredOutputsParams | None) -> Format | None:
         """Return the format of an answer without reasoning; None if it may be any text."""
@@ -142,9 +144,13 @@ class ToolPlan:
             return self._format.text_with_calls(self.tools, is_single=is_single)
         return None
 
-    def _after_reasoning(self, answer: Format, prompt: str) -> Format:
+    def _after_reasoning(self, answer: Format, prompt: str, *, may_be_text: bool) -> Format:
+        """Return the format of an answer with the reasoning that may precede it.
+
+        may_be_text: whether the answer may be any text, which includes reasoning.
+        """
         is_inside = self._is_in_reasoning(prompt)
-        if not is_inside and prompt.rstrip().endswith(END_THINK):
+        if not is_inside and (may_be_text or prompt.rstrip().endswith(END_THINK)):
             return answer
         text: Format = {"type": "any_text"}
         reasoning = {"type": "tag", "begin": "" if is_inside else THINK, "content": text, "end": END_THINK}
@@ -173,5 +179,5 @@ def _format_of(wanted: StructuredOutputsParams) -> Format:
         case "choice":
             return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in value]}
         case "structural_tag":
-            return dict(json.loads(value))
+            return dict(json.loads(value)["format"])
     return {"type": "grammar", "grammar": value}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ...arguments import field_texts
 from ...errors import RequestError
-from ...from_vllm import SAMPLING_PARAMS
+from ...from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, Neutral
 from ...sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
@@ -96,13 +96,23 @@ _CONSTRAINT_KINDS: dict[str, Kind] = {
 }
 
 
+def _refused_by_vllm(table: Mapping[str, Neutral], known: Collection[str] = ()) -> Iterator[Field]:
+    """Yield vLLM's parameters that are accepted at a neutral value alone."""
+    for name, (values, reason) in table.items():
+        if name not in known:
+            yield from refused(name, reason, *values)
+
+
 def _sampling(name: str, kind: Kind, meaning: str = "") -> Field:
     return Field(name, kind, meaning or _TEXTS[name])
 
 
 CONSTRAINTS = FieldTable(
     "structured_outputs",
-    [Field(name, kind, _CONSTRAINT_TEXTS[name]) for name, kind in _CONSTRAINT_KINDS.items()],
+    [
+        *(Field(name, kind, _CONSTRAINT_TEXTS[name]) for name, kind in _CONSTRAINT_KINDS.items()),
+        *_refused_by_vllm(STRUCTURED_OUTPUTS_PARAMS),
+    ],
 )
 _SCHEMA = FieldTable(
     "response_format.json_schema",
@@ -169,13 +179,7 @@ SAMPLING_FIELDS = [
     *refused("kv_transfer_params ec_transfer_params", "KV is not transferred between engines yet"),
     *refused("extra_body", "its fields belong into the body itself; clients put them there", {}),
 ]
-_given = {field.name for field in SAMPLING_FIELDS}
-SAMPLING_FIELDS += [
-    field
-    for name, (values, reason) in SAMPLING_PARAMS.items()
-    if name not in _given
-    for field in refused(name, reason, *values)
-]
+SAMPLING_FIELDS += _refused_by_vllm(SAMPLING_PARAMS, {field.name for field in SAMPLING_FIELDS})
 CACHE_SALT = _sampling("cache_salt", SAMPLING_KINDS["cache_salt"])
 DETOKENIZE = _sampling("detokenize", SAMPLING_KINDS["detokenize"])
 

@@ -73,10 +73,10 @@ class Exchange:
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
-    def on_output(self, output: RequestOutput) -> None:
-        """Record an output of the engine."""
+    def on_output(self, output: RequestOutput, replica: int) -> None:
+        """Record an output of an engine."""
         if self.record is not None:
-            self.record.on_output(output, time.monotonic())
+            self.record.on_output(output, time.monotonic(), replica)
 
     async def read_json(self) -> Any:
         """Return the value of the body, which must be JSON.

@@ -108,10 +108,18 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 class Server(uvicorn.Server):
     """Uvicorn's server, which ends with exit code 0 on SIGTERM and Ctrl-C.
 
+    on_start: is called when it listens.
     on_exit: is called when it begins to end.
     """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, on_exit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: ServeOptions,
+        *,
+        on_start: Callable[[], None],
+        on_exit: Callable[[], None],
+    ) -> None:
         config = uvicorn.Config(
             app,
             loop="uvloop",
@@ -131,7 +139,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(CLOSING_S),
         )
         super().__init__(config)
-        self._on_exit = on_exit
+        self._on_start, self._on_exit = on_start, on_exit
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -147,6 +155,12 @@ class Server(uvicorn.Server):
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_start()
 
     async def listen(self, listener: socket.socket) -> None:
         """Serve until `stop` is called. Raises ConfigError if the address was taken meanwhile."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..served_engine import OutputStream
 
 Outcome = RequestOutput | PagedError
-OnOutput = Callable[[RequestOutput], None]
+OnOutput = Callable[[RequestOutput, int], None]  # with the number of its engine
 
 
 async def finished_outcomes(streams: Sequence[OutputStream], on_output: OnOutput) -> list[Outcome]:
@@ -35,7 +35,7 @@ async def finished_outcomes(streams: Sequence[OutputStream], on_output: OnOutput
 async def _last(stream: OutputStream, on_output: OnOutput) -> Outcome:
     try:
         async for output in stream:
-            on_output(output)
+            on_output(output, stream.replica)
     except EngineDeadError:
         raise
     except PagedError as error:
@@ -81,7 +81,7 @@ class MergedOutcomes:
             outcomes = []
             for index, outcome in batch:
                 if isinstance(outcome, RequestOutput):
-                    self._on_output(outcome)
+                    self._on_output(outcome, self._streams[index].replica)
                     num_open -= outcome.finished
                 elif isinstance(outcome, PagedError) and not isinstance(outcome, EngineDeadError):
                     num_open -= 1

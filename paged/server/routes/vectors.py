@@ -47,7 +47,12 @@ class EmbeddingRoute:
             if failure := failure_of(outputs):
                 raise HttpError(*failure)
             for output in outputs:
-                record.on_result(output.request_id, num_prompt_tokens=len(output.prompt_token_ids))
+                record.on_result(
+                    output.request_id,
+                    num_prompt_tokens=len(output.prompt_token_ids),
+                    num_cached_tokens=output.num_cached_tokens,
+                    times=output.metrics,
+                )
             body = call.body(outputs, identity, int(time.time()), front.names[0])
             await exchange.respond_json(200, body)
 

@@ -1,0 +1,77 @@
+"""What does the server cost?
+
+    python -m benchmarks.server                     the front end alone, and with the engine
+    python -m benchmarks.server --section vllm      beside vLLM's server (needs `make peers`)
+
+front-end  the front end over an engine that answers at once: whole completions of 100 token ids, whole chats
+           of 2.5 KB with template and tokenizer, server-sent events, and the memory of idle streams
+engine     64 streams over HTTP and `generate`, in turns; the first token of one request over HTTP and of
+           AsyncLLMEngine, in turns
+vllm       `vllm bench serve` against `paged serve` and `vllm serve`, in turns, at several numbers of clients
+
+Front end, client and engine are processes of their own: the front end has the last core, the client another
+one; beside an engine, which has all the others, front end and client share it. First it is checked that
+responses are right. On a machine that does other things, only the ratios and the processor time count.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.server import front_end_alone, with_engine
+from benchmarks.server.cores import Cores
+
+SECTIONS = ("front-end", "engine", "vllm")
+
+
+def main() -> None:
+    """Measure the sections and print their tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--section", choices=SECTIONS, action="append", help="default: front-end and engine")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="tinyllama-1.1b", help="of the sections with an engine")
+    parser.add_argument("--num-streams", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--num-first", type=int, default=20, help="requests whose first token is timed")
+    parser.add_argument("--num-idle", type=int, default=2000, help="idle streams")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--quick", action="store_true", help="few requests: checks them, and proves no speed")
+    args = parser.parse_args()
+    sections, cores = args.section or ["front-end", "engine"], Cores.here()
+    result: dict[str, Any] = {"benchmark": "server", **vars(args)}
+    if "front-end" in sections:
+        share, num_idle = (0.02, 50) if args.quick else (1.0, args.num_idle)
+        rows = front_end_alone.measure("demo", cores, 1 if args.quick else args.rounds, share=share)
+        idle = front_end_alone.measure_idle("demo", cores, num_idle)
+        print_table(rows)
+        print()
+        print_table([idle])
+        result |= {"front_end": rows, "idle": idle}
+    if "engine" in sections:
+        from benchmarks.server.text_checkpoint import text_checkpoint
+
+        row = with_engine.measure(
+            checkpoint("demo") if args.quick else text_checkpoint(args.model),
+            cores,
+            rounds=1 if args.quick else args.rounds,
+            num_streams=8 if args.quick else args.num_streams,
+            max_tokens=8 if args.quick else args.max_tokens,
+            num_first=2 if args.quick else args.num_first,
+        )
+        print()
+        print_table([row])
+        result["engine"] = row
+    if "vllm" in sections:
+        from benchmarks.server import beside_vllm
+
+        rows = beside_vllm.measure(args.model, args.clients, rounds=min(args.rounds, 2))
+        print()
+        print_table(rows)
+        result["vllm"] = rows
+    print_json(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The front end alone, in a process of its own: python -m benchmarks.server.front_end MODEL [CORE] [--idle]
+
+All of it works as in `paged serve`, metrics and the log of requests included, over a `StubEngine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Self
+
+import psutil
+
+from benchmarks.server.cores import cpu_seconds
+from benchmarks.server.stub import StubEngine
+
+
+class FrontEndProcess:
+    """The process, for the benchmark that starts it. `port` is where it listens."""
+
+    def __init__(self, model: str, core: int | None = None, *, is_idle: bool = False) -> None:
+        command = [sys.executable, "-m", "benchmarks.server.front_end", model]
+        command += [*([] if core is None else [str(core)]), *(["--idle"] if is_idle else [])]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the front end did not start"
+        self.port = int(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time of the process and of those that render its templates."""
+        return cpu_seconds(self._process.pid)
+
+    def resident_mib(self) -> float:
+        """Return the memory of the process."""
+        return float(psutil.Process(self._process.pid).memory_info().rss) / 2**20
+
+
+def main() -> None:
+    """Print the port, and serve until terminated."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("core", type=int, nargs="?")
+    parser.add_argument("--idle", action="store_true", help="give each stream one token only")
+    args = parser.parse_args()
+    if args.core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {args.core})
+    from paged.server.app import new_app
+    from paged.server.front_end import FrontEnd
+    from paged.server.http.listener import Server, allow_many_connections, bind, new_event_loop
+    from paged.server.options import ServeOptions
+    from paged.server.routes.table import ROUTE_PATHS
+    from paged.server.telemetry.request_log import RequestLog, set_up_logging
+
+    assert "torch" not in sys.modules
+    allow_many_connections()
+    options = ServeOptions(port=0)
+    with open(os.devnull, "w") as nowhere, bind(options) as listener:
+        set_up_logging("text", nowhere)
+        front = FrontEnd(StubEngine(args.model, is_idle=args.idle), options, ROUTE_PATHS, [RequestLog()])
+        server = Server(new_app(front), options, front.stop)
+        listener.listen(4096)  # uvicorn would be ready a little later than the port is printed
+        print(listener.getsockname()[1], flush=True)
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(server.listen(listener))
+
+
+if __name__ == "__main__":
+    main()

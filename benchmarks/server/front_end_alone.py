@@ -1,0 +1,110 @@
+"""Section front-end: completions, chats, events and idle streams over an engine that answers at once."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.server.cores import Cores
+from benchmarks.server.front_end import FrontEndProcess
+from benchmarks.server.load import Load, LoadProcess, Outcome
+from benchmarks.server.stub import TEXT
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+NUM_PROMPT_TOKENS, CHAT_BYTES, NUM_TOKENS, NUM_STREAM_TOKENS = 100, 2500, 16, 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of request, how many are sent in a round, and the figure that is wanted."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    num_requests: int
+    num_connections: int
+    wanted_per_s: float
+    counts_events: bool = False
+
+    def load(self, port: int) -> Load:
+        """Return the requests of a round."""
+        return Load(port, self.path, [self.body], self.num_requests, self.num_connections)
+
+    def check(self, outcome: Outcome) -> None:
+        """Raise AssertionError unless the responses have what the engine gave."""
+        if not self.counts_events:
+            (choice,) = json.loads(outcome.body)["choices"]
+            text = choice["text"] if self.path == COMPLETIONS else choice["message"]["content"]
+            assert text == TEXT * NUM_TOKENS, text
+            return
+        assert outcome.num_events == self.num_requests * (NUM_STREAM_TOKENS + 1), outcome.num_events
+        lines = [line[6:] for line in outcome.body.splitlines() if line.startswith("data: {")]
+        text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+        assert text == TEXT * NUM_STREAM_TOKENS, text
+
+
+def cases(model: str) -> list[Case]:
+    """Return the kinds of requests that are measured."""
+    tokens: dict[str, Any] = {"model": model, "prompt": [*range(1, NUM_PROMPT_TOKENS + 1)]}
+    words = "def add(first, second): return first + second; "
+    text = (words * (CHAT_BYTES // len(words) + 1))[:CHAT_BYTES]
+    chat = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": NUM_TOKENS}
+    stream = {"model": model, "prompt": [1, 2, 3], "max_tokens": NUM_STREAM_TOKENS, "stream": True}
+    return [
+        Case("completions", COMPLETIONS, {**tokens, "max_tokens": NUM_TOKENS}, 5000, 32, 1000),
+        Case("chats", CHATS, chat, 1500, 32, 300),
+        Case("events", COMPLETIONS, stream, 512, 64, 20_000, counts_events=True),
+    ]
+
+
+def measure(model: str, cores: Cores, rounds: int, *, share: float = 1.0) -> list[dict[str, Any]]:
+    """Return a row for each kind of request, over the median round.
+
+    share: of the requests of a round.
+    """
+    rows = []
+    with FrontEndProcess(model, cores.front_end) as front, LoadProcess(cores.load) as client:
+        for case in cases(model):
+            num = max(case.num_connections, int(case.num_requests * share))
+            load = replace(case, num_requests=num).load(front.port)
+            figures = []
+            for number in range(rounds + 1):
+                before = front.cpu_seconds()
+                outcome = client.run(load)
+                cpu = front.cpu_seconds() - before
+                replace(case, num_requests=num).check(outcome)
+                count = outcome.num_events if case.counts_events else num
+                if number:  # the first warms up
+                    figures.append((count / outcome.seconds, cpu / count * 1e6, cpu / outcome.seconds))
+            per_s, cpu_us, busy = (statistics.median(values) for values in zip(*figures, strict=True))
+            rows.append(
+                {
+                    "front end alone": case.name,
+                    "per second": per_s,
+                    "wanted": case.wanted_per_s,
+                    "µs of processor time each": cpu_us,
+                    "core busy": busy,
+                    "per second of processor time": 1e6 / cpu_us,
+                }
+            )
+    return rows
+
+
+def measure_idle(model: str, cores: Cores, num_streams: int) -> dict[str, Any]:
+    """Return the memory that streams take which have begun and have nothing to send."""
+    stream = {"model": model, "prompt": [1, 2, 3], "max_tokens": 100, "stream": True}
+    with FrontEndProcess(model, cores.front_end, is_idle=True) as front, LoadProcess(cores.load) as client:
+        client.run(Load(front.port, COMPLETIONS, [stream], 8, 8, hold=True))
+        before = front.resident_mib()
+        outcome = client.run(Load(front.port, COMPLETIONS, [stream], num_streams, num_streams, hold=True))
+        taken = front.resident_mib() - before
+    assert len(outcome.first_s) == num_streams
+    return {
+        "idle streams": num_streams,
+        "MiB of the front end": before,
+        "MiB beyond that": taken,
+        "KiB each": taken * 1024 / num_streams,
+        "wanted MiB": 200 * num_streams / 2000,
+    }

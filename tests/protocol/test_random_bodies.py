@@ -1,0 +1,39 @@
+"""Random bodies are parsed or refused by name; none raises anything else."""
+
+import json
+import random
+
+from paged.errors import RequestError, UnknownArgumentError
+from paged.protocol.calls.call import GenerationCall
+from paged.protocol.calls.tokens import DetokenizeCall, TokenizeCall
+from paged.protocol.chat_output.chat_format import ChatFormat
+from paged.protocol.endpoints import parse_call
+from paged.protocol.jobs import parse_json
+from paged.protocol.limits import Limits
+from tests.support.random_bodies import random_body
+
+FORMATS = [
+    ChatFormat(),
+    ChatFormat.of(tool_call_parser="hermes", reasoning_parser="qwen3", enable_auto_tool_choice=True),
+]
+
+
+def test_random_bodies_are_parsed_or_refused(text):
+    rng, taken = random.Random(0), 0
+    for i in range(1500):
+        url, body = random_body(rng)
+        limits = Limits(trust_chat_template=i % 3 == 0, max_logprobs=-1, chat_format=FORMATS[i % 2])
+        try:
+            call = parse_call(url, parse_json(json.dumps(body)), limits)
+            if isinstance(call, TokenizeCall):
+                call.answer(text, 2048)
+            elif isinstance(call, DetokenizeCall):
+                call.answer(text)
+            else:
+                call.prompts(text)
+            if isinstance(call, GenerationCall):
+                call.params(text)
+            taken += 1
+        except (RequestError, UnknownArgumentError):
+            pass
+    assert 150 < taken < 1000
