@@ -11,7 +11,7 @@ _STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2}) [ -~]*\r\n")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+): ?([\t -~\x80-\xff]*)\r\n")
 
 
-class BadResponse(Exception):
+class BadResponseError(Exception):
     """What the server sent is no response of HTTP/1.1."""
 
 
@@ -34,7 +34,7 @@ async def read_response(reader: asyncio.StreamReader, *, to_head: bool = False) 
 
     to_head: whether the request was HEAD, whose response has no body.
 
-    Raises BadResponse if it is not valid or ends in the middle.
+    Raises BadResponseError if it is not valid or ends in the middle.
     """
     try:
         while True:
@@ -43,13 +43,13 @@ async def read_response(reader: asyncio.StreamReader, *, to_head: bool = False) 
                 return None
             found = _STATUS.fullmatch(line)
             if not found:
-                raise BadResponse(f"the status line is {line[:100]!r}")
+                raise BadResponseError(f"the status line is {line[:100]!r}")
             headers = await _headers(reader)
             if int(found[1]) >= 200:
                 break
         body = b"" if to_head else await _body(reader, headers)
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
-        raise BadResponse(f"the response ends in the middle: {error}") from error
+        raise BadResponseError(f"the response ends in the middle: {error}") from error
     return Response(int(found[1]), headers, body)
 
 
@@ -58,10 +58,10 @@ async def _headers(reader: asyncio.StreamReader) -> dict[str, str]:
     while (line := await reader.readuntil(b"\r\n")) != b"\r\n":
         found = _HEADER.fullmatch(line)
         if not found:
-            raise BadResponse(f"a header line is {line[:100]!r}")
+            raise BadResponseError(f"a header line is {line[:100]!r}")
         name = found[1].decode().lower()
         if name in headers:
-            raise BadResponse(f"the header {name} comes twice")
+            raise BadResponseError(f"the header {name} comes twice")
         headers[name] = found[2].decode("latin-1")
     return headers
 
@@ -69,7 +69,7 @@ async def _headers(reader: asyncio.StreamReader) -> dict[str, str]:
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
     length = headers.get("content-length")
     if (length is None) == (headers.get("transfer-encoding") != "chunked"):
-        raise BadResponse("the body must have either content-length or the transfer-encoding chunked")
+        raise BadResponseError("the body must have either content-length or the transfer-encoding chunked")
     if length is not None:
         return await reader.readexactly(int(length))
     parts = []
@@ -77,7 +77,7 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
         size = int(await reader.readuntil(b"\r\n"), 16)
         part = await reader.readexactly(size + 2)
         if part[-2:] != b"\r\n":
-            raise BadResponse("a chunk is longer than it says")
+            raise BadResponseError("a chunk is longer than it says")
         if not size:
             return b"".join(parts)
         parts.append(part[:-2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -216,16 +217,14 @@ def _damage_json(choose: random.Random, name: str, content: bytes) -> tuple[byte
     return dumps(value).encode("utf-8", "surrogatepass"), ", ".join(done)
 
 
-def damage_value(
-    choose: random.Random, value: dict[str, Any], known: Sequence[tuple[str, Any]] = ()
-) -> str:
+def damage_value(choose: random.Random, value: dict[str, Any], known: Sequence[tuple[str, Any]] = ()) -> str:
     """Change one thing in a JSON object, in place. Return what was done.
 
     known: keys that a reader may act on, and values for them.
     """
     if known and choose.random() < 0.3:
         key, new = choose.choice(known)
-        value[key] = new
+        value[key] = copy.deepcopy(new)
         return f"{key} = {_short(new)}"
     if not value:
         return "nothing left"
@@ -251,7 +250,7 @@ def damage_value(
     if how == 4 and isinstance(holder[key], str) and holder[key]:
         holder[key] = choose.choice([holder[key] * 1000, holder[key][:-1], holder[key] + "\x1b[31m"])
         return f"{path} = {_short(holder[key])}"
-    holder[key] = choose.choice(choose.choice([NUMBERS, STRINGS, VALUES]))
+    holder[key] = copy.deepcopy(choose.choice(choose.choice([NUMBERS, STRINGS, VALUES])))
     return f"{path} = {_short(holder[key])}"
 
 

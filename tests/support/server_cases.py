@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from paged.server.routes.table import ROUTE_PATHS
 from tests.support.api_fields import BODIES
-from tests.support.server_bodies import JSON, new_body, valid_body
 from tests.support.mutations import dumps
+from tests.support.server_bodies import JSON, new_body, valid_body
 
 GETS = [path for method, path in ROUTE_PATHS if method == "GET"]
 POSTS = [*BODIES]
@@ -58,6 +58,11 @@ class Case:
     pause_s: float = 0.0
     must_answer: bool = True
     succeeds: bool = False
+
+    @property
+    def num_wanted(self) -> int:
+        """How many responses the case must get."""
+        return len(self.targets) if self.succeeds else 1
 
 
 def new_case(seed: int, number: int) -> Case:
@@ -113,21 +118,25 @@ def _head_case(choose: random.Random, number: int) -> Case:
     damage = choose.choice([_damage_line, _damage_headers])
     done = damage(choose, request)
     case = Case(number, f"{request.target.path} {done}", [request.target], [request.encode()])
-    if request.line.startswith(b"HEAD "):
+    method, path = [*request.line.split(), b"", b""][:2]
+    if method == b"HEAD":
         case.targets = [Target("HEAD", request.target.path)]
+    elif b"health" in path or path == b"/%68ealth":
+        case.targets = [Target("GET", "/health")]
     case.must_answer = not request.line.startswith(b"CONNECT")
     return case
 
 
 _LINES = [
-    b"GET", b"GET /", b"GET / HTTP/9.9", b"GET / HTTP/0.9", b"GET  /  HTTP/1.1", b"get / HTTP/1.1", b" GET / HTTP/1.1",
-    b"\x00\x01\x02", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0", b"GET * HTTP/1.1",
-    b"OPTIONS * HTTP/1.1", b"GET http://other/health HTTP/1.1", b"GET //health HTTP/1.1",
+    b"GET", b"GET /", b"GET / HTTP/9.9", b"GET / HTTP/0.9", b"GET  /  HTTP/1.1", b"get / HTTP/1.1",
+    b" GET / HTTP/1.1", b"\x00\x01\x02", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0",
+    b"GET * HTTP/1.1", b"OPTIONS * HTTP/1.1", b"GET http://other/health HTTP/1.1", b"GET //health HTTP/1.1",
     b"GET /health?a=%ff&b=\xff HTTP/1.1", b"GET /%68ealth HTTP/1.1", b"GET /health%00 HTTP/1.1",
-    b"GET /%ff%fe HTTP/1.1", b"GET /\xff HTTP/1.1", b"GET /../../etc/passwd HTTP/1.1", b"GET /health/ HTTP/1.1",
-    b"GET /health#x HTTP/1.1", b"GET /%0d%0ax-evil:%201 HTTP/1.1", b"GET /" + b"a" * 5000 + b" HTTP/1.1",
-    b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"POST /v1/nothing HTTP/1.1", b"GET /health HTTP/1.1 x",
-    b"CONNECT a:80 HTTP/1.1", b"M-SEARCH /health HTTP/1.1", b"GET /health\tHTTP/1.1", b"GET /health HTTP/1.1\r",
+    b"GET /%ff%fe HTTP/1.1", b"GET /\xff HTTP/1.1", b"GET /../../etc/passwd HTTP/1.1",
+    b"GET /health/ HTTP/1.1", b"GET /health#x HTTP/1.1", b"GET /%0d%0ax-evil:%201 HTTP/1.1",
+    b"GET /" + b"a" * 5000 + b" HTTP/1.1", b"GET /" + b"a" * 70_000 + b" HTTP/1.1",
+    b"POST /v1/nothing HTTP/1.1", b"GET /health HTTP/1.1 x", b"CONNECT a:80 HTTP/1.1",
+    b"M-SEARCH /health HTTP/1.1", b"GET /health\tHTTP/1.1", b"GET /health HTTP/1.1\r",
     b"RTSP /health RTSP/1.0", b"GET /health ICE/1.0", b"BREW /health HTTP/1.1",
 ]  # fmt: skip
 _METHODS = [b"HEAD", b"OPTIONS", b"DELETE", b"PUT", b"PATCH", b"TRACE", b"CONNECT", b"GET", b"POST", b"QUERY"]
@@ -143,19 +152,23 @@ def _damage_line(choose: random.Random, request: _Request) -> str:
 
 
 _HEADERS: list[tuple[bytes, bytes]] = [
-    (b"content-length", b"0"), (b"content-length", b"-1"), (b"content-length", b"+5"), (b"content-length", b"0x5"),
-    (b"content-length", b"5, 5"), (b"content-length", b"9" * 30), (b"content-length", b""),
-    (b"transfer-encoding", b"chunked"), (b"transfer-encoding", b"gzip, chunked"), (b"transfer-encoding", b"identity"),
-    (b"transfer-encoding", b"chunked, chunked"), (b"transfer-encoding", b"xchunked"), (b"content-type", b"text/html"),
+    (b"content-length", b"0"), (b"content-length", b"-1"), (b"content-length", b"+5"),
+    (b"content-length", b"0x5"), (b"content-length", b"5, 5"), (b"content-length", b"9" * 30),
+    (b"content-length", b""), (b"transfer-encoding", b"chunked"), (b"transfer-encoding", b"gzip, chunked"),
+    (b"transfer-encoding", b"identity"), (b"transfer-encoding", b"chunked, chunked"),
+    (b"transfer-encoding", b"xchunked"), (b"content-type", b"text/html"),
     (b"content-type", b"application/json"), (b"content-encoding", b"gzip"), (b"expect", b"100-continue"),
-    (b"expect", b"nonsense"), (b"connection", b"close"), (b"connection", b"upgrade"), (b"upgrade", b"websocket"),
-    (b"upgrade", b"h2c"), (b"host", b"b"), (b"host", b""), (b"x-request-id", b"a b"), (b"x-request-id", b"\xff" * 200),
-    (b"x-request-id", b"ok"), (b"authorization", b"Bearer \xff"), (b"authorization", b"Basic"), (b"a", b"x" * 70_000),
-    (b"a", b"x" * 9000), (b"a", b"\x00"), (b"a", b"b\r\n c"), (b"a b", b"c"), (b"", b"x"), (b"a\xff", b"x"), (b"a ", b"x"),
-    (b"traceparent", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"), (b"traceparent", b"ff-\xff"),
-    (b"traceparent", b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"), (b"tracestate", b"a=" + b"b" * 3000),
-    (b"origin", b"null"), (b"range", b"bytes=0-1"), (b"accept", b"nothing/at-all"), (b"accept-encoding", b"br;q=x"),
-    (b"cookie", b";;;"), (b"x-forwarded-for", b"\xff, , 1"), (b"trailer", b"x"), (b"te", b"trailers"), (b"host", b"a\tb"),
+    (b"expect", b"nonsense"), (b"connection", b"close"), (b"connection", b"upgrade"),
+    (b"upgrade", b"websocket"), (b"upgrade", b"h2c"), (b"host", b"b"), (b"host", b""),
+    (b"x-request-id", b"a b"), (b"x-request-id", b"\xff" * 200), (b"x-request-id", b"ok"),
+    (b"authorization", b"Bearer \xff"), (b"authorization", b"Basic"), (b"a", b"x" * 70_000),
+    (b"a", b"x" * 9000), (b"a", b"\x00"), (b"a", b"b\r\n c"), (b"a b", b"c"), (b"", b"x"), (b"a\xff", b"x"),
+    (b"a ", b"x"), (b"traceparent", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"),
+    (b"traceparent", b"ff-\xff"),
+    (b"traceparent", b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
+    (b"tracestate", b"a=" + b"b" * 3000), (b"origin", b"null"), (b"range", b"bytes=0-1"),
+    (b"accept", b"nothing/at-all"), (b"accept-encoding", b"br;q=x"), (b"cookie", b";;;"),
+    (b"x-forwarded-for", b"\xff, , 1"), (b"trailer", b"x"), (b"te", b"trailers"), (b"host", b"a\tb"),
 ]  # fmt: skip
 
 
@@ -186,8 +199,8 @@ def _chunked(choose: random.Random, body: bytes) -> list[bytes]:
 
 
 _BAD_CHUNKS = [
-    b"zz\r\nx\r\n", b"-1\r\n\r\n", b"ffffffffffffffff1\r\nx", b"5\r\nab\r\n", b"1;" + b"a" * 20_000 + b"\r\nx\r\n",
-    b"1\nx\n", b" 1\r\nx\r\n", b"1\r\nxy\r\n", b"\r\n", b"0x1\r\nx\r\n",
+    b"zz\r\nx\r\n", b"-1\r\n\r\n", b"ffffffffffffffff1\r\nx", b"5\r\nab\r\n",
+    b"1;" + b"a" * 20_000 + b"\r\nx\r\n", b"1\nx\n", b" 1\r\nx\r\n", b"1\r\nxy\r\n", b"\r\n", b"0x1\r\nx\r\n",
 ]  # fmt: skip
 
 
@@ -210,7 +223,9 @@ def _wrong_length(choose: random.Random, number: int) -> Case:
     said = choose.choice([0, 1, actual - 1, actual + 1, actual + 5000, 2**21, 2**40])
     request.headers = [h for h in request.headers if h[0] != b"content-length"]
     request.headers.append((b"content-length", b"%d" % said))
-    return Case(number, f"{request.target.path} {said} for {actual} bytes", [request.target], [request.encode()])
+    return Case(
+        number, f"{request.target.path} {said} for {actual} bytes", [request.target], [request.encode()]
+    )
 
 
 def _in_chunks(choose: random.Random, number: int) -> Case:
@@ -249,7 +264,9 @@ def _pipelined(choose: random.Random, number: int) -> Case:
     targets = [request.target for request in requests]
     done = f"{len(requests)} requests at once"
     if choose.random() < 0.3:
-        return Case(number, f"{done}, then garbage", targets, [data + b"\x00garbage\r\n\r\n"], must_answer=False)
+        return Case(
+            number, f"{done}, then garbage", targets, [data + b"\x00garbage\r\n\r\n"], must_answer=False
+        )
     return Case(number, done, targets, [data], succeeds=True)
 
 
@@ -271,7 +288,7 @@ def _leaving_case(choose: random.Random, number: int) -> Case:
     end = choose.choice([End.RESETS, End.SHUTS, End.LEAVES])
     if choose.random() < 0.3:
         data = data[: choose.randrange(1, len(data))]
-    case = Case(
+    return Case(
         number,
         f"{', '.join(request.target.path for request in requests)}: the client {end.value}",
         [request.target for request in requests],
@@ -281,4 +298,3 @@ def _leaving_case(choose: random.Random, number: int) -> Case:
         pause_s=choose.choice([0, 0.001, 0.01]),
         must_answer=False,
     )
-    return case

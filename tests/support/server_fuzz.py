@@ -4,15 +4,15 @@
     python -m tests.support.server_fuzz --count 2000 --seed 7
     python -m tests.support.server_fuzz --seed 7 --case 1234   # one again, the one that failed
 
-A seed and a number fix what one client sends (`tests/support/server_cases.py`): a body that is valid or damaged,
-a wrong request line, wrong headers, wrong lengths and chunks, several requests at once, a client that is slow,
-resets or leaves. The server is that of `paged serve`: the front end in a thread of this process, the engine in
-another process, a small random model.
+A seed and a number fix what one client sends (`tests/support/server_cases.py`): a body that is valid or
+damaged, a wrong request line, wrong headers, lengths and chunks, several requests at once, a client that
+is slow, resets or leaves. The server is that of `paged serve`: the front end in a thread of this process, the
+engine in another process, a small random model.
 
-Every response must have a status that /openapi.json declares for its route, or one of the protocol itself, never
-500 or 503; errors have OpenAI's form, other bodies match their schemas, and no JSON has NaN. No error is logged.
-Other requests, which run all the time, get the tokens of an undisturbed run. At the end no request is left, and
-all blocks are free or cached.
+Every response must have a status that /openapi.json declares for its route, or one of the protocol itself,
+never 500 or 503. Errors have the form of OpenAI, other bodies match their schemas, no JSON has NaN, no error is
+logged. Other requests, which run all the time, get the tokens of an undisturbed run. At the end no request is
+left, and all blocks are free or cached.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ from unittest import mock
 from paged.server.engine_client import EngineClient
 from paged.server.http import connection, exchange
 from tests.support.chat_checkpoints import chat_checkpoint
+from tests.support.fuzz_client import SLOW_S, play
 from tests.support.response_checks import Bystander, ResponseChecks
-from tests.support.fuzz_client import play
 from tests.support.served import Served, serving
 from tests.support.server_cases import new_case
 from tests.text.test_chat_template import CHATML
 
 AT_ONCE = 16
-# A request that stops is refused after this time, a case that gets no answer fails after the other.
-SLOW_S, PATIENCE_S = 0.3, 120.0
-OPTIONS = {"max_model_len": 96, "num_blocks": 512, "max_num_seqs": 32, "num_threads": 1, "device": "cpu"}
+PATIENCE_S = 120.0  # for the answer to a case
+OPTIONS = {"num_blocks": 1024, "max_num_seqs": 32, "num_threads": 1, "device": "cpu"}
 
 
 @dataclass
@@ -70,19 +69,17 @@ def fuzzed_server() -> Iterator[Served]:
         mock.patch.object(exchange, "BODY_TIMEOUT_S", SLOW_S),
         mock.patch.object(connection, "HEAD_TIMEOUT_S", SLOW_S),
     ):
-        engine = EngineClient(str(chat_checkpoint(Path(directory), CHATML)), **OPTIONS)
-        try:
-            with serving(
-                engine,
-                served_model_name="m",
-                tool_call_parser="hermes",
-                enable_auto_tool_choice=True,
-                reasoning_parser="qwen3",
-                max_request_bytes=2**20,
-            ) as served:
-                yield served
-        finally:
-            engine.shutdown()
+        model = chat_checkpoint(Path(directory), CHATML, max_position_embeddings=1024)
+        with serving(
+            EngineClient(str(model), **OPTIONS),
+            closes=True,
+            served_model_name="m",
+            tool_call_parser="hermes",
+            enable_auto_tool_choice=True,
+            reasoning_parser="qwen3",
+            max_request_bytes=2**20,
+        ) as served:
+            yield served
 
 
 class _LoggedErrors(logging.Handler):
