@@ -68,9 +68,8 @@ def main() -> None:
     with open(os.devnull, "w") as nowhere, bind(options) as listener:
         set_up_logging("text", nowhere)
         front = FrontEnd(StubEngine(args.model, is_idle=args.idle), options, ROUTE_PATHS, [RequestLog()])
-        server = Server(new_app(front), options, front.stop)
-        listener.listen(4096)  # uvicorn would be ready a little later than the port is printed
-        print(listener.getsockname()[1], flush=True)
+        port = listener.getsockname()[1]
+        server = Server(new_app(front), options, on_start=lambda: print(port, flush=True), on_exit=front.stop)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(server.listen(listener))
 

@@ -1,7 +1,7 @@
 """The process that runs an engine for a front end: see `frames`.
 
-Its main thread steps the engine. A second thread reads the orders of the front end and ends the process when
-the front end has ended, however that came about. A third one sends the heartbeat.
+Its main thread makes the engine and steps it. Other threads read the orders of the front end, send the
+heartbeat, and end the process when the front end has ended, however that came about.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -55,12 +56,20 @@ class Link:
         ):  # the reading thread ends the process
             self._socket.sendall(data)
 
-    def orders(self) -> Iterator[frames.Order]:
+    def orders(self) -> Iterator[frames.Order | frames.Refused]:
         """Yield the orders of the front end until it ends."""
         reader = frames.FrameReader(frames.decode_order)
         with suppress(ConnectionResetError):
             while data := self._socket.recv(RECEIVED_BYTES):
                 yield from reader.feed(data)
+
+
+def end_with_front_end(connection: socket.socket) -> None:
+    """End this process as soon as the other end of the socket is closed, whatever this process does."""
+    poll = select.poll()
+    poll.register(connection, 0)  # a hang-up is reported without being asked for
+    poll.poll()
+    os._exit(0)
 
 
 class Post(Recipient):
@@ -121,7 +130,11 @@ class EngineServer:
     """
 
     def __init__(
-        self, engine: LLMEngine, stream_interval_s: float, link: Link, orders: Iterator[frames.Order]
+        self,
+        engine: LLMEngine,
+        stream_interval_s: float,
+        link: Link,
+        orders: Iterator[frames.Order | frames.Refused],
     ) -> None:
         self.engine, self.link, self._orders = engine, link, orders
         self.loop = EngineLoop(engine, stream_interval_s, self._deliver)
@@ -167,14 +180,16 @@ class EngineServer:
             for order in self._orders:
                 with suppress(EngineDeadError):
                     self._take(order)
-            code = 0  # the front end has ended; a step in flight has no reader
+            code = 0  # the front end has ended
         except BaseException:
             logger.exception("the orders of the front end cannot be read")
         finally:
             os._exit(code)
 
-    def _take(self, order: frames.Order) -> None:
+    def _take(self, order: frames.Order | frames.Refused) -> None:
         match order:
+            case frames.Refused():
+                self.link.send(order)
             case frames.Generate():
                 self._generate(order)
             case frames.Fork():
@@ -315,6 +330,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the front end
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
+    threading.Thread(target=end_with_front_end, args=(connection,), name="paged-parent", daemon=True).start()
     link = Link(connection)
     start = next(orders := link.orders(), None)
     if not isinstance(start, frames.Start):

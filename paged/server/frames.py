@@ -201,19 +201,34 @@ class Dead(Frame):
 Report = Ready | Refused | Outputs | Answer | Heartbeat | Dead
 
 _encoder = msgspec.msgpack.Encoder()
-decode_order: Callable[[Any], Order] = msgspec.msgpack.Decoder(Order).decode
+_order_decoder = msgspec.msgpack.Decoder(Order)
 decode_report: Callable[[Any], Report] = msgspec.msgpack.Decoder(Report).decode
 
 
 def encode(frame: Order | Report) -> bytes:
-    """Return a frame with its length in front."""
+    """Return a frame with its length in front. Raises RequestError for values that msgpack cannot hold."""
     buffer = bytearray(LENGTH_BYTES)
-    _encoder.encode_into(frame, buffer, LENGTH_BYTES)
+    try:
+        _encoder.encode_into(frame, buffer, LENGTH_BYTES)
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:  # 2**64, an object, a lone surrogate
+        raise RequestError(f"the request cannot be sent to the engine's process: {error}") from error
     size = len(buffer) - LENGTH_BYTES
     if size > MOST_FRAME_BYTES:
         raise RequestError(f"a request of {size:,} bytes is too large for the engine's process")
     buffer[:LENGTH_BYTES] = size.to_bytes(LENGTH_BYTES, "little")
     return bytes(buffer)
+
+
+def decode_order(content: bytes | memoryview) -> Order | Refused:
+    """Return an order, or the refusal of a request with a value of a wrong type."""
+    try:
+        order: Order = _order_decoder.decode(content)
+        return order
+    except msgspec.ValidationError as error:
+        given = msgspec.msgpack.decode(content)
+        if isinstance(given, list) and len(given) > 1 and isinstance(given[1], int):
+            return Refused(given[1], "RequestError", f"the engine's process refuses the request: {error}")
+        raise
 
 
 class FrameReader(Generic[T]):

@@ -154,6 +154,14 @@ def test_echo_alone_is_the_prompt_with_its_logprobs(engine):
         assert found[0]["reason"] == "length"
 
 
+def test_echo_alone_ends_with_length_whatever_the_token_that_is_left_out(text):
+    call = parse_call(COMPLETIONS, {"prompt": "x", "echo": True, "max_tokens": 0})
+    call.prompts(text)
+    output = output_that_ended("stop", 5, "a")
+    (choice,) = call.body([output], "i", 7, "demo")["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("x", "length", None)
+
+
 def test_tokens_may_be_named_by_their_ids(engine):
     asked = {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True, "echo": True}
     (choice,) = whole(engine, COMPLETIONS, prompt="x", **asked, **SAMPLING)["choices"]
@@ -271,9 +279,10 @@ def test_impossible_tokens_are_json():
     assert chat["top_logprobs"][1]["bytes"] == [195, 169]
     (top,) = CompletionPlaces().of(places)["top_logprobs"]
     assert top == {"\ufffd": -0.5, "é": -1.0}  # of two with the same text, the likelier one
-    assert (
-        json.loads(json.dumps(prompt_places([None, *places]), allow_nan=False))[1]["5"]["logprob"] == -9999.0
-    )
+    (top,) = CompletionPlaces().of([{6: places[0][6], 5: places[0][5]}])["top_logprobs"]
+    assert top == {"\ufffd": -0.5}
+    nothing, place = json.loads(json.dumps(prompt_places([None, *places]), allow_nan=False))
+    assert (nothing, place["5"]["logprob"]) == (None, -9999.0)
 
 
 WEATHER = {
@@ -342,8 +351,19 @@ def test_reasoning_and_calls_are_parts_of_an_answer(text):
         assert parts == {"content", "tool_calls"} | (
             {"reasoning", "reasoning_content"} if reasoning else set()
         )
+        chunks = call.chunks("i", 7, "demo")
+        sent = chunks.add(0, output_that_ended("stop", None, "a<tool_"))
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in sent) == "a<tool_"
         (cut,) = call.body([output_that_ended("length", None, written[:-20])], "i", 7, "demo")["choices"]
         assert cut["finish_reason"] == "length"
+
+
+def test_markers_that_are_special_tokens_reach_the_parser(text):
+    for special, skips in (((), True), (("<tool_call>",), False)):
+        limits = Limits(chat_format=ChatFormat.of(**AUTO, special_tokens=special))
+        call = parse_call(CHAT, {"messages": HELLO, "tools": [WEATHER]}, limits)
+        call.prompts(text)
+        assert call.params(text).skip_special_tokens == skips
 
 
 def test_the_model_calls_nothing_without_being_told_how(text):

@@ -159,14 +159,14 @@ WRONG = [
     (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format", "one of 'float', 'base64', got 'int8'"),
     (SCORE, {"continuations": []}, "continuations", "continuations must have at least 1 entry"),
     (SCORE, {"text_1": "a"}, "text_1", "compare embeddings"),
-    (TOKENIZE, {"messages": HELLO}, "prompt", "either prompt or messages must be given, got both"),
+    (TOKENIZE, {"messages": HELLO}, "prompt", "either prompt or messages must be given, got 2"),
     (TOKENIZE, {"chat_template": "x"}, "chat_template", "chat_template needs messages"),
     (DETOKENIZE, {"tokens": [-1]}, "tokens", "tokens[0] must be at least 0, got -1"),
     (
         GENERATE,
         {"prompts": ["a"], "prompt": "b"},
         "prompts",
-        "either prompts or prompt must be given",
+        "either prompts or prompt must be given, got 2",
     ),
     (GENERATE, {"stream": "lines"}, "stream", "must be one of 'results', 'deltas', got 'lines'"),
 ]
@@ -196,6 +196,35 @@ def test_fields_that_contradict_each_other_name_one(text, url, fields, param, me
     with pytest.raises(RequestError, match=message) as refused:
         call.params(text)
     assert refused.value.param == param
+
+
+def test_errors_of_an_engine_name_the_field_with_the_prompt():
+    for url, name in ((CHAT, "messages"), (COMPLETIONS, "prompt"), (EMBEDDINGS, "input")):
+        call = parsed(url)
+        assert call.param_of(RequestError("the prompt has 9 tokens, more than max_model_len 8")) == name
+        assert call.param_of(RequestError("prompt_token_ids[1] is 9; the vocabulary is 0 to 8")) == name
+        assert call.param_of(RequestError("priority 1 needs scheduling_policy='priority'")) == "priority"
+        assert call.param_of(RequestError("x", param="y")) == "y"
+        assert call.param_of(RequestError("x")) is None
+
+
+def test_salts_and_special_tokens_belong_to_prompts(text):
+    asked = {"cache_salt": "s", "add_special_tokens": False}
+    wanted = {"prompt": "x", "add_special_tokens": False, "cache_salt": "s"}
+    assert parsed(EMBEDDINGS, input=["x", "x"], **asked).prompts(text) == [wanted, wanted]
+    assert parsed(EMBEDDINGS, input=[5], **asked).prompts(text) == [
+        {"prompt_token_ids": [5], "cache_salt": "s"}
+    ]
+    assert parsed(SCORE, **asked).prompts(text) == [wanted]
+
+
+def test_json_does_not_tell_ints_from_integral_floats():
+    call = parsed(COMPLETIONS, prompt=[5.0, 6], n=2.0, stop_token_ids=[7.0])
+    assert call.prompts(None) == [{"prompt_token_ids": [5, 6]}]
+    assert call.sampling == {"n": 2, "stop_token_ids": [7]}
+    assert all(type(token_id) is int for token_id in [*call.listed[0], call.n])
+    with pytest.raises(RequestError, match=r"n must be an int, from 1 to 128, got 1\.5"):
+        parsed(COMPLETIONS, n=1.5)
 
 
 def test_the_operator_sets_limits():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from paged import AsyncLLMEngine
 from tests.support.served import Served, eventually, serving
+
+
+@pytest.fixture(scope="package", autouse=True)
+def no_other_engine() -> None:
+    """Free the engines of tests before these, which may have another number of threads."""
+    gc.collect()
 
 
 @pytest.fixture(scope="package")

@@ -28,8 +28,9 @@ from paged import (
     UsageError,
 )
 from paged.scheduler.policies import FirstComeFirstServed
-from paged.server import connection
+from paged.server import connection, frames
 from paged.server.engine_client import EngineClient
+from paged.server.engine_process import take_share
 from tests.support.failing_engine_process import UNLUCKY
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -80,6 +81,11 @@ def engine(shared) -> Iterator[Any]:
     """Yield an engine, which has no request and holds no block after a test."""
     yield shared
     stats = run(shared.stats())
+    if isinstance(shared, EngineClient):
+        assert not shared._streams
+        assert [(each.load, each._inboxes) for each in shared._connections] == [(0, {})] * len(
+            shared._connections
+        )
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
@@ -175,6 +181,10 @@ def test_readers_that_leave_free_their_blocks(engine):
         first = await anext(slow)
         leaving = [engine.generate(prompt, LONG) for prompt in PROMPTS]
         tasks = [asyncio.create_task(read(stream)) for stream in leaving[:2]]
+        # Its grammar is compiled beside the steps, and it is cancelled meanwhile.
+        regex = StructuredOutputsParams(regex="[a-z]{1,900}")
+        compiled = replace(LONG, structured_outputs=regex)
+        tasks.append(asyncio.create_task(read(engine.generate("x", compiled))))
         for stream in leaving[2:]:
             await anext(stream)
         await leaving[2].aclose()
@@ -238,8 +248,25 @@ def test_a_full_queue_and_an_id_in_use_are_refused():
     run(main())
 
 
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"tenant": 5}, "refuses the request: Expected `str`, got `int`"),
+    ({"tenant": "\ud800"}, "cannot be sent .* surrogates not allowed"),
+    ({"sampling_params": SamplingParams(stop=["\ud800"])}, "cannot be sent"),
+    ({"generated_token_ids": [10**30]}, "cannot be sent"),
+    ({"generated_token_ids": ["5"]}, "refuses the request: Expected `int`"),
+    ({"request_id": 5}, "request_id must be a string"),
+]
+
+
 def test_what_cannot_cross_is_refused(client):
+    """The engine's process refuses it, or it is not sent. Either way the process goes on."""
+
     async def main() -> None:
+        for given, message in WRONG_TYPES:
+            with pytest.raises(RequestError, match=message):
+                await anext(client.generate("x", **given))
+        with pytest.raises(RequestError, match="refuses the request: Expected `float`"):
+            await client.encode("x", priority="high")
         params = SamplingParams(logits_processors=[print])
         with pytest.raises(RequestError, match=r"logits_processors .* Python functions"):
             await anext(client.generate("x", params))
@@ -362,6 +389,7 @@ def test_the_engine_process_ends_with_its_parent(when):
         if {when == "starting"}:
             wait = connection.EngineConnection.wait_ready
             connection.EngineConnection.wait_ready = lambda self: tell(self) or wait(self)
+            connection.ENGINE_PROCESS = "tests.support.stuck_engine_process"
         asyncio.run(main())
     """
     parent = subprocess.Popen(
@@ -379,3 +407,35 @@ def test_the_engine_process_ends_with_its_parent(when):
             return
         subprocess.run(["sleep", "0.05"], check=True)
     raise AssertionError("the engine process goes on")
+
+
+def start_of(replica: int, num_replicas: int, **options: Any) -> frames.Start:
+    return frames.Start({"model": "demo", **options}, 0.2, replica, num_replicas)
+
+
+def test_replicas_share_the_cores(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {2, 3, 5, 7, 11})
+    taken: list[set[int]] = []
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: taken.append(set(cores)))
+    for replica in range(2):
+        take_share(start_of(replica, 2))
+    assert taken == [{2, 3}, {5, 7}]
+    take_share(start_of(0, 1))
+    assert len(taken) == 2
+    with pytest.raises(ConfigError, match="6 replicas need as many CPU cores; there are 5"):
+        take_share(start_of(0, 6))
+
+
+@pytest.mark.parametrize(("shown", "expected"), [("", ["0", "1"]), ("4,GPU-7a", ["4", "GPU-7a"])])
+def test_replicas_have_a_gpu_each(shown, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    found = []
+    for replica in range(2):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+        take_share(start_of(replica, 2))
+        found.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert found == expected
+    with pytest.raises(ConfigError, match="3 replicas need as many GPUs; there are 2"):
+        take_share(start_of(0, 3))

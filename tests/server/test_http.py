@@ -36,7 +36,7 @@ WRONG = {
     "no object": (400, "POST", COMPLETION, b"[1]", JSON, None),
     "field": (400, "POST", COMPLETION, b'{"prompt": "a", "max_token": 1}', JSON, "max_token"),
     "value": (400, "POST", COMPLETION, b'{"prompt": "a", "n": 0}', JSON, "n"),
-    "token": (400, "POST", COMPLETION, b'{"prompt": [4096]}', JSON, None),
+    "token": (400, "POST", COMPLETION, b'{"prompt": [4096]}', JSON, "prompt"),
     "long": (400, "POST", COMPLETION, json.dumps({"prompt": [1] * 5000}).encode(), JSON, "prompt"),
     "model": (404, "POST", COMPLETION, b'{"prompt": "a", "model": "other"}', JSON, "model"),
     "messages": (400, "POST", "/v1/chat/completions", b'{"messages": []}', JSON, "messages"),

@@ -130,7 +130,7 @@ def changes() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
                 body = OTHER_BODIES[same]
             elif url == "/tokenize" and name not in ("prompt", "add_special_tokens"):
                 body = OTHER_BODIES[url]
-            others = {given: v for given, v in others.items() if given in call.table}
+            others = {given: v for given, v in others.items() if call.table.honours(given)}
             yield url, name, {**body, **others}, {**body, **others, name: value}
 
 

@@ -29,6 +29,7 @@ class Call(ABC):
     """A request body, validated as far as possible without a model.
 
     table: the fields of the body.
+    PROMPT_FIELD: the field that holds the prompts.
     values: the fields that the body gives, parsed.
     ignored: the names of those that have no effect here.
     limits: what the operator allows.
@@ -40,6 +41,7 @@ class Call(ABC):
     """
 
     table: ClassVar[FieldTable]
+    PROMPT_FIELD: ClassVar[str] = "prompt"
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         self.values, without_effect = self.table.parse(body)
@@ -55,7 +57,15 @@ class Call(ABC):
 
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""
-        return error.param or next((w for w in _WORD.findall(str(error)) if w in self.table), None)
+        if error.param is not None:
+            return error.param
+        words: list[str] = _WORD.findall(str(error))
+        for word in words:
+            if self.table.honours(word):
+                return word
+            if word in ("prompt", "prompt_token_ids"):  # what the engine calls it
+                return self.PROMPT_FIELD
+        return None
 
     @contextmanager
     def naming_field(self, default: str | None = None) -> Iterator[None]:

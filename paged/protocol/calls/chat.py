@@ -71,6 +71,7 @@ class ChatCall(AnswerCall):
     """A body of /v1/chat/completions."""
 
     table = CHAT_TABLE
+    PROMPT_FIELD = "messages"
     DEFAULT_MAX_TOKENS = None  # up to the end of the context
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:

@@ -21,8 +21,7 @@ from .call import AnswerCall
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
-TEXT_OR_IDS = OneOf((Text(), TokenIds()))
-PROMPTS = OneOf((Text(), TokenIds(), ListOf(Text(), 1, MAX_PROMPTS), ListOf(TokenIds(), 1, MAX_PROMPTS)))
+PROMPTS = OneOf((Text(1), TokenIds(1), ListOf(Text(1), 1, MAX_PROMPTS), ListOf(TokenIds(1), 1, MAX_PROMPTS)))
 COMPLETION_TABLE = FieldTable(
     "/v1/completions",
     [

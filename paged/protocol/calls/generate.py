@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import PagedError, RequestError
+from ...errors import PagedError
 from ...requests.prompts import Prompt
 from ...requests.request import CompletionOutput, RequestOutput
 from ...sampling_params import MAX_LOGPROBS, SamplingParams
@@ -46,6 +46,7 @@ GENERATE_TABLE = FieldTable(
         ADD_SPECIAL_TOKENS,
         DETOKENIZE,
     ],
+    one_of=("prompts", "prompt"),
 )
 
 
@@ -61,9 +62,6 @@ class GenerateCall(GenerationCall):
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
         values = self.values
-        if ("prompt" in values) == ("prompts" in values):
-            given = "both" if "prompt" in values else "neither"
-            raise RequestError(f"either prompts or prompt must be given, got {given}", param="prompts")
         self.listed: list[Any] = values["prompts"] if "prompts" in values else [values["prompt"]]
         self.check_choices(len(self.listed))
         check_most_logprobs("logprobs", values.get("logprobs"), limits.max_logprobs)

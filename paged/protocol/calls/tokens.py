@@ -29,6 +29,7 @@ TOKENIZE_TABLE = FieldTable(
         TOOLS,
         *TEMPLATE_FIELDS,
     ],
+    one_of=("prompt", "messages"),
 )
 DETOKENIZE_TABLE = FieldTable(
     "/detokenize",
@@ -48,9 +49,6 @@ class TokenizeCall(Call):
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
         values = self.values
-        if ("prompt" in values) == ("messages" in values):
-            given = "both" if "prompt" in values else "neither"
-            raise RequestError(f"either prompt or messages must be given, got {given}", param="prompt")
         if "messages" not in values:
             for field in (*TEMPLATE_FIELDS, TOOLS):
                 if field.name in values:

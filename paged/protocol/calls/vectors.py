@@ -76,6 +76,7 @@ class EmbeddingCall(Call):
     """
 
     table = EMBEDDING_TABLE
+    PROMPT_FIELD = "input"
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)

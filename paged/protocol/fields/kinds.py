@@ -53,17 +53,22 @@ class Boolean(Kind):
         return "boolean"
 
 
+def integral(value: Any) -> Any:
+    """Return a float that is an int as one, any other value unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 @dataclass(frozen=True, slots=True)
 class Integer(Kind):
-    """An int in [minimum, maximum]."""
+    """An int in [minimum, maximum]. JSON does not tell 1.0 from 1."""
 
-    types = (int,)
+    types = (int, float)
     minimum: int
     maximum: int = MAX_INT
 
     def parse(self, name: str, value: Any) -> int:
         """Return the value."""
-        return check_int(RequestError, name, value, self.minimum, self.maximum)
+        return check_int(RequestError, name, integral(value), self.minimum, self.maximum)
 
     def schema(self) -> Schema:
         """Return the JSON schema."""
@@ -212,11 +217,10 @@ class TokenIds(Kind):
     longest: int | None = None
 
     def parse(self, name: str, value: Any) -> list[int]:
-        """Return the value."""
+        """Return the ids."""
         check_length(name, value, self.shortest, self.longest)
         if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > MAX_INT):
-            for i, token_id in enumerate(value):
-                check_int(RequestError, f"{name}[{i}]", token_id, 0)
+            return [check_int(RequestError, f"{name}[{i}]", integral(v), 0) for i, v in enumerate(value)]
         return value  # type: ignore[no-any-return]
 
     def schema(self) -> Schema:
@@ -256,7 +260,7 @@ def _may_be(kind: Kind, value: Any) -> bool:
     if not value or not isinstance(value, list):
         return True
     if isinstance(kind, TokenIds):
-        return type(value[0]) in (int, bool)
+        return type(value[0]) in (int, float, bool)
     return not isinstance(kind, ListOf) or type(value[0]) in kind.item.types
 
 

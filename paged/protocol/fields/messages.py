@@ -11,6 +11,14 @@ from .table import Field, FieldTable, ObjectOf, refused
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+class _Role(Text):
+    """A role. The schema has those that all templates know."""
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "string", "enum": [*ROLES]}
+
+
 class _PartKind(JSONObject):
     """A part of a message's content, of which only text is supported."""
 
@@ -43,7 +51,7 @@ CONTENT: Kind = OneOf((Text(), ListOf(_PartKind())))
 MESSAGE_TABLE = FieldTable(
     "a message",
     [
-        Field("role", Text(1), f"{', '.join(ROLES)}, or a role that the chat template names", required=True),
+        Field("role", _Role(1), f"{', '.join(ROLES)}, or a role that the chat template names", required=True),
         Field("content", CONTENT, "text, or parts of type text"),
         Field("name", Text(), "a name, for templates that show it"),
         Field("tool_calls", ListOf(JSONObject('{"type": "function", ...}')), "calls that the assistant made"),

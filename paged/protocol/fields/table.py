@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +59,23 @@ class FieldTable:
     """The fields of a JSON object.
 
     owner: its name in messages.
-    open: whether other fields are passed on as they are.
+    is_open: whether other fields are passed on as they are.
+    one_of: fields of which exactly one is given.
     """
 
-    def __init__(self, owner: str, fields: Iterable[Field], *, is_open: bool = False) -> None:
+    def __init__(
+        self, owner: str, fields: Iterable[Field], *, is_open: bool = False, one_of: Sequence[str] = ()
+    ) -> None:
         self.owner, self.fields, self.is_open = owner, tuple(fields), is_open
         self._by_name = {field.name: field for field in self.fields}
         assert len(self._by_name) == len(self.fields), f"{owner} has a field twice"
+        self._one_of = one_of
         self._required = [field.name for field in self.fields if field.required]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name
+    def honours(self, name: str) -> bool:
+        """Return whether a field of this name is honoured."""
+        field = self._by_name.get(name)
+        return field is not None and field.effect is Effect.HONOURED
 
     def with_effect(self, effect: Effect) -> list[Field]:
         """Return the fields with such an effect."""
@@ -109,6 +115,9 @@ class FieldTable:
         for name in self._required:
             if name not in values:
                 raise RequestError(f"{path}{name} is missing", param=path + name)
+        if self._one_of and (num_given := sum(name in values for name in self._one_of)) != 1:
+            message = f"either {' or '.join(self._one_of)} must be given, got {num_given} of them"
+            raise RequestError(message, param=path + self._one_of[0])
         return values, without_effect
 
     def _unknown(self, name: str, path: str) -> UnknownArgumentError:
@@ -127,7 +136,12 @@ class FieldTable:
                 described = {**(schema if field.required else nullable(schema)), "description": field.meaning}
                 properties[field.name] = described
         whole: Schema = {"type": "object", "properties": properties, "additionalProperties": self.is_open}
-        return whole | ({"required": self._required} if self._required else {})
+        if self._required:
+            whole["required"] = self._required
+        if self._one_of:
+            given = {"not": {"type": "null"}}
+            whole["oneOf"] = [{"required": [name], "properties": {name: given}} for name in self._one_of]
+        return whole
 
 
 @dataclass(frozen=True, slots=True)
