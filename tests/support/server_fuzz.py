@@ -10,9 +10,9 @@ is slow, resets or leaves. The server is that of `paged serve`: the front end in
 engine in another process, a small random model.
 
 Every response must have a status that /openapi.json declares for its route, or one of the protocol itself,
-never 500 or 503. Errors have the form of OpenAI, other bodies match their schemas, no JSON has NaN, no error is
-logged. Other requests, which run all the time, get the tokens of an undisturbed run. At the end no request is
-left, and all blocks are free or cached.
+never 500 or 503. Errors have the form of OpenAI, other bodies match their schemas, no JSON has NaN, no error
+is logged. Other requests, which run all the time, get the tokens of an undisturbed run. At the end no
+request is left, and all blocks are free or cached.
 """
 
 from __future__ import annotations
