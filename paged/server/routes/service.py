@@ -9,6 +9,7 @@ from ...errors import EngineDeadError
 from ...protocol.openapi import openapi
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_json
+from ..http.failures import HttpError
 from ..telemetry.metrics import CONTENT_TYPE
 
 
@@ -31,6 +32,8 @@ class ModelRoute:
 
     async def __call__(self, exchange: Exchange) -> None:
         name = exchange.route.removeprefix("/v1/models/")
+        if not name:
+            raise HttpError(404, "there is no '/v1/models/' here, but /v1/models and /v1/models/{model}")
         exchange.route = "/v1/models/{model}"  # for the metrics
         self._front.check_model(name)
         await exchange.respond_json(200, _model(self._front, name))
