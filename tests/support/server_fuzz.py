@@ -10,8 +10,8 @@ is slow, resets or leaves. The server is that of `paged serve`: the front end in
 engine in another process, a small random model.
 
 Every response must have a status that /openapi.json declares for its route, or one of the protocol itself,
-never 500 or 503. Errors have the form of OpenAI, other bodies match their schemas, no JSON has NaN, no error
-is logged. Other requests, which run all the time, get the tokens of an undisturbed run. At the end no
+never 500 or 503. Errors have the form of OpenAI, other bodies match their schemas, no JSON has NaN, and no
+error is logged. Other requests, which run all the time, get the tokens of an undisturbed run. At the end no
 request is left, and all blocks are free or cached.
 """
 
@@ -36,7 +36,7 @@ from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.fuzz_client import SLOW_S, play
 from tests.support.response_checks import Bystander, ResponseChecks
 from tests.support.served import Served, serving
-from tests.support.server_cases import new_case
+from tests.support.server_cases import MODEL, new_case
 from tests.text.test_chat_template import CHATML
 
 AT_ONCE = 16
@@ -73,7 +73,7 @@ def fuzzed_server() -> Iterator[Served]:
         with serving(
             EngineClient(str(model), **OPTIONS),
             closes=True,
-            served_model_name="m",
+            served_model_name=MODEL,
             tool_call_parser="hermes",
             enable_auto_tool_choice=True,
             reasoning_parser="qwen3",
