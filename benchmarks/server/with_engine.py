@@ -52,7 +52,7 @@ def measure(
                 seconds[way].append(took)
                 cpu[way].append((offline.cpu_seconds() if alone else server.cpu_seconds()) - before)
         first: dict[str, list[float]] = {"offline": [], "http": []}
-        for number, prompt in enumerate(new_prompts(num_first, 64)):
+        for number, prompt in enumerate(new_prompts(num_first, 8)):
             load = Load(server.port, "/v1/completions", [completion(model, prompt, 2)], 1, 1)
             for way in ("offline", "http") if number % 2 else ("http", "offline"):
                 took = offline.first_token_s(prompt) if way == "offline" else client.run(load).first_s[0]

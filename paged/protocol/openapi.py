@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -43,6 +44,7 @@ _ANSWERS: dict[tuple[str, str], _Answer] = {
         "Complete prompts, each with its own result", "Results", streamed=_LINES
     ),
     ("GET", "/v1/models"): _Answer("List the model's names", "Models"),
+    ("GET", "/v1/models/{model}"): _Answer("Return one of the model's names", "Model"),
     ("GET", "/health"): _Answer("Return whether the engine runs", "Any"),
     ("GET", "/ready"): _Answer("Return whether requests are accepted", "Any"),
     ("GET", "/version"): _Answer("Return the version of paged", "Version"),
@@ -86,14 +88,23 @@ def _schema_name(path: str) -> str:
 
 def _operation(path: str, answer: _Answer) -> dict[str, Any]:
     has_body = path in ENDPOINTS
-    statuses = sorted(_OF_ALL + (_OF_BODIES if has_body else ()))
+    names = re.findall(r"{(\w+)}", path)
+    statuses = sorted(_OF_ALL + (_OF_BODIES if has_body else (404,) if names else ()))
     responses: dict[str, Any] = {"200": {"description": "OK", "content": _content(answer)}}
     for status in statuses:
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
             "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
         }
-    operation = {"summary": answer.summary, "operationId": _operation_id(path), "responses": responses}
+    operation: dict[str, Any] = {
+        "summary": answer.summary,
+        "operationId": _operation_id(path),
+        "responses": responses,
+    }
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if has_body:
         schema = {"$ref": f"#/components/schemas/{_schema_name(path)}"}
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
@@ -101,7 +112,7 @@ def _operation(path: str, answer: _Answer) -> dict[str, Any]:
 
 
 def _operation_id(path: str) -> str:
-    return path.strip("/").replace("/", "_").replace(".", "_")
+    return re.sub(r"\W+", "_", path.strip("/}"))
 
 
 def _content(answer: _Answer) -> dict[str, Any]:

@@ -45,7 +45,12 @@ class App:
         self._front = front
         self._keys = [key.encode() for key in front.options.api_key]
         routes = [
-            Route(route.path, _Endpoint(route.new_handler(front)), methods=[route.method]) for route in ROUTES
+            Route(
+                route.path.replace("{model}", "{model:path}"),  # a name may contain slashes
+                _Endpoint(route.new_handler(front)),
+                methods=[route.method],
+            )
+            for route in ROUTES
         ]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 

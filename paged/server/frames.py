@@ -19,6 +19,7 @@ from ..errors import RequestError
 from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestMetrics
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
+from ..validation import MAX_INT
 
 T = TypeVar("T")
 
@@ -259,7 +260,13 @@ def params_to_wire(params: SamplingParams) -> Any:
         if getattr(params, name):
             raise RequestError(f"{name} cannot be given here: {reason}")
     given = {name: getattr(params, name) for name in _DEFAULTS}
-    return Params(**{name: value for name, value in given.items() if value != _DEFAULTS[name]})
+    sent = {name: _sendable(value) for name, value in given.items() if value != _DEFAULTS[name]}
+    return Params(**sent)
+
+
+def _sendable(value: Any) -> Any:
+    """Return an int of more than 64 bits, which a frame cannot hold, as the float that it stands for."""
+    return float(value) if isinstance(value, int) and abs(value) > MAX_INT else value
 
 
 def params_from_wire(params: Any) -> SamplingParams:

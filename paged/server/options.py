@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..arguments import strict
 from ..errors import ConfigError
+from ..protocol.chat_output.chat_format import check_parsers
 from ..routing.router import ROUTERS
 from ..sampling_params import MAX_LOGPROBS
 from ..validation import check_bool, check_int, shown
@@ -116,8 +117,9 @@ class ServeOptions:
             object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
             if self.root_path and not self.root_path.startswith("/"):
                 raise ConfigError(f"root_path must begin with a slash, got {shown(self.root_path)}")
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the form of the tool calls")
+        check_parsers(
+            self.tool_call_parser, self.reasoning_parser, auto_tool_choice=self.enable_auto_tool_choice
+        )
         self._check_certificate()
         _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
 

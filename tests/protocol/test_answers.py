@@ -258,6 +258,7 @@ def test_a_choice_that_has_ended_is_not_sent_again():
 def test_failures_have_a_status():
     assert failure_of([output_that_ended("stop", None)]) is None
     assert failure_of([output_that_ended("error", "NaN")]) == (500, "NaN")
+    assert failure_of([output_that_ended("error", "structured_outputs: too many states")])[0] == 400
     assert failure_of([output_that_ended("abort", "timeout_s 1")]) == (504, "timeout_s 1")
     assert failure_of([output_that_ended("abort", None)])[0] == 503
     statuses = {QueueFullError: 429, RequestError: 400, UnknownArgumentError: 400, EngineDeadError: 503}

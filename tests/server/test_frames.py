@@ -55,6 +55,9 @@ def test_frames_survive_any_cut():
 
 def test_every_parameter_crosses_or_is_refused():
     """The fields that differ from their defaults are sent, and no others."""
+    large = frames.params_to_wire(SamplingParams(temperature=10**30))  # more than 64 bits
+    assert frames.params_from_wire(msgspec.convert(large, type(large))).temperature == 1e30
+    assert len(frames.encode(frames.Generate(0, "r", [1], b"", large, "", []))) > 0
     assert msgspec.structs.asdict(
         frames.params_to_wire(SamplingParams())
     ).keys() | frames.NOT_SENT.keys() == {field.name for field in fields(SamplingParams)}

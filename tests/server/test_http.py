@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
 
 from paged.server.http import connection, exchange
-from tests.support.served import serving
+from tests.support.served import eventually, serving
 
 JSON = {"content-type": "application/json"}
 COMPLETION = "/v1/completions"
@@ -166,3 +167,40 @@ def test_a_full_queue_says_when_to_come_back(served):
     rate._finished.extend([time.monotonic() - 19.8, time.monotonic() - 10])
     assert rate.seconds_for(3) == 30
     assert rate.seconds_for(1000) == 60
+
+
+def pipelined(*bodies: dict) -> bytes:
+    sent = []
+    for body in bodies:
+        data = json.dumps(body).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        sent.append(head + b"content-length: %d\r\n\r\n%b" % (len(data), data))
+    return b"".join(sent)
+
+
+def test_what_follows_a_request_does_not_spoil_its_response(served):
+    """Earlier requests on a connection are answered, then it is closed. The same if a head is slow."""
+    short = {"prompt": "a", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+    with served.connect() as client:
+        client.sendall(pipelined(short, short) + b"\x00 no HTTP\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"data: [DONE]\n\n") == 2
+    assert answer.endswith(b"\r\n0\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 2
+
+
+def aborts(served) -> float:
+    _, _, metrics = served.request("GET", "/metrics")
+    (line,) = re.findall(rb'request_success_total{.*finished_reason="abort".*} (.*)', metrics)
+    return float(line)
+
+
+def test_a_client_that_leaves_amid_several_requests(served):
+    """The first is computed, the others wait: it is aborted, and they are never begun."""
+    long = {"prompt": "a", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+    aborted = aborts(served)
+    with served.connect() as client:
+        client.sendall(pipelined(long, long, long))
+        eventually(lambda: served.front._num_open == 1)
+    eventually(lambda: served.front._num_open == 0)
+    assert aborts(served) == aborted + 1

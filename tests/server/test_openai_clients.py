@@ -56,6 +56,9 @@ def test_completions_embeddings_and_models(client):
     numbers = client.embeddings.create(model="demo", input="b", encoding_format="float")
     assert vectors.data[1].embedding == pytest.approx(numbers.data[0].embedding, rel=1e-5)
     assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").max_model_len == 2048
+    with pytest.raises(openai.NotFoundError, match="the model 'a/b' is not here; this server has 'demo'"):
+        client.models.retrieve("a/b")
 
 
 def test_errors_are_the_classes_of_the_client(client):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -177,7 +178,7 @@ _WEIGHTS = {
 def _damage(choose: random.Random, name: str, files: Files) -> str:
     content = files[name]
     if choose.random() < 0.2:
-        files[name], done = _damage_bytes(choose, content)
+        files[name], done = damage_bytes(choose, content)
     elif name.endswith(".json"):
         files[name], done = _damage_json(choose, name, content)
     elif name.endswith(".safetensors"):
@@ -188,7 +189,8 @@ def _damage(choose: random.Random, name: str, files: Files) -> str:
     return done
 
 
-def _damage_bytes(choose: random.Random, content: bytes) -> tuple[bytes, str]:
+def damage_bytes(choose: random.Random, content: bytes) -> tuple[bytes, str]:
+    """Damage a few bytes. Return the result and what was done."""
     data, at = bytearray(content), choose.randrange(len(content))
     length = choose.choice([1, 1, 2, 8, 100])
     how = choose.randrange(6)
@@ -211,16 +213,18 @@ def _damage_bytes(choose: random.Random, content: bytes) -> tuple[bytes, str]:
 
 def _damage_json(choose: random.Random, name: str, content: bytes) -> tuple[bytes, str]:
     value = json.loads(content)
-    done = [_damage_value(choose, name, value) for _ in range(choose.choice([1, 1, 1, 2, 3]))]
-    return _dumps(value).encode("utf-8", "surrogatepass"), ", ".join(done)
+    done = [damage_value(choose, value, KEYS.get(name, ())) for _ in range(choose.choice([1, 1, 1, 2, 3]))]
+    return dumps(value).encode("utf-8", "surrogatepass"), ", ".join(done)
 
 
-def _damage_value(choose: random.Random, name: str, value: dict[str, Any]) -> str:
-    """Change one thing in a JSON object, in place."""
-    known = KEYS.get(name)
+def damage_value(choose: random.Random, value: dict[str, Any], known: Sequence[tuple[str, Any]] = ()) -> str:
+    """Change one thing in a JSON object, in place. Return what was done.
+
+    known: keys that a reader may act on, and values for them.
+    """
     if known and choose.random() < 0.3:
         key, new = choose.choice(known)
-        value[key] = new
+        value[key] = copy.deepcopy(new)
         return f"{key} = {_short(new)}"
     if not value:
         return "nothing left"
@@ -246,7 +250,7 @@ def _damage_value(choose: random.Random, name: str, value: dict[str, Any]) -> st
     if how == 4 and isinstance(holder[key], str) and holder[key]:
         holder[key] = choose.choice([holder[key] * 1000, holder[key][:-1], holder[key] + "\x1b[31m"])
         return f"{path} = {_short(holder[key])}"
-    holder[key] = choose.choice(choose.choice([NUMBERS, STRINGS, VALUES]))
+    holder[key] = copy.deepcopy(choose.choice(choose.choice([NUMBERS, STRINGS, VALUES])))
     return f"{path} = {_short(holder[key])}"
 
 
@@ -279,8 +283,8 @@ def _damage_tensors(choose: random.Random, content: bytes) -> tuple[bytes, str]:
         del header[gone]
         done = f"without {gone}"
     else:
-        done = _damage_value(choose, "", header)
-    text = _dumps(header).encode("utf-8", "surrogatepass")
+        done = damage_value(choose, header)
+    text = dumps(header).encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(text)) + text + data, done
 
 
@@ -313,7 +317,8 @@ def _make_special(choose: random.Random, file: Path, content: bytes) -> str:
     return how
 
 
-def _dumps(value: Any) -> str:
+def dumps(value: Any) -> str:
+    """Return a value as JSON, with NaN, Infinity and what RAW stands for."""
     text = json.dumps(value, ensure_ascii=False)
     for mark, raw in RAW.items():
         text = text.replace(f'"{mark}"', raw)

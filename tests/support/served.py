@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +70,26 @@ class Served:
 
 @contextmanager
 def serving(
-    engine: Any, front: Callable[[FrontEnd], Any] = lambda _: None, **options: Any
+    engine: Any,
+    front: Callable[[FrontEnd], Any] = lambda _: None,
+    *,
+    closes: bool = False,
+    **options: Any,
 ) -> Iterator[Served]:
-    """Serve an engine, which is not shut down at the end.
+    """Serve an engine.
 
     front: changes the front end before it serves.
+    closes: whether the engine is shut down at the end, which an EngineClient needs in its event loop.
     """
     started = threading.Event()
     served: list[Served] = []
     stop: list[Callable[[], None]] = []
 
     async def serve() -> None:
+        async with engine if closes else nullcontext():
+            await listen()
+
+    async def listen() -> None:
         chosen = ServeOptions(port=0, **options)
         end = FrontEnd(engine, chosen, ROUTE_PATHS)
         front(end)

@@ -52,7 +52,7 @@ def failure_of(
         if isinstance(output, RequestOutput):
             for completion in output.outputs:
                 if completion.finish_reason == "error":
-                    return FAILED, str(completion.stop_reason)
+                    return _failed(str(completion.stop_reason))
                 if completion.finish_reason == "abort":
                     return _aborted(completion.stop_reason)
         else:
@@ -60,6 +60,11 @@ def failure_of(
             if error is not None:
                 return _aborted(None) if error == "abort" else (FAILED, error)
     return None
+
+
+def _failed(reason: str) -> Failure:
+    """Return the failure of a request: of its language, which was found too large, or of the server."""
+    return (BAD_REQUEST if reason.startswith("structured_outputs") else FAILED), reason
 
 
 def _aborted(reason: int | str | None) -> Failure:

@@ -86,6 +86,16 @@ _RESULT = _object(
     },
 )
 # By name, as they are among the components of /openapi.json.
+_MODEL = _object(
+    {
+        "id": STRING,
+        "object": STRING,
+        "created": INTEGER,
+        "owned_by": STRING,
+        "max_model_len": INTEGER,
+    }
+)
+
 RESPONSES: dict[str, Schema] = {
     "Error": _object(
         {"error": _object({"message": STRING, "type": STRING, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL})}
@@ -154,20 +164,11 @@ RESPONSES: dict[str, Schema] = {
             "avg_time_per_prompt": NUMBER,
         }
     ),
+    "Model": _MODEL,
     "Models": _object(
         {
             "object": STRING,
-            "data": _list(
-                _object(
-                    {
-                        "id": STRING,
-                        "object": STRING,
-                        "created": INTEGER,
-                        "owned_by": STRING,
-                        "max_model_len": INTEGER,
-                    }
-                )
-            ),
+            "data": _list(_MODEL),
         }
     ),
     "Version": _object({"version": STRING}),

@@ -81,15 +81,7 @@ class ChatFormat:
 
         Raises ConfigError or CheckpointError.
         """
-        if enable_auto_tool_choice and tool_call_parser is None:
-            raise ConfigError(
-                "enable_auto_tool_choice needs tool_call_parser: "
-                f"{', '.join(TOOL_PARSERS)} or {AUTO}, which finds out from the chat template"
-            )
-        if reasoning_parser is not None and reasoning_parser not in REASONING_PARSERS:
-            raise ConfigError(
-                f"reasoning_parser must be one of {', '.join(REASONING_PARSERS)}, got {reasoning_parser!r}"
-            )
+        check_parsers(tool_call_parser, reasoning_parser, auto_tool_choice=enable_auto_tool_choice)
         tools = None
         if tool_call_parser is not None:
             tools = _tool_format(tool_call_parser, template, special_tokens, directory)
@@ -142,6 +134,21 @@ class ChatFormat:
         return self.always_reasons and END_THINK not in prompt[-2 * len(END_THINK) :]
 
 
+def check_parsers(
+    tool_call_parser: str | None, reasoning_parser: str | None, *, auto_tool_choice: bool
+) -> None:
+    """Raise ConfigError for a parser that does not exist, or auto_tool_choice without one of tool calls."""
+    known = f"{', '.join(TOOL_PARSERS)} or {AUTO}, which finds out from the chat template"
+    if auto_tool_choice and tool_call_parser is None:
+        raise ConfigError(f"enable_auto_tool_choice needs tool_call_parser: {known}")
+    if tool_call_parser not in (None, AUTO, *TOOL_PARSERS):
+        raise ConfigError(f"tool_call_parser must be {known}; got {tool_call_parser!r}")
+    if reasoning_parser not in (None, *REASONING_PARSERS):
+        raise ConfigError(
+            f"reasoning_parser must be one of {', '.join(REASONING_PARSERS)}, got {reasoning_parser!r}"
+        )
+
+
 def _tool_format(
     name: str, template: str, special_tokens: Collection[str], directory: Path | None
 ) -> ToolFormat:
@@ -154,4 +161,4 @@ def _tool_format(
             return MistralFormat(template)
         case "response_template" if directory is not None:
             return TemplateFormat(ResponseTemplate.of(directory))
-    raise ConfigError(f"tool_call_parser must be one of {', '.join((*TOOL_PARSERS, AUTO))}, got {name!r}")
+    raise ConfigError(f"tool_call_parser {name!r} needs a tokenizer's files, and there are none")

@@ -90,9 +90,9 @@ class Number(Kind):
     above: bool = False
 
     def parse(self, name: str, value: Any) -> float:
-        """Return the value as it is given: 1 stays an int."""
-        check_number(RequestError, name, value, self.minimum, self.maximum, above=self.above)
-        return value  # type: ignore[no-any-return]
+        """Return the value as it is given: 1 stays an int, unless it has more than 64 bits."""
+        number = check_number(RequestError, name, value, self.minimum, self.maximum, above=self.above)
+        return number if abs(number) > MAX_INT else value
 
     def schema(self) -> Schema:
         """Return the JSON schema."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ...protocol.answers.errors import error_body
 from .exchange import JSON, encode_json, request_id_of
@@ -20,7 +21,8 @@ class HeadLimits(HttpToolsProtocol):
     """A connection whose requests have heads of limited size and time."""
 
     _head_bytes = 0  # received of the head that is being read
-    _in_head = True
+    _in_head = True  # or between two requests
+    _running: RequestResponseCycle | None = None  # the oldest request without a whole response
     _head_timer: asyncio.TimerHandle | None = None
     _refusal = (400, "the request is not valid HTTP/1.1")
 
@@ -30,8 +32,11 @@ class HeadLimits(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop waiting, and tell the request that is being answered, which uvicorn does for the newest."""
         self._stop_head_timer()
+        for cycle in self._unfinished():
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -51,35 +56,63 @@ class HeadLimits(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """End a head, and hand the request to the application unless the head is too large."""
-        self._in_head, self._head_bytes = False, 0
-        self._stop_head_timer()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refusal = TOO_LARGE
             raise HttpError(*TOO_LARGE)  # ends the parsing
         super().on_headers_complete()
+        self._in_head, self._head_bytes = False, 0
+        self._stop_head_timer()
+
+    def on_message_complete(self) -> None:
+        """End a request: what comes next is another one's head."""
+        super().on_message_complete()
+        self._in_head = True
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
         """Refuse what could not be parsed."""
         self._refuse(*self._refusal)
 
     def _refuse(self, status: int, message: str) -> None:
+        """Refuse what is being read, and close the connection after the responses to earlier requests."""
         if self.transport.is_closing():
             return
-        if not self._is_responding():
-            body = encode_json(error_body(status, message))
-            headers = (
-                (b"content-type", JSON.encode()),
-                (b"content-length", b"%d" % len(body)),
-                (b"x-request-id", request_id_of(None).encode()),
-                (b"connection", b"close"),
-                *retry_headers(status, 1),
-            )
-            lines = [name + b": " + value + b"\r\n" for name, value in headers]
-            self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
+        earlier = self._unfinished()
+        is_answered = False
+        if not self._in_head:  # it is the body of the newest request
+            is_answered = self.cycle.response_started
+            if earlier and earlier[-1] is self.cycle:
+                earlier.pop()
+                if earlier:
+                    self.pipeline.popleft()
+        if earlier:
+            earlier[-1].keep_alive = False
+            return
+        if not is_answered:
+            self._respond(status, message)
         self.transport.close()
 
-    def _is_responding(self) -> bool:
-        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+    def _respond(self, status: int, message: str) -> None:
+        body = encode_json(error_body(status, message))
+        headers = (
+            (b"content-type", JSON.encode()),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", request_id_of(None).encode()),
+            (b"connection", b"close"),
+            *retry_headers(status, 1),
+        )
+        lines = [name + b": " + value + b"\r\n" for name, value in headers]
+        self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _unfinished(self) -> list[RequestResponseCycle]:
+        """Return the requests without a whole response, the oldest first."""
+        running = self._running
+        is_open = running is not None and not running.response_complete
+        queued = [cycle for cycle, _ in reversed(self.pipeline)]
+        return [running, *queued] if is_open and running is not None else queued
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
@@ -90,7 +123,7 @@ class HeadLimits(HttpToolsProtocol):
             self._head_timer = None
 
     def _on_head_timeout(self) -> None:
-        if self._is_responding():  # to an earlier request on this connection
+        if self._unfinished():  # earlier requests on this connection
             self._start_head_timer()
         elif self._head_bytes:
             self._refuse(408, f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s; try again")

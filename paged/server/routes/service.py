@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ... import __version__
 from ...errors import EngineDeadError
 from ...protocol.openapi import openapi
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_json
+from ..http.failures import HttpError
 from ..telemetry.metrics import CONTENT_TYPE
 
 
@@ -17,20 +20,35 @@ class ModelsRoute:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
-        engine = self._front.engine
-        models = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._front.created,
-                "owned_by": "paged",
-                "root": engine.config.model,
-                "parent": None,
-                "max_model_len": engine.max_model_len,
-            }
-            for name in self._front.names
-        ]
+        models = [_model(self._front, name) for name in self._front.names]
         await exchange.respond_json(200, {"object": "list", "data": models})
+
+
+class ModelRoute:
+    """One name of the model; another one is 404."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        name = exchange.route.removeprefix("/v1/models/")
+        if not name:
+            raise HttpError(404, "there is no '/v1/models/' here, but /v1/models and /v1/models/{model}")
+        exchange.route = "/v1/models/{model}"  # for the metrics
+        self._front.check_model(name)
+        await exchange.respond_json(200, _model(self._front, name))
+
+
+def _model(front: FrontEnd, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.created,
+        "owned_by": "paged",
+        "root": front.engine.config.model,
+        "parent": None,
+        "max_model_len": front.engine.max_model_len,
+    }
 
 
 class HealthRoute:

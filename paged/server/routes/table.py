@@ -9,7 +9,15 @@ from typing import NamedTuple
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from .generation import AnswerRoute, ResultRoute
-from .service import HealthRoute, MetricsRoute, ModelsRoute, OpenAPIRoute, ReadyRoute, VersionRoute
+from .service import (
+    HealthRoute,
+    MetricsRoute,
+    ModelRoute,
+    ModelsRoute,
+    OpenAPIRoute,
+    ReadyRoute,
+    VersionRoute,
+)
 from .tokens import DetokenizeRoute, TokenizeRoute
 from .vectors import EmbeddingRoute, ScoreRoute
 
@@ -37,6 +45,7 @@ _POSTED: dict[str, Callable[[str, FrontEnd], Handler]] = {
 ROUTES = (
     *(RouteEntry("POST", path, partial(handler, path)) for path, handler in _POSTED.items()),
     RouteEntry("GET", "/v1/models", ModelsRoute),
+    RouteEntry("GET", "/v1/models/{model}", ModelRoute),
     RouteEntry("GET", "/health", HealthRoute),
     RouteEntry("GET", "/ready", ReadyRoute),
     RouteEntry("GET", "/version", VersionRoute),
