@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paged.kernels.backend import load_kernels
+from tests.support.models_table import PAGE, SECTION, table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -54,6 +55,11 @@ def test_links_lead_somewhere(page):
         if file.suffix == ".py" and re.fullmatch(r"`[\w.]+`", text) and not text.endswith(".py`"):
             for name in text.strip("`").split("."):
                 assert defines(file.read_text(encoding="utf-8"), name), f"{path} has no {text}"
+
+
+def test_table_of_models_is_that_of_the_code():
+    """Rewrite it by `python -m tests.support.models_table --write`."""
+    assert SECTION.findall(PAGE.read_text(encoding="utf-8")) == [table()]
 
 
 @each_page

@@ -1,4 +1,5 @@
-"""The command line: `paged generate`, `chat`, `run-batch`, `serve`, `warmup`, `simulate`, `top` and `bench`.
+"""The command line: `paged generate`, `chat`, `run-batch`, `serve`, `models`, `warmup`, `simulate`, `top`
+and `bench`.
 
 Arguments are validated before torch is imported and the model loaded. Every error is one line on stderr; only
 generated text and results go to stdout.
@@ -19,11 +20,11 @@ from .chat import chat
 from .common import EXIT_USAGE, complain
 from .generate import generate
 from .headings import CommandGroup, GroupedCommand
+from .models import models, warmup
 from .run_batch import run_batch
 from .serve import serve
 from .simulate import simulate
 from .top import top
-from .warmup import warmup
 
 # The base class of parser errors: click's in older versions of Typer, Typer's own copy in newer ones.
 PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
@@ -68,6 +69,6 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, run_batch, serve, top, warmup, simulate):
+for command in (generate, chat, run_batch, serve, top, models, warmup, simulate):
     app.command(cls=GroupedCommand)(command)
 app.add_typer(bench, name="bench")

@@ -17,6 +17,7 @@ import typer
 from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams, __version__
 from paged.commands import cli, common, generate
 from paged.commands.headings import HEADINGS
+from paged.model.families.table import ARCHITECTURES
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput
 from tests.support.command_line import write
@@ -102,7 +103,7 @@ def test_every_option_of_the_api_is_a_flag(run):
     assert """May be given several times. [default: '\\n' ':' '"' '*']""" in words
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "run-batch", "serve", "simulate", "warmup"])
+@pytest.mark.parametrize("name", ["generate", "chat", "run-batch", "serve", "simulate", "models", "warmup"])
 def test_help_shows_every_default(name):
     """A default of None is shown as what it stands for."""
     command = typer.main.get_command(cli.app).commands[name]
@@ -689,6 +690,13 @@ def test_closed_pipe_is_quiet():
         process.wait(timeout=60)
     assert "Traceback" not in err
     assert "Error" not in err
+
+
+def test_models_lists_every_architecture(run):
+    code, out, _ = run("models")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(ARCHITECTURES)
+    assert "GraniteForCausalLM  Granite 3" in out
 
 
 def test_warmup_says_what_is_ready(run, loaded, monkeypatch):

@@ -185,7 +185,14 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
     kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, residual=torch.empty_like(hidden))
     for unit_offset in (False, True):
         kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, unit_offset=unit_offset)
+    weight, residual = torch.empty(size, dtype=dtype), torch.empty_like(hidden)
+    kernels.rms_norm_into(hidden, weight, 1e-6, hidden)  # OLMo's norms of Q and K
+    for unit_offset in (False, True):
+        kernels.rms_norm_into(hidden, weight, 1e-6, residual, unit_offset=unit_offset, add=True)
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+    kernels.gelu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+    kernels.scale_and_cap(hidden, 12.0)
+    kernels.scale_and_cap(torch.empty(num_tokens, VOCAB_SIZE), 1.0, 30.0)
     planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
     launch_unpack_step(num_tokens)

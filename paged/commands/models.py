@@ -1,4 +1,4 @@
-"""`paged warmup`: compile the kernels that a model needs ahead of time."""
+"""`paged models`: list the native architectures. `paged warmup`: compile the kernels that a model needs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
+from ..model.families.table import ARCHITECTURES
 from . import common
 from .options import with_options
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 
 # The options that decide what is compiled.
 KERNEL_OPTIONS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_len", "attention_backend"]
+
+
+def models() -> int:
+    """List the architectures that are native, and the models that have them."""
+    width = max(map(len, ARCHITECTURES))
+    for name, known in ARCHITECTURES.items():
+        print(f"{name:{width}}  {known.models}")
+    return 0
 
 
 @with_options((EngineConfig, KERNEL_OPTIONS))
