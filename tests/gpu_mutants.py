@@ -145,7 +145,7 @@ def found_in(case: str, file: str | None = None, text: str = "") -> list[str]:
 
 def _look(results: Any, case: str, file: str | None, text: str) -> None:
     if file is not None:
-        _plant(f"paged.{file.replace('/', '.')}", text)
+        plant(f"paged.{file.replace('/', '.')}", text)
     from tests import steps
 
     (chosen,) = (known for known in steps.CASES if known.name == case)
@@ -156,7 +156,7 @@ def _look(results: Any, case: str, file: str | None, text: str) -> None:
     )
 
 
-def _plant(module: str, text: str) -> None:
+def plant(module: str, text: str) -> None:
     """Have this process import a module from another text than its file's."""
     assert not any(name == "paged" or name.startswith("paged.") for name in sys.modules)
     loader = importlib.machinery.SourceFileLoader
