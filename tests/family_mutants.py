@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     Mutant("scores are not multiplied", "granite", LAYERS, "config.attention_scale or", ""),
     Mutant("scores are not capped", "gemma2", LAYERS, "softcap=self.softcap,", ""),
-    Mutant("GELU is silu", "gemma2", TABLE, '"activation": "gelu_tanh",', ""),
+    Mutant("GELU is silu", "gemma2", LAYERS, "if is_silu else kernels.gelu_and_mul", ""),
     Mutant(
         "a window is ignored",
         "olmo3",
