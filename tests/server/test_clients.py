@@ -131,6 +131,24 @@ def test_coding_assistants(name, server):
     assert {*headers["x-paged-ignored"].split(", ")} == ignored
 
 
+def test_the_official_client_parses_answers_and_calls(server):
+    """Into pydantic's models, whole and streamed."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        asked = {**ASKED, "model": MODEL, "max_tokens": 300}
+        answer = client.chat.completions.parse(response_format=Weather, **asked)
+        assert isinstance(answer.choices[0].message.parsed, Weather)
+        tools = {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": "required"}
+        asked |= {**tools, "parallel_tool_calls": False}
+        whole = client.chat.completions.parse(**asked)
+        with client.chat.completions.stream(**asked) as stream:
+            arguments = "".join(e.arguments_delta for e in stream if e.type.endswith("arguments.delta"))
+            streamed = stream.get_final_completion()
+        for completion in (whole, streamed):
+            (call,) = completion.choices[0].message.tool_calls
+            assert isinstance(call.function.parsed_arguments, Weather)
+        assert arguments == call.function.arguments
+
+
 def test_tokens_equal_those_of_generate(server):
     """Streamed or not, at 1 and at 64 requests at once, greedy and sampled."""
     model = server.front.engine.config.model

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 from paged.server.http import connection, exchange
-from tests.support.fuzz_client import SLOW_S, play
-from tests.support.response_checks import Bystander, ResponseChecks
+from tests.support.fuzz_client import play
+from tests.support.response_checks import SLOW_S, Bystander, ResponseChecks
 from tests.support.served import Served
 from tests.support.server_cases import new_case
 from tests.support.small_server import small_server
