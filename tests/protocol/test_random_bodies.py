@@ -28,7 +28,7 @@ def test_random_bodies_are_parsed_or_refused(text):
             if isinstance(call, TokenizeCall):
                 call.answer(text, 2048)
             elif isinstance(call, DetokenizeCall):
-                call.answer(text)
+                call.answer(text, 2048)
             else:
                 call.prompts(text)
             if isinstance(call, GenerationCall):
