@@ -31,7 +31,7 @@ from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import StepOutput
 from ..text.tokenizer import Tokenizer
 from .grammar_limits import check_grammar, library_limits
-from .structural_grammar import StructuralGrammar
+from .structural_grammar import StructuralGrammar, quoted
 
 MAX_CACHED = 64  # compiled grammars
 MAX_CACHED_CHARACTERS = 2**20  # of their texts together; a compiled text takes up to 1,000 times its size
@@ -167,7 +167,7 @@ def _library_grammar(kind: str, text: str, special: Mapping[str, int]) -> Any:
         return StructuralGrammar(special, WHITESPACE).grammar(json.loads(text)["format"])
     if kind == "choice":
         # As one terminal, so that thousands of strings are as fast as a few.
-        strings = " | ".join(json.dumps(s, ensure_ascii=False) for s in json.loads(text))
+        strings = " | ".join(quoted(s) for s in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
     return grammar_from("regex" if kind == "regex" else "grammar", text)
 

@@ -131,7 +131,8 @@ class ChatFormat:
             return False
         if ends_in_reasoning(prompt, continues_answer=continues_answer):
             return True
-        return self.always_reasons and END_THINK not in prompt[-2 * len(END_THINK) :]
+        # An answer that the prompt has begun says itself whether it reasons.
+        return self.always_reasons and not continues_answer and END_THINK not in prompt[-2 * len(END_THINK) :]
 
 
 def check_parsers(

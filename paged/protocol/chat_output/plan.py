@@ -121,9 +121,7 @@ class ToolPlan:
             return None
         if not self.chat.reasons:
             return wanted if not self.tools else StructuredOutputsParams(structural_tag={"format": answer})
-        may_be_text = self.choice.mode == "auto" and wanted is None
-        answer = self._after_reasoning(answer, prompt, may_be_text=may_be_text)
-        return StructuredOutputsParams(structural_tag={"format": answer})
+        return StructuredOutputsParams(structural_tag={"format": self._after_reasoning(answer, prompt)})
 
     def _answer(self, wanted: StructuredOutputsParams | None) -> Format | None:
         """Return the format of an answer without reasoning; None if it may be any text."""
@@ -144,18 +142,18 @@ class ToolPlan:
             return self._format.text_with_calls(self.tools, is_single=is_single)
         return None
 
-    def _after_reasoning(self, answer: Format, prompt: str, *, may_be_text: bool) -> Format:
-        """Return the format of an answer with the reasoning that may precede it.
-
-        may_be_text: whether the answer may be any text, which includes reasoning.
-        """
+    def _after_reasoning(self, answer: Format, prompt: str) -> Format:
+        """Return the format of an answer with the reasoning that may precede it."""
         is_inside = self._is_in_reasoning(prompt)
-        if not is_inside and (may_be_text or prompt.rstrip().endswith(END_THINK)):
+        if not is_inside and prompt.rstrip().endswith(END_THINK):
             return answer
         text: Format = {"type": "any_text"}
         reasoning = {"type": "tag", "begin": "" if is_inside else THINK, "content": text, "end": END_THINK}
-        reasoned: Format = {"type": "sequence", "elements": [reasoning, _BLANKS, answer]}
-        return reasoned if is_inside else {"type": "or", "elements": [reasoned, answer]}
+        if is_inside:
+            return {"type": "sequence", "elements": [reasoning, _BLANKS, answer]}
+        # The answer is there once: a grammar with two of it would be twice as large.
+        before: Format = {"type": "sequence", "elements": [reasoning, _BLANKS]}
+        return {"type": "sequence", "elements": [{"type": "optional", "content": before}, answer]}
 
     def _is_in_reasoning(self, prompt: str) -> bool:
         return self.chat.is_in_reasoning(prompt, continues_answer=self.continues_answer)
