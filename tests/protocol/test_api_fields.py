@@ -1,5 +1,7 @@
 """Every field of every body does what docs/api-fields.md says: something, nothing, or a refusal."""
 
+import re
+
 import pytest
 
 from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -88,6 +90,19 @@ OUTPUT = RequestOutput(
 
 def test_the_page_is_that_of_the_tables():
     assert PAGE.read_text() == page(), "python -m tests.support.api_fields --write"
+
+
+def test_the_page_claims_for_a_body_the_fields_that_it_honours():
+    sections = {
+        title: text for title, _, text in (part.partition("\n") for part in PAGE.read_text().split("\n## "))
+    }
+    for url, call in ENDPOINTS.items():
+        text = next(text for title, text in sections.items() if url in title.split(" and "))
+        line = next((line for line in text.splitlines() if line.startswith("Also the fields ")), "")
+        also = line.removeprefix("Also the fields ").removesuffix(".").split("; ") if line else []
+        claimed = [*(sections[title[0].upper() + title[1:]] for title in also), text]
+        names = {name for part in claimed for name in re.findall(r"^\| `(\w+)`", part, re.MULTILINE)}
+        assert names == {field.name for field in call.table.with_effect(Effect.HONOURED)}
 
 
 CHANGED = [*changes()]

@@ -10,8 +10,9 @@ from paged.errors import PagedError, RequestError, UnknownArgumentError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.fields.sampling import CONSTRAINTS, SAMPLING_KINDS
 from paged.protocol.fields.table import Effect
-from paged.protocol.jobs import SAMPLING_NAMES, parse_json
+from paged.protocol.jobs import SAMPLING_NAMES
 from paged.protocol.limits import Limits
+from paged.strict_json import parse_json
 from tests.support.api_fields import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -280,6 +281,15 @@ def test_roles(text):
     assert refused.value.param == "messages[0].role"
     with pytest.raises(RequestError, match="the chat template refuses this: no") as refused:
         rendered("user", "{{ raise_exception('no') }}")
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("arguments", ["[" * 10**5, '{"a": NaN}', '{"a": 1, "a": 2}', "{"])
+def test_arguments_of_calls_are_json_by_the_rules_of_bodies(text, arguments):
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    with pytest.raises(RequestError, match="the arguments of a tool call must be JSON: ") as refused:
+        parsed(CHAT, messages=[{"role": "assistant", "tool_calls": calls}]).prompts(text)
     assert refused.value.param == "messages"
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ...protocol.jobs import parse_json
 from ...requests.request import RequestOutput
+from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
 from .failures import Header, HttpError
 
