@@ -13,6 +13,7 @@ EOS) then finishes with "stop". max_tokens and stop strings may end an output be
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ COMPILE_STACK_BYTES = 512 * 2**20
 # One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
 WORD_BITS = 32
+_EXCERPT = re.compile(r"^ *(\d+ \|.*|\^) *$", re.MULTILINE)
 
 
 class Grammars:
@@ -144,14 +146,16 @@ def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
     # Compute the first mask here too, as it may be slow.
     possible = not matcher.is_error() and vocabulary.allowed(matcher).any()
     if matcher.is_error() or not possible:
-        error = _error(matcher)
+        error = _error(matcher, with_excerpt=kind == "grammar")
         nothing = not error or error.startswith("NoExtension")
         raise ValueError("nothing in this model's vocabulary matches it" if nothing else error)
     return matcher
 
 
-def _error(matcher: Any) -> str:
-    return _one_line(matcher.get_error().replace("<non-verbose/>", ""))
+def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
+    """Return the library's error. Its excerpt may show a grammar that the request did not write."""
+    text = matcher.get_error().replace("<non-verbose/>", "")
+    return _one_line(text if with_excerpt else _EXCERPT.sub("", text))
 
 
 def _one_line(message: str) -> str:

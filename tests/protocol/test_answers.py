@@ -48,7 +48,7 @@ def streamed(engine, url, limits=DEFAULT_LIMITS, **body):
     call = parse_call(url, {**body, "stream": True}, limits)
     outputs = [*run(engine, call)]
     chunks = call.chunks("i", 7, "demo")
-    sent = chunks.start()
+    sent = chunks.start(*outputs[0])
     for index, output in outputs:
         sent += chunks.add(index, output)
     sent += chunks.finish()
@@ -83,6 +83,7 @@ def test_a_streamed_chat_joins_to_the_whole_one(engine):
     for chunk in chunks:
         assert ChatCompletionChunk.model_validate(chunk).object == "chat.completion.chunk"
         assert chunk["usage"]["completion_tokens"] <= 24
+        assert chunk["usage"]["prompt_tokens"] == body["usage"]["prompt_tokens"]
     assert [chunk["choices"][0]["delta"]["role"] for chunk in chunks[:2]] == ["assistant"] * 2
     found = joined(chunks, lambda choice: choice["delta"].get("content", ""))
     for choice in body["choices"]:
@@ -213,7 +214,9 @@ def test_embeddings_and_scores(engine):
 
 
 def test_a_bad_prompt_of_many_is_an_error_in_its_own_result(engine):
-    call = parse_call(GENERATE, {"prompts": ["a", 5, [10**6], [7]], "n": 2, "logprobs": 1, **SAMPLING})
+    call = parse_call(
+        GENERATE, {"prompts": ["a", 5, [10**6], [7], {"prompt": "a"}], "n": 2, "logprobs": 1, **SAMPLING}
+    )
     outcomes = []
     for i, prompt in enumerate(call.prompts(engine.text)):
         try:
@@ -226,9 +229,9 @@ def test_a_bad_prompt_of_many_is_an_error_in_its_own_result(engine):
             outcomes[int(output.request_id)] = output
     body = call.body(outcomes, 2.0)
     assert [(result["index"], result.get("sample")) for result in body["results"]] == [
-        (0, 0), (0, 1), (1, None), (2, None), (3, 0), (3, 1)
+        (0, 0), (0, 1), (1, None), (2, None), (3, 0), (3, 1), (4, None)
     ]  # fmt: skip
-    assert (body["total_prompts"], body["total_time_seconds"], body["avg_time_per_prompt"]) == (4, 2.0, 0.5)
+    assert (body["total_prompts"], body["total_time_seconds"], body["avg_time_per_prompt"]) == (5, 2.0, 0.4)
     good, _, number, token, *_ = body["results"]
     assert good["generated_text"] == outcomes[0].outputs[0].text
     assert (len(good["token_ids"]), good["num_tokens"], len(good["logprobs"])) == (12, 12, 12)

@@ -64,7 +64,7 @@ def outcome(url, body, text):
             asked["params"] = call.params(text)
         if isinstance(call, AnswerCall):
             chunks = call.chunks("i", 0, "m")
-            sent = [*chunks.start(), *chunks.add(0, OUTPUT), *chunks.finish()]
+            sent = [*chunks.start(0, OUTPUT), *chunks.add(0, OUTPUT), *chunks.finish()]
             return asked, call.body([OUTPUT], "i", 0, "m"), sent
         return asked, None
     except PagedError as error:
@@ -137,3 +137,7 @@ def test_a_nested_field_without_effect_is_listed():
     options = {"include_usage": True, "include_obfuscation": False}
     call = parse_call(COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": options}, TRUSTING)
     assert call.ignored == ("stream_options.include_obfuscation",)
+    schema = {"name": "n", "strict": True, "schema": {}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    call = parse_call(COMPLETIONS, {"prompt": "x", **asked}, TRUSTING)
+    assert call.ignored == tuple(f"response_format.json_schema.{name}" for name in ("name", "strict"))

@@ -154,7 +154,7 @@ that a field is not given. Errors name the field in `param`.
 |---|---|
 | samples of a prompt (`n`, `best_of`) | {limits.MAX_N} |
 | prompts, or inputs to embed | {limits.MAX_PROMPTS:,} |
-| prompts times `n` | {limits.MAX_CHOICES:,} |
+| prompts times `n` or `best_of` | {limits.MAX_CHOICES:,} |
 | stop strings | {limits.MAX_STOP_STRINGS} |
 | messages | {limits.MAX_MESSAGES:,} |
 | continuations to score | {limits.MAX_CONTINUATIONS:,} |

@@ -72,7 +72,7 @@ class GenerateCall(GenerationCall):
     def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
         """Return the prompts. The engine refuses those that are wrong, each by itself."""
         add = self.values.get("add_special_tokens", True)
-        return [{"prompt": p, "add_special_tokens": add} if isinstance(p, str) else p for p in self.listed]
+        return [_prompt_of(prompt, add) for prompt in self.listed]
 
     def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
         """Return the parameters, with the defaults of the model. Raises RequestError."""
@@ -173,3 +173,11 @@ class GenerateCall(GenerationCall):
     @staticmethod
     def _end(completion: CompletionOutput) -> dict[str, Any]:
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def _prompt_of(value: Any, add_special_tokens: bool) -> Prompt:
+    """Return a prompt of a body for the engine, which refuses what is neither text nor token ids."""
+    if isinstance(value, str):
+        return {"prompt": value, "add_special_tokens": add_special_tokens}
+    # The engine also takes objects, which are no part of this API.
+    return {"prompt_token_ids": value} if isinstance(value, Mapping) else value

@@ -87,7 +87,7 @@ class ToolPlan:
     @property
     def parses(self) -> bool:
         """Whether an answer may be more than content."""
-        return self.chat.reasons or bool(self.tools) or self._format.READS_REASONING
+        return self.chat.has_reasoning_parser or bool(self.tools) or self._format.READS_REASONING
 
     @property
     def skip_special_tokens(self) -> bool:
@@ -95,7 +95,7 @@ class ToolPlan:
         if self._format.READS_REASONING:  # its tags are not known
             return False
         markers = [*self._format.MARKERS] if self.tools else []
-        markers += [THINK, END_THINK] if self.chat.reasons else []
+        markers += [THINK, END_THINK] if self.chat.has_reasoning_parser else []
         return self.chat.special_tokens.isdisjoint(markers)
 
     def new_parser(self, prompt: str) -> OutputParser:
@@ -103,7 +103,7 @@ class ToolPlan:
         answer = None
         if self.tools or self._format.READS_REASONING:
             answer = self._format.new_parser(self.tools, prompt)
-        if not self.chat.reasons:
+        if not self.chat.has_reasoning_parser:
             return answer or PlainText()
         return ReasoningMachine(answer, is_inside=self._is_in_reasoning(prompt))
 
@@ -119,7 +119,7 @@ class ToolPlan:
         answer = self._answer(wanted)
         if answer is None:
             return None
-        if not self.chat.reasons:
+        if not self.chat.has_reasoning_parser:
             return wanted if not self.tools else StructuredOutputsParams(structural_tag={"format": answer})
         return StructuredOutputsParams(structural_tag={"format": self._after_reasoning(answer, prompt)})
 
