@@ -7,17 +7,18 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ...protocol.jobs import parse_json
 from ...requests.request import RequestOutput
+from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
 from .failures import Header, HttpError
 
+T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
@@ -78,16 +79,19 @@ class Exchange:
         if self.record is not None:
             self.record.on_output(output, time.monotonic(), replica)
 
-    async def read_json(self) -> Any:
-        """Return the value of the body, which must be JSON.
+    async def read_json(self, parse: Callable[[Any], T]) -> T:
+        """Return what `parse` makes of the value of the body, which must be JSON.
 
-        Raises HttpError if it is too large, too slow, or of another type; RequestError if it is no JSON.
+        parse: runs in a thread if the body is long.
+
+        Raises HttpError if it is too large, too slow, or of another type; RequestError if it is no JSON; the
+        errors of `parse`.
         """
         self._check_type()
         body = await self.read_body()
         if len(body) > PARSED_AT_ONCE:
-            return await asyncio.to_thread(parse_json, body)
-        return parse_json(body)
+            return await asyncio.to_thread(lambda: parse(parse_json(body)))
+        return parse(parse_json(body))
 
     async def read_body(self) -> bytes:
         """Return the body. Raises HttpError if it is too large or too slow."""

@@ -90,14 +90,14 @@ async def _begin(
     identity = front.identity_of(exchange, call)
     front.begin(exchange, call, num_requests=len(prompts), params=params)
     needs_seed = params.seed is None and params.temperature > 0
+    engine_id = front.engine_id_of(call, identity)
     streams = []
     for i, prompt in enumerate(prompts):
-        request_id = f"{identity}-{i}"
         streams.append(
             front.engine.generate(
                 prompt,
-                replace(params, seed=front.seed_for(request_id)) if needs_seed else params,
-                request_id,
+                replace(params, seed=front.seed_for(f"{identity}-{i}")) if needs_seed else params,
+                f"{engine_id}-{i}",
                 priority=call.priority,
                 tenant=call.tenant,
                 timeout_s=call.timeout_s,

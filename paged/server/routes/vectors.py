@@ -25,6 +25,7 @@ class EmbeddingRoute:
         async with until_disconnect(exchange):
             prompts = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
+            engine_id = front.engine_id_of(call, identity)
             record = front.begin(exchange, call, num_requests=len(prompts))
             try:
                 async with asyncio.TaskGroup() as group:
@@ -32,7 +33,7 @@ class EmbeddingRoute:
                         group.create_task(
                             front.engine.encode(
                                 prompt,
-                                f"{identity}-{i}",
+                                f"{engine_id}-{i}",
                                 pooling=call.pooling,
                                 normalize=call.normalize,
                                 priority=call.priority or 0.0,
@@ -70,13 +71,14 @@ class ScoreRoute:
         async with until_disconnect(exchange):
             (prompt,) = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
+            engine_id = front.engine_id_of(call, identity)
             record = front.begin(exchange, call, num_requests=len(call.continuations))
             outputs = await front.engine.score(
-                prompt, call.continuations, identity, priority=call.priority or 0.0, tenant=call.tenant
+                prompt, call.continuations, engine_id, priority=call.priority or 0.0, tenant=call.tenant
             )
             if failure := failure_of(outputs):
                 raise HttpError(*failure)
             for i, output in enumerate(outputs):
-                record.on_result(f"{identity}-{i}", num_prompt_tokens=output.num_tokens)
+                record.on_result(f"{engine_id}-{i}", num_prompt_tokens=output.num_tokens)
             body = call.body(outputs, identity, int(time.time()), front.names[0])
             await exchange.respond_json(200, body)
