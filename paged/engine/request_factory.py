@@ -141,7 +141,10 @@ class RequestFactory:
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:
         """Do the part of `new_group` that may take long. Runs on any thread. Raises RequestError."""
         self._check_params(params)
-        parsed = prompt if isinstance(prompt, ParsedPrompt) else self.prompts.parse(prompt, params.cache_salt)
+        if isinstance(prompt, ParsedPrompt):
+            self.prompts.check_parsed(parsed := prompt)
+        else:
+            parsed = self.prompts.parse(prompt, params.cache_salt)
         wanted = params.structured_outputs
         grammar = None if wanted is None else self.grammars.start(wanted)
         rules, vocab_size = self._token_rules(params), self.model_config.vocab_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .histogram import HistogramCounts
@@ -53,6 +53,12 @@ class EngineStats:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+
+    def at_rest(self) -> EngineStats:
+        """Return the totals so far with no request and no block in use: of an engine that has ended."""
+        gauges = ("num_running", "num_waiting", "num_used_blocks", "num_cached_blocks", "num_pinned_blocks")
+        zeros: dict[str, Any] = dict.fromkeys((*gauges, "num_used_host_blocks", "utilization", "waste"), 0)
+        return replace(self, num_free_blocks=self.num_blocks, **zeros)
 
     @classmethod
     def total(cls, several: Sequence[EngineStats]) -> EngineStats:

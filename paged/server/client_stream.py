@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,7 +18,7 @@ from .inbox import Inbox
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestTerms:
     """What a caller asks for. `render` makes the prompt of a chat."""
 
     prompt: Prompt | ParsedPrompt
@@ -26,7 +28,7 @@ class Asked:
     render: Callable[[], Prompt] | None = None
 
 
-class Begun(NamedTuple):
+class SentRequest(NamedTuple):
     """Where a request is computed, its key there, and its outputs."""
 
     connection: EngineConnection
@@ -37,7 +39,7 @@ class Begun(NamedTuple):
 class Client(Protocol):
     """What a stream needs of the `EngineClient` that made it."""
 
-    async def begin(self, request_id: str, asked: Asked) -> Begun:
+    async def begin(self, request_id: str, terms: RequestTerms) -> SentRequest:
         """Send a request to an engine."""
 
     def forget(self, request_id: str, key: int) -> None:
@@ -51,12 +53,12 @@ class ClientStream(AsyncIterator[RequestOutput]):
         self,
         client: Client,
         request_id: str,
-        asked: Asked | None,
+        terms: RequestTerms | None,
         *,
-        begun: Begun | None = None,
+        sent: SentRequest | None = None,
     ) -> None:
         self.request_id = request_id
-        self._client, self._asked, self._begun = client, asked, begun
+        self._client, self._terms, self._sent = client, terms, sent
         self._is_over = self._is_read = False
 
     async def __anext__(self) -> RequestOutput:
@@ -66,10 +68,10 @@ class ClientStream(AsyncIterator[RequestOutput]):
             raise UsageError(f"request {self.request_id!r} has a reader already; a stream takes one")
         self._is_read = True
         try:
-            if self._begun is None:
-                assert self._asked is not None
-                self._begun = await self._client.begin(self.request_id, self._asked)
-            output = await self._begun.inbox.get()
+            if self._sent is None:
+                assert self._terms is not None
+                self._sent = await self._client.begin(self.request_id, self._terms)
+            output = await self._sent.inbox.get()
         except BaseException:  # cancelled, most of all
             self._end()
             raise
@@ -82,19 +84,33 @@ class ClientStream(AsyncIterator[RequestOutput]):
     @property
     def replica(self) -> int:
         """The number of the engine process that computes it; 0 until it is chosen."""
-        return 0 if self._begun is None else self._begun.connection.replica
+        return 0 if self._sent is None else self._sent.connection.replica
 
     async def aclose(self) -> None:
         """Abort the request if it is not finished."""
         self._end()
 
     def __del__(self) -> None:
-        self._end()
+        if self._is_over or self._sent is None:
+            return
+        loop = self._sent.connection.loop
+        try:
+            is_here = asyncio.get_running_loop() is loop
+        except RuntimeError:  # none runs on this thread
+            is_here = False
+        if is_here:
+            self._end()
+        elif loop is not None:  # it is collected on another thread
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(_abort, self._client, self.request_id, self._sent)
 
     def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
-            if self._begun is not None:
-                key = self._begun.key
-                self._client.forget(self.request_id, key)
-                self._begun.connection.abort(key)
+            if self._sent is not None:
+                _abort(self._client, self.request_id, self._sent)
+
+
+def _abort(client: Client, request_id: str, sent: SentRequest) -> None:
+    client.forget(request_id, sent.key)
+    sent.connection.abort(sent.key)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
@@ -20,7 +21,8 @@ from . import frames
 from .inbox import Inbox
 
 ENGINE_PROCESS = "paged.server.engine_process"  # the module that it runs
-BUFFER_BYTES = 4 * 2**20  # of the socket, so that a step need not wait for a busy front end
+BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step waits while it is full
+SOON_S = 0.2  # from the end of a process's socket to its own end
 END_S = 5.0  # after which a process that was told to end is killed
 
 
@@ -28,7 +30,8 @@ class EngineConnection(asyncio.Protocol):
     """A process that runs an engine. It ends when this object's process does.
 
     load: tokens of its unfinished requests, prompt and output so far.
-    stats: as of the last heartbeat.
+    loop: the event loop that reads and writes; None before `attach`.
+    heard_at: time of the last heartbeat, on the clock time.monotonic.
     step: the number of steps begun, as of the last heartbeat.
     """
 
@@ -47,12 +50,13 @@ class EngineConnection(asyncio.Protocol):
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             )
         self._socket, self._reader = ours, frames.FrameReader(frames.decode_report)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._is_closed: asyncio.Future[None] | None = None
         self.dead: EngineDeadError | None = None
         self.load = self.step = 0
-        self.stats: EngineStats
+        self.heard_at = time.monotonic()
+        self._stats: EngineStats | None = None  # none before the engine is made
         self._inboxes: dict[int, Inbox] = {}
         self._loads: dict[int, int] = {}
         self._answers: dict[int, asyncio.Future[EngineStats]] = {}
@@ -66,13 +70,13 @@ class EngineConnection(asyncio.Protocol):
                 if isinstance(report, frames.Refused):
                     raise error_of(report.kind, report.message)
                 if isinstance(report, frames.Ready):  # heartbeats may follow it
-                    self.stats = report.stats
+                    self._stats = report.stats
                     return report
         raise EngineDeadError(f"{self._name} ended before its engine was made ({self._how_ended()})")
 
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read and write in this event loop from now on."""
-        self._loop, self._is_closed = loop, loop.create_future()
+        self.loop, self._is_closed = loop, loop.create_future()
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
     def send(self, order: frames.Order, inbox: Inbox | None = None) -> None:
@@ -97,9 +101,9 @@ class EngineConnection(asyncio.Protocol):
         finally:
             del self._answers[key]
 
-    def inbox(self, key: int) -> Inbox:
-        """Return the inbox of an unfinished request."""
-        return self._inboxes[key]
+    def unfinished(self, key: int) -> Inbox | None:
+        """Return the inbox of a request; None if it has finished, perhaps unread."""
+        return self._inboxes.get(key)
 
     def abort(self, key: int) -> None:
         """Abort a request whose reader is gone."""
@@ -140,14 +144,14 @@ class EngineConnection(asyncio.Protocol):
     def _shut_down(self) -> None:
         error = EngineDeadError("the engine was shut down")
         try:
-            is_here = self._loop is None or self._loop is asyncio.get_running_loop()
+            is_here = self.loop is None or self.loop is asyncio.get_running_loop()
         except RuntimeError:  # none runs on this thread
             is_here = False
         if is_here:
             self._die(error)
-        elif self._loop is not None:
+        elif self.loop is not None:
             with suppress(RuntimeError):  # it is closed, and nothing waits
-                self._loop.call_soon_threadsafe(self._die, error)
+                self.loop.call_soon_threadsafe(self._die, error)
 
     # Of asyncio.Protocol
 
@@ -160,13 +164,14 @@ class EngineConnection(asyncio.Protocol):
         for report in self._reader.feed(data):
             self._take(report)
 
-    def connection_lost(self, _: Exception | None) -> None:
-        """Fail all requests, as the process has ended."""
+    def connection_lost(self, error: Exception | None) -> None:
+        """Fail all requests, as the process has ended, or has sent what cannot be read."""
         if self._is_closed is not None and not self._is_closed.done():
             self._is_closed.set_result(None)
         if self.dead is None:
             how = self._how_ended()
-            self._die(_caused(f"{self._name} has ended ({how}); make a new engine", ChildProcessError(how)))
+            cause = ChildProcessError(how) if error is None else error
+            self._die(_caused(f"{self._name} has ended ({how}); make a new engine", cause))
 
     def _take(self, report: frames.Report) -> None:
         match report:
@@ -177,9 +182,9 @@ class EngineConnection(asyncio.Protocol):
                     if (inbox := self._forget(key)) is not None:
                         inbox.put_result(result)
             case frames.Heartbeat(step=step, stats=stats):
-                self.step, self.stats = step, stats
+                self.step, self._stats, self.heard_at = step, stats, time.monotonic()
             case frames.Answer(key=key, stats=stats):
-                self.stats = stats
+                self._stats = stats
                 if (answer := self._answers.get(key)) is not None and not answer.done():
                     answer.set_result(stats)
             case frames.Refused(key=int() as key):
@@ -207,6 +212,7 @@ class EngineConnection(asyncio.Protocol):
         if self.dead is not None:
             return
         self.dead = error
+        self._stats = None if self._stats is None else self._stats.at_rest()
         for inbox in self._inboxes.values():
             inbox.fail(error)
         for answer in self._answers.values():
@@ -219,14 +225,22 @@ class EngineConnection(asyncio.Protocol):
             self._transport.abort()
 
     @property
+    def stats(self) -> EngineStats:
+        """The stats as of the last heartbeat, at rest if the process has ended."""
+        assert self._stats is not None
+        return self._stats
+
+    @property
     def _name(self) -> str:
         return f"engine process {self.replica}"
 
     def _how_ended(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(END_S)
-            return f"by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return "it closed its socket"
+        try:
+            code = self._process.wait(SOON_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # it cannot be used any more
+            return "its socket was closed"
+        return f"by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _caused(message: str, cause: BaseException) -> EngineDeadError:

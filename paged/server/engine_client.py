@@ -27,7 +27,7 @@ from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt
 from ..validation import check_int, shown
 from . import frames
-from .client_stream import Asked, Begun, ClientStream
+from .client_stream import ClientStream, RequestTerms, SentRequest
 from .connection import EngineConnection
 from .inbox import Inbox
 
@@ -106,7 +106,9 @@ class EngineClient:
     ) -> ClientStream:
         """Return an async iterator over the outputs of a prompt; see `AsyncLLMEngine.generate`."""
         params = self._params(sampling_params, priority, timeout_s)
-        return ClientStream(self, self._id(request_id), Asked(prompt, params, tenant, generated_token_ids))
+        return ClientStream(
+            self, self._id(request_id), RequestTerms(prompt, params, tenant, generated_token_ids)
+        )
 
     def chat(
         self,
@@ -122,8 +124,8 @@ class EngineClient:
         """Return an async iterator over the answers to one conversation; see `AsyncLLMEngine.chat`."""
         reject_unknown("chat", template, TEMPLATE_OPTIONS)
         params = self._params(sampling_params, priority, timeout_s)
-        asked = Asked("", params, tenant, render=lambda: self.text.render_chat(messages, **template))
-        return ClientStream(self, self._id(request_id), asked)
+        terms = RequestTerms("", params, tenant, render=lambda: self.text.render_chat(messages, **template))
+        return ClientStream(self, self._id(request_id), terms)
 
     async def fork(
         self,
@@ -133,16 +135,17 @@ class EngineClient:
     ) -> ClientStream:
         """Duplicate an unfinished request, as `LLMEngine.fork` does. Return the stream of the new one."""
         await self.attach()
-        if request_id not in self._streams:
+        connection, key = self._streams.get(request_id, (None, -1))
+        parent = None if connection is None else connection.unfinished(key)
+        if connection is None or parent is None:
+            self._running()  # raises if all have ended
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
-        connection, key = self._streams[request_id]
-        parent = connection.inbox(key)
         kind = parent.kind if sampling_params is None else sampling_params.output_kind
         params = None if sampling_params is None else frames.params_to_wire(_sent_as(sampling_params))
         inbox = Inbox(self._id(new_request_id), parent.prompt, parent.token_ids, kind)
         order = frames.Fork(next(self._keys), request_id, inbox.request_id, params)
         self._send(connection, order, inbox)
-        return ClientStream(self, inbox.request_id, None, begun=Begun(connection, order.key, inbox))
+        return ClientStream(self, inbox.request_id, None, sent=SentRequest(connection, order.key, inbox))
 
     async def encode(
         self,
@@ -158,8 +161,8 @@ class EngineClient:
         check_pooling(pooling, normalize)
         parsed = await self._parse(prompt)
         name = self._id(request_id)
-        terms = (name, parsed.token_ids, parsed.namespace, pooling, normalize, priority, tenant)
-        (output,) = await self._report([frames.Embed(next(self._keys), *terms)], parsed)
+        arguments = (name, parsed.token_ids, parsed.namespace, pooling, normalize, priority, tenant)
+        (output,) = await self._report([frames.Embed(next(self._keys), *arguments)], parsed)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
 
@@ -249,22 +252,22 @@ class EngineClient:
         if not self._attached.done():
             await asyncio.shield(self._attached)
 
-    async def begin(self, request_id: str, asked: Asked) -> Begun:
+    async def begin(self, request_id: str, terms: RequestTerms) -> SentRequest:
         """Send a request to an engine."""
         await self.attach()
-        if asked.render is not None:
-            asked = replace(asked, prompt=await asyncio.to_thread(asked.render))
-        parsed = await self._parse(asked.prompt, asked.params.cache_salt)
-        given, kind = [*asked.generated_token_ids], asked.params.output_kind
+        if terms.render is not None:
+            terms = replace(terms, prompt=await asyncio.to_thread(terms.render))
+        parsed = await self._parse(terms.prompt, terms.params.cache_salt)
+        given, kind = [*terms.generated_token_ids], terms.params.output_kind
         # Deltas would leave out the text of the given tokens.
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
         inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, in_full=in_full)
-        params = frames.params_to_wire(asked.params if in_full else _sent_as(asked.params))
-        terms = (parsed.token_ids, parsed.namespace, params, asked.tenant, given)
-        order = frames.Generate(next(self._keys), request_id, *terms)
+        params = frames.params_to_wire(terms.params if in_full else _sent_as(terms.params))
+        arguments = (parsed.token_ids, parsed.namespace, params, terms.tenant, given)
+        order = frames.Generate(next(self._keys), request_id, *arguments)
         connection = self._choose(parsed.token_ids)
         self._send(connection, order, inbox)
-        return Begun(connection, order.key, inbox)
+        return SentRequest(connection, order.key, inbox)
 
     def forget(self, request_id: str, key: int) -> None:
         """Let another request have this id."""
@@ -275,10 +278,14 @@ class EngineClient:
 
     def _id(self, request_id: str | None) -> str:
         if request_id is None:
-            return next(i for i in map(str, self._ids) if i not in self._streams)
+            return next(i for i in map(str, self._ids) if not self._is_unfinished(i))
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {shown(request_id)}")
         return request_id
+
+    def _is_unfinished(self, request_id: str) -> bool:
+        connection, key = self._streams.get(request_id, (None, -1))
+        return connection is not None and connection.unfinished(key) is not None
 
     def _params(self, params: Any, priority: float | None, timeout_s: float | None) -> SamplingParams:
         params = self.text.params_of({}) if params is None else params
@@ -315,7 +322,7 @@ class EngineClient:
         return min(running, key=lambda connection: connection.load)
 
     def _send(self, connection: EngineConnection, order: Any, inbox: Inbox) -> None:
-        if inbox.request_id in self._streams:
+        if self._is_unfinished(inbox.request_id):
             raise RequestError(f"request id {inbox.request_id!r} is in use by an unfinished request")
         connection.send(order, inbox)
         self._streams[inbox.request_id] = connection, order.key

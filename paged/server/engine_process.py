@@ -72,7 +72,7 @@ def end_with_front_end(connection: socket.socket) -> None:
     os._exit(0)
 
 
-class Post(Recipient):
+class FrameOutbox(Recipient):
     """The outbox of one request: puts its outputs into the frame of the step."""
 
     def __init__(self, key: int, request_id: str, server: EngineServer) -> None:
@@ -106,7 +106,7 @@ class Post(Recipient):
             self._server.link.send(frames.Refused(self.key, *described(error)))
 
 
-class ReportPost(Post):
+class ReportOutbox(FrameOutbox):
     """The outbox of a report on a prompt."""
 
     def __init__(
@@ -142,7 +142,7 @@ class EngineServer:
         self.embeddings: list[tuple[int, Any]] = []
         self.scores: list[tuple[int, Any]] = []
         self.stats, self._stats_at = EngineStats.of(engine.scheduler), time.monotonic()
-        self._posts: dict[int, Post] = {}  # of unfinished requests, by key
+        self._posts: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
         self._preparing = ThreadPoolExecutor(MOST_PREPARED, "paged-prepare")
 
     def run(self) -> None:
@@ -155,7 +155,7 @@ class EngineServer:
         if self.loop.dead.__cause__ is not None:
             link.send(frames.Dead(str(self.loop.dead)))
 
-    def forget(self, post: Post, finished: bool) -> None:
+    def forget(self, post: FrameOutbox, finished: bool) -> None:
         """Drop the post of a finished request."""
         if finished:
             self._posts.pop(post.key, None)
@@ -178,8 +178,12 @@ class EngineServer:
         code = 1
         try:
             for order in self._orders:
-                with suppress(EngineDeadError):
+                try:
                     self._take(order)
+                except EngineDeadError:
+                    pass  # the front end is told once
+                except Exception as error:  # of a request; the others go on
+                    self.link.send(frames.Refused(getattr(order, "key", None), *described(error)))
             code = 0  # the front end has ended
         except BaseException:
             logger.exception("the orders of the front end cannot be read")
@@ -226,11 +230,12 @@ class EngineServer:
         report: PromptReport,
         finish: Callable[[Request], None],
     ) -> None:
-        post = ReportPost(order.key, order.request_id, self, finish)
+        post = ReportOutbox(order.key, order.request_id, self, finish)
         self._posts[order.key] = post
         prompt = ParsedPrompt(None, order.token_ids, order.namespace)
 
         def add(engine: LLMEngine) -> None:
+            engine.prompts.check_parsed(prompt)
             terms = (order.request_id, prompt, report, order.priority, order.tenant)
             # Set before a step may finish it.
             post.request = engine.core.add_report(*terms, post)
@@ -238,14 +243,18 @@ class EngineServer:
         self._submit(add, post)
 
     def _generate(self, order: frames.Generate) -> None:
-        post = self._posts[order.key] = Post(order.key, order.request_id, self)
-        params = frames.params_from_wire(order.params)
+        post = self._posts[order.key] = FrameOutbox(order.key, order.request_id, self)
+        try:
+            params = frames.params_from_wire(order.params)
+        except PagedError as error:
+            post.fail(error)
+            return
         if _is_short(params):
             self._prepare(order, params, post)
         else:
             self._preparing.submit(self._prepare, order, params, post)
 
-    def _prepare(self, order: frames.Generate, params: SamplingParams, post: Post) -> None:
+    def _prepare(self, order: frames.Generate, params: SamplingParams, post: FrameOutbox) -> None:
         prompt = ParsedPrompt(None, order.token_ids, order.namespace)
         given = order.generated_token_ids
         try:
@@ -257,20 +266,19 @@ class EngineServer:
         self._submit(lambda engine: engine.core.add(order.request_id, spec, post), post)
 
     def _fork(self, order: frames.Fork) -> None:
-        post = self._posts[order.key] = Post(order.key, order.new_request_id, self)
+        post = self._posts[order.key] = FrameOutbox(order.key, order.new_request_id, self)
         params = None if order.params is None else frames.params_from_wire(order.params)
         names = order.request_id, order.new_request_id
         self._submit(lambda engine: engine.core.fork(*names, params, post), post)
 
-    def _submit(self, add: Callable[[LLMEngine], object], post: Post) -> None:
-        def add_if_wanted(engine: LLMEngine) -> None:
-            if post.is_gone:
-                self.forget(post, True)
-            else:
-                add(engine)
+    def _submit(self, add: Callable[[LLMEngine], object], post: FrameOutbox) -> None:
+        def add_unless_gone(engine: LLMEngine) -> None:
+            add(engine)
+            if post.is_gone:  # aborted meanwhile: its reader may wait for the last output
+                engine.abort_request(post.request_id)
 
         with suppress(EngineDeadError):
-            self.loop.submit(add_if_wanted).add_done_callback(post.follow)
+            self.loop.submit(add_unless_gone).add_done_callback(post.follow)
 
     def _abort(self, key: int) -> None:
         if (post := self._posts.get(key)) is not None:

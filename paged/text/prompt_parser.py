@@ -67,6 +67,15 @@ class PromptParser:
         token_ids = [int(token_id) for token_id in token_ids]
         return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)))
 
+    def check_parsed(self, prompt: ParsedPrompt) -> None:
+        """Raise RequestError for a parsed prompt that another parser made, if it is none of this model."""
+        token_ids = prompt.token_ids
+        if not token_ids:
+            raise RequestError("the prompt is empty; it must have at least one token")
+        self._check_length("the prompt", len(token_ids))
+        if min(token_ids) < 0 or max(token_ids) >= self.model_config.vocab_size:  # quick, as nearly all pass
+            self.check_vocabulary("prompt_token_ids", token_ids)
+
     def _encode(
         self, prompt: Any, name: str = "a prompt", *, add_special_tokens: bool = True
     ) -> tuple[str | None, list[int]]:

@@ -31,7 +31,8 @@ from paged.scheduler.policies import FirstComeFirstServed
 from paged.server import connection, frames
 from paged.server.engine_client import EngineClient
 from paged.server.engine_process import take_share
-from tests.support.failing_engine_process import UNLUCKY
+from paged.text.prompt_parser import ParsedPrompt
+from tests.support.failing_engine_process import SLOW, UNLUCKY
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 OPTIONS: dict[str, Any] = {"num_blocks": 512, "num_threads": 1, "max_num_seqs": 64, "max_waiting": 256}
@@ -228,6 +229,56 @@ def test_a_wrong_request_is_refused_alone(engine):
     run(main())
 
 
+def test_an_abort_at_any_moment_ends_the_stream(engine):
+    """Also before the engine has the request, and while its grammar compiles."""
+    regex = StructuredOutputsParams(regex="[a-z]{600,700}")
+
+    async def main() -> None:
+        for i in range(12):
+            params = replace(LONG, structured_outputs=regex if i % 2 else None)
+            stream = engine.generate("x", params, "aborted")
+            task = asyncio.create_task(read(stream))
+            for _ in range(i // 2):
+                await asyncio.sleep(0)
+            while not task.done():  # it may not have begun yet
+                await engine.abort("aborted")
+                await asyncio.sleep(0.005)
+            assert (await task)[-1].outputs[0].finish_reason == "abort"
+
+    run(main())
+
+
+def test_a_finished_request_is_neither_forked_nor_in_the_way(engine):
+    async def main() -> None:
+        stream = engine.generate("x", replace(LONG, max_tokens=2), "short")
+        await anext(stream)
+        while (await engine.stats()).num_running:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="no unfinished request 'short' to fork"):
+            await engine.fork("short", "child")
+        assert len((await read(engine.generate("x", VARIANTS[0], "short")))[-1].outputs[0].token_ids) == 9
+        assert all(output.finished for output in await read(stream))
+
+    run(main())
+
+
+def test_a_stream_collected_on_another_thread_is_aborted(engine):
+    async def main() -> None:
+        streams = [engine.generate("x", LONG)]
+        await anext(streams[0])
+        await asyncio.to_thread(streams.clear)
+        while (await engine.stats()).num_running:
+            await asyncio.sleep(0.01)
+
+    run(main())
+
+
+@pytest.mark.parametrize("token_ids", [[], [-5], [10**6], [5] * 9000], ids=["none", "-5", "10**6", "9000"])
+def test_a_prompt_parsed_elsewhere_is_checked(engine, token_ids):
+    with pytest.raises(RequestError, match=r"the prompt|prompt_token_ids"):
+        run(anext(engine.generate(ParsedPrompt(None, token_ids, b""), LONG)))
+
+
 def test_a_full_queue_and_an_id_in_use_are_refused():
     async def main() -> None:
         async with EngineClient("demo", num_blocks=256, max_num_seqs=1, max_waiting=1) as engine:
@@ -296,16 +347,22 @@ def test_a_client_serves_one_event_loop(client):
     run(main())
 
 
-def test_the_heartbeat_comes_while_a_step_takes_long(client):
-    """The engine process is stopped: no step ends, and when it goes on so does its heart."""
+def test_heartbeats_keep_coming_while_a_step_runs(monkeypatch):
+    monkeypatch.setattr(connection, "ENGINE_PROCESS", "tests.support.failing_engine_process")
 
     async def main() -> None:
-        await anext(client.generate("x", replace(LONG, max_tokens=1)))
-        before = client._connections[0].step
-        while client._connections[0].step == before:
-            await asyncio.sleep(0.05)
-        (stats,) = await client.stats_by_engine()
-        assert stats.num_steps == client._connections[0].step
+        async with EngineClient("demo", **OPTIONS) as client:
+            (process,) = client._connections
+            task = asyncio.create_task(anext(client.generate([5] * SLOW, replace(LONG, max_tokens=1))))
+            heard = set()
+            while not task.done():
+                heard.add(process.heard_at)
+                await asyncio.sleep(0.05)
+            assert len(heard) >= 3  # the one before, and those of at least two seconds
+            while process.step == 0:
+                await asyncio.sleep(0.05)
+            (stats,) = await client.stats_by_engine()
+            assert stats.num_steps == 1
 
     run(main())
 
@@ -322,6 +379,8 @@ def test_a_killed_process_fails_its_requests_alone():
             assert ["SIGKILL" in str(error) for error in dead] == [True, True]
             assert client.is_running
             assert client.errored
+            first, _ = await client.stats_by_engine()
+            assert (first.num_running, first.num_used_blocks, first.num_free_blocks) == (0, 0, 512)
             for _ in range(3):  # to the process that is left
                 assert len((await read(client.generate("x", VARIANTS[0])))[-1].outputs[0].token_ids) == 9
             os.kill(client._connections[1]._process.pid, signal.SIGKILL)

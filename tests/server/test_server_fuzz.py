@@ -1,15 +1,29 @@
-"""A share of `python -m tests.support.server_fuzz`: 2,000 malformed requests from many clients."""
+"""Shares of `python -m tests.support.server_fuzz` and `server_schemathesis`: malformed requests."""
 
 from __future__ import annotations
 
+import pytest
+
+from tests.support import server_schemathesis
 from tests.support.server_fuzz import fuzzed_server, run
 
 
-def test_malformed_requests_get_their_errors_and_disturb_nothing():
+@pytest.fixture(scope="module")
+def server():
     with fuzzed_server() as served:
-        report = run(served, seed=0, numbers=range(2000))
+        yield served
+
+
+def test_malformed_requests_get_their_errors_and_disturb_nothing(server):
+    report = run(server, seed=0, numbers=range(2000))
     assert not report.findings, "python -m tests.support.server_fuzz --seed 0 --case NUMBER"
     assert report.count == 2000
     assert report.statuses[200] > 400
     assert report.statuses[400] > 600
     assert {404, 405, 408, 413, 415, 431} <= report.statuses.keys()
+
+
+def test_schemathesis_finds_nothing(server):
+    ended = server_schemathesis.run(server.url, examples=5, seed=0)
+    assert ended.returncode == 0, ended.stdout
+    assert "No issues found" in ended.stdout

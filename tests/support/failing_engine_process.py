@@ -1,19 +1,24 @@
-"""An engine process whose step raises once a request of 13 prompt tokens runs."""
+"""An engine process whose step raises, or takes long, once a request of so many prompt tokens runs."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from paged.runner.model_runner import ModelRunner
 from paged.server.engine_process import main
 
-UNLUCKY = 13
+UNLUCKY, SLOW = 13, 14
+SLOW_S = 2.5
 
 
 def failing(execute: Any) -> Any:
     def run(self: ModelRunner, schedule: Any) -> Any:
-        if any(request.num_prompt_tokens == UNLUCKY for request in schedule.requests):
+        lengths = {request.num_prompt_tokens for request in schedule.requests}
+        if UNLUCKY in lengths:
             raise RuntimeError("a step that fails")
+        if SLOW in lengths:
+            time.sleep(SLOW_S)
         return execute(self, schedule)
 
     return run

@@ -12,6 +12,7 @@ from paged.server.routes.table import ROUTE_PATHS
 from tests.support.api_fields import BODIES
 from tests.support.mutations import dumps
 from tests.support.server_bodies import JSON, new_body, valid_body
+from tests.support.small_server import MODEL
 
 GETS = [path for method, path in ROUTE_PATHS if method == "GET"]
 POSTS = [*BODIES]
@@ -33,6 +34,11 @@ class Target(NamedTuple):
 
     method: str
     path: str
+
+    @property
+    def line(self) -> tuple[bytes, bytes]:
+        """The method and the path of its request line."""
+        return self.method.encode(), self.path.format(model=MODEL).encode()
 
 
 @dataclass
@@ -82,7 +88,7 @@ class _Request:
     line: bytes = b""
 
     def encode(self, body: bytes | None = None) -> bytes:
-        line = self.line or b"%b %b HTTP/1.1" % (self.target.method.encode(), self.target.path.encode())
+        line = self.line or b"%b %b HTTP/1.1" % self.target.line
         lines = [line, *(name + b": " + value for name, value in self.headers)]
         return b"\r\n".join(lines) + b"\r\n\r\n" + (self.body if body is None else body)
 
@@ -147,7 +153,7 @@ def _damage_line(choose: random.Random, request: _Request) -> str:
         request.line = choose.choice(_LINES)
     else:
         method, version = choose.choice(_METHODS), choose.choice([b"1.1", b"1.1", b"1.0"])
-        request.line = b"%b %b HTTP/%b" % (method, request.target.path.encode(), version)
+        request.line = b"%b %b HTTP/%b" % (method, request.target.line[1], version)
     return f"as {request.line[:60]!a}"
 
 
