@@ -173,6 +173,25 @@ def test_a_reader_that_stops_delays_no_other(served, engine):
         assert served.front._num_open == 1  # what it has not read is still to be sent
 
 
+def test_a_reader_that_stops_costs_at_most_a_mebibyte(served):
+    """What is kept for it in the kernel and the server is what it gets when it goes on: later text is merged."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", served.port))
+        client.settimeout(20)
+        options = {"include_usage": True, "continuous_usage_stats": True}  # so that events are long
+        more = {"n": 4, "temperature": 1, "max_tokens": 1000, "stream_options": options}
+        send(client, {"prompt": PROMPTS[0], **LONG, **more, "stream": True})
+        client.recv(1)
+        eventually(lambda: served.num_requests == 0, seconds=60)
+        kept = b""
+        while not kept.endswith(b"0\r\n\r\n"):
+            kept += client.recv(2**16)
+    assert len(kept) < 2**20
+    assert b'"completion_tokens":4000' in kept
+    assert b"[DONE]" in kept
+
+
 def test_an_engine_that_stops_ends_its_streams():
     own = AsyncLLMEngine("demo", device="cpu", num_threads=1, num_blocks=128)
     with serving(own) as served, ThreadPoolExecutor(1) as pool:
