@@ -174,7 +174,7 @@ def test_a_reader_that_stops_delays_no_other(served, engine):
 
 
 def test_a_reader_that_stops_costs_at_most_a_mebibyte(served):
-    """What is kept for it in the kernel and the server is what it gets when it goes on: later text is merged."""
+    """What it gets when it goes on is what the kernel and the server kept for it: later text is merged."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", served.port))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,25 +41,26 @@ class AnswerRoute:
         call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
         async with until_disconnect(exchange):
             streams, identity, on_output = await _begin(front, exchange, call)
-            created, model = int(time.time()), front.names[0]
-            if call.stream:
-                framing = Events(call, call.chunks(identity, created, model))
-                await send_stream(front, exchange, MergedOutcomes(streams, on_output), framing)
-                return
+            with _placing(exchange, streams):
+                created, model = int(time.time()), front.names[0]
+                if call.stream:
+                    framing = Events(call, call.chunks(identity, created, model))
+                    await send_stream(front, exchange, MergedOutcomes(streams, on_output), framing)
+                    return
 
-            def check(outcome: Outcome) -> None:
-                if isinstance(outcome, PagedError):
-                    outcome.param = call.param_of(outcome)
-                    raise outcome
-                if failure := failure_of([outcome]):
-                    raise HttpError(*failure)
+                def check(outcome: Outcome) -> None:
+                    if isinstance(outcome, PagedError):
+                        outcome.param = call.param_of(outcome)
+                        raise outcome
+                    if failure := failure_of([outcome]):
+                        raise HttpError(*failure)
 
-            outcomes = await finished_outcomes(streams, on_output, check)
-            outputs = [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
-            await exchange.answer(
-                lambda: call.body(outputs, identity, created, model),
-                exchange.num_body_bytes // BYTES_OF_PART + num_parts_of(outputs),
-            )
+                outcomes = await finished_outcomes(streams, on_output, check)
+                outputs = [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
+                await exchange.answer(
+                    lambda: call.body(outputs, identity, created, model),
+                    exchange.num_body_bytes // BYTES_OF_PART + num_parts_of(outputs),
+                )
 
 
 class ResultRoute:
@@ -74,15 +76,27 @@ class ResultRoute:
         async with until_disconnect(exchange):
             started = time.monotonic()
             streams, _, on_output = await _begin(front, exchange, call)
-            if call.stream:
-                await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
-                return
-            outcomes = await finished_outcomes(streams, on_output)
-            refusals = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
-            if len(refusals) == len(outcomes):
-                raise refusals[0]
-            seconds = time.monotonic() - started
-            await exchange.answer(lambda: call.body(outcomes, seconds), num_parts_of(outcomes))
+            with _placing(exchange, streams):
+                if call.stream:
+                    await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
+                    return
+                outcomes = await finished_outcomes(streams, on_output)
+                refusals = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
+                if len(refusals) == len(outcomes):
+                    raise refusals[0]
+                seconds = time.monotonic() - started
+                await exchange.answer(lambda: call.body(outcomes, seconds), num_parts_of(outcomes))
+
+
+@contextmanager
+def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> Iterator[None]:
+    """Record at the end which replicas computed the streams, also those that were ended before an output."""
+    try:
+        yield
+    finally:
+        if exchange.record is not None:
+            for stream in streams:
+                exchange.record.on_place(stream.request_id, stream.replica)
 
 
 async def _begin(
