@@ -39,15 +39,17 @@ def test_a_text_with_far_too_many_tokens_is_not_tokenized(served, monkeypatch):
 
 def test_others_are_answered_while_a_text_is_tokenized(served, monkeypatch):
     """Tokenizing waits here until the other request has been answered."""
-    is_answered, encode = threading.Event(), Tokenizer.encode
+    is_begun, is_answered, encode = threading.Event(), threading.Event(), Tokenizer.encode
 
     def held(tokenizer, text, **options):
+        is_begun.set()
         assert is_answered.wait(10)
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", held)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, "/tokenize", prompt="def " * 1900)
+        assert is_begun.wait(10)
         assert served.request("GET", "/health")[0] == 200
         is_answered.set()
         assert answer.result()["count"] >= 1900
@@ -55,9 +57,11 @@ def test_others_are_answered_while_a_text_is_tokenized(served, monkeypatch):
 
 @pytest.mark.parametrize("name", ["params", "body"])
 def test_others_are_answered_while_a_large_request_is_prepared_or_answered(name, served, monkeypatch):
-    is_answered, work = threading.Event(), getattr(CompletionCall, name)
+    is_begun, is_answered = threading.Event(), threading.Event()
+    work = getattr(CompletionCall, name)
 
     def held(call, *args, **options):
+        is_begun.set()
         assert is_answered.wait(10)
         return work(call, *args, **options)
 
@@ -66,7 +70,7 @@ def test_others_are_answered_while_a_large_request_is_prepared_or_answered(name,
     assert len(json.dumps(body)) > exchange.PARSED_AT_ONCE
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, COMPLETION, **body)
-        eventually(lambda: served.front._num_open == (name == "body"))
+        assert is_begun.wait(10)
         assert served.request("GET", "/health")[0] == 200
         is_answered.set()
         assert len(answer.result()["choices"]) == 50
