@@ -6,7 +6,6 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-
 from paged.text.tokenizer import Tokenizer
 
 COMPLETION = "/v1/completions"
