@@ -25,7 +25,7 @@ def run(engine, prompts):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_do_not_depend_on_company(name):
-    """Alone, against a batch in chunks of 24 tokens that is preempted and swapped, and one that shares prefixes."""
+    """Alone, in a batch that is chunked, preempted and swapped, and in one that shares prefixes."""
     prompts = ragged_prompts(LENGTHS)
     prompts[4] = prompts[2][:40] + prompts[4][:4]
     alone = new_engine(checkpoint(name), enable_prefix_caching=False)
