@@ -42,7 +42,7 @@ def serve(
     settings = _settings(config, {"model": model, **options})
     if "model" not in settings:
         raise ConfigError("name a model: paged serve MODEL, PAGED_MODEL=..., or model: ... in the file")
-    if "chat_template" in settings:
+    if isinstance(settings.get("chat_template"), str):  # a file may give another type, which is refused
         settings["chat_template"] = common.template_text(settings["chat_template"])
     serve_options = ServeOptions(**common.given(settings, SERVE[1]))
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
@@ -108,7 +108,13 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         def announce() -> None:
             print(address, file=sys.stderr)
 
-        server = Server(new_app(front), options, on_start=announce, on_exit=front.stop)
+        server = Server(
+            new_app(front),
+            options,
+            on_start=announce,
+            on_exit=front.stop,
+            on_refusal=front.observers.refused,
+        )
         await server.listen(listener)
         front.observers.close()
     return 0
