@@ -94,7 +94,7 @@ def from_hf(hf: Config) -> ModelConfig:
         raise CheckpointError(
             f"head_dim must be even and at least {least} for {rope.type} rope, got {head_dim}"
         )
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=size(hf, "vocab_size"),
         hidden_size=size(hf, "hidden_size"),
@@ -111,6 +111,12 @@ def from_hf(hf: Config) -> ModelConfig:
         dtype=_dtype(hf),
         **declared,
     )
+    if config.residual_eps > 1:
+        raise CheckpointError(
+            f"rms_norm_eps {config.rms_norm_eps:g} must be at most the square of residual_multiplier "
+            f"{config.residual_multiplier:g}"
+        )
+    return config
 
 
 def require_supported(hf: Config) -> str:

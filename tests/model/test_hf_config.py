@@ -164,6 +164,11 @@ def test_wrong_values_are_named(kind):
 
 WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
     "granite": ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier must be above 0"),
+    "granite-eps": (
+        "GraniteForCausalLM",
+        {"residual_multiplier": 0.001, "rms_norm_eps": 1e-5},
+        "rms_norm_eps 1e-05 must be at most the square of residual_multiplier 0.001",
+    ),
     "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be from 1"),
     "gemma2-cap": (
         "Gemma2ForCausalLM",

@@ -115,7 +115,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         ),
     ),
     "granite": lambda: GraniteConfig(
-        **{**SHAPE, "hidden_size": 64, "tie_word_embeddings": True, "rms_norm_eps": 0.05},
+        **{**SHAPE, "hidden_size": 64, "tie_word_embeddings": True, "rms_norm_eps": 0.02},
         attention_multiplier=0.1,
         embedding_multiplier=12.0,
         residual_multiplier=0.22,
