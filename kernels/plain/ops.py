@@ -185,7 +185,7 @@ def paged_attention(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Return softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`.
 
-    Options other than scale, window and scales are left to the reference: no model here needs them fast.
+    Options other than scale, window and scales, as Gemma 2's softcap, are left to the slower reference.
     """
     if not is_trusted():
         inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from paged import SamplingParams
+from paged import CheckpointError, SamplingParams
 from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts
 
 FAMILIES = [name for name in CONFIGS if not name.startswith(("llama", "mistral", "qwen"))]
@@ -64,3 +64,14 @@ def test_bfloat16_is_as_close_as_that_of_transformers(name):
         logprobs = oracle(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
     theirs = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
     assert (narrow - wide).norm() < 1.2 * (theirs - wide).norm()
+
+
+def test_prefixes_of_other_longrope_factors_are_refused(tmp_path):
+    """Keys rotated with the long factors are useless to queries rotated with the short ones."""
+    (prompt,) = ragged_prompts([40])
+    long = new_engine(checkpoint("phi3-longrope"))
+    run(long, [prompt])
+    assert long.save_prefix(tmp_path / "kv")
+    assert new_engine(checkpoint("phi3-longrope"), max_model_len=400).load_prefix(tmp_path / "kv")
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        new_engine(checkpoint("phi3-longrope"), max_model_len=64).load_prefix(tmp_path / "kv")
