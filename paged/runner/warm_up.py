@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from tqdm import tqdm
 
 from ..kernels.gpu.attention.config import SPLIT
@@ -52,7 +54,9 @@ def _end_of_a_prompt(runner: ModelRunner, max_new_tokens: int, params: SamplingP
     request.num_computed_tokens = length - num_new
     request.blocks = blocks.open(request.token_ids)
     blocks.start(request.blocks, [[] for _ in blocks.windows])
-    for start, end in ((0, length - num_new), (length - num_new, length)):
+    # In the steps of a real prompt, between which blocks leave the windows.
+    step = sizes.max_step_tokens
+    for start, end in pairwise([*range(0, length - num_new, step), length - num_new, length]):
         assert blocks.grow(request.blocks, start, end, []), "no room for what fits"
     request.seat = 0
     schedule = Schedule(newcomers=[request])
