@@ -1,4 +1,4 @@
-# make demo | test | lint | simulation | mutants | test-triton-3.6 | peers | clean. Each makes its own virtual
+# make demo | test | lint | simulation | mutants | test-triton-3.6 | clients | peers | clean. Each makes its own virtual
 # environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint simulation mutants test-triton-3.6 peers clean
+.PHONY: demo test lint simulation mutants test-triton-3.6 clients peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -36,6 +36,18 @@ test-triton-3.6:
 	$(VENV)-triton-3.6/bin/python -m pytest -W "ignore:Conversion of an array:DeprecationWarning" \
 	  tests/ops $(ARGS)
 
+# Clients of the server for tests/server/test_clients.py, which are not Python or conflict with what paged needs.
+clients: $(VENV)-clients/litellm/.installed $(VENV)-clients/javascript/.installed
+
+$(VENV)-clients/litellm/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install litellm==1.110.2
+	touch $@
+
+$(VENV)-clients/javascript/.installed:
+	npm install --prefix $(@D) --no-audit --no-fund openai@7.57.0
+	touch $@
+
 # Other people's engines for `python -m benchmarks.peers`, each in an environment of its own, some gigabytes:
 # make -k peers, to go on where one of them cannot be installed, or make peers PEERS="openvino llama-cpp".
 PEERS ?= openvino llama-cpp vllm
@@ -50,7 +62,7 @@ $(VENV)-peers/%/.installed: benchmarks/peers/requirements/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-clients $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and by its exact version: an open range takes gigabytes of CUDA even where a smaller
 # build of this version is at hand.

@@ -70,11 +70,39 @@ def check_rms_norm(
             check_alone({"residual": residual}, {"x": x, "weight": weight})
 
 
+def check_rms_norm_into(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, *, unit_offset: bool, add: bool
+) -> None:
+    """Raise ValueError unless x is [num_tokens, size], weight [size], and `out` like x, or x itself."""
+    check_shape("x", x, (None, None))
+    check_rms_norm(x, weight, eps, None, unit_offset=unit_offset)
+    check_flag("add", add)
+    check_shape("out", out, x.shape, x.dtype)
+    check_device("out", out, x.device)
+    check_apart("out", out)
+    if must_read_contents(x.device):
+        same = x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
+        check_alone({"out": out}, {"weight": weight} if same else {"x": x, "weight": weight})
+
+
 def check_silu_and_mul(x: Tensor) -> None:
     """Raise ValueError unless x is [num_tokens, 2 * size]."""
     check_shape("x", x, (None, None))
     check_dtype("x", x)
     check_multiple("x.shape[1]", x.shape[1], "the two halves", 2)
+
+
+check_gelu_and_mul = check_silu_and_mul
+
+
+def check_scale_and_cap(x: Tensor, factor: float, softcap: float | None) -> None:
+    """Raise ValueError unless x is [num_rows, size], and the numbers are positive."""
+    check_shape("x", x, (None, None))
+    check_dtype("x", x)
+    check_apart("x", x)
+    check_positive("factor", factor)
+    if softcap is not None:
+        check_positive("softcap", softcap)
 
 
 def check_rotary_store_kv(

@@ -49,6 +49,17 @@ class Kernels(Protocol):
         unit_offset: bool = False,
     ) -> Tensor: ...
 
+    def rms_norm_into(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        *,
+        unit_offset: bool = False,
+        add: bool = False,
+    ) -> None: ...
+
     def rotary_store_kv(
         self,
         qkv: Tensor,
@@ -67,6 +78,10 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
     def silu_and_mul(self, x: Tensor) -> Tensor: ...
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor: ...
+
+    def scale_and_cap(self, x: Tensor, factor: float, softcap: float | None = None) -> None: ...
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None: ...
 

@@ -47,6 +47,24 @@ def rms_norm(
     return (normed.to(x.dtype) * weight).contiguous()
 
 
+def rms_norm_into(
+    x: Tensor,  # [num_tokens, size]
+    weight: Tensor,  # [size]
+    eps: float,
+    out: Tensor,  # like x, or x itself; written in place
+    *,
+    unit_offset: bool = False,
+    add: bool = False,
+) -> None:
+    """Write the norm of x, see `rms_norm`, into `out`; add: add it to `out`, and round only the sum."""
+    if add:
+        x32 = _upcast(x)
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        out.copy_(_upcast(out) + normed * (_upcast(weight) + unit_offset))
+    else:
+        out.copy_(rms_norm(x, weight, eps, unit_offset=unit_offset))
+
+
 def rotary(
     query: Tensor,  # [num_tokens, num_heads, head_dim], in place
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim], in place
@@ -64,6 +82,21 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     """Return silu(gate) * up, where x is gate and up side by side (Shazeer 2020)."""
     gate, up = _upcast(x).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
+    """Return gelu(gate) * up, where x is gate and up side by side (Shazeer 2020).
+
+    gelu(g) is g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g³))) (Hendrycks & Gimpel 2016).
+    """
+    gate, up = _upcast(x).chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
+def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
+    """Multiply x by a factor in place; softcap: turn the product p into softcap tanh(p / softcap)."""
+    product = _upcast(x) * float(factor)
+    x.copy_(product if softcap is None else softcap * (product / softcap).tanh())
 
 
 def store_kv(

@@ -115,8 +115,9 @@ MUTANTS = [
         "a norm is launched twice",
         "base",
         "model/decoder",
-        "        hidden = self.post_attention_norm(hidden, residual)\n",
-        "        hidden = self.post_attention_norm(self.post_attention_norm(hidden, residual), residual)\n",
+        "        return self._normed(self.mlp(hidden), residual, self.after_mlp)\n",
+        "        hidden = add_and_norm(hidden, residual, self.before_mlp)\n"
+        "        return self._normed(self.mlp(hidden), residual, self.after_mlp)\n",
     ),
     Mutant(
         "attention is planned for each layer",

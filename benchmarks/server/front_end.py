@@ -69,7 +69,13 @@ def main() -> None:
         set_up_logging("text", nowhere)
         front = FrontEnd(StubEngine(args.model, is_idle=args.idle), options, ROUTE_PATHS, [RequestLog()])
         port = listener.getsockname()[1]
-        server = Server(new_app(front), options, on_start=lambda: print(port, flush=True), on_exit=front.stop)
+        server = Server(
+            new_app(front),
+            options,
+            on_start=lambda: print(port, flush=True),
+            on_exit=front.stop,
+            on_refusal=front.observers.refused,
+        )
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(server.listen(listener))
 

@@ -25,7 +25,15 @@ from .attention import kernel  # noqa: F401
 from .launch import code_cache, graph  # noqa: F401
 from .launch.machine_code import KERNELS, compile_kernel
 from .linear import linear, pack_bf12  # noqa: F401
-from .rows import greedy, rms_norm, rotary_store_kv, silu_and_mul, take_rows  # noqa: F401
+from .rows import (  # noqa: F401
+    gelu_and_mul,
+    greedy,
+    rms_norm,
+    rotary_store_kv,
+    scale_and_cap,
+    silu_and_mul,
+    take_rows,
+)
 from .sampling import penalties, sample_tokens, token_logprobs  # noqa: F401
 
 logger = logging.getLogger(__name__)

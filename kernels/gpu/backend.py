@@ -8,10 +8,13 @@ from ..plain.ops import greedy, take_rows
 from .attention.config import largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .copy_blocks import copy_blocks
+from .gelu_and_mul import gelu_and_mul
 from .rms_norm import rms_norm
+from .rms_norm_into import rms_norm_into
 from .rotary_store_kv import rotary_store_kv
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
+from .scale_and_cap import scale_and_cap
 from .silu_and_mul import silu_and_mul
 from .target import check_target, current_target, in_interpreter
 

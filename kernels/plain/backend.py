@@ -6,11 +6,14 @@ from ..reference import check_cache_dtype
 from .logprobs import token_logprobs
 from .ops import (
     copy_blocks,
+    gelu_and_mul,
     greedy,
     paged_attention,
     plan_attention,
     rms_norm,
+    rms_norm_into,
     rotary_store_kv,
+    scale_and_cap,
     silu_and_mul,
     take_rows,
 )

@@ -7,9 +7,12 @@ from torch import Tensor
 from .. import reference
 from ..arguments import (
     check_copy_blocks,
+    check_gelu_and_mul,
     check_logits,
     check_rms_norm,
+    check_rms_norm_into,
     check_rotary_store_kv,
+    check_scale_and_cap,
     check_silu_and_mul,
     check_take_rows,
 )
@@ -53,6 +56,21 @@ def rms_norm(
     return _weighted(x32 * scale, weight, x.dtype, unit_offset).contiguous()
 
 
+def rms_norm_into(
+    x: Tensor,  # [num_tokens, size]
+    weight: Tensor,  # [size]
+    eps: float,
+    out: Tensor,  # like x, or x itself; written in place
+    *,
+    unit_offset: bool = False,
+    add: bool = False,
+) -> None:
+    """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
+    if not is_trusted():
+        check_rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
+    reference.rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
+
+
 def _weighted(x32: Tensor, weight: Tensor, dtype: torch.dtype, unit_offset: bool) -> Tensor:
     return (x32 * (1 + weight.float())).to(dtype) if unit_offset else x32.to(dtype) * weight
 
@@ -63,6 +81,21 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
         check_silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
+    """Return gelu(gate) * up, where x is gate and up side by side; see `reference.gelu_and_mul`."""
+    if not is_trusted():
+        check_gelu_and_mul(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
+    """Multiply x by a factor in place, and cap the product; see `reference.scale_and_cap`."""
+    if not is_trusted():
+        check_scale_and_cap(x, factor, softcap)
+    reference.scale_and_cap(x, factor, softcap)
 
 
 def rotary_store_kv(

@@ -108,7 +108,13 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         def announce() -> None:
             print(address, file=sys.stderr)
 
-        server = Server(new_app(front), options, on_start=announce, on_exit=front.stop)
+        server = Server(
+            new_app(front),
+            options,
+            on_start=announce,
+            on_exit=front.stop,
+            on_refusal=front.observers.refused,
+        )
         await server.listen(listener)
         front.observers.close()
     return 0

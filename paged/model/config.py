@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 DEMO = Path(__file__).parents[1] / "demo"  # the checkpoint that model="demo" stands for
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The base of a rotary embedding, and how it is scaled beyond the trained context."""
+    """A rotary embedding: its base, what it rotates, and how it is scaled beyond the trained context."""
 
-    type: str  # "default", "linear", "dynamic" or "llama3"
+    type: str  # a key of `families.rope.ROPE_TYPES`, or "none": nothing is rotated
     theta: float
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    rotary_dim: int | None = None  # the first dimensions of a head, which are rotated; None: all
+    interleaved: bool = False  # pairs are neighbours in the checkpoint, not half a rotary_dim apart
+    attention_factor: float = 1.0  # multiplies cos and sin
+    beta_fast: float = 32.0  # yarn's rotations within the trained context above which a dimension is kept
+    beta_slow: float = 1.0  # and below which it is interpolated
+    truncate: bool = True  # whether yarn rounds the bounds between these to whole dimensions
+    short_factors: tuple[float, ...] = ()  # longrope's divisors of frequencies within the trained context
+    long_factors: tuple[float, ...] = ()  # and beyond it
+    is_long: bool = False  # whether longrope divides by the latter
+
+    def for_context(self, max_model_len: int) -> RopeConfig:
+        """Return the rotary embedding of an engine with sequences of up to so many tokens.
+
+        Longrope has two sets of frequencies, and keys of one cannot be compared with queries of the other. An
+        engine uses one set for all of its requests.
+        """
+        is_long = self.type == "longrope" and max_model_len > self.original_max_position_embeddings
+        return replace(self, is_long=is_long)
+
+
+NO_ROPE = RopeConfig("none", 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +48,16 @@ class LayerGroup:
 
     window: int | None
     layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Where a layer normalises, by the names of the norms in a checkpoint; None: not there."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None  # of the output of attention, before it is added to the residual
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +79,49 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "projection"] | None  # what the norms of Q and K go over
     layer_windows: tuple[int | None, ...]  # each layer's sliding window in tokens; None: full attention
     dtype: str  # of the checkpoint
+    layer_ropes: tuple[RopeConfig, ...]  # each layer's; `rope` is that of layers with full attention
+    norms: LayerNorms = LayerNorms()
+    norm_unit_offset: bool = False  # norms multiply by 1 + weight
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    fused_qkv: bool = False  # the checkpoint has one tensor self_attn.qkv_proj
+    fused_gate_up: bool = False  # and one mlp.gate_up_proj
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a sublayer adds to the residual
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None
 
     @property
     def max_context(self) -> int:
-        """The longest sequence that positions exist for; dynamic and linear scaling extend it."""
+        """The longest sequence that positions exist for; scaling may extend it."""
         if self.rope.type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
+        if self.rope.type == "yarn":
+            extended = int(self.rope.original_max_position_embeddings * self.rope.factor)
+            return max(self.max_position_embeddings, extended)
         return self.max_position_embeddings
+
+    @property
+    def residual_eps(self) -> float:
+        """The eps of norms of the residual, which is kept divided by residual_multiplier.
+
+        x / sqrt(mean(x²) + eps) is the same number for x / m and eps / m².
+        """
+        return self.rms_norm_eps / self.residual_multiplier**2
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings of all layers, each once."""
+        return tuple(dict.fromkeys(self.layer_ropes))
+
+    def for_context(self, max_model_len: int) -> ModelConfig:
+        """Return the model of an engine with sequences of up to so many tokens: see `RopeConfig`."""
+        ropes = tuple(rope.for_context(max_model_len) for rope in self.layer_ropes)
+        return replace(self, rope=self.rope.for_context(max_model_len), layer_ropes=ropes)
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:

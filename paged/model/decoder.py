@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import cast
 
 import torch
@@ -18,13 +19,23 @@ from .weight_forms import Forms
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused into the norms."""
+    """x + attention(x), then x + mlp(x), with norms of what goes in or what comes out: see LayerNorms.
+
+    The additions are fused into norms.
+    """
+
+    before_attention: RMSNorm | None
+    after_attention: RMSNorm | None
+    before_mlp: RMSNorm | None
+    after_mlp: RMSNorm | None
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.norm_names = config.norms
+        for place, name in asdict(config.norms).items():
+            eps = config.residual_eps if place.startswith("before") else config.rms_norm_eps
+            self.register_module(place, new_norm(config, eps, kernels) if name else None)
         self.attention = Attention(config, layer, kernels)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.mlp = MLP(config, kernels)
 
     def project(
@@ -36,24 +47,46 @@ class DecoderLayer(nn.Module):
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return their queries."""
-        hidden = self.input_norm(residual) if hidden is None else self.input_norm(hidden, residual)
+        hidden = add_and_norm(hidden, residual, self.before_attention)
         return self.attention.project(hidden, cos_sin, batch, kv_cache)
 
-    def attend(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
-        """Run the layer from attention on. Return what it adds to the residual, which is updated in place."""
+    def attend(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor | None:
+        """Run the layer from attention on. Return what is left to add to the residual, which is updated in
+        place.
+        """
         hidden = self.attention.attend(query, queries, kv_cache)
-        hidden = self.post_attention_norm(hidden, residual)
-        out: Tensor = self.mlp(hidden)
-        return out
+        hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
+        return self._normed(self.mlp(hidden), residual, self.after_mlp)
+
+    def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:
+        """Add the norm of a sublayer's output to the residual; return the output if there is no norm."""
+        if norm is None:
+            return hidden
+        norm.into(hidden, residual, add=True)
+        return None
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        return {
-            "input_layernorm.weight": self.input_norm.weight,
-            "post_attention_layernorm.weight": self.post_attention_norm.weight,
-            **self.attention.hf_tensors(),
-            **self.mlp.hf_tensors(),
+        norms = {
+            f"{name}.weight": getattr(self, place).weight
+            for place, name in asdict(self.norm_names).items()
+            if name
         }
+        return {**norms, **self.attention.hf_tensors(), **self.mlp.hf_tensors()}
+
+
+def new_norm(config: ModelConfig, eps: float, kernels: Kernels) -> RMSNorm:
+    """Make a norm over the hidden size."""
+    return RMSNorm(config.hidden_size, eps, kernels, unit_offset=config.norm_unit_offset)
+
+
+def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Add `hidden` to the residual in place, and return the norm of the sum, or the sum itself."""
+    if norm is None:
+        assert hidden is None, "a sublayer whose input is not normalised follows one whose output is"
+        return residual
+    out: Tensor = norm(residual) if hidden is None else norm(hidden, residual)
+    return out
 
 
 class Decoder(nn.Module):
@@ -63,11 +96,18 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config, kernels
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(config, kernels)
+        tables = nn.ModuleList(RotaryEmbedding(rope, config, kernels) for rope in config.ropes)
+        self.rotary = cast(Sequence[RotaryEmbedding], tables)
+        self.rope_of = [config.ropes.index(rope) for rope in config.layer_ropes]
         layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.norm = new_norm(config, config.residual_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        # The residual is kept divided by the multiplier of what is added to it: see residual_eps.
+        multiplier = torch.tensor(
+            config.embedding_multiplier, dtype=self.embedding.weight.dtype, device="cpu"
+        )
+        self.embedding_factor = float(multiplier) / config.residual_multiplier
         if config.tie_word_embeddings:
             del self.head.weight  # the head shares the embedding's form
 
@@ -85,13 +125,16 @@ class Decoder(nn.Module):
         [num_tokens, hidden_size].
         """
         residual: Tensor = self.embedding(batch.token_ids)
-        cos_sin = self.rotary(batch)
+        if self.embedding_factor != 1.0:
+            self.kernels.scale_and_cap(residual, self.embedding_factor)
+        angles = [rotary(batch) for rotary in self.rotary]
+        cos_sin = [angles[rope] for rope in self.rope_of]
         hidden: Tensor | None = None
         *layers, last = self.layers
-        for layer in layers:
-            query = layer.project(hidden, residual, cos_sin, batch, kv_cache)
+        for i, layer in enumerate(layers):
+            query = layer.project(hidden, residual, cos_sin[i], batch, kv_cache)
             hidden = layer.attend(query, residual, batch.queries, kv_cache)
-        return last.project(hidden, residual, cos_sin, batch, kv_cache), residual
+        return last.project(hidden, residual, cos_sin[-1], batch, kv_cache), residual
 
     def attend_last(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
@@ -103,13 +146,14 @@ class Decoder(nn.Module):
             query = take_rows(query.flatten(1), rows).view(-1, *query.shape[1:])
             residual = take_rows(residual, rows)
         hidden = self.layers[-1].attend(query, residual, batch.output_queries, kv_cache)
-        out: Tensor = self.norm(hidden, residual)
-        return out
+        return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
         """Apply the output head."""
-        logits: Tensor = self.head(hidden)
-        return logits.float()
+        logits: Tensor = self.head(hidden).float()
+        if self.config.logits_divisor != 1.0 or self.config.logits_softcap is not None:
+            self.kernels.scale_and_cap(logits, 1 / self.config.logits_divisor, self.config.logits_softcap)
+        return logits
 
     def load(
         self, device: torch.device, forms: Forms, read_into: Callable[[Mapping[str, Tensor]], None]
@@ -119,10 +163,13 @@ class Decoder(nn.Module):
         Each part is allocated, read and converted to its forms before the next, so that only one part at a
         time is in memory twice. read_into: copies the checkpoint's tensors of these names into these tensors.
         """
-        self.rotary.to(device)
+        for rotary in self.rotary:
+            rotary.to(device)
         for prefix, part in self._parts().items():
             _allocate(part, device)
             read_into(_with_prefix(prefix, part))
+            if isinstance(part, DecoderLayer):
+                part.attention.order_dims()
             if isinstance(part, Embedding):
                 part.take_form(forms.embedding)
             for module in part.modules():

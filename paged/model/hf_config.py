@@ -8,43 +8,22 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
-from ..validation import check_bool, check_int, check_number, shown
-from .config import ModelConfig, RopeConfig
+from ..validation import check_number, shown
+from .config import ModelConfig
+from .families.reading import Config, flag, head_dim_of, size
+from .families.rope import read_rope
+from .families.table import ARCHITECTURES, COMMON
 
-# Bounds on what a damaged or hostile config.json can make us allocate or loop over.
-CEILINGS = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**17,
-    "intermediate_size": 2**20,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 1024,
-    "num_key_value_heads": 1024,
-    "head_dim": 256,
-    "max_position_embeddings": 2**27,
-    "sliding_window": 2**27,
-    "max_window_layers": 1024,
-    "original_max_position_embeddings": 2**27,
-}
 MAX_JSON_BYTES = 64 * 2**20
-# Beyond these no rotary embedding makes sense, and float32 overflows.
-MAX_ROPE_THETA = 1e12
-MAX_ROPE_FACTOR = 1e4
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-# The keys that each type of rope scaling requires.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-
-Config = Mapping[str, Any]
 
 
 def check_file(file: Path, most: int) -> int:
@@ -96,18 +75,19 @@ def from_hf(hf: Config) -> ModelConfig:
     and values that are out of range, of a wrong type, or contradict each other.
     """
     architecture = require_supported(hf)
-    _, defaults, declare = ARCHITECTURES[architecture]
+    known = ARCHITECTURES[architecture]
     if missing := [name for name in REQUIRED if hf.get(name) is None]:
         raise CheckpointError(f"{missing[0]} is missing")
-    hf = {**_COMMON, **defaults, **hf}
-    if hf["hidden_act"] != "silu":
-        raise UnsupportedModelError(f"hidden_act {shown(hf['hidden_act'])} is not supported; 'silu' is")
-    num_heads, hidden_size = _size(hf, "num_attention_heads"), _size(hf, "hidden_size")
-    num_kv_heads = num_heads if hf["num_key_value_heads"] is None else _size(hf, "num_key_value_heads")
-    head_dim = hidden_size // num_heads if hf["head_dim"] is None else _size(hf, "head_dim")
+    hf = {**COMMON, **known.defaults, **hf}
+    num_heads, num_layers = size(hf, "num_attention_heads"), size(hf, "num_hidden_layers")
+    num_kv_heads = num_heads if hf["num_key_value_heads"] is None else size(hf, "num_key_value_heads")
+    head_dim = head_dim_of(hf)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads")
-    rope, least = _rope(hf), 2
+    declared = known.declare(hf)
+    _check_activation(hf, declared)
+    rope = declared.pop("rope", None) or read_rope(hf)
+    least = 2
     if rope.type == "dynamic":
         least = 4  # the exponent of its base is head_dim / (head_dim - 2)
     if head_dim % 2 or head_dim < least:
@@ -116,32 +96,35 @@ def from_hf(hf: Config) -> ModelConfig:
         )
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_size(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_size(hf, "intermediate_size"),
-        num_layers=_size(hf, "num_hidden_layers"),
+        vocab_size=size(hf, "vocab_size"),
+        hidden_size=size(hf, "hidden_size"),
+        intermediate_size=size(hf, "intermediate_size"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, 1, above=True),
-        max_position_embeddings=_size(hf, "max_position_embeddings"),
+        max_position_embeddings=size(hf, "max_position_embeddings"),
         rope=rope,
-        tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
+        layer_ropes=declared.pop("layer_ropes", (rope,) * num_layers),
+        tie_word_embeddings=flag(hf, "tie_word_embeddings"),
         dtype=_dtype(hf),
-        **declare(hf),
+        **declared,
     )
 
 
 def require_supported(hf: Config) -> str:
     """Return the architecture named in config.json.
 
-    Raises UnsupportedModelError, which lists the supported ones, and CheckpointError.
+    Raises UnsupportedModelError, which names the nearest supported ones, and CheckpointError.
     """
     names = hf.get("architectures") or ["(none named)"]
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        nearest = ", ".join(get_close_matches(str(name), ARCHITECTURES, n=3, cutoff=0.0))
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"architecture {shown(name)} is not supported; the nearest of the {len(ARCHITECTURES)} that are: "
+            f"{nearest} (`paged models` lists all)"
         )
     model_type, expected = hf.get("model_type"), ARCHITECTURES[name].model_type
     if model_type != expected:
@@ -151,36 +134,14 @@ def require_supported(hf: Config) -> str:
     return name
 
 
-def _rope(hf: Config) -> RopeConfig:
-    # transformers 5 writes rope_parameters; older checkpoints have rope_theta and rope_scaling.
-    own = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(own, dict):
-        raise CheckpointError(f"rope_parameters must be an object, got {shown(own)}")
-    if nested := [key for key, value in own.items() if isinstance(value, dict)]:
-        raise UnsupportedModelError(f"rope_parameters for each type of layer ({nested[0]}) are not supported")
-    outer = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
-    rope = {"rope_theta": 10000.0, **outer, **{k: v for k, v in own.items() if v is not None}}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in list(ROPE_TYPES):  # a list, as any JSON value may come, hashable or not
-        raise UnsupportedModelError(
-            f"rope type {shown(kind)} is not supported; supported are {', '.join(ROPE_TYPES)}"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError("partial_rotary_factor other than 1.0 is not supported")
-    if missing := [key for key in ROPE_TYPES[kind] if key not in rope]:
-        raise CheckpointError(f"rope type {kind!r} needs {', '.join(missing)}")
-    values = {key: _rope_value(rope, key, MAX_ROPE_FACTOR) for key in ROPE_TYPES[kind]}
-    if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
-        raise CheckpointError(
-            f"high_freq_factor {values['high_freq_factor']:g} must be more than low_freq_factor "
-            f"{values['low_freq_factor']:g}"
-        )
-    if values.get("factor", 1.0) < 1:
-        raise CheckpointError(f"factor of rope must be at least 1, got {values['factor']:g}")
-    trained = "original_max_position_embeddings"
-    known = _size(rope, trained) if rope.get(trained) else _size(hf, "max_position_embeddings")
-    theta = _rope_value(rope, "rope_theta", MAX_ROPE_THETA)
-    return RopeConfig(kind, theta, **values, original_max_position_embeddings=known)
+def _check_activation(hf: Config, declared: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError unless config.json names the activation that the family has."""
+    wanted = ACTIVATIONS[declared.get("activation", "silu")]
+    for key in ("hidden_act", "hidden_activation"):
+        # Gemma's files have both; transformers reads the second.
+        is_read = key == "hidden_activation" or hf.get("hidden_activation") is None
+        if is_read and hf.get(key) is not None and hf[key] != wanted:
+            raise UnsupportedModelError(f"{key} {shown(hf[key])} is not supported; {wanted!r} is")
 
 
 def _dtype(hf: Config) -> str:
@@ -189,97 +150,3 @@ def _dtype(hf: Config) -> str:
         supported = ", ".join(CHECKPOINT_DTYPES)
         raise UnsupportedModelError(f"dtype {shown(name)} is not supported; supported are {supported}")
     return "float32" if name == "float64" else name  # nothing here computes in float64
-
-
-def _llama(hf: Config) -> dict[str, Any]:
-    bias = _flag(hf, "attention_bias")
-    return {
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "mlp_bias": _flag(hf, "mlp_bias"),
-        "qk_norm": False,
-        "layer_windows": (None,) * hf["num_hidden_layers"],
-    }
-
-
-def _mistral(hf: Config) -> dict[str, Any]:
-    windows = (_window(hf),) * hf["num_hidden_layers"]
-    return {**_NO_BIAS, "qk_norm": False, "layer_windows": windows}
-
-
-def _qwen2(hf: Config) -> dict[str, Any]:
-    return {**_NO_BIAS, "qkv_bias": True, "qk_norm": False, "layer_windows": _mixed_windows(hf)}
-
-
-def _qwen3(hf: Config) -> dict[str, Any]:
-    return {**_llama({**hf, "mlp_bias": False}), "qk_norm": True, "layer_windows": _mixed_windows(hf)}
-
-
-_NO_BIAS = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
-
-
-def _window(hf: Config) -> int | None:
-    return None if hf["sliding_window"] is None else _size(hf, "sliding_window")
-
-
-def _mixed_windows(hf: Config) -> tuple[int | None, ...]:
-    window = _window(hf) if _flag(hf, "use_sliding_window") else None
-    num_layers, layer_types = hf["num_hidden_layers"], hf["layer_types"]
-    if layer_types is None:
-        first = check_int(CheckpointError, "max_window_layers", hf["max_window_layers"], 0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
-    if len(kinds) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
-        wanted = f"{num_layers} of full_attention or sliding_attention"
-        raise UnsupportedModelError(f"layer_types must be {wanted}, got {shown(layer_types)}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _size(hf: Config, name: str) -> int:
-    return check_int(CheckpointError, name, hf[name], 1, CEILINGS[name])
-
-
-def _flag(hf: Config, name: str) -> bool:
-    return check_bool(CheckpointError, name, hf[name])
-
-
-def _rope_value(rope: Config, name: str, most: float) -> float:
-    return check_number(CheckpointError, name, rope[name], 0, most, above=True)
-
-
-# The defaults of transformers' classes, for keys that config.json leaves out.
-_COMMON = {
-    "num_key_value_heads": None,  # as many as query heads
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_LLAMA = {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
-_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
-_QWEN2 = {
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-_QWEN3 = {**_QWEN2, "head_dim": 128, "attention_bias": False}
-
-
-class Architecture(NamedTuple):
-    """One entry of ARCHITECTURES: a family of models that the one decoder computes."""
-
-    model_type: str
-    defaults: Config  # for keys of config.json, beside _COMMON
-    declare: Callable[[Config], dict[str, Any]]  # the fields of ModelConfig that the families differ in
-
-
-# TinyLlama and Llama 1 to 3 are LlamaForCausalLM.
-ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", _LLAMA, _llama),
-    "MistralForCausalLM": Architecture("mistral", _MISTRAL, _mistral),
-    "Qwen2ForCausalLM": Architecture("qwen2", _QWEN2, _qwen2),
-    "Qwen3ForCausalLM": Architecture("qwen3", _QWEN3, _qwen3),
-}

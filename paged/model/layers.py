@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention_options import AttentionOptions
@@ -37,46 +39,61 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """Root mean square normalisation, see `kernels.rms_norm`."""
 
-    def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
+    def __init__(self, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.eps, self.unit_offset = eps, unit_offset
         self.kernels = kernels
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps, residual)
+        return self.kernels.rms_norm(x, self.weight, self.eps, residual, unit_offset=self.unit_offset)
+
+    def into(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """Write the norm of x into `out`, or add it, see `kernels.rms_norm_into`."""
+        self.kernels.rms_norm_into(x, self.weight, self.eps, out, unit_offset=self.unit_offset, add=add)
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every token's position, computed once per step for all layers."""
+    """cos and sin of every token's position, computed once per step for all layers with these frequencies."""
 
-    inv_freq: Tensor  # f32[head_dim // 2]
+    inv_freq: Tensor  # f32[rotary_dim // 2]
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, rope: RopeConfig, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
         self._table: tuple[Tensor, Tensor] | None = None
-        self.rope, self.head_dim = config.rope, config.head_dim
+        self.rope, self.head_dim = rope, config.head_dim
+        self.rotary_dim = rope.rotary_dim or config.head_dim
         self.max_position_embeddings = config.max_position_embeddings
         # Frequencies are float32 in a model of any dtype.
         with torch.device("cpu"):
-            frequencies = scaled_frequencies(config.rope, config.head_dim)
+            frequencies = scaled_frequencies(rope, self.rotary_dim)
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def tabulate(self, num_positions: int) -> None:
         """Precompute cos and sin of the first positions. Call once: recorded steps point into the table."""
         assert self._table is None, "the table must not move"
         positions = torch.arange(num_positions, device=self.inv_freq.device)
-        self._table = _cos_sin(positions, self.inv_freq)
+        self._table = self._cos_sin(positions, self.inv_freq)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:  # cos, sin: f32[num_tokens, head_dim // 2]
         if self._table is None:
             frequencies = self._dynamic_frequencies(batch) if self.rope.type == "dynamic" else self.inv_freq
-            return _cos_sin(batch.positions, frequencies)
+            return self._cos_sin(batch.positions, frequencies)
         cos, sin = self._table
         return self.kernels.take_rows(cos, batch.positions), self.kernels.take_rows(sin, batch.positions)
 
-    def _dynamic_frequencies(self, batch: Batch) -> Tensor:  # f32[num_tokens, head_dim // 2]
+    def _cos_sin(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """Return factors of the halves of a head: 1 and 0 for dimensions that are not rotated."""
+        angles = positions[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin_()
+        if self.rope.attention_factor != 1.0:
+            cos, sin = cos.mul_(self.rope.attention_factor), sin.mul_(self.rope.attention_factor)
+        if kept := (self.head_dim - self.rotary_dim) // 2:
+            cos, sin = F.pad(cos, (0, kept), value=1.0), F.pad(sin, (0, kept))
+        return cos, sin
+
+    def _dynamic_frequencies(self, batch: Batch) -> Tensor:  # f32[num_tokens, rotary_dim // 2]
         """Grow the base with the sequence, as transformers does for a request that runs alone.
 
         The length is a property of the token's request (see Batch.rope_lens), so that chunked prefill,
@@ -85,26 +102,29 @@ class RotaryEmbedding(nn.Module):
         assert batch.rope_lens is not None, "dynamic rope needs the lengths of the sequences"
         length = batch.rope_lens.clamp(min=self.max_position_embeddings)
         stretch = self.rope.factor * length / self.max_position_embeddings - (self.rope.factor - 1)
-        base = self.rope.theta * stretch ** (self.head_dim / (self.head_dim - 2))
-        return inverse_frequencies(base[:, None], self.head_dim)
+        base = self.rope.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
+        return inverse_frequencies(base[:, None], self.rotary_dim)
 
 
-def _cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    angles = positions[:, None] * frequencies
-    return angles.cos(), angles.sin_()
-
-
-def inverse_frequencies(base: Tensor, head_dim: int) -> Tensor:  # [..., 1] -> [..., head_dim // 2]
-    """Compute base^(-2i / head_dim); Su et al., RoFormer (2021)."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=base.device) / head_dim
+def inverse_frequencies(base: Tensor, rotary_dim: int) -> Tensor:  # [..., 1] -> [..., rotary_dim // 2]
+    """Compute base^(-2i / rotary_dim); Su et al., RoFormer (2021)."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=base.device) / rotary_dim
     return 1.0 / base.float() ** exponent
 
 
-def scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # f32[head_dim // 2]
-    """Compute the frequencies that do not depend on the length: default, linear and Llama 3's."""
-    frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), head_dim)
+def scaled_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:  # f32[rotary_dim // 2]
+    """Compute the frequencies, which do not depend on the length except for dynamic rope."""
+    frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), rotary_dim)
+    if rope.type == "none":
+        return torch.zeros_like(frequencies)
     if rope.type == "linear":
         return frequencies / rope.factor
+    if rope.type == "longrope":
+        factors = rope.long_factors if rope.is_long else rope.short_factors
+        return frequencies / torch.tensor(factors, dtype=torch.float32)
+    if rope.type == "yarn":
+        kept = _yarn_kept(rope, rotary_dim)
+        return (1 - kept) * frequencies / rope.factor + kept * frequencies
     if rope.type != "llama3":
         return frequencies
     # Llama 3.1: interpolate long wavelengths, keep short ones, blend those between.
@@ -114,29 +134,81 @@ def scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # f32[head_d
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
+def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
+    """Return to what part each frequency is kept rather than interpolated (Peng et al., YaRN, 2023)."""
+
+    def dimension(rotations: float) -> float:
+        """Return the dimension that rotates so often within the trained context."""
+        wavelength = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    return 1 - ramp.clamp(0.0, 1.0)
+
+
+def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head_dim]
+    """Return the order of a head's dimensions in which the kernels rotate i with i + head_dim // 2.
+
+    Those that are not rotated come behind the others of each half. None: the order of the checkpoint.
+    """
+    rotary_dim = rope.rotary_dim or head_dim
+    if rotary_dim == head_dim and not rope.interleaved:
+        return None
+    dims = torch.arange(head_dim, device="cpu")
+    rotated, others = dims[:rotary_dim], dims[rotary_dim:]
+    halves = (rotated[::2], rotated[1::2]) if rope.interleaved else rotated.chunk(2)
+    both = zip(halves, others.tensor_split(2), strict=True)
+    return torch.cat([part for half in both for part in half])
+
+
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache."""
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
+        self.head_dim, self.softcap = config.head_dim, config.attention_softcap
+        self.scale = config.attention_scale or config.head_dim**-0.5
         self.layer, self.window, self.kernels = layer, config.layer_windows[layer], kernels
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.split_sizes = [q_size, kv_size, kv_size]
         self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
         self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
-        self.eps = config.rms_norm_eps
-        self.query_norm_weight = self.key_norm_weight = None
-        if config.qk_norm:
-            self.query_norm_weight = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
-            self.key_norm_weight = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
+        self.fused = config.fused_qkv
+        # Where dimensions of a head are rotated in other pairs than by the kernels.
+        self.dim_order = rotated_order(config.layer_ropes[layer], self.head_dim)
+        self.norm_by_head = config.qk_norm == "head"
+        self.query_norm = self.key_norm = None
+        if config.qk_norm is not None:
+            sizes = (self.head_dim,) * 2 if self.norm_by_head else (q_size, kv_size)
+            self.query_norm, self.key_norm = (
+                RMSNorm(size, config.rms_norm_eps, kernels, unit_offset=config.norm_unit_offset)
+                for size in sizes
+            )
 
     def project(
         self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return their queries."""
-        qkv = self.qkv(hidden).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        qkv: Tensor = self.qkv(hidden)
+        by_head: dict[str, Any] = {}
+        if self.query_norm is not None and self.key_norm is not None:
+            if self.norm_by_head:
+                by_head = {
+                    "query_norm_weight": self.query_norm.weight,
+                    "key_norm_weight": self.key_norm.weight,
+                    "eps": self.query_norm.eps,
+                    "unit_offset": self.query_norm.unit_offset,
+                }
+            else:
+                query, key, _ = torch.split(qkv, self.split_sizes, dim=1)
+                self.query_norm.into(query, query)
+                self.key_norm.into(key, key)
+        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
         return self.kernels.rotary_store_kv(
             qkv,
@@ -144,11 +216,9 @@ class Attention(nn.Module):
             key_cache,
             value_cache,
             batch.slot_mapping[kv_cache.group_of[self.layer]],
-            query_norm_weight=self.query_norm_weight,
-            key_norm_weight=self.key_norm_weight,
-            eps=self.eps,
             key_scales=key_scales,
             value_scales=value_scales,
+            **by_head,
         )
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
@@ -160,6 +230,7 @@ class Attention(nn.Module):
             max_seqlen_q=queries.max_seqlen_q,
             min_seqlen_q=queries.min_seqlen_q,
             sliding_window=self.window,
+            softcap=self.softcap,
             key_scales=key_scales,
             value_scales=value_scales,
         )
@@ -174,36 +245,57 @@ class Attention(nn.Module):
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
         tensors: dict[str, Tensor] = {"self_attn.o_proj.weight": self.output.weight}
-        names = [f"self_attn.{part}_proj" for part in "qkv"]
-        tensors |= _split_rows(names, self.qkv, self.split_sizes)
+        if self.fused:
+            tensors |= _split_rows(["self_attn.qkv_proj"], self.qkv, [sum(self.split_sizes)])
+        else:
+            names = [f"self_attn.{part}_proj" for part in "qkv"]
+            tensors |= _split_rows(names, self.qkv, self.split_sizes)
         if self.output.bias is not None:
             tensors["self_attn.o_proj.bias"] = self.output.bias
-        if self.query_norm_weight is not None and self.key_norm_weight is not None:
-            tensors["self_attn.q_norm.weight"] = self.query_norm_weight
-            tensors["self_attn.k_norm.weight"] = self.key_norm_weight
+        if self.query_norm is not None and self.key_norm is not None:
+            tensors["self_attn.q_norm.weight"] = self.query_norm.weight
+            tensors["self_attn.k_norm.weight"] = self.key_norm.weight
         return tensors
+
+    def order_dims(self) -> None:
+        """Order the loaded weights of Q and K as the kernels rotate them; Q Kᵀ is the same in any order."""
+        if self.dim_order is None:
+            return
+        order = self.dim_order.to(self.qkv.weight.device)
+        num_rotated = (self.num_heads + self.num_kv_heads) * self.head_dim
+        ordered = [x.detach()[:num_rotated] for x in (self.qkv.weight, self.qkv.bias) if x is not None]
+        ordered += [norm.weight.detach() for norm in (self.query_norm, self.key_norm) if norm is not None]
+        for x in ordered:
+            x.copy_(x.view(-1, self.head_dim, *x.shape[1:])[:, order].flatten(0, 1))
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). Gate and up are one product, which may include silu(gate) * up."""
+    """down(act(gate(x)) * up(x)), where act is silu or GELU (Shazeer 2020).
+
+    Gate and up are one product, which may include silu(gate) * up.
+    """
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
-        self.kernels = kernels
         inner = config.intermediate_size
         self.split_sizes = [inner, inner]
-        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias, gated=True)
+        self.fused, is_silu = config.fused_gate_up, config.activation == "silu"
+        self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul
+        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias, gated=is_silu)
         self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.gate_up(hidden)
-        out: Tensor = self.down(hidden if self.gate_up.form.gated else self.kernels.silu_and_mul(hidden))
+        out: Tensor = self.down(hidden if self.gate_up.form.gated else self.activate(hidden))
         return out
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
         tensors: dict[str, Tensor] = {"mlp.down_proj.weight": self.down.weight}
-        tensors |= _split_rows(["mlp.gate_proj", "mlp.up_proj"], self.gate_up, self.split_sizes)
+        if self.fused:
+            tensors |= _split_rows(["mlp.gate_up_proj"], self.gate_up, [sum(self.split_sizes)])
+        else:
+            tensors |= _split_rows(["mlp.gate_proj", "mlp.up_proj"], self.gate_up, self.split_sizes)
         if self.down.bias is not None:
             tensors["mlp.down_proj.bias"] = self.down.bias
         return tensors

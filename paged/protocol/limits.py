@@ -17,6 +17,7 @@ MAX_MESSAGES = 4096  # of a conversation
 MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API
 MAX_NAME_LENGTH = 256  # characters of a model's name, a user or a salt
 MAX_REQUEST_ID_LENGTH = 128
+MAX_CONTEXTS = 4  # times max_model_len: tokens of a text to tokenize, or of tokens to detokenize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

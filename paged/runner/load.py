@@ -24,7 +24,7 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
     Raises ConfigError where the options do not fit this machine, and CheckpointError where the checkpoint is
     damaged or contradicts its config.json.
     """
-    config, model_config = sizes.config, sizes.model
+    config, model_config = sizes.config, sizes.model.for_context(sizes.max_model_len)
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     try:
         backend = resolve_backend(config.attention_backend, device)

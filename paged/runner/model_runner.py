@@ -83,7 +83,8 @@ class ModelRunner:
             self.sizes, self.device, kernels, self.run_in_other_cache
         )
         if num_positions := self.sizes.num_tabulated_positions(num_blocks):
-            self.model.rotary.tabulate(num_positions)
+            for rotary in self.model.rotary:
+                rotary.tabulate(num_positions)
         self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, self.sizes.num_host_blocks)
 
     def describe(self) -> str:

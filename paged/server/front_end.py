@@ -20,7 +20,7 @@ from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
 from .options import ServeOptions
 from .telemetry.metrics import ServerMetrics
-from .telemetry.records import Observer, Observers, RequestRecord
+from .telemetry.records import CLIENT_GONE, Observer, Observers, RequestRecord
 from .telemetry.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class FrontEnd:
             # A stream that began had the status 200, however it ended.
             reason = "error" if error is not None and status < 400 else None
             self.observers.end(exchange.record, status=status, reason=reason, error=error)
-        elif exchange.method == "POST" and status >= 400:
+        elif status != CLIENT_GONE and (400 <= status < 500 or (exchange.method == "POST" and status >= 500)):
             self.observers.refused(exchange.route, status, request_id=exchange.request_id)
         else:
             self.observers.responded(exchange.route, status)
@@ -169,7 +169,7 @@ class FrontEnd:
         """Refuse new requests, and end those that are being answered."""
         if not self.is_stopping:
             self.is_stopping = True
-            # It waits for the current step.
+            # It may block: it waits for the engine's thread or process to end.
             asyncio.get_running_loop().run_in_executor(None, self.engine.shutdown)
 
     def failure_of(self, error: Exception, request_id: str) -> FailureResponse:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..model.hf_config import ARCHITECTURES, MAX_JSON_BYTES, check_file, read_json
+from ..model.families.table import ARCHITECTURES
+from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
 from ..validation import shown
 from .tokenizer_bounds import why_unbounded
 from .tokenizer_worker import Source

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from paged import LLMEngine, RequestOutput, SamplingParams
 from paged.model.config import DEMO
-from paged.model.hf_config import ARCHITECTURES
+from paged.model.families.table import ARCHITECTURES
 from paged.sampling.sampler import Draw
 from tests.support.checkpoints import (
     CONFIGS,
+    LONG,
     STRETCHED,
     Reference,
     assert_all_free,
@@ -77,13 +78,15 @@ def lengths_for(name: str, count: int) -> list[int]:
     rng = random.Random(count)
     if name in STRETCHED:
         return [1, 58, 64, 65, *(rng.randint(2, 240) for _ in range(count - 4))][:count]
+    if name in LONG:
+        return [400, 65, 128, *(rng.randint(66, 240) for _ in range(count - 3))][:count]
     return [1, 400, 24, 25, *(rng.randint(2, 120) for _ in range(count - 4))][:count]
 
 
 def test_every_supported_architecture_is_tested():
-    assert {CONFIGS[name]().__class__.__name__.replace("Config", "ForCausalLM") for name in CONFIGS} == set(
-        ARCHITECTURES
-    )
+    assert {CONFIGS[name]().model_type for name in CONFIGS} == {
+        known.model_type for known in ARCHITECTURES.values()
+    }
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
@@ -102,7 +105,13 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
 
 
 # Every architecture. Together they have biases, norms, tied embeddings, stretched rope and windows.
-@pytest.mark.parametrize("name", ["llama-llama3", "mistral", "qwen2-mixed", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama-llama3", "mistral", "qwen2-mixed", "qwen3", "phi3", "granite", "olmo2", "olmo3", "gemma2"),
+        *("gemma3", "smollm3", "glm4"),
+    ],
+)
 def test_triton_kernels_match_transformers(name, monkeypatch):
     # On a CPU the kernels run in Triton's interpreter, a thousand times slower: few short prompts.
     engine = new_engine(checkpoint(name), device="auto", attention_backend="triton", num_blocks=24)
@@ -208,3 +217,10 @@ def test_tokens_do_not_depend_on_neighbours(name):
         finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     assert [finished[str(i)] for i in range(len(prompts))] == expected
     assert_all_free(engine)
+
+
+def test_longrope_of_a_short_context_matches_transformers(monkeypatch):
+    """Within the trained context the short factors hold, if the engine has no longer sequences."""
+    engine = new_engine(checkpoint("phi3-longrope"), max_model_len=64)
+    prompts = ragged_prompts([1, 24, 52])
+    assert_matches(engine, reference("phi3-longrope"), prompts, 12, monkeypatch)

@@ -321,17 +321,17 @@ def test_damaged_checkpoint_is_refused_and_named(damage, copy):
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "architecture": (
-        {"architectures": ["GPT2LMHeadModel"]},
-        ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        {"architectures": ["Qwen3NextForCausalLM"]},
+        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", "paged models"),
     ),
-    "no-architecture": ({"architectures": None}, ("none named", "LlamaForCausalLM")),
+    "no-architecture": ({"architectures": None}, ("none named", "paged models")),
     "rope": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}},
-        ("yarn", *ROPE_TYPES),
+        {"rope_parameters": {"rope_type": "ntk", "factor": 2.0, "rope_theta": 1e4}},
+        ("ntk", *ROPE_TYPES),
     ),
     "old-rope": (
-        {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-        ("yarn", *ROPE_TYPES),
+        {"rope_parameters": None, "rope_scaling": {"type": "ntk", "factor": 2.0}},
+        ("ntk", *ROPE_TYPES),
     ),
     "partial-rotary": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},

@@ -16,8 +16,11 @@ from paged.kernels.gpu import target
 
 OPERATIONS = (
     "rms_norm",
+    "rms_norm_into",
     "rotary_store_kv",
     "silu_and_mul",
+    "gelu_and_mul",
+    "scale_and_cap",
     "copy_blocks",
     "paged_attention",
     "apply_penalties",

@@ -40,6 +40,9 @@ class Spelled:
     def encode(self, prompt, **options):
         return [*map(ord, f"{prompt}{options}")]
 
+    def least_tokens(self, prompt, most):  # noqa: ARG002
+        return 0
+
     def decode(self, tokens, **options):
         return f"{tokens}{options}"
 
@@ -54,9 +57,9 @@ def outcome(url, body, text):
         private = {"values", "limits", "sampling", "form_fields", "conversation", "listed"}
         asked = {name: v for name, v in vars(call).items() if name not in private and name[0] != "_"}
         if isinstance(call, TokenizeCall):
-            return asked, call.answer(Spelled(text), 99)
+            return asked, call.answer(Spelled(text), 2048)
         if isinstance(call, DetokenizeCall):
-            return asked, call.answer(Spelled(text))
+            return asked, call.answer(Spelled(text), 2048)
         asked["prompts"] = call.prompts(text)
         if isinstance(call, EmbeddingCall):
             return asked, call._vector(EMBEDDED)

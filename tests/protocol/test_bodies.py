@@ -343,9 +343,9 @@ def test_tokenize_and_detokenize_are_inverse(text):
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert "".join(found["token_strs"]) == words
     assert found["max_model_len"] == 2048
-    assert parsed(DETOKENIZE, tokens=found["tokens"]).answer(text) == {"prompt": words}
+    assert parsed(DETOKENIZE, tokens=found["tokens"]).answer(text, 2048) == {"prompt": words}
     with pytest.raises(RequestError, match=r"tokens\[1\] is 4096; the vocabulary is 0 to 4095"):
-        parsed(DETOKENIZE, tokens=[1, 4096]).answer(text)
+        parsed(DETOKENIZE, tokens=[1, 4096]).answer(text, 2048)
 
 
 @pytest.mark.parametrize(

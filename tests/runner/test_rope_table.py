@@ -18,7 +18,7 @@ REACHED = {"llama": 1024, "llama-linear": 1024, "llama-llama3": 1024, "llama-dyn
 
 
 def table_of(engine: LLMEngine) -> tuple[Tensor, Tensor] | None:
-    return engine.runner.model.rotary._table
+    return engine.runner.model.rotary[0]._table
 
 
 def tokens_of(engine: LLMEngine) -> list[list[int]]:
@@ -58,4 +58,4 @@ def test_its_values_do_not_depend_on_its_length():
 def test_it_does_not_move():
     engine = new_engine(checkpoint("llama"))
     with pytest.raises(AssertionError, match="must not move"):
-        engine.runner.model.rotary.tabulate(512)
+        engine.runner.model.rotary[0].tabulate(512)

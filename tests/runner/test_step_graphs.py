@@ -32,6 +32,14 @@ CASES = {
     "mistral": {"max_num_seqs": 3},
     "qwen2-mixed": {"block_size": 8},
     "qwen3": {"quantization": "int8"},
+    "phi3": {},
+    "phi3-longrope": {},
+    "granite": {},
+    "olmo3": {"num_blocks": 96},
+    "gemma2": {"num_blocks": 72},
+    "gemma3": {"num_blocks": 120},
+    "smollm3": {"num_blocks": 48},
+    "glm4": {},
 }
 if HAS_DOT:  # elsewhere bfloat16 is left to torch in part
     CASES |= {name: {"dtype": "bfloat16", "deterministic": True} for name in ("demo", "qwen2")}

@@ -199,6 +199,50 @@ def test_what_follows_a_request_does_not_spoil_its_response(served):
     assert answer.count(b"HTTP/1.1 ") == 2
 
 
+UPGRADES = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n",
+    "websocket": b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nsec-websocket-version: 13\r\n",
+}
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("name", UPGRADES)
+def test_a_change_of_protocol_is_not_made(name, is_split, served):
+    """The requests are answered as if they did not ask for it, also the next on the connection."""
+    wanted = served.post(COMPLETION, prompt="def ", max_tokens=3, temperature=0)["choices"]
+    data = pipelined({"prompt": "def ", "max_tokens": 3, "temperature": 0}).replace(b"host:", b"Host:")
+    data = data.replace(b"\r\nHost:", b"\r\n" + UPGRADES[name] + b"host:", 1)
+    last = b"GET /version HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    with served.connect() as client:
+        sent = data + data + last
+        for part in [sent[i : i + 7] for i in range(0, len(sent), 7)] if is_split else [sent]:
+            client.sendall(part)
+            time.sleep(0.0002 * is_split)  # so that the server reads them one by one
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200"] * 3, answer
+    bodies = [json.loads(body) for body in re.findall(rb"\r\n\r\n(\{.*\})", answer)]
+    assert [body.get("choices") for body in bodies] == [wanted, wanted, None]
+
+
+def refusals(served) -> dict[str, float]:
+    _, _, metrics = served.request("GET", "/metrics")
+    found = re.findall(r'requests_refused_total{reason="(\w+)"} (.*)', metrics.decode())
+    return {reason: float(count) for reason, count in found}
+
+
+def test_what_is_refused_is_counted(engine, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+    large = b"GET /health HTTP/1.1\r\na: " + b"x" * 70_000
+    with serving(engine, api_key=["one"]) as served:
+        for sent in (b"\x16\x03\x01 hello\r\n\r\n", large, b"GET /health HTTP/1.1\r\n"):
+            with served.connect() as client:
+                client.sendall(sent)
+                assert client.recv(100)
+        assert served.request("GET", "/v1/models")[0] == 401
+        found = refusals(served)
+    assert found == {"invalid": 1, "headers_too_large": 1, "slow_body": 1, "unauthorized": 1}
+
+
 def aborts(served) -> float:
     _, _, metrics = served.request("GET", "/metrics")
     (line,) = re.findall(rb'request_success_total{.*finished_reason="abort".*} (.*)', metrics)

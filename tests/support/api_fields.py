@@ -161,6 +161,8 @@ that a field is not given. Errors name the field in `param`.
 | `top_logprobs` | {limits.MAX_TOP_LOGPROBS} |
 | candidates at each position (`logprobs`, `prompt_logprobs`) | `--max-logprobs`, by default \
 {limits.Limits().max_logprobs} |
+| tokens of a text at `/tokenize`, and of `tokens` at `/detokenize` \
+| {limits.MAX_CONTEXTS} × `max_model_len` |
 | depth of objects and arrays | {MAX_JSON_DEPTH} |
 | characters of a name, a user or a salt | {limits.MAX_NAME_LENGTH} |
 | characters of `request_id` | {limits.MAX_REQUEST_ID_LENGTH} |

@@ -14,7 +14,21 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from paged import LLMEngine
 from paged.model.transfers import Sent
@@ -28,7 +42,9 @@ with torch.device("cpu"):
 POISON = {torch.int8: 99}
 VOCAB_SIZE = 211  # a prime: no tile or vector divides it
 # Rope scaling for contexts longer than max_position_embeddings, shorter than that times the factor.
-STRETCHED = ("llama-linear", "llama-dynamic")
+STRETCHED = ("llama-linear", "llama-dynamic", "llama-yarn")
+# Rope with other frequencies beyond the trained context, which an engine of longer contexts uses throughout.
+LONG = ("phi3-longrope",)
 
 # head_dim is 16 where hidden_size / num_heads is 12, as a model may choose it freely.
 SHAPE: dict[str, Any] = {
@@ -82,6 +98,73 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "qwen3": lambda: Qwen3Config(**{**SHAPE, "tie_word_embeddings": True}),
+    "llama-yarn": lambda: LlamaConfig(
+        **{**SHAPE, "max_position_embeddings": 256},
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0),
+    ),
+    "phi3": lambda: Phi3Config(
+        **{**SHAPE, "hidden_size": 64}, sliding_window=24, **_rope("default", partial_rotary_factor=0.75)
+    ),
+    "phi3-longrope": lambda: Phi3Config(
+        **{**SHAPE, "hidden_size": 64, "original_max_position_embeddings": 64},
+        **_rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.1, 1.3, 2.0, 2.5, 3.0],
+            long_factor=[1.5, 2.0, 4.0, 9.0, 20.0, 30.0],
+        ),
+    ),
+    "granite": lambda: GraniteConfig(
+        **{**SHAPE, "hidden_size": 64, "tie_word_embeddings": True},
+        attention_multiplier=0.1,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logits_scaling=6.0,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "olmo2": lambda: Olmo2Config(**{**SHAPE, "hidden_size": 64}, attention_bias=True),
+    "olmo3": lambda: Olmo3Config(
+        **{**SHAPE, "hidden_size": 64, "num_hidden_layers": 5},
+        sliding_window=24,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 8.0,
+            },
+        },
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **{**SHAPE, "num_hidden_layers": 3},
+        sliding_window=24,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        attention_bias=True,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**SHAPE, "num_hidden_layers": 5, "tie_word_embeddings": True},
+        sliding_window=24,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=20,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "smollm3": lambda: SmolLM3Config(
+        **{**SHAPE, "hidden_size": 64},
+        no_rope_layers=[1, 0],
+        use_sliding_window=True,
+        sliding_window=24,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "glm4": lambda: Glm4Config(**SHAPE, attention_bias=True),
 }
 
 

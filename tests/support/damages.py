@@ -31,7 +31,7 @@ SCALARS: list[Any] = [
     None, "x", b"x", [1], {}, math.nan, math.inf, -1, -1.0, 0, 2, 0.5, 2**31, 2**64, HUGE, -HUGE, 1j, True,
     False, np.float32(0.5), np.int64(1), np.ones(2), object, torch.float64,
 ]  # fmt: skip
-FLAGS = ("unit_offset", "causal", "pairs", "gated", "panels.gated")
+FLAGS = ("unit_offset", "add", "causal", "pairs", "gated", "panels.gated")
 INTS = (
     "max_seqlen_q", "min_seqlen_q", "max_decode_q", "shared_prefix_len", "sliding_window", "num_top",
     "panels.out_features",
@@ -98,6 +98,8 @@ def _required(call: Call) -> tuple[str, ...]:
     return {
         "take_rows": ("table", "indices"),
         "rms_norm": ("x", "weight", "eps"),
+        "rms_norm_into": ("x", "weight", "eps", "out"),
+        "scale_and_cap": ("x", "factor"),
         "rotary_store_kv": ("qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping"),
         "sample_tokens": ("logits", "seeds", "positions", "temperature", *FILTERS),
         "apply_penalties": tuple(call.arguments),
@@ -238,7 +240,8 @@ def _shared(call: Call, name: str, x: Tensor, _: random.Random) -> Iterator[Dama
         other = call.arguments.get(other_name)
         is_alike = isinstance(other, Tensor) and (other.dtype, other.shape) == (x.dtype, x.shape)
         if other_name != name and is_alike and x.numel():
-            yield Damage(name, f"shares the memory of {other_name}", other, is_wrong=True)
+            in_place = call.name == "rms_norm_into" and name == "x"  # which may be its own output
+            yield Damage(name, f"shares the memory of {other_name}", other, is_wrong=not in_place)
 
 
 class Memory:

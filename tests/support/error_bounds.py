@@ -147,6 +147,13 @@ def assert_silu_and_mul(got: Tensor, x: Tensor, exact: Tensor, name: str) -> Non
     assert_within(got, exact, allowed * exact.abs())
 
 
+def assert_gelu_and_mul(got: Tensor, x: Tensor, exact: Tensor, name: str) -> None:
+    """gelu(gate) * up, whose sigmoid or tanh is off by a few u; torch rounds gelu(gate) first."""
+    roundings = 2 if name == "torch" else 1
+    gate, up = x.double().abs().chunk(2, dim=-1)
+    assert_within(got, exact, roundings * unit_roundoff(got.dtype) * exact.abs() + 4 * U32 * gate * up)
+
+
 def assert_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """x @ weight.T, summed in float32 and rounded once; once more where a bias may be added behind that."""
     x, weight = x.double(), weight.double()

@@ -7,11 +7,9 @@ import socket
 import struct
 
 from tests.support.http_responses import BadResponseError, Response, read_response
-from tests.support.response_checks import ResponseChecks
+from tests.support.response_checks import SLOW_S, ResponseChecks
 from tests.support.server_cases import Case, End
 
-# After this time the server refuses a head or a body that is not complete.
-SLOW_S = 0.5
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close sends a reset
 
 

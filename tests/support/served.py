@@ -94,7 +94,13 @@ def serving(
         end = FrontEnd(engine, chosen, ROUTE_PATHS)
         front(end)
         listener = bind(chosen)
-        server = Server(new_app(end), chosen, on_start=lambda: None, on_exit=lambda: None)
+        server = Server(
+            new_app(end),
+            chosen,
+            on_start=lambda: None,
+            on_exit=lambda: None,
+            on_refusal=end.observers.refused,
+        )
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(server.stop))
         served.append(Served(end, listener.getsockname()[1]))

@@ -12,10 +12,10 @@ from paged.server.routes.table import ROUTE_PATHS
 from tests.support.api_fields import BODIES
 from tests.support.mutations import dumps
 from tests.support.server_bodies import JSON, new_body, valid_body
+from tests.support.small_server import MODEL
 
 GETS = [path for method, path in ROUTE_PATHS if method == "GET"]
 POSTS = [*BODIES]
-MODEL = "m"  # the served name
 # Of what is no request to a route, or is refused before it reaches one.
 PROTOCOL_STATUSES = frozenset({400, 404, 405, 408, 413, 415, 431})
 

@@ -21,27 +21,22 @@ import argparse
 import asyncio
 import logging
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from unittest import mock
 
-from paged.server.engine_client import EngineClient
 from paged.server.http import connection, exchange
-from tests.support.chat_checkpoints import chat_checkpoint
-from tests.support.fuzz_client import SLOW_S, play
-from tests.support.response_checks import Bystander, ResponseChecks
-from tests.support.served import Served, serving
-from tests.support.server_cases import MODEL, new_case
-from tests.text.test_chat_template import CHATML
+from tests.support.fuzz_client import play
+from tests.support.response_checks import SLOW_S, Bystander, ResponseChecks
+from tests.support.served import Served
+from tests.support.server_cases import new_case
+from tests.support.small_server import small_server
 
 AT_ONCE = 16
 PATIENCE_S = 120.0  # for the answer to a case
-OPTIONS = {"num_blocks": 1024, "max_num_seqs": 32, "num_threads": 1, "device": "cpu"}
 
 
 @dataclass
@@ -63,23 +58,13 @@ class Report:
 
 @contextmanager
 def fuzzed_server() -> Iterator[Served]:
-    """Yield a server of a small random model that calls tools and reasons."""
+    """Yield a server that does not wait long for requests."""
     with (
-        tempfile.TemporaryDirectory() as directory,
         mock.patch.object(exchange, "BODY_TIMEOUT_S", SLOW_S),
         mock.patch.object(connection, "HEAD_TIMEOUT_S", SLOW_S),
+        small_server(max_request_bytes=2**20) as served,
     ):
-        model = chat_checkpoint(Path(directory), CHATML, max_position_embeddings=1024)
-        with serving(
-            EngineClient(str(model), **OPTIONS),
-            closes=True,
-            served_model_name=MODEL,
-            tool_call_parser="hermes",
-            enable_auto_tool_choice=True,
-            reasoning_parser="qwen3",
-            max_request_bytes=2**20,
-        ) as served:
-            yield served
+        yield served
 
 
 class _LoggedErrors(logging.Handler):

@@ -89,6 +89,32 @@ def _silu_and_mul(kernels: Kernels, generator: random.Random) -> Call:
     return Call("silu_and_mul", kernels.silu_and_mul, {"x": x}, expected=reference.silu_and_mul)
 
 
+def _gelu_and_mul(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), 2 * generator.choice([1, 16, 37])).to(_dtype(generator))
+    return Call("gelu_and_mul", kernels.gelu_and_mul, {"x": x}, expected=reference.gelu_and_mul)
+
+
+def _rms_norm_into(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, shape = _dtype(generator), (generator.randint(1, 4), generator.choice([16, 37, 256]))
+    arguments: dict[str, Any] = {
+        "x": torch.randn(shape).to(dtype),
+        "weight": torch.randn(shape[1]).to(dtype),
+        "eps": generator.choice([1e-5, 0, 1]),
+        "out": torch.randn(shape).to(dtype),
+        "unit_offset": generator.random() < 0.3,
+        "add": generator.random() < 0.5,
+    }
+    written = ("out",)
+    return Call("rms_norm_into", kernels.rms_norm_into, arguments, written, expected=reference.rms_norm_into)
+
+
+def _scale_and_cap(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), generator.choice([1, 16, 37])).to(_dtype(generator))
+    arguments = {"x": x, "factor": generator.choice([0.5, 3]), "softcap": 2.0}
+    call = kernels.scale_and_cap
+    return Call("scale_and_cap", call, arguments, ("x",), ("softcap",), expected=reference.scale_and_cap)
+
+
 def _rotary_store_kv(kernels: Kernels, generator: random.Random) -> Call:
     dtype, num_tokens, num_kv_heads = _dtype(generator), generator.randint(1, 4), generator.randint(1, 2)
     num_heads, dim, size = num_kv_heads * generator.randint(1, 2), generator.choice([16, 32]), 8
@@ -278,8 +304,8 @@ def _filter_logits(_: Kernels, generator: random.Random) -> Call:
 
 
 _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
-    _take_rows, _rms_norm, _silu_and_mul, _rotary_store_kv, _copy_blocks, _attention, _greedy,
-    _token_logprobs, _apply_penalties, _sample_tokens,
+    _take_rows, _rms_norm, _rms_norm_into, _silu_and_mul, _gelu_and_mul, _scale_and_cap, _rotary_store_kv,
+    _copy_blocks, _attention, _greedy, _token_logprobs, _apply_penalties, _sample_tokens,
 ]  # fmt: skip
 
 

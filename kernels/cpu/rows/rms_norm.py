@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...arguments import check_rms_norm
+from ...arguments import check_rms_norm, check_rms_norm_into
 from ...checks import KERNEL_DTYPES, is_trusted
 from ...plain import ops as torch_ops
 from ..launch.tasks import Task, addresses, is_plain
@@ -20,7 +20,7 @@ PAGE_BYTES, FEW_ROWS = 4096, 64
 
 RMS_NORM = Task(
     ("x", "weight", "residual", "out"),
-    ("kind", "unit_offset", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit"),
+    ("kind", "unit_offset", "adds", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit"),
     ("eps",),
 )  # fmt: skip
 
@@ -30,11 +30,11 @@ def make_normalize(kind: int) -> Any:
     size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
 
     @function
-    def normalize(x, residual, weight, unit_offset, out, size, eps):
+    def normalize(x, residual, weight, unit_offset, adds, out, size, eps):
         """Write weight * x / sqrt(mean(x²) + eps), after residual += x if there is one; then it stands for x.
 
         The quotient is rounded to the kind, then multiplied by weight. unit_offset: it is multiplied by
-        1 + weight first.
+        1 + weight first. adds: the product is added to `out`, and only the sum is rounded.
         """
         squares, one = splat(np.float32(0.0)), splat(np.float32(1.0))
         source = residual if residual else x
@@ -51,10 +51,11 @@ def make_normalize(kind: int) -> Any:
             own, number = load(weight + at, left), multiply(load(source + at, left), scale)
             if unit_offset:
                 own = add(one, own)
-            elif kind != FLOAT32:
+            elif kind != FLOAT32 and not adds:
                 store(out + at, number, left)
                 number = load(out + at, left)
-            store(out + at, multiply(number, own), left)
+            result = multiply(number, own)
+            store(out + at, add(load(out + at, left), result) if adds else result, left)
 
     return normalize
 
@@ -68,7 +69,7 @@ def _rms_norm_row(kind: int) -> Any:
         x, row_bytes = args.x + row * args.x_stride, args.size * size_of
         residual = args.residual + row * row_bytes if args.residual else 0
         out = args.out + row * args.out_stride
-        normalize(x, residual, args.weight, args.unit_offset, out, args.size, args.eps)
+        normalize(x, residual, args.weight, args.unit_offset, args.adds, out, args.size, args.eps)
 
     return rms_norm_row
 
@@ -116,6 +117,7 @@ def rms_norm(
         *addresses(rows, weight, residual, out),
         KINDS[dtype],
         unit_offset,
+        False,
         num_rows,
         size,
         rows.stride(0) * x.itemsize,
@@ -124,3 +126,43 @@ def rms_norm(
         eps,
     )
     return out
+
+
+def rms_norm_into(
+    x: Tensor,  # [num_tokens, size]
+    weight: Tensor,  # [size]
+    eps: float,
+    out: Tensor,  # like x, or x itself; written in place
+    *,
+    unit_offset: bool = False,
+    add: bool = False,
+) -> None:
+    """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
+    if not is_trusted():
+        check_rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
+    (num_rows, size), dtype = x.shape, x.dtype
+    regular = (
+        dtype in KERNEL_DTYPES
+        and x.is_cpu
+        and x.stride(1) == out.stride(1) == 1
+        and out.shape == x.shape
+        and out.dtype == dtype
+        and is_plain(weight, dtype, size)
+    )
+    if not regular:
+        torch_ops.rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
+        return
+    num_units, per_unit = units_of_rows(num_rows, size)
+    RMS_NORM.run(
+        num_units,
+        *addresses(x, weight, None, out),
+        KINDS[dtype],
+        unit_offset,
+        add,
+        num_rows,
+        size,
+        x.stride(0) * x.itemsize,
+        out.stride(0) * out.itemsize,
+        per_unit,
+        eps,
+    )

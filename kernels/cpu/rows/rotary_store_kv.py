@@ -54,7 +54,7 @@ def _rotary_row(kind: int) -> Any:
             head = token + i * args.qkv_head_stride
             if args.query_norm:
                 weight = args.query_norm if i < args.num_heads else args.key_norm
-                normalize(head, 0, weight, args.unit_offset, head, args.head_dim, args.eps)
+                normalize(head, 0, weight, args.unit_offset, False, head, args.head_dim, args.eps)
             rotate(head, cos, sin, half)
 
     return rotary_row

@@ -138,7 +138,12 @@ def exp2(builder: Any, x: Any) -> Any:
 
 
 def silu(builder: Any, x: Any) -> Any:
-    power = exp2(builder, builder.fmul(x, constant(-1.4426950408889634)))
+    return gated_by(builder, x, x)
+
+
+def gated_by(builder: Any, x: Any, gate: Any) -> Any:
+    """Return x / (1 + e^-gate)."""
+    power = exp2(builder, builder.fmul(gate, constant(-1.4426950408889634)))
     return builder.fdiv(x, builder.fadd(constant(1.0), power))
 
 

@@ -177,6 +177,12 @@ def silu(builder: Any, x: Any) -> Any:
     return emit.silu(builder, x)
 
 
+@operation(vector, vector, vector)
+def gated_by(builder: Any, x: Any, gate: Any) -> Any:
+    """Return x / (1 + e^-gate): x times the sigmoid of the gate."""
+    return emit.gated_by(builder, x, gate)
+
+
 @operation(vector, vector)
 def exp2_of_negative(builder: Any, x: Any) -> Any:
     """Return 2^x of -127 to 0, in fewer instructions than `exp2`."""

@@ -10,7 +10,7 @@ from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS, TO
 from ..fields.kinds import Boolean, Text, TokenIds
 from ..fields.messages import MESSAGES
 from ..fields.table import Field, FieldTable
-from ..limits import Limits
+from ..limits import MAX_CONTEXTS, Limits
 from .call import Call
 from .conversation import Conversation
 
@@ -66,8 +66,11 @@ class TokenizeCall(Call):
             with self.naming_field("messages"):
                 rendered = self.conversation.prompt(text)
             prompt, add = rendered["prompt"], rendered["add_special_tokens"]
-        with self.naming_field("prompt"):
+        name, most = "prompt" if "prompt" in self.values else "messages", MAX_CONTEXTS * max_model_len
+        with self.naming_field(name):
+            _check_length(name, tokenizer.least_tokens(prompt, most), max_model_len, at_least="at least ")
             tokens = tokenizer.encode(prompt, add_special_tokens=add)
+            _check_length(name, len(tokens), max_model_len)
         strings = None
         if self.values.get("return_token_strs", False):
             strings = [tokenizer.token_text(token_id, first=i == 0) for i, token_id in enumerate(tokens)]
@@ -84,9 +87,10 @@ class DetokenizeCall(Call):
 
     table = DETOKENIZE_TABLE
 
-    def answer(self, text: ModelText) -> dict[str, Any]:
+    def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
         """Return the response body. Raises RequestError. It may take long for many tokens."""
         tokenizer, tokens = _tokenizer(text), self.values["tokens"]
+        _check_length("tokens", len(tokens), max_model_len)
         size = text.model_config.vocab_size
         if tokens and max(tokens) >= size:
             i = next(i for i, token_id in enumerate(tokens) if token_id >= size)
@@ -95,6 +99,16 @@ class DetokenizeCall(Call):
             )
         skip = self.values.get("skip_special_tokens", False)
         return {"prompt": tokenizer.decode(tokens, skip_special_tokens=skip)}
+
+
+def _check_length(name: str, num_tokens: int, max_model_len: int, at_least: str = "") -> None:
+    most = MAX_CONTEXTS * max_model_len
+    if num_tokens > most:
+        raise RequestError(
+            f"{name} has {at_least}{num_tokens:,} tokens; {most:,} is the most, {MAX_CONTEXTS} times "
+            f"max_model_len {max_model_len:,}",
+            param=name,
+        )
 
 
 def _tokenizer(text: ModelText) -> Tokenizer:

@@ -17,7 +17,7 @@ from ...protocol.answers.errors import error_body, status_of
 logger = logging.getLogger(__name__)
 
 Header = tuple[bytes, bytes]
-# Whether an official client, which repeats requests with these statuses by itself, may do so.
+# Statuses after which a client may send the same request again.
 RETRYABLE = (408, 429, 503)
 MAX_RETRY_AFTER_S = 60
 

@@ -12,6 +12,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp
 
 from ...errors import ConfigError
 from ..options import ServeOptions
-from .connection import HeadLimits
+from .connection import HeadLimits, OnRefusal
 
 KEEP_ALIVE_S = 75  # longer than clients and load balancers keep connections, so that they close them
 CLOSING_S = 5.0  # for responses that go on when the server ends
@@ -110,6 +111,7 @@ class Server(uvicorn.Server):
 
     on_start: is called when it listens.
     on_exit: is called when it begins to end.
+    on_refusal: is told of requests that do not reach the application; see `HeadLimits`.
     """
 
     def __init__(
@@ -119,11 +121,12 @@ class Server(uvicorn.Server):
         *,
         on_start: Callable[[], None],
         on_exit: Callable[[], None],
+        on_refusal: OnRefusal,
     ) -> None:
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=HeadLimits,
+            http=partial(HeadLimits, on_refusal=on_refusal),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             workers=1,
@@ -170,7 +173,9 @@ class Server(uvicorn.Server):
             if self.started or error.errno != errno.EADDRINUSE:
                 raise
             raise ConfigError(
-                f"another server listens on {listener.getsockname()} since then; take another --port"
+                "{}:{} was taken by another server while the model loaded; take another --port".format(
+                    *listener.getsockname()[:2]
+                )
             ) from None
 
     def stop(self) -> None:

@@ -34,4 +34,7 @@ class DetokenizeRoute:
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request."""
         call = await self._front.read_call(exchange, self._path, DetokenizeCall)
-        await exchange.respond_json(200, await asyncio.to_thread(call.answer, self._front.engine.text))
+        engine = self._front.engine
+        await exchange.respond_json(
+            200, await asyncio.to_thread(call.answer, engine.text, engine.max_model_len)
+        )

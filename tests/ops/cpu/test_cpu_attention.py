@@ -301,8 +301,18 @@ def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
     angles, slots = torch.randn(3, size), torch.arange(3)
     cache = torch.zeros(2, 2, 4, 1, 2 * size + 1, dtype=dtype)
     caches = cache[..., :-1]
-    for name in ("rms_norm", "silu_and_mul", "rotary_store_kv"):
+    for name in (
+        "rms_norm",
+        "rms_norm_into",
+        "silu_and_mul",
+        "gelu_and_mul",
+        "scale_and_cap",
+        "rotary_store_kv",
+    ):
         monkeypatch.delattr(torch_ops, name)
+    numba_kernels.rms_norm_into(x, weight, 1e-6, x.clone())
+    numba_kernels.gelu_and_mul(x)
+    numba_kernels.scale_and_cap(x.clone(), 2.0, 3.0)
     numba_kernels.rms_norm(x, weight, 1e-6, x.clone())
     numba_kernels.silu_and_mul(x)
     heads = x.repeat(4, 1, 1).transpose(0, 1).contiguous()

@@ -79,7 +79,12 @@ def valid():
     slots = torch.tensor([4, 35, 56], device=DEVICE)
     return {
         "rms_norm": {"x": x, "weight": weight, "eps": 1e-6, "residual": x.clone(), "unit_offset": False},
+        "rms_norm_into": {
+            "x": x, "weight": weight, "eps": 1e-6, "out": x.clone(), "unit_offset": False, "add": True,
+        },
         "silu_and_mul": {"x": x},
+        "gelu_and_mul": {"x": x},
+        "scale_and_cap": {"x": x.clone(), "factor": 2.0, "softcap": 3.0},
         "copy_blocks": {"cache": caches, "pairs": torch.tensor([[0, 1]], device=DEVICE)},
         "rotary_store_kv": {
             "qkv": heads, "cos": angles, "sin": angles.clone(), "key_cache": caches[0],
@@ -103,11 +108,20 @@ DAMAGES = {
     "type": lambda x: x.tolist(),
 }
 # Other arguments that are no tensors, and none of them a valid one; 1 == True and 0 == False.
-OTHERS = {"eps": [True, None, [], "1e-6", -1.0], "unit_offset": [0, 1, None, []]}
+OTHERS = {
+    "eps": [True, None, [], "1e-6", -1.0],
+    "unit_offset": [0, 1, None, []],
+    "add": [0, 1, None, []],
+    "factor": [True, None, [], "1", 0.0],
+    "softcap": [True, [], "1", 0.0],
+}
 # What is valid all the same: strides and numbers of rows that a kernel takes.
 VALID = {
     "rms_norm": [],
+    "rms_norm_into": [],
     "silu_and_mul": ["x more"],
+    "gelu_and_mul": ["x more"],
+    "scale_and_cap": ["x more"],
     "copy_blocks": ["cache more", "pairs more"],
     "rotary_store_kv": [],
     "paged_attention": ["query more"],
@@ -124,8 +138,8 @@ def test_a_later_call_that_does_not_fit_is_refused(name):
                 wrong = {damage: change(value) for damage, change in DAMAGES.items()}
             else:
                 wrong = {str(i): other for i, other in enumerate(OTHERS.get(argument, []))}
-            if name == "silu_and_mul":
-                del wrong["device"]  # the only one, and the interpreter has no current device
+            if name in ("silu_and_mul", "gelu_and_mul", "scale_and_cap"):
+                wrong.pop("device", None)  # the only tensor, and the interpreter has no current device
             for damage, other in wrong.items():
                 try:
                     operation(**{**arguments, argument: other})

@@ -1,0 +1,65 @@
+"""The gated activation gelu(gate) * up, with GELU's tanh approximation."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...arguments import check_gelu_and_mul
+from ...checks import KERNEL_DTYPES, is_trusted
+from ...plain import ops as torch_ops
+from ..launch.tasks import Task, addresses
+from ..simd.memory import some_of
+from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.vectors import LANES, fma, function, gated_by, multiply, splat
+from .row_kernel import by_kind, rows_of_unit, units_of_rows
+
+GELU_AND_MUL = Task(("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"))
+
+
+@by_kind
+def _gelu_and_mul_row(kind: int) -> Any:
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+
+    @function
+    def gelu_and_mul_row(args, row):
+        """(1 + tanh z) / 2 is the sigmoid of 2 z."""
+        size = args.size
+        gate, out = args.x + row * args.x_stride, args.out + row * size * size_of
+        # 2 sqrt(2 / pi), and that times 0.044715.
+        linear, cubic = splat(np.float32(1.5957691216057308)), splat(np.float32(0.07135481627159256))
+        for i in range(0, size, LANES):
+            at, left = i * size_of, size - i
+            x, up = load(gate + at, left), load(gate + size * size_of + at, left)
+            inner = multiply(x, fma(multiply(x, x), cubic, linear))
+            store(out + at, multiply(gated_by(x, inner), up), left)
+
+    return gelu_and_mul_row
+
+
+@GELU_AND_MUL.each_unit
+def _gelu_and_mul_unit(args, unit):
+    for row in rows_of_unit(args, unit):
+        _gelu_and_mul_row(args, row)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
+    """Return gelu(gate) * up, where x is gate and up side by side; see `reference.gelu_and_mul`."""
+    if not is_trusted():
+        check_gelu_and_mul(x)
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    regular = x.is_cpu and x.shape[1] % 2 == 0 and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
+    if not regular:
+        return torch_ops.gelu_and_mul(x)
+    out = x.new_empty(num_rows, size)
+    num_units, per_unit = units_of_rows(num_rows, 2 * size)
+    GELU_AND_MUL.run(
+        num_units,
+        *addresses(x, out),
+        KINDS[x.dtype],
+        num_rows,
+        size,
+        x.stride(0) * x.itemsize,
+        per_unit,
+    )
+    return out

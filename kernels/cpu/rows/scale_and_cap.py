@@ -1,0 +1,69 @@
+"""The multiplication of embeddings and logits by a number, and the softcap of logits."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...arguments import check_scale_and_cap
+from ...checks import KERNEL_DTYPES, is_trusted
+from ...plain import ops as torch_ops
+from ..launch.tasks import Task, addresses
+from ..simd.memory import some_of
+from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.vectors import LANES, function, gated_by, multiply, splat, subtract
+from .row_kernel import by_kind, rows_of_unit, units_of_rows
+
+SCALE_AND_CAP = Task(("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"), ("factor", "softcap"))
+
+
+@by_kind
+def _scale_and_cap_row(kind: int) -> Any:
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+
+    @function
+    def scale_and_cap_row(args, row):
+        x, factor = args.x + row * args.x_stride, np.float32(args.factor)
+        if not args.softcap:
+            for i in range(0, args.size, LANES):
+                at, left = i * size_of, args.size - i
+                store(x + at, multiply(load(x + at, left), splat(factor)), left)
+            return
+        # cap tanh(z) is 2 cap sigmoid(2 z) - cap.
+        cap = np.float32(args.softcap)
+        inner, twice = splat(np.float32(2.0) * factor / cap), splat(np.float32(2.0) * cap)
+        for i in range(0, args.size, LANES):
+            at, left = i * size_of, args.size - i
+            gate = multiply(load(x + at, left), inner)
+            store(x + at, subtract(gated_by(twice, gate), splat(cap)), left)
+
+    return scale_and_cap_row
+
+
+@SCALE_AND_CAP.each_unit
+def _scale_and_cap_unit(args, unit):
+    for row in rows_of_unit(args, unit):
+        _scale_and_cap_row(args, row)
+
+
+def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
+    """Multiply x by a factor in place, and cap the product; see `reference.scale_and_cap`."""
+    if not is_trusted():
+        check_scale_and_cap(x, factor, softcap)
+    regular = x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
+    if not regular:
+        torch_ops.scale_and_cap(x, factor, softcap)
+        return
+    num_rows, size = x.shape
+    num_units, per_unit = units_of_rows(num_rows, size)
+    SCALE_AND_CAP.run(
+        num_units,
+        *addresses(x),
+        KINDS[x.dtype],
+        num_rows,
+        size,
+        x.stride(0) * x.itemsize,
+        per_unit,
+        factor,
+        softcap or 0.0,
+    )

@@ -1,0 +1,88 @@
+"""Read and check the values of a config.json. Every error is a CheckpointError that names key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...validation import check_bool, check_int, check_number, shown
+
+Config = Mapping[str, Any]
+# Bounds on what a damaged or hostile config.json can make us allocate or loop over.
+CEILINGS = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 256,
+    "max_position_embeddings": 2**27,
+    "sliding_window": 2**27,
+    "max_window_layers": 1024,
+    "original_max_position_embeddings": 2**27,
+    "query_pre_attn_scalar": 2**20,
+    "sliding_window_pattern": 1024,
+    "no_rope_layer_interval": 1024,
+}
+MAX_FACTOR = 1e6  # of multipliers, divisors and caps
+
+
+def size(hf: Config, name: str) -> int:
+    """Return a whole number from 1 to its ceiling."""
+    return check_int(CheckpointError, name, hf[name], 1, CEILINGS[name])
+
+
+def flag(hf: Config, name: str) -> bool:
+    """Return True or False."""
+    return check_bool(CheckpointError, name, hf[name])
+
+
+def factor(hf: Config, name: str) -> float:
+    """Return a positive number."""
+    return check_number(CheckpointError, name, hf[name], 0, MAX_FACTOR, above=True)
+
+
+def optional_factor(hf: Config, name: str) -> float | None:
+    """Return a positive number, or None where config.json has null."""
+    return None if hf[name] is None else factor(hf, name)
+
+
+def head_dim_of(hf: Config) -> int:
+    """Return the head dimension, by default hidden_size / num_attention_heads."""
+    if hf["head_dim"] is None:
+        return size(hf, "hidden_size") // size(hf, "num_attention_heads")
+    return size(hf, "head_dim")
+
+
+def window_of(hf: Config) -> int | None:
+    """Return the sliding window, which null turns off."""
+    return None if hf["sliding_window"] is None else size(hf, "sliding_window")
+
+
+def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return layer_types: for each layer full_attention or sliding_attention. default: where it is null."""
+    if hf["layer_types"] is None and default:
+        return default
+    num_layers, layer_types = size(hf, "num_hidden_layers"), hf["layer_types"]
+    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
+    if len(kinds) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+        wanted = f"{num_layers} of full_attention or sliding_attention"
+        raise UnsupportedModelError(f"layer_types must be {wanted}, got {shown(layer_types)}")
+    return tuple(kinds)
+
+
+def every(interval: int | str, hf: Config) -> tuple[str, ...]:
+    """Return layer types with full attention in every interval-th layer, and windows in the others.
+
+    interval: or the key of config.json that has it.
+    """
+    step, kinds = size(hf, interval) if isinstance(interval, str) else interval, ("full", "sliding")
+    num_layers = size(hf, "num_hidden_layers")
+    return tuple(f"{kinds[bool((layer + 1) % step)]}_attention" for layer in range(num_layers))
+
+
+def windows_of(layer_types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
+    """Return the window of each layer; None where attention is full."""
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -1,0 +1,66 @@
+"""Every native family: the same bits in any company, and bfloat16 close to float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from paged import SamplingParams
+from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts
+
+FAMILIES = [name for name in CONFIGS if not name.startswith(("llama", "mistral", "qwen"))]
+LENGTHS = [1, 30, 61, 8, 44, 63]
+
+
+def run(engine, prompts):
+    """Return tokens and log-probabilities, which are equal only if the logits are bitwise equal."""
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+    results = engine.generate(prompts, params, use_tqdm=False)
+    assert_all_free(engine)
+    outputs = [result.outputs[0] for result in results]
+    bits = [(o.token_ids, [{t: p.logprob for t, p in d.items()} for d in o.logprobs]) for o in outputs]
+    return bits, results
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_do_not_depend_on_company(name):
+    """Alone, in a batch that is chunked, preempted and swapped, and in one that shares prefixes."""
+    prompts = ragged_prompts(LENGTHS)
+    prompts[4] = prompts[2][:40] + prompts[4][:4]
+    alone = new_engine(checkpoint(name), enable_prefix_caching=False)
+    expected = [run(alone, [prompt])[0][0] for prompt in prompts]
+    num_groups = len(alone.model_config.layer_groups)
+    for options in ({}, {"preemption_mode": "swap", "swap_space": 0.01}):
+        crowded = new_engine(
+            checkpoint(name), num_blocks=7 * num_groups, max_num_batched_tokens=24, **options
+        )
+        bits, results = run(crowded, prompts)
+        assert bits == expected
+        assert any(result.metrics.num_preemptions for result in results)
+    roomy = new_engine(checkpoint(name))
+    assert run(roomy, prompts[2:3])[0] == expected[2:3]
+    bits, results = run(roomy, prompts)
+    assert bits == expected
+    assert all(results[i].num_cached_tokens for i in (2, 4))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_as_close_as_that_of_transformers(name):
+    """Log-probabilities of a prompt, against those in float32."""
+    (prompt,) = ragged_prompts([80])
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        engine = new_engine(checkpoint(name), dtype=dtype)
+        (output,) = engine.generate([prompt], params, use_tqdm=False)
+        rows = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        found.append(torch.tensor([row[token].logprob for row, token in rows]))
+    wide, narrow = found
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint(name), dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        logprobs = oracle(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    theirs = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert (narrow - wide).norm() < 1.2 * (theirs - wide).norm()
