@@ -42,7 +42,7 @@ def serve(
     settings = _settings(config, {"model": model, **options})
     if "model" not in settings:
         raise ConfigError("name a model: paged serve MODEL, PAGED_MODEL=..., or model: ... in the file")
-    if "chat_template" in settings:
+    if isinstance(settings.get("chat_template"), str):  # a file may give another type, which is refused
         settings["chat_template"] = common.template_text(settings["chat_template"])
     serve_options = ServeOptions(**common.given(settings, SERVE[1]))
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])

@@ -28,12 +28,17 @@ def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = 
 
     types: of the options, by name.
 
+    An empty variable gives nothing; for a list it is an error, as an empty list of keys would let all in.
+
     Raises ConfigError for a value of another type, UnknownArgumentError for a variable that is no option.
     """
     given = dict(_variables(environment))
     known = {name.upper(): name for name in types}
     unknown = [ENV_PREFIX + name for name in given if name not in known and name not in OTHER_VARIABLES]
     reject_unknown("the environment", unknown, [ENV_PREFIX + name for name in known])
+    for name, text in given.items():
+        if text == "" and name in known and types[known[name]] == list[str]:
+            raise ConfigError(f"{ENV_PREFIX}{name} is empty; give it a value, or unset it")
     return {
         known[name]: _parsed(ENV_PREFIX + name, types[known[name]], text)
         for name, text in given.items()

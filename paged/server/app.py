@@ -59,7 +59,7 @@ class App:
             await self._router(scope, receive, send)
             return
         front = self._front
-        exchange = Exchange(scope, receive, send, front.options.max_request_bytes)
+        exchange = Exchange(scope, receive, send, front.options.max_request_bytes, front.body_budget)
         scope[EXCHANGE], scope["app"] = exchange, self
         try:
             self._check_key(exchange)
@@ -67,7 +67,7 @@ class App:
         except ClientGone as gone:
             front.end(exchange, CLIENT_GONE, gone)
         except Exception as error:
-            failure = front.failure_of(error, exchange.request_id)
+            failure = await front.failure_of(error, exchange.request_id)
             front.end(exchange, failure.status, error)
             if exchange.status is not None:  # too late for another response: the connection is closed
                 raise

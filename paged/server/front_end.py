@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import EngineDeadError
+from ..errors import EngineDeadError, QueueFullError
 from ..protocol.calls.call import Call
 from ..protocol.chat_output.chat_format import ChatFormat
 from ..protocol.endpoints import parse_call
 from ..protocol.limits import Limits
 from ..sampling_params import MAX_SEED, SamplingParams
+from .http.body_budget import MAX_BODY_BYTES_AT_ONCE, BodyBudget
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
@@ -26,7 +28,11 @@ from .telemetry.trace_context import TraceContext
 if TYPE_CHECKING:
     from .served_engine import ServedEngine
 
+logger = logging.getLogger(__name__)
+
 C = TypeVar("C", bound=Call)
+STOPPING = "the server is shutting down"
+STOPPED = "the engine has stopped; the server's log says why"
 
 
 class FrontEnd:
@@ -37,6 +43,7 @@ class FrontEnd:
     created: when the server started, in seconds since 1970.
     metrics: what GET /metrics says.
     observers: are told of each request.
+    body_budget: of the bodies that are being read and parsed.
     is_stopping: whether the server ends, so that new requests are refused.
     """
 
@@ -73,7 +80,9 @@ class FrontEnd:
             ),
         )
         self.keep_alive = KeepAlive()
+        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_AT_ONCE, options.max_request_bytes))
         self._rate = FinishRate()
+        self._deaths: set[str] = set()  # messages of engines that have stopped, which were logged
         self._num_open = 0  # requests that are being answered
         self.is_stopping = False
 
@@ -90,7 +99,7 @@ class FrontEnd:
     def check_serving(self) -> None:
         """Raise EngineDeadError if no request can be served now."""
         if self.is_stopping:
-            raise EngineDeadError("the server is shutting down")
+            raise EngineDeadError(STOPPING)
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
 
@@ -136,7 +145,9 @@ class FrontEnd:
         """End the record of a request, or count a request that has none."""
         if exchange.record is not None:
             self._num_open -= 1
-            self._rate.on_finish()
+            for progress in exchange.record.progress.values():
+                if progress.finished_at is not None:
+                    self._rate.on_finish()
             # A stream that began had the status 200, however it ended.
             reason = "error" if error is not None and status < 400 else None
             self.observers.end(exchange.record, status=status, reason=reason, error=error)
@@ -172,7 +183,24 @@ class FrontEnd:
             # It may block: it waits for the engine's thread or process to end.
             asyncio.get_running_loop().run_in_executor(None, self.engine.shutdown)
 
-    def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
+    async def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
         """Return the response for an error."""
-        num_waiting = self._num_open - self.engine.config.max_num_seqs * self.options.replicas
+        num_waiting = await self._num_waiting() if isinstance(error, QueueFullError) else 1
+        if isinstance(error, EngineDeadError):
+            error = self._unavailable(error)
         return failure_of(error, self._rate.seconds_for(max(1, num_waiting)), request_id)
+
+    async def _num_waiting(self) -> int:
+        try:
+            return sum(stats.num_waiting for stats in await self.engine.stats_by_engine())
+        except EngineDeadError:
+            return 0
+
+    def _unavailable(self, error: EngineDeadError) -> HttpError:
+        """Return an error without what happened inside the engine, which is logged."""
+        if self.is_stopping:
+            return HttpError(503, STOPPING)
+        if str(error) not in self._deaths:
+            self._deaths.add(str(error))
+            logger.error("%s", error, exc_info=error.__cause__)
+        return HttpError(503, STOPPED)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -76,7 +77,7 @@ class ServeOptions:
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     root_path: str | None = None
-    api_key: Sequence[str] = ()
+    api_key: Sequence[str] = field(default=(), repr=False)
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
     max_request_bytes: int = 16 * 2**20
@@ -130,6 +131,17 @@ class ServeOptions:
             path = getattr(self, name)
             if path is not None and not os.access(path, os.R_OK):
                 raise ConfigError(f"{name} {path!r} is not a file that can be read")
+        if self.ssl_certfile:
+            try:
+                # Without the password, a library would ask for that of an encrypted key.
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+            except (ssl.SSLError, OSError) as error:
+                key = f"with ssl_keyfile {self.ssl_keyfile!r}" if self.ssl_keyfile else "without ssl_keyfile"
+                raise ConfigError(
+                    f"ssl_certfile {self.ssl_certfile!r} {key} must be a certificate and its key in PEM, "
+                    f"without a password: {error}"
+                ) from None
 
     @property
     def chat_template_kwargs(self) -> Mapping[str, Any]:
@@ -143,12 +155,16 @@ class ServeOptions:
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Return one text or several as a tuple. A text in brackets is a JSON list, as vLLM takes origins."""
-    values = [value] if isinstance(value, str) else value
-    if isinstance(values, Sequence) and len(values) == 1 and str(values[0]).startswith("["):
+    """Return one text or several as a tuple. A text in brackets is a JSON list, as vLLM takes origins.
+
+    A key may begin with a bracket, and is not part of an error.
+    """
+    values, is_secret = [value] if isinstance(value, str) else value, name == "api_key"
+    if not is_secret and isinstance(values, Sequence) and len(values) == 1 and str(values[0]).startswith("["):
         values = _json(name, values[0])
     if not isinstance(values, Sequence) or not all(isinstance(text, str) and text for text in values):
-        raise ConfigError(f"{name} must be a text or a list of texts, none of them empty, got {shown(value)}")
+        got = "" if is_secret else f", got {shown(value)}"
+        raise ConfigError(f"{name} must be a text or a list of texts, none of them empty{got}")
     return tuple(values)
 
 

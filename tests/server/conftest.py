@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from paged import AsyncLLMEngine
+from paged.server.engine_client import EngineClient
 from tests.support.served import Served, eventually, serving
 
 
@@ -17,10 +18,12 @@ def no_other_engine() -> None:
     gc.collect()
 
 
+OPTIONS = {"device": "cpu", "num_threads": 1, "num_blocks": 256, "max_num_seqs": 80}
+
+
 @pytest.fixture(scope="package")
 def engine() -> Iterator[AsyncLLMEngine]:
-    options = {"device": "cpu", "num_threads": 1, "num_blocks": 256, "max_num_seqs": 80}
-    engine = AsyncLLMEngine("demo", **options)
+    engine = AsyncLLMEngine("demo", **OPTIONS)
     yield engine
     engine.shutdown()
 
@@ -31,11 +34,28 @@ def shared(engine) -> Iterator[Served]:
         yield served
 
 
+@pytest.fixture(scope="package")
+def shared_client() -> Iterator[Served]:
+    """Yield a server of an engine in another process."""
+    with serving(EngineClient("demo", **OPTIONS), closes=True) as served:
+        yield served
+
+
 @pytest.fixture
 def served(shared) -> Iterator[Served]:
     """Yield the server. After a test it has no request, and all blocks are free or cached."""
     yield shared
-    thread = shared.front.engine._thread
-    eventually(lambda: not thread.call(lambda engine: engine.core.groups.copy()).result())
-    stats = thread.call(lambda engine: engine.stats()).result()
-    assert stats.num_used_blocks == 0
+    _check_idle(shared)
+
+
+@pytest.fixture(params=["shared", "shared_client"], ids=["in this process", "in another process"])
+def served_by_either(request) -> Iterator[Served]:
+    """Yield the servers of an engine in this process and of one in another, as `served` does."""
+    served = request.getfixturevalue(request.param)
+    yield served
+    _check_idle(served)
+
+
+def _check_idle(served: Served) -> None:
+    eventually(lambda: served.num_requests == 0)
+    assert served.stats().num_used_blocks == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -169,9 +170,8 @@ def test_pages_of_other_origins(engine):
 
 def test_a_full_queue_says_when_to_come_back(served):
     front = served.front
-    assert front.failure_of(ValueError("a secret"), "id").body["error"]["message"] == (
-        "the server failed; its log has the error of request id"
-    )
+    failure = asyncio.run(front.failure_of(ValueError("a secret"), "id"))
+    assert failure.body["error"]["message"] == "the server failed; its log has the error of request id"
     rate = type(front._rate)()
     assert rate.seconds_for(1000) == 1  # nothing is known yet
     rate._finished.extend([time.monotonic() - 19.8, time.monotonic() - 10])

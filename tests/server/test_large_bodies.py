@@ -6,7 +6,12 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from paged.protocol.calls.completions import CompletionCall
+from paged.server.http import exchange
 from paged.text.tokenizer import Tokenizer
+from tests.support.served import eventually, serving
 
 COMPLETION = "/v1/completions"
 
@@ -34,15 +39,70 @@ def test_a_text_with_far_too_many_tokens_is_not_tokenized(served, monkeypatch):
 
 def test_others_are_answered_while_a_text_is_tokenized(served, monkeypatch):
     """Tokenizing waits here until the other request has been answered."""
-    is_answered, encode = threading.Event(), Tokenizer.encode
+    is_begun, is_answered, encode = threading.Event(), threading.Event(), Tokenizer.encode
 
     def held(tokenizer, text, **options):
+        is_begun.set()
         assert is_answered.wait(10)
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", held)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, "/tokenize", prompt="def " * 1900)
+        assert is_begun.wait(10)
         assert served.request("GET", "/health")[0] == 200
         is_answered.set()
         assert answer.result()["count"] >= 1900
+
+
+@pytest.mark.parametrize("name", ["params", "body"])
+def test_others_are_answered_while_a_large_request_is_prepared_or_answered(name, served, monkeypatch):
+    is_begun, is_answered = threading.Event(), threading.Event()
+    work = getattr(CompletionCall, name)
+
+    def held(call, *args, **options):
+        is_begun.set()
+        assert is_answered.wait(10)
+        return work(call, *args, **options)
+
+    monkeypatch.setattr(CompletionCall, name, held)
+    body = {"prompt": [[5] * 600] * 50, "max_tokens": 1}
+    assert len(json.dumps(body)) > exchange.PARSED_AT_ONCE
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.post, COMPLETION, **body)
+        assert is_begun.wait(10)
+        assert served.request("GET", "/health")[0] == 200
+        is_answered.set()
+        assert len(answer.result()["choices"]) == 50
+
+
+def test_encoding_in_pieces():
+    token = {"token": "\ud800a", "logprob": -0.5, "top_logprobs": [{"token": "b", "bytes": [1, 2]}]}
+    value = {"id": "x", "choices": [{"logprobs": {"content": [token] * 2}, "n": None}], "ids": [1], "e": []}
+    assert json.loads(exchange.encode_in_pieces(value)) == value
+    del token["token"]
+    assert exchange.encode_in_pieces(value) == exchange.encode_json(value)
+
+
+def test_large_bodies_that_are_read_at_once_are_bounded(engine):
+    def head(size: int) -> bytes:
+        return (
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % size
+        )
+
+    with serving(engine) as served:
+        budget = served.front.body_budget
+        budget.max_bytes = 200_000
+        large = json.dumps({"prompt": "a", "max_tokens": 1, "user": "b"}).encode().ljust(200_000)
+        with served.connect() as client:
+            client.sendall(head(300_000) + b" " * 250_000)
+            eventually(lambda: budget.num_bytes == 250_000 - 2**16)
+            json_type = {"content-type": "application/json"}
+            status, headers, data = served.request("POST", COMPLETION, large, json_type)
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert b"200,000 bytes" in data
+            served.post(COMPLETION, prompt="a", max_tokens=1)  # small ones are not kept out
+        eventually(lambda: budget.num_bytes == 0)
+        assert served.request("POST", COMPLETION, large, json_type)[0] == 200
+        eventually(lambda: budget.num_bytes == 0)

@@ -16,7 +16,7 @@ from paged.server.http.listener import allow_many_connections
 NUM_STREAMS, NUM_TOKENS = 2000, 6
 
 
-def test_half_of_two_thousand_streams_are_reset(served):
+def test_half_of_two_thousand_streams_are_reset(served_by_either):
     """The others get all their tokens; the fixture finds no request and no block of those that were reset."""
     allow_many_connections()
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * NUM_STREAMS + 500:
@@ -27,7 +27,7 @@ def test_half_of_two_thousand_streams_are_reset(served):
 
     async def stream(i: int) -> int | None:
         data = json.dumps({"prompt": f"def f{i % 50}(", **body, **asked}).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served_by_either.port)
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)

@@ -207,6 +207,23 @@ def test_requests_without_a_result(status, error, counted):
     assert ended == {counted: 1}
 
 
+def test_what_is_aborted_is_counted_for_its_engine():
+    metrics = new_metrics(num_engines=2)
+    record = RequestRecord("a", COMPLETIONS, num_requests=3)
+    observers = Observers(metrics)
+    observers.begin(record)
+    record.on_output(output("a-0"), 1.0, 1)
+    record.on_place("a-0", 1)
+    record.on_place("a-1", 1)
+    observers.end(record, status=CLIENT_GONE)
+    found = samples(metrics)
+    ended = {key: value for key, value in found.items() if key[0] == "request_success_total" and value}
+    assert ended == {
+        ("request_success_total", "demo", "1", "abort"): 2,
+        ("request_success_total", "demo", "0", "abort"): 1,
+    }
+
+
 def test_label_values_from_outside_are_bounded():
     metrics = new_metrics()
     observers = Observers(metrics)

@@ -95,7 +95,8 @@ def test_the_environment():
     found = from_environment(TYPES, {**given, **links, "PAGED_DEBUG": "1", "OTHER": "x"})
     assert found == {"port": 1, "api_key": ["a,b"], "enforce_eager": False}
     assert from_environment(TYPES, {"PAGED_PORT": "tcp://10.0.0.1:8000"}) == {}
-    for name, value in [("PORT", "a"), ("ENFORCE_EAGER", "2"), ("PROT", "1"), ("API_KEY", "[")]:
+    wrong = [("PORT", "a"), ("ENFORCE_EAGER", "2"), ("PROT", "1"), ("API_KEY", "["), ("API_KEY", "")]
+    for name, value in wrong:
         with pytest.raises(PagedError, match=f"PAGED_{name}"):
             from_environment(TYPES, {f"PAGED_{name}": value})
 
@@ -114,6 +115,7 @@ def test_the_environment():
         {"ssl_certfile": "/nowhere"},
         {"metrics_prefix": "a b"},
         {"api_key": [""]},
+        {"chat_template": 5},
         {"log_format": "xml"},
     ],
     ids=str,
@@ -121,6 +123,38 @@ def test_the_environment():
 def test_wrong_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServeOptions(**options)
+
+
+def test_keys_are_in_no_message(run, monkeypatch, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("api-key: [topsecret, 5]\n")
+    monkeypatch.setenv("PAGED_API_KEY", "topsecret,")
+    assert "topsecret" not in run.fails("serve", "demo")
+    monkeypatch.setenv("PAGED_API_KEY", "[topsecret")
+    assert "topsecret" not in run.fails("serve", "demo")
+    monkeypatch.delenv("PAGED_API_KEY")
+    assert "topsecret" not in run.fails("serve", "demo", "--config", file)
+    options = ServeOptions(api_key=["[topsecret"])
+    assert options.api_key == ("[topsecret",)
+    assert "topsecret" not in repr(options)
+
+
+def test_a_certificate_and_its_key_are_read_before_the_model(run, started, tmp_path):
+    for name in ("key.pem", "certificate.pem"):
+        (tmp_path / name).write_text("no PEM")
+    files = ["--ssl-keyfile", tmp_path / "key.pem", "--ssl-certfile", tmp_path / "certificate.pem"]
+    line = run.fails("serve", "demo", *files)
+    assert re.search(
+        r"certificate\.pem' with ssl_keyfile '.*key\.pem' must be a certificate and its key", line
+    )
+    assert not started
+
+
+def test_a_template_in_a_file_must_be_text(run, started, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("chat-template: 5\n")
+    assert "chat_template must be a string, got 5" in run.fails("serve", "demo", "--config", file)
+    assert not started
 
 
 def test_one_line_for_what_cannot_start(run, started, tmp_path):

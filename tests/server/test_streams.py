@@ -28,8 +28,9 @@ def generated(engine, prompts, **params) -> list[str]:
     return [output.outputs[0].text for output in engine._thread.call(generate).result()]
 
 
-def num_requests(engine) -> int:
-    return engine._thread.call(lambda engine: len(engine.core.groups)).result()
+@pytest.fixture
+def served(served_by_either):
+    return served_by_either
 
 
 def send(client: socket.socket, body: dict) -> None:
@@ -113,17 +114,18 @@ def test_lists_of_prompts(served, engine):
 
 
 @pytest.mark.parametrize("body", [{"stream": True}, {}, {"prompt": PROMPTS[:3], "stream": True}], ids=str)
-def test_a_client_that_leaves_frees_its_blocks(body, served, engine):
+def test_a_client_that_leaves_frees_its_blocks(body, served):
     with served.connect() as client:
         send(client, {"prompt": PROMPTS[0], **LONG, **body})
         if body:
             client.recv(100)
-        eventually(lambda: num_requests(engine) > 0)
-    eventually(lambda: num_requests(engine) == 0)
+        eventually(lambda: served.num_requests > 0)
+    eventually(lambda: served.num_requests == 0)
 
 
-def test_a_client_that_leaves_the_queue(served, engine):
+def test_a_client_that_leaves_the_queue(shared, engine):
     """The engine computes nothing meanwhile, so that the request only waits."""
+    served = shared
     hold = threading.Event()
     held = engine._thread.call(lambda _: hold.wait(10))
     try:
@@ -134,6 +136,7 @@ def test_a_client_that_leaves_the_queue(served, engine):
     finally:
         hold.set()
     held.result()
+    eventually(lambda: served.num_requests == 0)
 
 
 def test_idle_streams_are_kept_open(engine):
@@ -165,9 +168,28 @@ def test_a_reader_that_stops_delays_no_other(served, engine):
         more = {"n": 4, "temperature": 1, "max_tokens": 900, "logprobs": 20}  # megabytes, of logprobs
         send(client, {"prompt": PROMPTS[0], **LONG, **more, "stream": True})
         wanted = generated(engine, PROMPTS[:1], **GREEDY)[0]
-        while num_requests(engine):  # it is computed to its end, although it is not read
+        while served.num_requests:  # it is computed to its end, although it is not read
             assert text_of(served.events(COMPLETION, prompt=PROMPTS[0], **GREEDY)) == wanted
         assert served.front._num_open == 1  # what it has not read is still to be sent
+
+
+def test_a_reader_that_stops_costs_at_most_a_mebibyte(served):
+    """What it gets when it goes on is what the kernel and the server kept for it: later text is merged."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", served.port))
+        client.settimeout(20)
+        options = {"include_usage": True, "continuous_usage_stats": True}  # so that events are long
+        more = {"n": 4, "temperature": 1, "max_tokens": 1000, "stream_options": options}
+        send(client, {"prompt": PROMPTS[0], **LONG, **more, "stream": True})
+        client.recv(1)
+        eventually(lambda: served.num_requests == 0, seconds=60)
+        kept = b""
+        while not kept.endswith(b"0\r\n\r\n"):
+            kept += client.recv(2**16)
+    assert len(kept) < 2**20
+    assert b'"completion_tokens":4000' in kept
+    assert b"[DONE]" in kept
 
 
 def test_an_engine_that_stops_ends_its_streams():
@@ -175,7 +197,7 @@ def test_an_engine_that_stops_ends_its_streams():
     with serving(own) as served, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(served.events, COMPLETION, prompt=PROMPTS[0], **LONG)
         eventually(lambda: served.front._num_open == 1)
-        eventually(lambda: num_requests(own) == 1)
+        eventually(lambda: served.num_requests == 1)
         own.shutdown()
         assert json.loads(stream.result()[-1])["error"]["type"] == "server_error"
         for method, path, body in [("GET", "/health", None), ("POST", COMPLETION, {"prompt": "a"})]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from paged.scheduler.stats import EngineStats
 from paged.server.app import new_app
 from paged.server.front_end import FrontEnd
 from paged.server.http.listener import Server, bind, new_event_loop
@@ -26,10 +27,21 @@ class Served:
 
     front: FrontEnd
     port: int
+    loop: asyncio.AbstractEventLoop
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def stats(self) -> EngineStats:
+        """Return the stats of the engine as they are now."""
+        return asyncio.run_coroutine_threadsafe(self.front.engine.stats(), self.loop).result(20)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests the engine has not finished."""
+        stats = self.stats()
+        return stats.num_running + stats.num_waiting
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -103,7 +115,7 @@ def serving(
         )
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(server.stop))
-        served.append(Served(end, listener.getsockname()[1]))
+        served.append(Served(end, listener.getsockname()[1], loop))
         serving = loop.create_task(server.listen(listener))
         while not server.started:
             await asyncio.sleep(0.001)

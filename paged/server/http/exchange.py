@@ -16,12 +16,14 @@ from starlette.types import Receive, Scope, Send
 from ...requests.request import RequestOutput
 from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
+from .body_budget import FREE_BYTES, BodyBudget
 from .failures import Header, HttpError
 
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
+PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
 _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
 
@@ -30,6 +32,8 @@ class Exchange:
     """One HTTP request and its response.
 
     max_body_bytes: of the request.
+    budget: of the bodies of all requests.
+    num_body_bytes: of the request, once its body was read.
     route: the path below --root-path.
     request_id: in the response's header x-request-id: the client's own if it is short and printable.
     extra_headers: are added to the response.
@@ -40,6 +44,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_budget",
         "_headers",
         "_send",
         "error",
@@ -47,6 +52,7 @@ class Exchange:
         "is_complete",
         "max_body_bytes",
         "method",
+        "num_body_bytes",
         "receive",
         "received",
         "record",
@@ -55,11 +61,13 @@ class Exchange:
         "status",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int, budget: BodyBudget
+    ) -> None:
         self.receive, self._send = receive, send
         self.method: str = scope["method"]
         self.route: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        self.max_body_bytes = max_body_bytes
+        self.max_body_bytes, self._budget, self.num_body_bytes = max_body_bytes, budget, 0
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id_of(self._headers.get(b"x-request-id"))
         self.received = time.monotonic()
@@ -84,14 +92,20 @@ class Exchange:
 
         parse: runs in a thread if the body is long.
 
-        Raises HttpError if it is too large, too slow, or of another type; RequestError if it is no JSON; the
-        errors of `parse`.
+        Raises HttpError if it is too large, too slow, of another type, or if too many large bodies are being
+        read; RequestError if it is no JSON; the errors of `parse`.
         """
         self._check_type()
-        body = await self.read_body()
-        if len(body) > PARSED_AT_ONCE:
-            return await asyncio.to_thread(lambda: parse(parse_json(body)))
-        return parse(parse_json(body))
+        try:
+            body = await self.read_body()
+            return await in_thread_if(self.has_large_body, lambda: parse(parse_json(body)))
+        finally:
+            self._budget.give_back(max(0, self.num_body_bytes - FREE_BYTES))
+
+    @property
+    def has_large_body(self) -> bool:
+        """Whether working on the body would block the event loop too long."""
+        return self.num_body_bytes > PARSED_AT_ONCE
 
     async def read_body(self) -> bytes:
         """Return the body. Raises HttpError if it is too large or too slow."""
@@ -111,15 +125,22 @@ class Exchange:
     async def _read_body(self) -> bytes:
         body, more = b"", True
         parts: list[bytes] = []
-        size = 0
         while more:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
             body, more = message.get("body", b""), message.get("more_body", False)
-            size += len(body)
+            size = self.num_body_bytes + len(body)
             if size > self.max_body_bytes:
                 raise self._too_large()
+            if not self._budget.take(max(0, size - FREE_BYTES) - max(0, self.num_body_bytes - FREE_BYTES)):
+                raise HttpError(
+                    503,
+                    "large bodies of other requests are being read, which together may have "
+                    f"{self._budget.max_bytes:,} bytes; send the request again",
+                    headers=((b"connection", b"close"),),
+                )
+            self.num_body_bytes = size
             parts.append(body)
         return body if len(parts) == 1 else b"".join(parts)
 
@@ -173,6 +194,15 @@ class Exchange:
         """Send a whole response of JSON."""
         await self.respond(status, encode_json(value), headers=headers)
 
+    async def answer(self, new_body: Callable[[], Any], num_parts: int) -> None:
+        """Send a whole response of JSON with status 200, which is made in a thread if it is large.
+
+        num_parts: about how many tokens, candidates or other values it has.
+        """
+        is_large = num_parts > PARTS_AT_ONCE
+        encode = encode_in_pieces if is_large else encode_json
+        await self.respond(200, await in_thread_if(is_large, lambda: encode(new_body())))
+
 
 class ClientGone(Exception):  # noqa: N818 - an event like CancelledError, no error
     """The client has closed the connection: there is no response to send."""
@@ -213,6 +243,24 @@ def request_id_of(given: bytes | None) -> str:
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
     return uuid.uuid4().hex
+
+
+async def in_thread_if(is_long: bool, function: Callable[..., T], *args: Any) -> T:
+    """Call a function in a thread if that takes long, else on the event loop."""
+    return await asyncio.to_thread(function, *args) if is_long else function(*args)
+
+
+def encode_in_pieces(value: Any) -> bytes:
+    """Return a large value as JSON, letting other threads run between its parts."""
+    return _encoder.encode(_in_pieces(value, depth=6))  # down to one token of one choice of a chat
+
+
+def _in_pieces(value: Any, depth: int) -> Any:
+    if depth and isinstance(value, dict):
+        return {key: _in_pieces(part, depth - 1) for key, part in value.items()}
+    if depth and isinstance(value, list) and value and isinstance(value[-1], dict | list):
+        return [_in_pieces(part, depth - 1) for part in value]
+    return msgspec.Raw(encode_json(value))
 
 
 def encode_json(value: Any) -> bytes:

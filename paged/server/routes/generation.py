@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import PagedError, QueueFullError
 from ...protocol.answers.errors import failure_of
@@ -14,15 +14,19 @@ from ...protocol.calls.call import AnswerCall, GenerationCall
 from ...protocol.calls.chat import ChatCall
 from ...protocol.calls.generate import GenerateCall
 from ...requests.request import RequestOutput
+from ...sampling_params import SamplingParams
 from ..front_end import FrontEnd
-from ..http.exchange import Exchange, until_disconnect
+from ..http.exchange import Exchange, in_thread_if, until_disconnect
 from ..http.failures import HttpError
-from .readers import MergedOutcomes, OnOutput, finished_outcomes
+from .readers import MergedOutcomes, OnOutput, Outcome, finished_outcomes, num_parts_of
 from .streaming import Events, Lines, send_stream
 
 if TYPE_CHECKING:
     from ...requests.prompts import Prompt
     from ..served_engine import OutputStream
+
+LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before it begins
+BYTES_OF_PART = 16  # of a body, which may be echoed: about as much work as a token of an answer
 
 
 class AnswerRoute:
@@ -37,20 +41,26 @@ class AnswerRoute:
         call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
         async with until_disconnect(exchange):
             streams, identity, on_output = await _begin(front, exchange, call)
-            created, model = int(time.time()), front.names[0]
-            if call.stream:
-                framing = Events(call, call.chunks(identity, created, model))
-                await send_stream(front, exchange, MergedOutcomes(streams, on_output), framing)
-                return
-            outputs: list[RequestOutput] = []
-            for outcome in await finished_outcomes(streams, on_output):
-                if isinstance(outcome, PagedError):
-                    outcome.param = call.param_of(outcome)
-                    raise outcome
-                outputs.append(outcome)
-            if failure := failure_of(outputs):
-                raise HttpError(*failure)
-            await exchange.respond_json(200, call.body(outputs, identity, created, model))
+            with _placing(exchange, streams):
+                created, model = int(time.time()), front.names[0]
+                if call.stream:
+                    framing = Events(call, call.chunks(identity, created, model))
+                    await send_stream(front, exchange, MergedOutcomes(streams, on_output), framing)
+                    return
+
+                def check(outcome: Outcome) -> None:
+                    if isinstance(outcome, PagedError):
+                        outcome.param = call.param_of(outcome)
+                        raise outcome
+                    if failure := failure_of([outcome]):
+                        raise HttpError(*failure)
+
+                outcomes = await finished_outcomes(streams, on_output, check)
+                outputs = [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
+                await exchange.answer(
+                    lambda: call.body(outputs, identity, created, model),
+                    exchange.num_body_bytes // BYTES_OF_PART + num_parts_of(outputs),
+                )
 
 
 class ResultRoute:
@@ -66,41 +76,61 @@ class ResultRoute:
         async with until_disconnect(exchange):
             started = time.monotonic()
             streams, _, on_output = await _begin(front, exchange, call)
-            if call.stream:
-                await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
-                return
-            outcomes = await finished_outcomes(streams, on_output)
-            refusals = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
-            if len(refusals) == len(outcomes):
-                raise refusals[0]
-            await exchange.respond_json(200, call.body(outcomes, time.monotonic() - started))
+            with _placing(exchange, streams):
+                if call.stream:
+                    await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
+                    return
+                outcomes = await finished_outcomes(streams, on_output)
+                refusals = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
+                if len(refusals) == len(outcomes):
+                    raise refusals[0]
+                seconds = time.monotonic() - started
+                await exchange.answer(lambda: call.body(outcomes, seconds), num_parts_of(outcomes))
+
+
+@contextmanager
+def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> Iterator[None]:
+    """Record at the end which replicas computed the streams, also those that were ended before an output."""
+    try:
+        yield
+    finally:
+        if exchange.record is not None:
+            for stream in streams:
+                exchange.record.on_place(stream.request_id, stream.replica)
 
 
 async def _begin(
     front: FrontEnd, exchange: Exchange, call: GenerationCall
 ) -> tuple[list[OutputStream], str, OnOutput]:
     """Return the streams of a call's prompts, the identity of its response, and what records outputs."""
-    text = front.engine.text
-    prompts: Sequence[Prompt]
-    if isinstance(call, ChatCall):  # another process renders the conversation
-        prompts = await asyncio.to_thread(call.prompts, text)
-    else:
-        prompts = call.prompts(text)
-    params = call.params(text)
     identity = front.identity_of(exchange, call)
-    front.begin(exchange, call, num_requests=len(prompts), params=params)
-    needs_seed = params.seed is None and params.temperature > 0
+    # Another process renders a conversation.
+    is_long = isinstance(call, ChatCall) or exchange.has_large_body
+    prompts, params = await in_thread_if(is_long, _requests, front, exchange, call, identity)
+    front.begin(exchange, call, num_requests=len(prompts), params=params[0])
+    generate, tenant = front.engine.generate, call.tenant
     engine_id = front.engine_id_of(call, identity)
-    streams = []
-    for i, prompt in enumerate(prompts):
-        streams.append(
-            front.engine.generate(
-                prompt,
-                replace(params, seed=front.seed_for(f"{identity}-{i}")) if needs_seed else params,
-                f"{engine_id}-{i}",
-                priority=call.priority,
-                tenant=call.tenant,
-                timeout_s=call.timeout_s,
-            )
-        )
+    streams = [
+        generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+    ]
     return streams, identity, exchange.on_output
+
+
+def _requests(
+    front: FrontEnd, exchange: Exchange, call: GenerationCall, identity: str
+) -> tuple[Sequence[Prompt], list[SamplingParams]]:
+    """Return the prompts of a call, and the parameters of each."""
+    text = front.engine.text
+    prompts, params = call.prompts(text), call.params(text)
+    given: dict[str, Any] = {}
+    if call.priority is not None:
+        given["priority"] = call.priority
+    if call.timeout_s is not None:
+        # It counts from the arrival of the request.
+        given["timeout_s"] = max(call.timeout_s - (time.monotonic() - exchange.received), LEAST_TIMEOUT_S)
+    if given:
+        params = replace(params, **given)
+    if params.seed is not None or params.temperature == 0:
+        return prompts, [params] * len(prompts)
+    return prompts, [replace(params, seed=front.seed_for(f"{identity}-{i}")) for i in range(len(prompts))]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ...errors import EngineDeadError, PagedError
 from ...requests.request import RequestOutput
@@ -17,30 +17,52 @@ Outcome = RequestOutput | PagedError
 OnOutput = Callable[[RequestOutput, int], None]  # with the number of its engine
 
 
-async def finished_outcomes(streams: Sequence[OutputStream], on_output: OnOutput) -> list[Outcome]:
+async def finished_outcomes(
+    streams: Sequence[OutputStream],
+    on_output: OnOutput,
+    check: Callable[[Outcome], None] = lambda _: None,
+) -> list[Outcome]:
     """Return the last output of each stream, or the error that refused its prompt.
 
     If the caller is cancelled, or the engine stops, all are closed.
+
+    check: is called with each of them as it comes; if it raises, all are closed, and the error is raised.
     """
     if len(streams) == 1:
-        return [await _last(streams[0], on_output)]
+        return [await _last(streams[0], on_output, check)]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_last(stream, on_output)) for stream in streams]
+            tasks = [group.create_task(_last(stream, on_output, check)) for stream in streams]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def _last(stream: OutputStream, on_output: OnOutput) -> Outcome:
+async def _last(stream: OutputStream, on_output: OnOutput, check: Callable[[Outcome], None]) -> Outcome:
+    outcome: Outcome
     try:
         async for output in stream:
             on_output(output, stream.replica)
+            outcome = output
     except EngineDeadError:
         raise
     except PagedError as error:
-        return error
-    return output
+        outcome = error
+    check(outcome)
+    return outcome
+
+
+def num_parts_of(outcomes: Iterable[Outcome]) -> int:
+    """Return how many tokens and candidates outputs have."""
+    return sum(_num_parts(outcome) for outcome in outcomes if isinstance(outcome, RequestOutput))
+
+
+def _num_parts(output: RequestOutput) -> int:
+    places = list[Any](output.prompt_logprobs or ())
+    for completion in output.outputs:
+        places += completion.logprobs or ()
+    num_candidates = sum(len(place) for place in places if place is not None)
+    return num_candidates + sum(1 + len(completion.token_ids) for completion in output.outputs)
 
 
 class MergedOutcomes:

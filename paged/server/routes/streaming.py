@@ -12,10 +12,10 @@ from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall
 from ...protocol.calls.generate import GenerateCall
 from ..front_end import FrontEnd
-from ..http.exchange import EVENTS, JSON_LINES, Exchange, encode_json
+from ..http.exchange import EVENTS, JSON_LINES, PARTS_AT_ONCE, Exchange, encode_json, in_thread_if
 from ..http.failures import HttpError
 from ..http.streams import DONE, StreamedResponse, event
-from .readers import MergedOutcomes, Outcome
+from .readers import MergedOutcomes, Outcome, num_parts_of
 
 
 class Framing(ABC):
@@ -113,7 +113,8 @@ async def send_stream(
     try:
         async with outcomes:
             async for batch, is_last in outcomes.batches():
-                part = framing.part(batch)
+                is_large = num_parts_of(outcome for _, outcome in batch) > PARTS_AT_ONCE
+                part = await in_thread_if(is_large, framing.part, batch)
                 if is_last:
                     await response.write(part + framing.end(), more=False)
                 elif part:
@@ -124,7 +125,7 @@ async def send_stream(
         if not response.has_begun:
             raise
         exchange.error = error
-        failure = front.failure_of(error, exchange.request_id)
+        failure = await front.failure_of(error, exchange.request_id)
         await response.write(framing.error(failure.body), more=False)
     finally:
         if keep_alive is not None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from ...protocol.calls.tokens import DetokenizeCall, TokenizeCall
 from ..front_end import FrontEnd
-from ..http.exchange import Exchange
+from ..http.exchange import Exchange, encode_in_pieces
+
+if TYPE_CHECKING:
+    from ..served_engine import ServedEngine
 
 
 class TokenizeRoute:
@@ -20,9 +24,7 @@ class TokenizeRoute:
         front = self._front
         call = await front.read_call(exchange, self._path, TokenizeCall)
         engine = front.engine
-        await exchange.respond_json(
-            200, await asyncio.to_thread(call.answer, engine.text, engine.max_model_len)
-        )
+        await exchange.respond(200, await asyncio.to_thread(_answer, call, engine))
 
 
 class DetokenizeRoute:
@@ -35,6 +37,8 @@ class DetokenizeRoute:
         """Answer a request."""
         call = await self._front.read_call(exchange, self._path, DetokenizeCall)
         engine = self._front.engine
-        await exchange.respond_json(
-            200, await asyncio.to_thread(call.answer, engine.text, engine.max_model_len)
-        )
+        await exchange.respond(200, await asyncio.to_thread(_answer, call, engine))
+
+
+def _answer(call: TokenizeCall | DetokenizeCall, engine: ServedEngine) -> bytes:
+    return encode_in_pieces(call.answer(engine.text, engine.max_model_len))

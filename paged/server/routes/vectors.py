@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
+from ...engine.embedding import EmbeddingRequestOutput
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.vectors import EmbeddingCall, ScoreCall
+from ...requests.prompts import Prompt
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, until_disconnect
 from ..http.failures import HttpError
+from ..telemetry.records import RequestRecord
 
 
 class EmbeddingRoute:
@@ -30,32 +33,38 @@ class EmbeddingRoute:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(
-                            front.engine.encode(
-                                prompt,
-                                f"{engine_id}-{i}",
-                                pooling=call.pooling,
-                                normalize=call.normalize,
-                                priority=call.priority or 0.0,
-                                tenant=call.tenant,
-                            )
-                        )
+                        group.create_task(self._embed(prompt, f"{engine_id}-{i}", call, record))
                         for i, prompt in enumerate(prompts)
                     ]
             except BaseExceptionGroup as errors:  # all others are cancelled
                 raise errors.exceptions[0] from None
             outputs = [task.result() for task in tasks]
-            if failure := failure_of(outputs):
-                raise HttpError(*failure)
-            for output in outputs:
-                record.on_result(
-                    output.request_id,
-                    num_prompt_tokens=len(output.prompt_token_ids),
-                    num_cached_tokens=output.num_cached_tokens,
-                    times=output.metrics,
-                )
-            body = call.body(outputs, identity, int(time.time()), front.names[0])
-            await exchange.respond_json(200, body)
+            created, model = int(time.time()), front.names[0]
+            await exchange.answer(
+                lambda: call.body(outputs, identity, created, model),
+                len(outputs) * front.engine.text.model_config.hidden_size,
+            )
+
+    async def _embed(
+        self, prompt: Prompt, request_id: str, call: EmbeddingCall, record: RequestRecord
+    ) -> EmbeddingRequestOutput:
+        output = await self._front.engine.encode(
+            prompt,
+            request_id,
+            pooling=call.pooling,
+            normalize=call.normalize,
+            priority=call.priority or 0.0,
+            tenant=call.tenant,
+        )
+        if failure := failure_of([output]):
+            raise HttpError(*failure)
+        record.on_result(
+            output.request_id,
+            num_prompt_tokens=len(output.prompt_token_ids),
+            num_cached_tokens=output.num_cached_tokens,
+            times=output.metrics,
+        )
+        return output
 
 
 class ScoreRoute:
@@ -80,5 +89,8 @@ class ScoreRoute:
                 raise HttpError(*failure)
             for i, output in enumerate(outputs):
                 record.on_result(f"{engine_id}-{i}", num_prompt_tokens=output.num_tokens)
-            body = call.body(outputs, identity, int(time.time()), front.names[0])
-            await exchange.respond_json(200, body)
+            created, model = int(time.time()), front.names[0]
+            await exchange.answer(
+                lambda: call.body(outputs, identity, created, model),
+                sum(output.num_tokens for output in outputs),
+            )

@@ -80,10 +80,12 @@ class ServerMetrics:
         for progress in record.progress.values():
             if progress.finished_at is not None:
                 self._count_finished(record, progress, progress.finished_at)
-        finished = sum(p.finished_at is not None for p in record.progress.values())
-        unfinished = max(record.num_requests - finished, 0)
-        # What did not finish is counted for the first engine: perhaps it reached none.
-        self._finished[0, "abort" if ending.status == CLIENT_GONE else "error"] += unfinished
+        reason = "abort" if ending.status == CLIENT_GONE else "error"
+        for progress in record.progress.values():
+            if progress.finished_at is None:
+                self._finished[progress.engine, reason] += 1
+        # What reached no engine is counted for the first one.
+        self._finished[0, reason] += max(record.num_requests - len(record.progress), 0)
 
     def refused(self, route: str, status: int, reason: str, request_id: str) -> None:  # noqa: ARG002
         """Count a refused request."""

@@ -120,6 +120,10 @@ class RequestRecord:
             reasons = tuple(completion.finish_reason or "stop" for completion in output.outputs)
             self._finish(progress, output, reasons or ("length",), now)
 
+    def on_place(self, request_id: str, engine: int) -> None:
+        """Record which replica computes a request, of which there may be no output yet."""
+        self._progress_of(request_id, engine)
+
     def on_result(
         self,
         request_id: str,
