@@ -14,6 +14,7 @@ from .errors import RequestError, reject_unknown
 from .validation import check_bool, shown
 
 NAME = "structural_tag"
+OPTIONS_KEY = "x-guidance"  # of llguidance, in a JSON schema
 MAX_NESTING = 32  # of formats
 # The fields of each format. Those with a value have it as default; None marks those that must be given.
 _FORMATS: dict[str, dict[str, Any]] = {
@@ -51,10 +52,17 @@ def schema_text(schema: Any) -> str:
         raise RequestError(f"json must be a JSON schema as text or a dict, got {shown(schema)}")
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        json.loads(text)
+        parsed = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"json must be a JSON schema: {error}; got {shown(schema)}") from error
+    _check_options("json", parsed)
     return text
+
+
+def _check_options(where: str, schema: Any) -> None:
+    """Raise RequestError for the grammar library's own options in a schema, which may undo bounds."""
+    if isinstance(schema, Mapping) and OPTIONS_KEY in schema:
+        raise RequestError(f"{where} must not have {OPTIONS_KEY!r}, whose options are set by paged")
 
 
 def structural_tag_text(value: Any) -> str:
@@ -133,6 +141,7 @@ def _check_parts(where: str, found: dict[str, Any], *, is_last: bool, depth: int
         schema = found["json_schema"]
         if schema is not True and not isinstance(schema, Mapping):
             raise _wrong(f"{where}.json_schema", "must be a JSON schema", schema)
+        _check_options(f"structural_tag: {where}.json_schema", schema)
     if kind in ("any_text", "triggered_tags") and not is_last:
         raise RequestError(
             f"structural_tag: {where} of type {kind} must be the last format; any_text may also be the "

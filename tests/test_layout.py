@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     [
         *("errors", "validation", "interrupts", "from_vllm", "arguments", "config", "structural_tag"),
+        "strict_json",
         "sampling_params",
     ],
     ["blocks"],

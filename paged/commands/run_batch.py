@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import typer
 
 from ..engine.embedding import EmbeddingRequestOutput, embedding_output, embedding_reports
 from ..errors import PagedError, RequestError
-from ..protocol.answers.errors import MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
+from ..protocol.answers.errors import FAILED, MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
 from ..protocol.batch_file import BATCH_LIMITS, BatchOutput, Line, count_lines, is_done, read_lines
 from ..protocol.calls.call import AnswerCall
 from ..protocol.calls.vectors import EmbeddingCall
@@ -27,6 +28,7 @@ from .options import with_options
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
 
+logger = logging.getLogger(__name__)
 INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
 /v1/chat/completions, /v1/completions or /v1/embeddings."""
 _OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it has
@@ -139,7 +141,7 @@ class _Run:
                 self._close(line, NOT_FOUND, error_body(NOT_FOUND, message, **terms))
                 return
             entry = _Entry(line, line.call, [*line.call.prompts(self._engine.text)])
-        except PagedError as error:
+        except Exception as error:
             self._refuse(line, error)
             return
         self._entries[line.identity] = entry
@@ -158,7 +160,7 @@ class _Run:
                     self._engine.add_request(
                         entry.request_id(index), entry.prompts[index], params, tenant=call.tenant
                     )
-        except PagedError as error:
+        except Exception as error:
             for earlier in range(index):
                 self._engine.abort_request(entry.request_id(earlier))
             del self._entries[entry.line.identity]
@@ -189,7 +191,12 @@ class _Run:
         else:
             self._close(entry.line, 200, call.body(outputs, identity, entry.created, self._model))
 
-    def _refuse(self, line: Line, error: PagedError) -> None:
+    def _refuse(self, line: Line, error: Exception) -> None:
+        """Write the error of a line. One line must not end the others, whatever its error is."""
+        if not isinstance(error, PagedError):
+            logger.error("the line %r failed", line.custom_id, exc_info=error)
+            self._close(line, FAILED, error_body(FAILED, f"this line failed: {error!r}"))
+            return
         status = status_of(error)
         self._close(line, status, error_body(status, str(error), param=error.param))
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import RequestError, reject_unknown
+from ..strict_json import parse_json
 from ..validation import shown
 from .calls.call import AnswerCall
 from .calls.vectors import EmbeddingCall
 from .endpoints import parse_call
-from .jobs import parse_json
 from .limits import Limits
 from .result_file import ResultFile
 

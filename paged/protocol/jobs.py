@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,12 +11,10 @@ from typing import Any, NamedTuple
 from ..errors import RequestError, reject_unknown
 from ..requests.request import CompletionOutput, Logprob, RequestOutput
 from ..sampling_params import SamplingParams, StructuredOutputsParams
+from ..strict_json import parse_json
 from ..validation import shown
-from .limits import MAX_JSON_DEPTH
 
 TEXT_LINES, JSON_LINES = ("", ".txt"), (".jsonl", ".ndjson")
-# Strings, whose brackets do not count, and brackets. A string may be cut at the end of a wrong text.
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[\]{}])', re.DOTALL)
 LOWEST_LOGPROB = -9999.0  # of an impossible token, as in OpenAI's API and vLLM's
 # Sampling parameters that JSON input cannot give, and why.
 NOT_IN_JSON = {
@@ -99,68 +93,6 @@ def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         result["structured_outputs"] = StructuredOutputsParams(**structured)
     return result
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises RequestError if it is not JSON in UTF-8, an object has a name twice, a number is too large, NaN or
-    infinite, or objects and arrays are nested more than MAX_JSON_DEPTH deep.
-    """
-    try:
-        if isinstance(text, bytes | bytearray):
-            text = text.decode("utf-8-sig")
-        _check_depth(text)
-        return json.loads(
-            text, object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
-        )
-    except UnicodeDecodeError as error:
-        raise RequestError(f"this is not JSON in UTF-8: {error}") from error
-    except json.JSONDecodeError as error:
-        raise RequestError(f"this is not JSON: {error}") from error
-
-
-def _check_depth(text: str) -> None:
-    # Most texts have too few brackets to be deep, and counting them is quick.
-    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
-        return
-    depth = 0
-    for match in _BRACKETS.finditer(text):
-        opening = match[1]
-        if opening is not None:
-            depth += 1 if opening in "[{" else -1
-            if depth > MAX_JSON_DEPTH:
-                raise RequestError(
-                    f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; make the JSON flatter"
-                )
-
-
-def _float(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise RequestError(f"{shown(digits)} is too large for a number")
-    return number
-
-
-def _constant(name: str) -> float:
-    raise RequestError(f"{name} is not JSON; numbers are finite")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise RequestError(f"{shown(twice)} is given twice in one object; give it once")
-    return value
-
-
-def _int(digits: str) -> int:
-    try:
-        return int(digits)
-    except ValueError as error:  # Python limits the digits, as parsing takes quadratic time
-        raise RequestError(
-            f"{digits[:16]}... has {len(digits):,} characters; no int here may be that long"
-        ) from error
 
 
 def outcome_of(output: RequestOutput) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from .chat_output.chat_format import ChatFormat
 
-MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
 MAX_N = 128  # samples of a prompt, also best_of
 MAX_PROMPTS = 2048  # prompts of a request, or inputs of an embedding
 MAX_CHOICES = 2048  # prompts times n

@@ -10,7 +10,7 @@ from typing import Any
 
 from .grammar_limits import check_grammar
 
-_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
 
 
 class StructuralGrammar:
@@ -30,6 +30,7 @@ class StructuralGrammar:
         self._grammars = list[dict[str, str]]()  # those that a tag brings along
         self._names = (f"r{number}" for number in itertools.count())
         self._triggers = dict[str, str]()  # rules of text that ends with a trigger
+        self._texts = dict[tuple[str, ...], str]()  # terminals of text without some strings
 
     def grammar(self, tag: Mapping[str, Any]) -> str:
         """Return the grammar of a validated format. Raises RequestError or ValueError."""
@@ -49,8 +50,7 @@ class StructuralGrammar:
                 guided = {"x-guidance": {"whitespace_pattern": self._whitespace}, **schema}
                 return self._rule(f"%json {json.dumps(guided)}")
             case "regex":
-                pattern = _SLASH.sub(lambda found: found[1] or r"\/", tag["pattern"]).replace("\n", r"\n")
-                return self._rule(f"/{pattern}/")
+                return self._rule(f"/{_SLASH.sub(_escaped, tag['pattern'])}/")
             case "grammar":
                 return self._subgrammar(tag["grammar"])
             case "any_text":
@@ -86,11 +86,11 @@ class StructuralGrammar:
         pairs = [(t, next(s for s in tag["triggers"] if t["begin"].startswith(s))) for t in tag["tags"]]
         rests = {(i, s): self._tag(t, t["begin"][len(s) :]) for i, (t, s) in enumerate(pairs)}
         after_text = self._either([f"{self._text_before(s)} {rest}" for (_, s), rest in rests.items()])
-        first = after_text
+        first, text = after_text, self._text_without(tag["triggers"])
         if tag["at_least_one"]:
             first = self._either([f"{self._literal(s)} {rest}" for (_, s), rest in rests.items()])
-            return first if tag["stop_after_first"] else f"({first} {after_text}* TEXT)"
-        return f"({first} | TEXT)" if tag["stop_after_first"] else f"({first}* TEXT)"
+            return first if tag["stop_after_first"] else f"({first} {after_text}* {text})"
+        return f"({first} | {text})" if tag["stop_after_first"] else f"({first}* {text})"
 
     def _separated(self, tag: Mapping[str, Any]) -> str:
         one = self._either([self._expression(t) for t in tag["tags"]])
@@ -103,17 +103,31 @@ class StructuralGrammar:
             first, *rest = self._pieces(text)
             name = self._triggers[text] = next(self._names)
             if first in self._special:
-                self._rules.append(f"{name}: TEXT {self._literal(text)}")
+                self._rules.append(f"{name}: {self._text_without([text])} {self._literal(text)}")
             else:
                 lazy = next(self._names)
-                self._rules.append(f"{lazy}[lazy]: TEXT {_quoted(first)}")
+                self._rules.append(f"{lazy}[lazy]: TEXT {quoted(first)}")
                 self._rules.append(f"{name}: {lazy} {self._literal(''.join(rest))}")
+        return name
+
+    def _text_without(self, texts: Sequence[str]) -> str:
+        """Return free text without those of the texts that are special tokens, spelled by other tokens.
+
+        The parser of an output does not tell the two apart.
+        """
+        spelled = tuple(t for t in texts if self._pieces(t)[0] in self._special)
+        if not spelled:
+            return "TEXT"
+        if (name := self._texts.get(spelled)) is None:
+            name = self._texts[spelled] = f"TEXT_{len(self._texts)}"
+            without = [rf"~/(.|\n)*{_SLASH.sub(_escaped, re.escape(t))}(.|\n)*/" for t in spelled]
+            self._rules.append(f"{name}: {' & '.join(['TEXT', *without])}")
         return name
 
     def _literal(self, text: str) -> str:
         """Return an expression of exactly this text; an empty one for no text."""
         return " ".join(
-            f"<[{self._special[piece]}]>" if piece in self._special else _quoted(piece)
+            f"<[{self._special[piece]}]>" if piece in self._special else quoted(piece)
             for piece in self._pieces(text)
         )
 
@@ -146,5 +160,11 @@ class StructuralGrammar:
 NAME_OF_MAIN = "structural_tag"
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def quoted(text: str) -> str:
+    """Return a text as a literal of llguidance's grammars, which may not hold DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a slash, a line break or an escaped character for a regular expression between slashes."""
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])

@@ -13,6 +13,7 @@ EOS) then finishes with "stop". max_tokens and stop strings may end an output be
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import StepOutput
 from ..text.tokenizer import Tokenizer
 from .grammar_limits import check_grammar, library_limits
-from .structural_grammar import StructuralGrammar
+from .structural_grammar import StructuralGrammar, quoted
 
 MAX_CACHED = 64  # compiled grammars
 MAX_CACHED_CHARACTERS = 2**20  # of their texts together; a compiled text takes up to 1,000 times its size
@@ -42,6 +43,7 @@ COMPILE_STACK_BYTES = 512 * 2**20
 # One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
 WORD_BITS = 32
+_EXCERPT = re.compile(r"^ *(\d+ \|.*|\^) *$", re.MULTILINE)
 
 
 class Grammars:
@@ -144,14 +146,16 @@ def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
     # Compute the first mask here too, as it may be slow.
     possible = not matcher.is_error() and vocabulary.allowed(matcher).any()
     if matcher.is_error() or not possible:
-        error = _error(matcher)
+        error = _error(matcher, with_excerpt=kind == "grammar")
         nothing = not error or error.startswith("NoExtension")
         raise ValueError("nothing in this model's vocabulary matches it" if nothing else error)
     return matcher
 
 
-def _error(matcher: Any) -> str:
-    return _one_line(matcher.get_error().replace("<non-verbose/>", ""))
+def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
+    """Return the library's error. Its excerpt may show a grammar that the request did not write."""
+    text = matcher.get_error().replace("<non-verbose/>", "")
+    return _one_line(text if with_excerpt else _EXCERPT.sub("", text))
 
 
 def _one_line(message: str) -> str:
@@ -167,7 +171,7 @@ def _library_grammar(kind: str, text: str, special: Mapping[str, int]) -> Any:
         return StructuralGrammar(special, WHITESPACE).grammar(json.loads(text)["format"])
     if kind == "choice":
         # As one terminal, so that thousands of strings are as fast as a few.
-        strings = " | ".join(json.dumps(s, ensure_ascii=False) for s in json.loads(text))
+        strings = " | ".join(quoted(s) for s in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
     return grammar_from("regex" if kind == "regex" else "grammar", text)
 

@@ -109,7 +109,8 @@ class FrontEnd:
         Raises RequestError and its like if the body is wrong, EngineDeadError if no request can be served.
         """
         self.check_serving()
-        call = parse_call(path, await exchange.read_json(), self._limits)
+        limits = self._limits
+        call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
         self.check_model(call.model)
         if call.ignored:
@@ -156,11 +157,15 @@ class FrontEnd:
             self.observers.responded(exchange.route, status)
 
     def identity_of(self, exchange: Exchange, call: Call) -> str:
-        """Return the id that the engine's requests and the response share, unless the body gives one.
+        """Return the id of the response, from which seeds are derived: the body's own, or a unique one.
 
         It begins with the request's own id, which another request may have, too.
         """
         return call.request_id or f"{exchange.request_id}-{uuid.uuid4().hex[:8]}"
+
+    def engine_id_of(self, call: Call, identity: str) -> str:
+        """Return the id of the engine's requests, which is unique: clients may give the same id twice."""
+        return identity if call.request_id is None else f"{identity}-{uuid.uuid4().hex[:8]}"
 
     def seed_for(self, request_id: str) -> int:
         """Return the seed of a request that gives none.

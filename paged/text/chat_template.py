@@ -6,12 +6,12 @@ memory and CPU time are limited: see `worker`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import RequestError
-from ..validation import check_bool
+from ..strict_json import parse_json
+from ..validation import check_bool, shown
 from .worker import Worker, WorkerLimits
 
 # For models without a template; used only when named.
@@ -185,10 +185,10 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+        arguments = parse_json(function["arguments"] or "{}")
+    except RequestError as error:
         raise RequestError(
-            f"the arguments of a tool call must be JSON: {error}; got {function['arguments']!r}"
+            f"the arguments of a tool call must be JSON: {error}; got {shown(function['arguments'])}"
         ) from error
     return {**call, "function": {**function, "arguments": arguments}}
 

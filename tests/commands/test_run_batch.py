@@ -20,6 +20,7 @@ from paged import LLMEngine, SamplingParams
 from paged.commands import cli, common
 from paged.commands import run_batch as command
 from paged.protocol.batch_file import IdentitySet
+from paged.protocol.calls.completions import CompletionCall
 from paged.protocol.result_file import ResultFile
 from tests.support.command_line import write
 
@@ -404,3 +405,23 @@ def test_a_set_of_identities_is_a_set():
         assert len(some) == len(plain)
     assert all(identity in some for identity in identities)
     assert f"{5:016x}{0:016x}" not in some
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("name", ["prompts", "params"])
+def test_an_unexpected_error_is_that_of_its_line(run, tmp_path, monkeypatch, caplog, name):
+    original = getattr(CompletionCall, name)
+
+    def fail(self, *args, **more):
+        if self.values["prompt"] == "bad":
+            raise RecursionError("too deep")
+        return original(self, *args, **more)
+
+    monkeypatch.setattr(CompletionCall, name, fail)
+    lines = [line("a", prompt="bad", max_tokens=1), line("b", prompt="good", max_tokens=1)]
+    source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    assert run("run-batch", source, output)[0] == common.EXIT_FAILED
+    found = {result["custom_id"]: result["response"] for result in results(output).values()}
+    assert {name: response["status_code"] for name, response in found.items()} == {"a": 500, "b": 200}
+    assert "RecursionError" in found["a"]["body"]["error"]["message"]
+    assert "the line 'a' failed" in caplog.text

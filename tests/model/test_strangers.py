@@ -17,7 +17,7 @@ from paged import CheckpointError, PagedError, RequestError, UnsupportedModelErr
 from paged.model.generation_config import read_eos_token_ids, read_sampling_defaults
 from paged.model.hf_config import read_config
 from paged.model.weights import read_header
-from paged.protocol.jobs import parse_json
+from paged.strict_json import parse_json
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
 
 MANY = 200_000

@@ -12,6 +12,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paged import CompletionOutput, LLMEngine, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from paged.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, UnknownArgumentError
+from paged.protocol.answers.chunks import Head
+from paged.protocol.answers.completions import CompletionForm, Echo, completion_body
 from paged.protocol.answers.errors import error_body, failure_of, status_of
 from paged.protocol.answers.places import CompletionPlaces, chat_places, prompt_places
 from paged.protocol.chat_output.chat_format import ChatFormat
@@ -46,7 +48,7 @@ def streamed(engine, url, limits=DEFAULT_LIMITS, **body):
     call = parse_call(url, {**body, "stream": True}, limits)
     outputs = [*run(engine, call)]
     chunks = call.chunks("i", 7, "demo")
-    sent = chunks.start()
+    sent = chunks.start(*outputs[0])
     for index, output in outputs:
         sent += chunks.add(index, output)
     sent += chunks.finish()
@@ -81,6 +83,7 @@ def test_a_streamed_chat_joins_to_the_whole_one(engine):
     for chunk in chunks:
         assert ChatCompletionChunk.model_validate(chunk).object == "chat.completion.chunk"
         assert chunk["usage"]["completion_tokens"] <= 24
+        assert chunk["usage"]["prompt_tokens"] == body["usage"]["prompt_tokens"]
     assert [chunk["choices"][0]["delta"]["role"] for chunk in chunks[:2]] == ["assistant"] * 2
     found = joined(chunks, lambda choice: choice["delta"].get("content", ""))
     for choice in body["choices"]:
@@ -167,9 +170,25 @@ def test_tokens_may_be_named_by_their_ids(engine):
     (choice,) = whole(engine, COMPLETIONS, prompt="x", **asked, **SAMPLING)["choices"]
     ids = choice["prompt_token_ids"] + choice["token_ids"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
+    (spelled,) = whole(
+        engine, COMPLETIONS, prompt="x", **asked | {"return_tokens_as_token_ids": False}, **SAMPLING
+    )["choices"]
+    assert choice["logprobs"]["text_offset"] == spelled["logprobs"]["text_offset"]
+    assert choice["logprobs"]["text_offset"][:2] == [0, 1]
     asked = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     (choice,) = whole(engine, CHAT, messages=HELLO, **asked, **SAMPLING)["choices"]
     assert all(place["token"].startswith("token_id:") for place in choice["logprobs"]["content"])
+
+
+def test_a_token_before_the_text_of_a_prompt_has_no_characters_of_it():
+    form = CompletionForm(echo=Echo(decode=str, token_text={1: "<s>", 2: "ab"}.__getitem__), logprobs=True)
+    output = output_that_ended("stop", None, "c")
+    output.prompt, output.prompt_token_ids = "ab", [1, 2]
+    output.prompt_logprobs = [None, {2: Logprob(-1.0, 1, "ab")}]
+    output.outputs[0].logprobs = [{3: Logprob(-1.0, 1, "c")}]
+    (choice,) = completion_body([output], Head("i", "o", 1, "m"), form)["choices"]
+    assert choice["logprobs"]["tokens"] == ["<s>", "ab", "c"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 2]
 
 
 def test_embeddings_and_scores(engine):
@@ -195,7 +214,9 @@ def test_embeddings_and_scores(engine):
 
 
 def test_a_bad_prompt_of_many_is_an_error_in_its_own_result(engine):
-    call = parse_call(GENERATE, {"prompts": ["a", 5, [10**6], [7]], "n": 2, "logprobs": 1, **SAMPLING})
+    call = parse_call(
+        GENERATE, {"prompts": ["a", 5, [10**6], [7], {"prompt": "a"}], "n": 2, "logprobs": 1, **SAMPLING}
+    )
     outcomes = []
     for i, prompt in enumerate(call.prompts(engine.text)):
         try:
@@ -208,9 +229,9 @@ def test_a_bad_prompt_of_many_is_an_error_in_its_own_result(engine):
             outcomes[int(output.request_id)] = output
     body = call.body(outcomes, 2.0)
     assert [(result["index"], result.get("sample")) for result in body["results"]] == [
-        (0, 0), (0, 1), (1, None), (2, None), (3, 0), (3, 1)
+        (0, 0), (0, 1), (1, None), (2, None), (3, 0), (3, 1), (4, None)
     ]  # fmt: skip
-    assert (body["total_prompts"], body["total_time_seconds"], body["avg_time_per_prompt"]) == (4, 2.0, 0.5)
+    assert (body["total_prompts"], body["total_time_seconds"], body["avg_time_per_prompt"]) == (5, 2.0, 0.4)
     good, _, number, token, *_ = body["results"]
     assert good["generated_text"] == outcomes[0].outputs[0].text
     assert (len(good["token_ids"]), good["num_tokens"], len(good["logprobs"])) == (12, 12, 12)
@@ -222,16 +243,24 @@ def test_a_bad_prompt_of_many_is_an_error_in_its_own_result(engine):
 
 
 def test_lines_of_deltas_join_to_the_result(engine):
-    call = parse_call(GENERATE, {"prompts": ["a", "b"], "n": 2, "stream": "deltas", **SAMPLING})
-    texts = {}
+    asked = {"prompts": ["a", "b"], "n": 2, "logprobs": 1, "prompt_logprobs": 1, **SAMPLING}
+    call = parse_call(GENERATE, {**asked, "stream": "deltas"})
+    texts, places, prompts = {}, {}, {}
     for index, output in run(engine, call):
         for line in call.deltas(index, output):
             key = line["index"], line["sample"]
             texts[key] = texts.get(key, "") + line["text"]
-    call = parse_call(GENERATE, {"prompts": ["a", "b"], "n": 2, "stream": True, **SAMPLING})
+            places[key] = [*places.get(key, []), *line["logprobs"]]
+            if "prompt_logprobs" in line:
+                assert index not in prompts
+                prompts[index] = line["prompt_logprobs"]
+            assert line["cumulative_logprob"] < 0
+    call = parse_call(GENERATE, {**asked, "stream": True})
     outputs = dict(run(engine, call))
     results = [result for i, output in outputs.items() for result in call.results(i, output)]
     assert texts == {(r["index"], r["sample"]): r["generated_text"] for r in results}
+    assert places == {(r["index"], r["sample"]): r["logprobs"] for r in results}
+    assert prompts == {r["index"]: r["prompt_logprobs"] for r in results}
 
 
 def output_that_ended(reason, message, text=""):
@@ -253,6 +282,16 @@ def test_a_choice_that_has_ended_is_not_sent_again():
             sent += [chunk["choices"][0] for chunk in chunks.add(0, output)]
         assert [choice["index"] for choice in sent] == [0, 1, 1, 1]
         assert [choice["finish_reason"] for choice in sent] == ["stop", None, None, "length"]
+
+
+def test_a_sample_that_has_ended_has_no_more_lines():
+    call = parse_call(GENERATE, {"prompts": ["x"], "n": 2, "stream": "deltas"})
+    output = output_that_ended("stop", None, "a")
+    output.finished = False
+    output.outputs.append(CompletionOutput(1, "b", [5], None, None))
+    assert [line["sample"] for line in call.deltas(0, output)] == [0, 1]
+    output.outputs[1].finish_reason, output.finished = "length", True
+    assert [line["sample"] for line in call.deltas(0, output)] == [1]
 
 
 def test_failures_have_a_status():

@@ -1,5 +1,7 @@
 """Every field of every body does what docs/api-fields.md says: something, nothing, or a refusal."""
 
+import re
+
 import pytest
 
 from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -65,7 +67,7 @@ def outcome(url, body, text):
             asked["params"] = call.params(text)
         if isinstance(call, AnswerCall):
             chunks = call.chunks("i", 0, "m")
-            sent = [*chunks.start(), *chunks.add(0, OUTPUT), *chunks.finish()]
+            sent = [*chunks.start(0, OUTPUT), *chunks.add(0, OUTPUT), *chunks.finish()]
             return asked, call.body([OUTPUT], "i", 0, "m"), sent
         return asked, None
     except PagedError as error:
@@ -91,6 +93,19 @@ OUTPUT = RequestOutput(
 
 def test_the_page_is_that_of_the_tables():
     assert PAGE.read_text() == page(), "python -m tests.support.api_fields --write"
+
+
+def test_the_page_claims_for_a_body_the_fields_that_it_honours():
+    sections = {
+        title: text for title, _, text in (part.partition("\n") for part in PAGE.read_text().split("\n## "))
+    }
+    for url, call in ENDPOINTS.items():
+        text = next(text for title, text in sections.items() if url in title.split(" and "))
+        line = next((line for line in text.splitlines() if line.startswith("Also the fields ")), "")
+        also = line.removeprefix("Also the fields ").removesuffix(".").split("; ") if line else []
+        claimed = [*(sections[title[0].upper() + title[1:]] for title in also), text]
+        names = {name for part in claimed for name in re.findall(r"^\| `(\w+)`", part, re.MULTILINE)}
+        assert names == {field.name for field in call.table.with_effect(Effect.HONOURED)}
 
 
 CHANGED = [*changes()]
@@ -125,3 +140,7 @@ def test_a_nested_field_without_effect_is_listed():
     options = {"include_usage": True, "include_obfuscation": False}
     call = parse_call(COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": options}, TRUSTING)
     assert call.ignored == ("stream_options.include_obfuscation",)
+    schema = {"name": "n", "strict": True, "schema": {}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    call = parse_call(COMPLETIONS, {"prompt": "x", **asked}, TRUSTING)
+    assert call.ignored == tuple(f"response_format.json_schema.{name}" for name in ("name", "strict"))

@@ -10,9 +10,10 @@ from paged.errors import PagedError, RequestError, UnknownArgumentError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.fields.sampling import CONSTRAINTS, SAMPLING_KINDS
 from paged.protocol.fields.table import Effect
-from paged.protocol.jobs import SAMPLING_NAMES, parse_json
+from paged.protocol.jobs import SAMPLING_NAMES
 from paged.protocol.limits import Limits
-from tests.support.api_fields import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE
+from paged.strict_json import parse_json
+from tests.support.api_fields import BODIES, CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, HELLO, SCORE, TOOLS
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 TRUSTING = Limits(trust_chat_template=True, max_logprobs=-1)
@@ -146,6 +147,32 @@ WRONG = [
     (COMPLETIONS, {"prompt": {}}, "prompt", "prompt must be string, or list of token ids"),
     (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt", "prompt has 2,049 entries; 2,048 is the most"),
     (COMPLETIONS, {"prompt": ["a"] * 1025, "n": 2}, "n", "makes 2,050 choices; 2,048 is the most"),
+    (
+        COMPLETIONS,
+        {"prompt": ["a"] * 1025, "best_of": 2},
+        "best_of",
+        "makes 2,050 choices; 2,048 is the most",
+    ),
+    (CHAT, {"request_id": "a\nb"}, "request_id", "request_id must be printable ASCII"),
+    (CHAT, {"documents": [{"a": ["\ud800"]}]}, "documents", "documents[0].a[0] is not valid Unicode"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "", "own": "\ud800"}]},
+        "messages",
+        "messages[0].own is not valid Unicode",
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "\ud800"}}}},
+        "structured_outputs.structural_tag",
+        "structural_tag.format.value is not valid Unicode",
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {"json": {"x-guidance": {"whitespace_flexible": True}}}},
+        "structured_outputs",
+        "json must not have 'x-guidance'",
+    ),
     (COMPLETIONS, {"suffix": "x"}, "suffix", "suffix is not supported: models that fill in the middle"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "max_tokens 0 generates nothing"),
     (
@@ -206,6 +233,24 @@ def test_errors_of_an_engine_name_the_field_with_the_prompt():
         assert call.param_of(RequestError("priority 1 needs scheduling_policy='priority'")) == "priority"
         assert call.param_of(RequestError("x", param="y")) == "y"
         assert call.param_of(RequestError("x")) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools"),
+    ],
+    ids=str,
+)
+def test_errors_of_a_grammar_name_the_field_that_it_comes_from(fields, param):
+    assert parsed(CHAT, **fields).param_of(RequestError("structured_outputs regex is refused: x")) == param
+
+
+def test_large_numbers_fit_64_bits():
+    call = parsed(COMPLETIONS, priority=10**30, temperature=10**30, timeout_s=2**63)
+    assert [type(v) for v in (call.priority, call.timeout_s, call.sampling["temperature"])] == [float] * 3
 
 
 def test_salts_and_special_tokens_belong_to_prompts(text):
@@ -280,6 +325,15 @@ def test_roles(text):
     assert refused.value.param == "messages[0].role"
     with pytest.raises(RequestError, match="the chat template refuses this: no") as refused:
         rendered("user", "{{ raise_exception('no') }}")
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize("arguments", ["[" * 10**5, '{"a": NaN}', '{"a": 1, "a": 2}', "{"])
+def test_arguments_of_calls_are_json_by_the_rules_of_bodies(text, arguments):
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    with pytest.raises(RequestError, match="the arguments of a tool call must be JSON: ") as refused:
+        parsed(CHAT, messages=[{"role": "assistant", "tool_calls": calls}]).prompts(text)
     assert refused.value.param == "messages"
 
 

@@ -8,8 +8,8 @@ from paged.protocol.calls.call import GenerationCall
 from paged.protocol.calls.tokens import DetokenizeCall, TokenizeCall
 from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import parse_call
-from paged.protocol.jobs import parse_json
 from paged.protocol.limits import Limits
+from paged.strict_json import parse_json
 from tests.support.random_bodies import random_body
 
 FORMATS = [

@@ -29,10 +29,14 @@ def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 TOOLS = [tool("weather", PLACE), tool("draw", POINT), tool("stop")]
 STRICT = [tool("weather", PLACE, strict=True), tool("draw", POINT, strict=True), tool("stop", strict=True)]
-WEATHER = {"type": "function", "function": {"name": "weather"}}
-ONLY_DRAW = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool("draw")]}}
+WEATHER = named("weather")
+ONLY_DRAW = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("draw")]}}
 
 
 def chat_format(parser: str | None, reasoning: str | None = None, *, template: str = "") -> ChatFormat:
@@ -72,10 +76,9 @@ def answers(
     params = SamplingParams(
         n=8,
         seed=1,
-        max_tokens=300,
         structured_outputs=language,
         skip_special_tokens=plan.skip_special_tokens,
-        **more,
+        **{"max_tokens": 300, **more},
     )
     (output,) = engine.generate(prompt, params, use_tqdm=False)
     found = []
@@ -130,12 +133,18 @@ def test_strict_calls_match_their_schemas_and_text_is_free(engine, name):
     start = tokenizer.encode(BEGUN[name], add_special_tokens=False)
     # So likely that the model soon calls, and may call in any format that the grammar allows.
     (first,) = start if len(start) == 1 else tokenizer.encode("{", add_special_tokens=False)
-    found = answers(engine, plan, logit_bias={first: 12.0})
+    found = answers(engine, plan, logit_bias={first: 12.0}, max_tokens=90)
     names = [called for output, _, is_whole in found for called in check_calls(output, is_whole=is_whole)]
     assert len(names) > 4
-    assert any(not output.tool_calls for output, *_ in answers(engine, plan, logit_bias={first: -100.0}))
+    assert any(
+        not output.tool_calls
+        for output, *_ in answers(engine, plan, logit_bias={first: -100.0}, max_tokens=60)
+    )
     single = ToolPlan.of(FORMATS[name], tools=TOOLS, parallel_tool_calls=False)
-    counts = {len(output.tool_calls) for output, *_ in answers(engine, single, logit_bias={first: 12.0})}
+    counts = {
+        len(output.tool_calls)
+        for output, *_ in answers(engine, single, logit_bias={first: 12.0}, max_tokens=90)
+    }
     assert counts <= {0, 1}
     assert 1 in counts
 
@@ -196,6 +205,8 @@ def test_deepseek_reasons_unless_the_prompt_says_otherwise():
     chat = chat_format(None, "deepseek_r1")
     assert chat.is_in_reasoning("<｜Assistant｜>")
     assert not chat.is_in_reasoning("<｜Assistant｜></think>")
+    assert not chat.is_in_reasoning("<｜Assistant｜>The answer is", continues_answer=True)
+    assert chat.is_in_reasoning("<｜Assistant｜><think>Well", continues_answer=True)
     parser = ToolPlan.of(chat).new_parser("<｜Assistant｜>")
     message = ChatOutput.of([*parser.feed("Well.\n</think>\nYes"), *parser.finish()]).message()
     assert message["reasoning"] == message["reasoning_content"] == "Well."
@@ -242,7 +253,18 @@ def test_messages_and_deltas_have_the_form_of_openai():
         ({"tools": [tool("a", paramters={})]}, "did you mean 'parameters'"),
         ({"tool_choice": "required"}, "tool_choice 'required' needs tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be 'none', 'auto', 'required'"),
-        ({"tools": TOOLS, "tool_choice": tool("other")}, "tool_choice names 'other', which is not one of"),
+        (
+            {"tools": TOOLS, "tool_choice": tool("draw")},
+            "tool_choice.function got an unknown argument 'description'",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {**ONLY_DRAW, "allowed_tools": {**ONLY_DRAW["allowed_tools"], "x": 1}},
+            },
+            "tool_choice.allowed_tools got an unknown argument 'x'",
+        ),
+        ({"tools": TOOLS, "tool_choice": named("other")}, "tool_choice names 'other', which is not one of"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, r'allowed_tools must be \{"mode"'),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls must be True or False"),
     ],
@@ -254,8 +276,9 @@ def test_wrong_fields_are_named(fields, message):
 
 def test_an_impossible_schema_is_an_error_of_its_request(engine):
     plan = ToolPlan.of(FORMATS["hermes"], tools=[tool("a", {"not": {}})], tool_choice="required")
-    with pytest.raises(RequestError, match="structured_outputs structural_tag is refused"):
+    with pytest.raises(RequestError, match="structured_outputs structural_tag is refused") as refused:
         answers(engine, plan)
+    assert "|" not in str(refused.value)  # no excerpt of a grammar that the request did not write
 
 
 def test_auto_needs_the_options_of_the_server():
@@ -277,3 +300,42 @@ def test_the_family_is_told_by_the_template_or_not_at_all():
     for template in ("{{ messages }}", hermes + "[TOOL_CALLS]", hermes + "<function="):
         with pytest.raises(ConfigError, match="name a tool_call_parser: hermes, llama3_json, mistral"):
             family_of(template)
+
+
+def allows(engine: LLMEngine, plan: ToolPlan, text: str, prompt: str = "Hi") -> bool:
+    """Return whether the grammar of an answer allows a text, written as ordinary tokens."""
+    language = plan.structured_outputs(prompt)
+    assert language is not None
+    state = engine.core.factory.grammars.start(language)
+    tokenizer = engine.get_tokenizer()
+    tokens = [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
+    return state.matcher.try_consume_tokens(tokens) == len(tokens) and state.matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_a_constrained_answer_may_reason(engine, name):
+    chat = chat_format(name, "qwen3")
+    plan = ToolPlan.of(chat, tools=STRICT, parallel_tool_calls=False)
+    tokenizer = engine.get_tokenizer()
+    think, end, call = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<tool_call>"])
+    (brace,) = tokenizer.encode("{", add_special_tokens=False)
+    bias = {think: 30.0, end: 16.0, call if name == "hermes" else brace: 12.0}
+    found = answers(engine, plan, logit_bias=bias, max_tokens=120)
+    assert all(text.startswith("<think>") for _, text, _ in found)
+    calls = [called for output, _, whole in found for called in check_calls(output, is_whole=whole)]
+    assert calls
+
+
+def test_no_text_becomes_a_call_that_is_not_strict(engine):
+    """Ordinary tokens may spell a tag, and blanks or reasoning may precede a call."""
+    call = '{"name": "weather", "parameters": {"no": 1}}'
+    llama = ToolPlan.of(chat_format("llama3_json", "qwen3"), tools=STRICT)
+    for text in (call, "\n" + call, f"<think>x</think>{call}", f"Well <|python_tag|>{call}", "<think>x"):
+        assert not allows(engine, llama, text), text
+    # The parser reads only JSON's blanks.
+    assert allows(engine, llama, "\x1c" + call)
+    assert not ChatOutput.of(llama.new_parser("Hi").feed("\x1c" + call)).tool_calls
+    assert allows(engine, llama, "a <b> { call")
+    mistral = ToolPlan.of(FORMATS["mistral"], tools=STRICT)
+    assert not allows(engine, mistral, 'Well [TOOL_CALLS]weather[ARGS]{"no": 1}')
+    assert allows(engine, mistral, "Well [TOOL_CALL] {")

@@ -213,6 +213,23 @@ def test_both_forms_are_stored_alike():
 
 
 @pytest.mark.parametrize(
+    ("language", "expected"),
+    [
+        ({"structural_tag": {"format": text("a\x7f")}}, "a\x7f"),
+        ({"choice": ["a\x7f"]}, "a\x7f"),
+        ({"structural_tag": {"format": {"type": "regex", "pattern": "a\\\n/"}}}, "a\n/"),
+    ],
+    ids=str,
+)
+def test_characters_that_grammars_must_escape(engine, language, expected):
+    state = engine.core.factory.grammars.start(StructuredOutputsParams(**language))
+    tokenizer = engine.get_tokenizer()
+    tokens = [i for c in expected for i in tokenizer.encode(c, add_special_tokens=False)]
+    assert state.matcher.try_consume_tokens(tokens) == len(tokens)
+    assert state.matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
     "language",
     [
         {"type": "json_schema", "json_schema": {"not": {}}},

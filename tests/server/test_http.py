@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -93,6 +94,15 @@ def test_request_ids(served):
         assert (headers["x-request-id"] == sent) == is_kept
     body = served.post(COMPLETION, prompt="a", max_tokens=1, request_id="mine")
     assert body["id"] == "cmpl-mine"
+
+
+def test_requests_with_the_same_id_run_together_and_are_repeatable(served):
+    asked = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "request_id": "same", "temperature": 1}
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: served.post(COMPLETION, **asked), range(2))
+    assert first["id"] == second["id"] == "cmpl-same"
+    # The seed comes from the client's id.
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
 
 
 def test_slow_bodies_and_heads(served, monkeypatch):

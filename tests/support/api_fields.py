@@ -14,6 +14,7 @@ from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FI
 from paged.protocol.fields.messages import MESSAGE_TABLE
 from paged.protocol.fields.sampling import SAMPLING_FIELDS
 from paged.protocol.fields.table import Effect, Field
+from paged.strict_json import MAX_JSON_DEPTH
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -153,7 +154,7 @@ that a field is not given. Errors name the field in `param`.
 |---|---|
 | samples of a prompt (`n`, `best_of`) | {limits.MAX_N} |
 | prompts, or inputs to embed | {limits.MAX_PROMPTS:,} |
-| prompts times `n` | {limits.MAX_CHOICES:,} |
+| prompts times `n` or `best_of` | {limits.MAX_CHOICES:,} |
 | stop strings | {limits.MAX_STOP_STRINGS} |
 | messages | {limits.MAX_MESSAGES:,} |
 | continuations to score | {limits.MAX_CONTINUATIONS:,} |
@@ -162,7 +163,7 @@ that a field is not given. Errors name the field in `param`.
 {limits.Limits().max_logprobs} |
 | tokens of a text at `/tokenize`, and of `tokens` at `/detokenize` \
 | {limits.MAX_CONTEXTS} × `max_model_len` |
-| depth of objects and arrays | {limits.MAX_JSON_DEPTH} |
+| depth of objects and arrays | {MAX_JSON_DEPTH} |
 | characters of a name, a user or a salt | {limits.MAX_NAME_LENGTH} |
 | characters of `request_id` | {limits.MAX_REQUEST_ID_LENGTH} |
 """
@@ -176,12 +177,14 @@ def page() -> str:
     for url, call in ENDPOINTS.items():
         if url == "/generate/batch":  # the same as /generate
             continue
-        shared = [title for title, group in GROUPS.items() if any(f in call.table.fields for f in group[1:])]
+        names = {field.name for field in call.table.fields}
+        shared = [title for title, group in GROUPS.items() if names >= {field.name for field in group}]
         known = [field for title in shared for field in GROUPS[title]]
         own = [field for field in call.table.fields if field not in known]
         title = "/generate and /generate/batch" if url == GENERATE else url
         also = "; ".join(title[0].lower() + title[1:] for title in shared)
-        parts.append(f"\n## {title}\n\nAlso the fields {also}.\n\n{''.join(_rows(own))}")
+        also = f"Also the fields {also}.\n\n" if shared else ""
+        parts.append(f"\n## {title}\n\n{also}{''.join(_rows(own))}")
     parts.append(f"\n## A message\n\n{''.join(_rows(MESSAGE_TABLE.fields))}")
     return "".join(parts)
 

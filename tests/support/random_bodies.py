@@ -12,6 +12,8 @@ _NUMBERS = [0, 1, -1, 2, 5, 129, 10**6, 2**63, -(2**63), 10**30, 0.0, 0.5, -1.5,
 _NAMES = ["type", "json_schema", "schema", "role", "content", "text", "function", "name", "parameters", "5"]
 _NAMES += ["regex", "json", "choice", "format", "structures", "allowed_tools", "mode", "tools"]
 _DEEPEST = 3
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 10**5}}
+_DEEP = [{"role": "assistant", "tool_calls": [_CALL]}]  # JSON in a string
 
 
 def random_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -22,6 +24,9 @@ def random_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
     for _ in range(rng.randrange(1, 4)):
         name = rng.choice(names) if rng.random() < 0.95 else rng.choice(_TEXTS)
         known = CHANGES.get(name)
+        if name == "messages" and rng.random() < 0.1:
+            body[name] = _DEEP
+            continue
         body[name] = known[0] if known is not None and rng.random() < 0.5 else random_value(rng)
     return url, body
 

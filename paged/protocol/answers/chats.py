@@ -98,7 +98,7 @@ class ChatChunks(Chunks):
         self._is_begun = False
         self._parsers: dict[int, OutputParser] = {}
 
-    def start(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[dict[str, Any]]:
         """Return the role of each choice."""
         delta = {"role": self.form.role, "content": ""}
         return [self.chunk(self._choice(i, delta)) for i in range(self.form.n)]

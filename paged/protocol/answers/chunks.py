@@ -60,8 +60,13 @@ class Chunks(ABC):
         self._head = head.as_json()
         self._ended: set[int] = set()  # choices whose finish_reason was sent
 
-    def start(self) -> list[dict[str, Any]]:
-        """Return the chunks before those of the first output."""
+    def start(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Return the chunks before those of the first output, which `add` takes next."""
+        self.usage.add_prompt(index, output)
+        return self.opening()
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the chunks before all outputs."""
         return []
 
     def add(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:

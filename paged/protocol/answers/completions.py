@@ -18,12 +18,12 @@ class Echo:
 
     decode: makes the text of a prompt that was given as token ids.
     token_text: makes the text of the first token.
-    alone: whether nothing but the prompt is returned.
+    only: whether nothing but the prompt is returned.
     """
 
     decode: Callable[[Sequence[int]], str]
     token_text: Callable[[int], str]
-    alone: bool = False
+    only: bool = False
 
     def text(self, output: RequestOutput) -> str:
         """Return the text of a prompt."""
@@ -43,11 +43,14 @@ class CompletionForm(Form):
     logprobs: bool = False
     prompt_logprobs: bool = False
 
-    def first_token(self, output: RequestOutput) -> str:
-        """Return the name of a prompt's first token."""
+    def first_token(self, output: RequestOutput) -> tuple[str, int]:
+        """Return the name of a prompt's first token, and how many characters of the echo are its own."""
         assert self.echo is not None
         token_id = output.prompt_token_ids[0]
-        return f"token_id:{token_id}" if self.as_ids else self.echo.token_text(token_id)
+        text = self.echo.token_text(token_id)
+        # The text of a prompt has no token that was added before it.
+        length = len(text) if self.echo.text(output).startswith(text) else 0
+        return f"token_id:{token_id}" if self.as_ids else text, length
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of a choice about its prompt."""
@@ -59,9 +62,9 @@ class CompletionForm(Form):
         return fields
 
     @property
-    def is_alone(self) -> bool:
+    def echo_only(self) -> bool:
         """Whether nothing but the prompt is returned."""
-        return self.echo is not None and self.echo.alone
+        return self.echo is not None and self.echo.only
 
 
 def completion_body(outputs: Sequence[RequestOutput], head: Head, form: CompletionForm) -> dict[str, Any]:
@@ -71,33 +74,33 @@ def completion_body(outputs: Sequence[RequestOutput], head: Head, form: Completi
         for index, output in enumerate(outputs)
         for completion in output.outputs
     ]
-    usage = usage_of(outputs, counts_output=not form.is_alone)
+    usage = usage_of(outputs, counts_output=not form.echo_only)
     return {**head.as_json(), "choices": choices, "usage": usage}
 
 
 def _choice(
     index: int, completion: CompletionOutput, output: RequestOutput, form: CompletionForm
 ) -> dict[str, Any]:
-    alone = form.is_alone
-    text = "" if alone else completion.text
+    echo_only = form.echo_only
+    text = "" if echo_only else completion.text
     places = CompletionPlaces(as_ids=form.as_ids)
-    listed = [*(completion.logprobs or ())] if not alone else []
+    listed = [*(completion.logprobs or ())] if not echo_only else []
     logprobs = None
     if form.logprobs:
         if form.echo is not None:
-            logprobs = places.of([*(output.prompt_logprobs or ()), *listed], form.first_token(output))
+            logprobs = places.of([*(output.prompt_logprobs or ()), *listed], *form.first_token(output))
         else:
             logprobs = places.of(listed)
     choice = {
         "index": index,
         "text": text if form.echo is None else form.echo.text(output) + text,
         "logprobs": logprobs,
-        "finish_reason": "length" if alone else completion.finish_reason,
-        "stop_reason": None if alone else completion.stop_reason,
+        "finish_reason": "length" if echo_only else completion.finish_reason,
+        "stop_reason": None if echo_only else completion.stop_reason,
     }
     choice |= form.prompt_fields(output)
     if form.token_ids:
-        choice["token_ids"] = [] if alone else [*completion.token_ids]
+        choice["token_ids"] = [] if echo_only else [*completion.token_ids]
     return choice
 
 
@@ -107,7 +110,7 @@ class CompletionChunks(Chunks):
     form: CompletionForm
 
     def __init__(self, head: Head, form: CompletionForm) -> None:
-        super().__init__(head, form, Usage(counts_output=not form.is_alone))
+        super().__init__(head, form, Usage(counts_output=not form.echo_only))
         self._begun: set[int] = set()  # prompts
         self._places: dict[int, CompletionPlaces] = {}
 
@@ -127,14 +130,14 @@ class CompletionChunks(Chunks):
                 text = form.echo.text(output)
                 if form.logprobs:
                     prompt_logprobs = output.prompt_logprobs or ()
-                    logprobs = self._places_of(choice).of(prompt_logprobs, form.first_token(output))
+                    logprobs = self._places_of(choice).of(prompt_logprobs, *form.first_token(output))
             chunks.append(self.chunk(self._choice(choice, text, logprobs) | fields))
         return chunks
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
         """Return the chunk of a delta, or none while its text is held back."""
         form, reason = self.form, completion.finish_reason
-        if form.is_alone:
+        if form.echo_only:
             return [self.chunk(self._choice(choice, "", None, "length"))] if reason is not None else []
         logprobs = None
         if form.logprobs and completion.logprobs:

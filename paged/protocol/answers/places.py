@@ -45,17 +45,20 @@ class CompletionPlaces:
     def __init__(self, *, as_ids: bool = False) -> None:
         self._as_ids, self._offset = as_ids, 0
 
-    def of(self, places: Sequence[Place | None], first_token: str = "") -> dict[str, Any]:
+    def of(
+        self, places: Sequence[Place | None], first_token: str = "", first_length: int = 0
+    ) -> dict[str, Any]:
         """Return the log-probabilities of the next tokens.
 
         places: None for the first token of a prompt, which has no log-probability.
         first_token: the name of that token.
+        first_length: how many characters of the text are its own.
         """
         tokens, logprobs, offsets = list[str](), list[float | None](), list[int]()
         tops = list[dict[str, float] | None]()
         for place in places:
             if place is None:
-                token, length, logprob, top = first_token, len(first_token), None, None
+                token, length, logprob, top = first_token, first_length, None, None
             else:
                 token_id, chosen = next(iter(place.items()))
                 token, length = self._name(token_id, chosen), len(chosen.decoded_token or "")

@@ -16,12 +16,16 @@ class Usage:
         self._num_prompt = self._num_cached = self._num_new = 0
         self._seen: set[int] = set()
 
-    def add(self, index: int, output: RequestOutput) -> None:
-        """Add an output of the prompt of this index: the only one, or one of those with deltas."""
+    def add_prompt(self, index: int, output: RequestOutput) -> None:
+        """Add the prompt of this index, unless it was added before."""
         if index not in self._seen:
             self._seen.add(index)
             self._num_prompt += len(output.prompt_token_ids)
             self._num_cached += output.num_cached_tokens or 0
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Add an output of the prompt of this index: the only one, or one of those with deltas."""
+        self.add_prompt(index, output)
         if self._counts_output:
             for completion in output.outputs:
                 self._num_new += len(completion.token_ids)

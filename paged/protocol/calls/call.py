@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import PagedError, RequestError
@@ -92,9 +93,16 @@ class GenerationCall(Call):
         self.n: int = values.get("n", 1)
         self.sampling = {name: values[name] for name in values.keys() & SAMPLING_KINDS.keys()}
         check_most_logprobs("prompt_logprobs", values.get("prompt_logprobs"), limits.max_logprobs)
+        # The field that the engine's structured_outputs come from, for errors.
+        self.constraint_field = "response_format" if "response_format" in values else "structured_outputs"
         constraint = constraint_of(values)
         if constraint is not None:
             self.sampling["structured_outputs"] = constraint
+
+    def param_of(self, error: PagedError) -> str | None:
+        """Return the field of the body that an error is about, None if it is about none."""
+        param = super().param_of(error)
+        return self.constraint_field if param == "structured_outputs" else param
 
     @abstractmethod
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
@@ -118,12 +126,13 @@ class GenerationCall(Call):
         return {**self.sampling}
 
     def check_choices(self, num_prompts: int) -> None:
-        """Raise RequestError if a response would have too many choices."""
-        if num_prompts * self.n > MAX_CHOICES:
+        """Raise RequestError if too many samples would be generated."""
+        name, num_samples = max(("n", self.n), ("best_of", self.values.get("best_of", 0)), key=itemgetter(1))
+        if num_prompts * num_samples > MAX_CHOICES:
             raise RequestError(
-                f"n {self.n} for {num_prompts:,} prompts makes {num_prompts * self.n:,} choices; "
-                f"{MAX_CHOICES:,} is the most",
-                param="n",
+                f"{name} {num_samples} for {num_prompts:,} prompts makes {num_prompts * num_samples:,} "
+                f"choices; {MAX_CHOICES:,} is the most",
+                param=name,
             )
 
 

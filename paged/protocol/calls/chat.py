@@ -100,6 +100,8 @@ class ChatCall(AnswerCall):
                 continues_answer=values.get("continue_final_message", False),
             )
         self.conversation.tools = self._plan.template_tools
+        if self._plan.tools and not values.keys() & {"structured_outputs", "response_format"}:
+            self.constraint_field = "tools"
         self._prompt: str | None = None
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:

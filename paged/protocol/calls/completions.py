@@ -68,8 +68,8 @@ class CompletionCall(AnswerCall):
             # A body may ask for more candidates of the prompt, which are then in both places.
             most = max(values["logprobs"], values.get("prompt_logprobs", 0))
             sampling["prompt_logprobs"] = most
-        self._is_alone = values.get("max_tokens") == 0
-        if self._is_alone:
+        self._echo_only = values.get("max_tokens") == 0
+        if self._echo_only:
             if not self._echoes:
                 raise RequestError(
                     "max_tokens 0 generates nothing; with echo: true it returns the prompt",
@@ -88,7 +88,7 @@ class CompletionCall(AnswerCall):
             self._echo = Echo(
                 decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
                 token_text=lambda token_id: tokenizer.token_text(token_id, first=True),
-                alone=self._is_alone,
+                only=self._echo_only,
             )
         add = self.values.get("add_special_tokens", True)
         return [

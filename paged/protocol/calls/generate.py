@@ -66,11 +66,13 @@ class GenerateCall(GenerationCall):
         self.check_choices(len(self.listed))
         check_most_logprobs("logprobs", values.get("logprobs"), limits.max_logprobs)
         self.streams_deltas = values.get("stream") == "deltas"
+        self._begun: set[int] = set()  # prompts with a line of deltas
+        self._ended: set[tuple[int, int]] = set()  # samples whose last delta was returned
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
         """Return the prompts. The engine refuses those that are wrong, each by itself."""
         add = self.values.get("add_special_tokens", True)
-        return [{"prompt": p, "add_special_tokens": add} if isinstance(p, str) else p for p in self.listed]
+        return [_prompt_of(prompt, add) for prompt in self.listed]
 
     def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
         """Return the parameters, with the defaults of the model. Raises RequestError."""
@@ -90,20 +92,35 @@ class GenerateCall(GenerationCall):
         return [{"index": index, **error_body(*failure)}]
 
     def deltas(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return a line for each sample of a prompt that has new text or has ended."""
+        """Return a line for each sample of a prompt that has new text or has ended.
+
+        The first line of a prompt has the log-probabilities of its tokens.
+        """
         if failure := failure_of([output]):
             return [{"index": index, **error_body(*failure)}]
-        return [
-            {
-                "index": index,
-                **self._sample(completion),
-                "text": completion.text,
-                "token_ids": [*completion.token_ids],
-                **self._end(completion),
-            }
-            for completion in output.outputs
-            if completion.token_ids or completion.text or output.finished
-        ]
+        lines = []
+        for completion in output.outputs:
+            sample = index, completion.index
+            has_ended = completion.finish_reason is not None
+            # An output has all samples of its prompt, also those that ended before.
+            if sample in self._ended or not (completion.token_ids or completion.text or has_ended):
+                continue
+            if has_ended:
+                self._ended.add(sample)
+            lines.append(
+                {
+                    "index": index,
+                    **self._sample(completion),
+                    "text": completion.text,
+                    "token_ids": [*completion.token_ids],
+                    **self._end(completion),
+                    **self._logprobs(completion),
+                }
+            )
+        if lines and index not in self._begun:
+            self._begun.add(index)
+            lines[0] |= self._prompt_logprobs(output)
+        return lines
 
     def body(self, outcomes: Sequence[RequestOutput | PagedError], seconds: float) -> dict[str, Any]:
         """Return the whole response body.
@@ -122,7 +139,7 @@ class GenerateCall(GenerationCall):
     def _result(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         times = output.metrics
         finished = times.arrival_time if times.finished_time is None else times.finished_time
-        result = {
+        return {
             "index": index,
             **self._sample(completion),
             "generated_text": completion.text,
@@ -131,14 +148,24 @@ class GenerateCall(GenerationCall):
             "num_tokens": len(completion.token_ids),
             **self._end(completion),
             "seconds": finished - times.arrival_time,
+            **self._logprobs(completion),
+            **self._prompt_logprobs(output),
         }
+
+    @staticmethod
+    def _logprobs(completion: CompletionOutput) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
         if completion.logprobs is not None:
-            result["logprobs"] = [candidates_of(place) for place in completion.logprobs]
+            fields["logprobs"] = [candidates_of(place) for place in completion.logprobs]
         if completion.cumulative_logprob is not None:
-            result["cumulative_logprob"] = finite(completion.cumulative_logprob)
-        if output.prompt_logprobs is not None:
-            result["prompt_logprobs"] = [place and candidates_of(place) for place in output.prompt_logprobs]
-        return result
+            fields["cumulative_logprob"] = finite(completion.cumulative_logprob)
+        return fields
+
+    @staticmethod
+    def _prompt_logprobs(output: RequestOutput) -> dict[str, Any]:
+        if output.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": [place and candidates_of(place) for place in output.prompt_logprobs]}
 
     def _sample(self, completion: CompletionOutput) -> dict[str, int]:
         return {"sample": completion.index} if self.n > 1 else {}
@@ -146,3 +173,11 @@ class GenerateCall(GenerationCall):
     @staticmethod
     def _end(completion: CompletionOutput) -> dict[str, Any]:
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def _prompt_of(value: Any, add_special_tokens: bool) -> Prompt:
+    """Return a prompt of a body for the engine, which refuses what is neither text nor token ids."""
+    if isinstance(value, str):
+        return {"prompt": value, "add_special_tokens": add_special_tokens}
+    # The engine also takes objects, which are no part of this API.
+    return {"prompt_token_ids": value} if isinstance(value, Mapping) else value

@@ -50,15 +50,15 @@ class ChatFormat:
 
     tools: None if the server was given no tool parser.
     auto_tool_choice: whether a model may decide for itself to call tools.
-    reasons: whether there is reasoning to separate from the answer.
-    always_reasons: whether answers begin inside of reasoning even where the prompt does not say so.
+    has_reasoning_parser: whether there is reasoning to separate from the answer.
+    starts_in_reasoning: whether answers begin inside of reasoning even where the prompt does not say so.
     special_tokens: the texts of the tokenizer's special tokens.
     """
 
     tools: ToolFormat | None = None
     auto_tool_choice: bool = False
-    reasons: bool = False
-    always_reasons: bool = False
+    has_reasoning_parser: bool = False
+    starts_in_reasoning: bool = False
     special_tokens: frozenset[str] = frozenset()
 
     @classmethod
@@ -92,8 +92,8 @@ class ChatFormat:
         return cls(
             tools=tools,
             auto_tool_choice=enable_auto_tool_choice,
-            reasons=reasoning_parser is not None,
-            always_reasons=reasoning_parser is not None and REASONING_PARSERS[reasoning_parser],
+            has_reasoning_parser=reasoning_parser is not None,
+            starts_in_reasoning=reasoning_parser is not None and REASONING_PARSERS[reasoning_parser],
             special_tokens=frozenset(special_tokens),
         )
 
@@ -127,11 +127,16 @@ class ChatFormat:
 
     def is_in_reasoning(self, prompt: str, *, continues_answer: bool = False) -> bool:
         """Return whether an answer to this prompt begins inside of reasoning."""
-        if not self.reasons:
+        if not self.has_reasoning_parser:
             return False
         if ends_in_reasoning(prompt, continues_answer=continues_answer):
             return True
-        return self.always_reasons and END_THINK not in prompt[-2 * len(END_THINK) :]
+        # An answer that the prompt has begun says itself whether it reasons.
+        return (
+            self.starts_in_reasoning
+            and not continues_answer
+            and END_THINK not in prompt[-2 * len(END_THINK) :]
+        )
 
 
 def check_parsers(

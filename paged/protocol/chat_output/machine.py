@@ -17,6 +17,7 @@ from typing import Any
 from .json_scanner import JsonScanner
 from .parts import ContentDelta, Part, ToolArgumentsDelta, ToolCallStart
 
+BLANKS = " \t\n\r"  # those of JSON, which a grammar can name
 MAX_KEY = 256  # characters of a key or a tool's name as JSON; text with a longer one is no call
 Step = Generator[None, None, None]  # a coroutine without a result
 Reading = Generator[None, None, bool]  # a coroutine that returns whether it found what it looked for
@@ -72,7 +73,7 @@ class TextMachine(ABC):
 
     def _blanks(self) -> Step:
         """Read blanks."""
-        while (yield from self._next()).isspace():
+        while (character := (yield from self._next())) and character in BLANKS:
             self._at += 1
 
     def _literal(self, wanted: str) -> Reading:

@@ -87,7 +87,7 @@ class ToolPlan:
     @property
     def parses(self) -> bool:
         """Whether an answer may be more than content."""
-        return self.chat.reasons or bool(self.tools) or self._format.READS_REASONING
+        return self.chat.has_reasoning_parser or bool(self.tools) or self._format.READS_REASONING
 
     @property
     def skip_special_tokens(self) -> bool:
@@ -95,7 +95,7 @@ class ToolPlan:
         if self._format.READS_REASONING:  # its tags are not known
             return False
         markers = [*self._format.MARKERS] if self.tools else []
-        markers += [THINK, END_THINK] if self.chat.reasons else []
+        markers += [THINK, END_THINK] if self.chat.has_reasoning_parser else []
         return self.chat.special_tokens.isdisjoint(markers)
 
     def new_parser(self, prompt: str) -> OutputParser:
@@ -103,7 +103,7 @@ class ToolPlan:
         answer = None
         if self.tools or self._format.READS_REASONING:
             answer = self._format.new_parser(self.tools, prompt)
-        if not self.chat.reasons:
+        if not self.chat.has_reasoning_parser:
             return answer or PlainText()
         return ReasoningMachine(answer, is_inside=self._is_in_reasoning(prompt))
 
@@ -119,11 +119,9 @@ class ToolPlan:
         answer = self._answer(wanted)
         if answer is None:
             return None
-        if not self.chat.reasons:
+        if not self.chat.has_reasoning_parser:
             return wanted if not self.tools else StructuredOutputsParams(structural_tag={"format": answer})
-        may_be_text = self.choice.mode == "auto" and wanted is None
-        answer = self._after_reasoning(answer, prompt, may_be_text=may_be_text)
-        return StructuredOutputsParams(structural_tag={"format": answer})
+        return StructuredOutputsParams(structural_tag={"format": self._after_reasoning(answer, prompt)})
 
     def _answer(self, wanted: StructuredOutputsParams | None) -> Format | None:
         """Return the format of an answer without reasoning; None if it may be any text."""
@@ -144,18 +142,18 @@ class ToolPlan:
             return self._format.text_with_calls(self.tools, is_single=is_single)
         return None
 
-    def _after_reasoning(self, answer: Format, prompt: str, *, may_be_text: bool) -> Format:
-        """Return the format of an answer with the reasoning that may precede it.
-
-        may_be_text: whether the answer may be any text, which includes reasoning.
-        """
+    def _after_reasoning(self, answer: Format, prompt: str) -> Format:
+        """Return the format of an answer with the reasoning that may precede it."""
         is_inside = self._is_in_reasoning(prompt)
-        if not is_inside and (may_be_text or prompt.rstrip().endswith(END_THINK)):
+        if not is_inside and prompt.rstrip().endswith(END_THINK):
             return answer
         text: Format = {"type": "any_text"}
         reasoning = {"type": "tag", "begin": "" if is_inside else THINK, "content": text, "end": END_THINK}
-        reasoned: Format = {"type": "sequence", "elements": [reasoning, _BLANKS, answer]}
-        return reasoned if is_inside else {"type": "or", "elements": [reasoned, answer]}
+        if is_inside:
+            return {"type": "sequence", "elements": [reasoning, _BLANKS, answer]}
+        # The answer is there once: a grammar with two of it would be twice as large.
+        before: Format = {"type": "sequence", "elements": [reasoning, _BLANKS]}
+        return {"type": "sequence", "elements": [{"type": "optional", "content": before}, answer]}
 
     def _is_in_reasoning(self, prompt: str) -> bool:
         return self.chat.is_in_reasoning(prompt, continues_answer=self.continues_answer)

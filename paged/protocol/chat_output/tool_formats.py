@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ from ...model.response_template import ResponseTemplate
 from .call_parsers import HermesCalls, JsonCalls, Llama3Calls, MistralCalls
 from .machine import CallMachine
 from .parts import OutputParser
+from .reasoning import THINK
 from .template_calls import TemplateMachine
 from .tools import ANY_OBJECT, Tool
 
@@ -97,7 +99,7 @@ class Llama3Format(ToolFormat):
         """Return the format of text that does not begin as an object does, or of calls."""
         calls = self.calls([*map(_loose, tools)], is_single=is_single)
         tagged = [_sequence(_text(tag), calls) for tag in self._tags]
-        return _either({"type": "regex", "pattern": r"([^{\s](.|\n)*)?"}, calls, *tagged)
+        return _either(_text_that_is_no_call("{", [*self.MARKERS, THINK]), calls, *tagged)
 
 
 class MistralFormat(ToolFormat):
@@ -155,7 +157,7 @@ class JsonFormat(ToolFormat):
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text that does not begin as a list does, or of calls."""
         calls = self.calls([*map(_loose, tools)], is_single=is_single)
-        return _either({"type": "regex", "pattern": r"([^\[\s](.|\n)*)?"}, calls)
+        return _either(_text_that_is_no_call("[", [THINK]), calls)
 
 
 class TemplateFormat(ToolFormat):
@@ -214,6 +216,17 @@ def _separated(tags: Iterable[Format], separator: str, *, is_single: bool) -> Fo
 
 def _triggered(trigger: str, tags: Iterable[Format], *, is_single: bool) -> Format:
     return {"type": "triggered_tags", "triggers": [trigger], "tags": [*tags], "stop_after_first": is_single}
+
+
+def _text_that_is_no_call(begin: str, tags: Iterable[str]) -> Format:
+    """Return the format of text that does not begin as a call does, also after blanks or reasoning.
+
+    begin: the first character of a call.
+    tags: texts that begin calls or reasoning anywhere, which the text does not have.
+    """
+    first = rf"[^{re.escape(begin)} \t\n\r]"  # machine.BLANKS
+    without = "".join(rf" & ~/(.|\n)*{re.escape(tag)}(.|\n)*/" for tag in tags)
+    return {"type": "grammar", "grammar": f"start: TEXT\nTEXT: /({first}(.|\n)*)?/{without}\n"}
 
 
 def _sequence(*elements: Format) -> Format:

@@ -118,19 +118,22 @@ def tool_choice_of(value: Any, tools: Sequence[Tool]) -> ToolChoice:
 def _allowed(value: Mapping[str, Any], tools: Sequence[Tool]) -> ToolChoice:
     reject_unknown("tool_choice", value, ("type", "allowed_tools"))
     allowed = value.get("allowed_tools")
-    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
-    listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    allowed = allowed if isinstance(allowed, Mapping) else {}
+    mode, listed = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required") or not isinstance(listed, Sequence) or not listed:
         raise RequestError(
             'tool_choice.allowed_tools must be {"mode": "auto" or "required", "tools": [...]}, '
-            f"got {shown(allowed)}"
+            f"got {shown(value.get('allowed_tools'))}"
         )
+    reject_unknown("tool_choice.allowed_tools", allowed, ("mode", "tools"))
     names = (_name(f"tool_choice.allowed_tools.tools[{i}]", tool, tools) for i, tool in enumerate(listed))
     return ToolChoice(mode, frozenset(names))
 
 
 def _name(where: str, value: Any, tools: Sequence[Tool]) -> str:
-    name = _function(where, value).get("name")
+    function = _function(where, value)
+    reject_unknown(f"{where}.function", function, ("name",))
+    name = function.get("name")
     known = [tool.name for tool in tools]
     if name not in known:
         raise RequestError(f"{where} names {shown(name)}, which is not one of the tools {', '.join(known)}")

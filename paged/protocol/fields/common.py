@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..chat_output.tools import MAX_TOOLS
 from ..limits import MAX_NAME_LENGTH, MAX_REQUEST_ID_LENGTH
-from .kinds import Boolean, Choice, JSONObject, ListOf, Number, Text
+from .kinds import Boolean, Choice, JSONObject, ListOf, Number, PrintableText, Text
 from .table import Field, FieldTable, ObjectOf, ignored, refused
 
 STREAM_OPTIONS = FieldTable(
@@ -21,10 +21,14 @@ ADD_SPECIAL_TOKENS = Field(
 # In every body.
 BASE_FIELDS = [
     Field("model", Text(longest=MAX_NAME_LENGTH), "a name of the model; any model if it is not given"),
-    Field("user", Text(longest=MAX_NAME_LENGTH), "the tenant, who is charged by scheduling_policy fair"),
+    Field(
+        "user",
+        Text(longest=MAX_NAME_LENGTH),
+        "the tenant; scheduling_policy: fair divides the engine among tenants",
+    ),
     Field(
         "request_id",
-        Text(1, MAX_REQUEST_ID_LENGTH),
+        PrintableText(1, MAX_REQUEST_ID_LENGTH),
         "the id of the request, from which those of responses are made",
     ),
     *ignored("metadata", "nothing is stored"),
@@ -47,7 +51,7 @@ ANSWER_FIELDS = [
     ),
     *ignored("service_tier", "all requests are served alike; see priority"),
     *ignored("prompt_cache_key prompt_cache_retention prompt_cache_options", "prefixes are always cached"),
-    *ignored("prediction", "the answer is the same with a prediction"),
+    *ignored("prediction", "predicted outputs are not used to speed up decoding"),
     *ignored("moderation", "nothing is moderated"),
 ]
 _EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))

@@ -136,6 +136,24 @@ class Text(Kind):
         return "string" if self.longest is None else f"string of at most {self.longest} characters"
 
 
+class PrintableText(Text):
+    """A string of printable ASCII, which fits headers and logs."""
+
+    def parse(self, name: str, value: Any) -> str:
+        """Return the value."""
+        text = super().parse(name, value)
+        if not (text.isascii() and text.isprintable()):
+            raise RequestError(f"{name} must be printable ASCII, got {shown(value)}")
+        return text
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {**super().schema(), "pattern": "^[ -~]*$"}
+
+    def __str__(self) -> str:
+        return f"string of at most {self.longest} printable ASCII characters"
+
+
 def check_unicode(name: str, text: str) -> None:
     """Raise RequestError, naming the field, if a text has a lone surrogate, which UTF-8 cannot encode."""
     if text.isascii():
@@ -147,6 +165,19 @@ def check_unicode(name: str, text: str) -> None:
             f"{name} is not valid Unicode: character {error.start} is the lone surrogate "
             f"{text[error.start]!r}"
         ) from error
+
+
+def check_unicode_within(name: str, value: Any) -> None:
+    """Raise RequestError, naming the field, if a text in a JSON value is not valid Unicode."""
+    if isinstance(value, str):
+        check_unicode(name, value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            check_unicode_within(name, key)
+            check_unicode_within(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            check_unicode_within(f"{name}[{i}]", item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +250,8 @@ class TokenIds(Kind):
     def parse(self, name: str, value: Any) -> list[int]:
         """Return the ids."""
         check_length(name, value, self.shortest, self.longest)
+        if {*map(type, value)} == {float, int} or {*map(type, value)} == {float}:  # all of them at once
+            value = [*map(integral, value)]
         if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > MAX_INT):
             return [check_int(RequestError, f"{name}[{i}]", integral(v), 0) for i, v in enumerate(value)]
         return value  # type: ignore[no-any-return]
@@ -292,6 +325,7 @@ class JSONObject(Kind):
         """Return the value."""
         if not isinstance(value, Mapping):
             raise RequestError(f"{name} must be an object such as {self.example}, got {shown(value)}")
+        check_unicode_within(name, value)
         return value
 
     def schema(self) -> Schema:

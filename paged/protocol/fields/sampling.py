@@ -34,7 +34,7 @@ from .kinds import (
     Text,
     TokenIds,
 )
-from .table import Field, FieldTable, ObjectOf, Tagged, refused
+from .table import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 
 _TEXT = Text(1)
 _CANDIDATES = Integer(-1, MAX_LOGPROBS)
@@ -117,10 +117,9 @@ CONSTRAINTS = FieldTable(
 _SCHEMA = FieldTable(
     "response_format.json_schema",
     [
-        Field("name", Text(), "a name, which changes nothing"),
-        Field("description", Text(), "a description, which changes nothing"),
+        *ignored("name description", "they are not shown to the model"),
         Field("schema", JSONObject('{"type": "object"}'), "the JSON schema of the answer", required=True),
-        Field("strict", Boolean(), "the answer always matches the schema, also with false"),
+        *ignored("strict", "the answer always matches the schema, also with false"),
     ],
 )
 
@@ -146,11 +145,12 @@ RESPONSE_FORMAT = Tagged(
         ),
     },
 )
+_MEANINGS = {"prompt_logprobs": "log-probabilities of the prompt's tokens and of this many most likely ones"}
 GUIDED = "its place is structured_outputs: {{{}}}"
 # In every body that generates; of these two each body has its own form.
 SAMPLING_FIELDS = [
     *(
-        _sampling(name, kind)
+        _sampling(name, kind, _MEANINGS.get(name, ""))
         for name, kind in SAMPLING_KINDS.items()
         if name not in ("logprobs", "detokenize")
     ),
@@ -159,8 +159,8 @@ SAMPLING_FIELDS = [
         "response_format",
         RESPONSE_FORMAT,
         'the form of the answer: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", '
-        '"json_schema": {"schema": ...}} or {"type": "structural_tag", ...}; another way to write '
-        "structured_outputs",
+        '"json_schema": {"schema": ...}} or {"type": "structural_tag", ...}; a constraint on '
+        "the output, which is translated to structured_outputs",
     ),
     *refused("logits_processors", "functions cannot be given in JSON; see logit_bias and bad_words", []),
     *refused("output_kind", "stream says whether there are deltas"),
@@ -174,7 +174,10 @@ SAMPLING_FIELDS = [
     ),
     *refused("use_beam_search", "beams are offline alone: LLMEngine.beam_search", False),
     *refused("length_penalty early_stopping", "they belong to beam search", 1, 1.0, False),
-    *refused("vllm_xargs logits_processor_args", "there are no custom logits processors here", {}),
+    *refused("vllm_xargs logits_processor_args", "custom logits processors are not available over HTTP", {}),
+    *refused("skip_clone", "it has no effect here: leave it out", True, False),
+    *refused("stream_interval", "the server sets how often chunks are sent", 1),
+    *refused("extra_args", "custom logits processors are not available over HTTP", {}),
     *refused("truncation_side", "cut the prompt's token ids"),
     *refused("kv_transfer_params ec_transfer_params", "KV is not transferred between engines yet"),
     *refused("extra_body", "its fields belong into the body itself; clients put them there", {}),

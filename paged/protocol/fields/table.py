@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import PagedError, RequestError, UnknownArgumentError
 from ...validation import shown
-from .kinds import AnyJSON, Kind, Schema, nullable
+from .kinds import AnyJSON, Kind, Schema, check_unicode_within, nullable
 
 # The names of longer fields are not compared with known ones, which takes quadratic time.
 MAX_COMPARED = 64
@@ -94,12 +94,13 @@ class FieldTable:
             if field is None:
                 if not self.is_open:
                     raise self._unknown(name, path)
+                check_unicode_within(path + name, value)
                 values[name] = value
             elif value is None:
                 continue
             elif field.effect is Effect.HONOURED:
                 try:
-                    if isinstance(field.kind, ObjectOf):
+                    if isinstance(field.kind, ObjectOf | Tagged):
                         values[name], nested = field.kind.parts(path + name, value)
                         without_effect += nested
                     else:
@@ -179,11 +180,15 @@ class Tagged(Kind):
 
     def parse(self, name: str, value: Any) -> dict[str, Any]:
         """Return the honoured fields, parsed, with the key."""
+        return self.parts(name, value)[0]
+
+    def parts(self, name: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+        """Return the honoured fields, parsed, with the key, and the names of those without effect."""
         tag = value.get(self.key) if isinstance(value, Mapping) else None
         if not isinstance(tag, str) or tag not in self.tables:
             known = ", ".join(self.tables)
             raise RequestError(f"{name} must be an object of {self.key} {known}, got {shown(value)}")
-        return self.tables[tag].parse(value, f"{name}.")[0]
+        return self.tables[tag].parse(value, f"{name}.")
 
     def schema(self) -> Schema:
         """Return the JSON schema."""

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ...protocol.jobs import parse_json
 from ...requests.request import RequestOutput
+from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
 from .body_budget import FREE_BYTES, BodyBudget
 from .failures import Header, HttpError
@@ -87,16 +87,18 @@ class Exchange:
         if self.record is not None:
             self.record.on_output(output, time.monotonic(), replica)
 
-    async def read_json(self) -> Any:
-        """Return the value of the body, which must be JSON.
+    async def read_json(self, parse: Callable[[Any], T]) -> T:
+        """Return what `parse` makes of the value of the body, which must be JSON.
+
+        parse: runs in a thread if the body is long.
 
         Raises HttpError if it is too large, too slow, of another type, or if too many large bodies are being
-        read; RequestError if it is no JSON.
+        read; RequestError if it is no JSON; the errors of `parse`.
         """
         self._check_type()
         try:
             body = await self.read_body()
-            return await in_thread_if(self.has_large_body, parse_json, body)
+            return await in_thread_if(self.has_large_body, lambda: parse(parse_json(body)))
         finally:
             self._budget.give_back(max(0, self.num_body_bytes - FREE_BYTES))
 

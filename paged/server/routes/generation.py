@@ -109,8 +109,9 @@ async def _begin(
     prompts, params = await in_thread_if(is_long, _requests, front, exchange, call, identity)
     front.begin(exchange, call, num_requests=len(prompts), params=params[0])
     generate, tenant = front.engine.generate, call.tenant
+    engine_id = front.engine_id_of(call, identity)
     streams = [
-        generate(prompt, own, f"{identity}-{i}", tenant=tenant)
+        generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
     return streams, identity, exchange.on_output

@@ -59,7 +59,7 @@ class Events(Framing):
                 raise HttpError(*failure)
             if not self._has_begun:
                 self._has_begun = True
-                values += self._chunks.start()
+                values += self._chunks.start(index, outcome)
             values += self._chunks.add(index, outcome)
         return b"".join(map(event, values))
 

@@ -28,11 +28,12 @@ class EmbeddingRoute:
         async with until_disconnect(exchange):
             prompts = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
+            engine_id = front.engine_id_of(call, identity)
             record = front.begin(exchange, call, num_requests=len(prompts))
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(self._embed(prompt, f"{identity}-{i}", call, record))
+                        group.create_task(self._embed(prompt, f"{engine_id}-{i}", call, record))
                         for i, prompt in enumerate(prompts)
                     ]
             except BaseExceptionGroup as errors:  # all others are cancelled
@@ -79,14 +80,15 @@ class ScoreRoute:
         async with until_disconnect(exchange):
             (prompt,) = call.prompts(front.engine.text)
             identity = front.identity_of(exchange, call)
+            engine_id = front.engine_id_of(call, identity)
             record = front.begin(exchange, call, num_requests=len(call.continuations))
             outputs = await front.engine.score(
-                prompt, call.continuations, identity, priority=call.priority or 0.0, tenant=call.tenant
+                prompt, call.continuations, engine_id, priority=call.priority or 0.0, tenant=call.tenant
             )
             if failure := failure_of(outputs):
                 raise HttpError(*failure)
             for i, output in enumerate(outputs):
-                record.on_result(f"{identity}-{i}", num_prompt_tokens=output.num_tokens)
+                record.on_result(f"{engine_id}-{i}", num_prompt_tokens=output.num_tokens)
             created, model = int(time.time()), front.names[0]
             await exchange.answer(
                 lambda: call.body(outputs, identity, created, model),

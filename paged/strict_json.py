@@ -1,0 +1,78 @@
+"""JSON from others: bounded in depth, without what Python's parser takes beyond the standard."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from typing import Any
+
+from .errors import RequestError
+from .validation import shown
+
+MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
+# Strings, whose brackets do not count, and brackets. A string may be cut at the end of a wrong text.
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[\]{}])', re.DOTALL)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises RequestError if it is not JSON in UTF-8, an object has a name twice, a number is too large, NaN or
+    infinite, or objects and arrays are nested more than MAX_JSON_DEPTH deep.
+    """
+    try:
+        if isinstance(text, bytes | bytearray):
+            text = text.decode("utf-8-sig")
+        _check_depth(text)
+        return json.loads(
+            text, object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
+        )
+    except UnicodeDecodeError as error:
+        raise RequestError(f"this is not JSON in UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise RequestError(f"this is not JSON: {error}") from error
+
+
+def _check_depth(text: str) -> None:
+    # Most texts have too few brackets to be deep, and counting them is quick.
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return
+    depth = 0
+    for match in _BRACKETS.finditer(text):
+        opening = match[1]
+        if opening is not None:
+            depth += 1 if opening in "[{" else -1
+            if depth > MAX_JSON_DEPTH:
+                raise RequestError(
+                    f"objects and arrays are nested more than {MAX_JSON_DEPTH} deep; make the JSON flatter"
+                )
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise RequestError(f"{shown(digits)} is too large for a number")
+    return number
+
+
+def _constant(name: str) -> float:
+    raise RequestError(f"{name} is not JSON; numbers are finite")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise RequestError(f"{shown(twice)} is given twice in one object; give it once")
+    return value
+
+
+def _int(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:  # Python limits the digits, as parsing takes quadratic time
+        raise RequestError(
+            f"{digits[:16]}... has {len(digits):,} characters; no int here may be that long"
+        ) from error
