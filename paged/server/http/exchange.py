@@ -25,7 +25,6 @@ PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more 
 PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
 _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
-T = TypeVar("T")
 
 
 class Exchange:
