@@ -19,6 +19,7 @@ from ..telemetry.records import RequestRecord
 from .body_budget import FREE_BYTES, BodyBudget
 from .failures import Header, HttpError
 
+T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
