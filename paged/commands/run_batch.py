@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 INPUT_HELP = """JSON lines with custom_id, method, url and body, as OpenAI's batch API takes them; url is
-/v1/chat/completions, /v1/completions or /v1/embeddings."""
+/v1/chat/completions, /v1/completions or /v1/embeddings. The id of a result comes from its custom_id: a
+request_id of a body has no effect. Other fields without effect are counted on stderr."""
 _OUTPUT_HELP = """File for the results, in the order in which they are done. Lines whose results it has
 already are skipped, so that starting an interrupted run again continues it."""
 RETRY_HELP = """Answer the lines again whose results are errors; the new results replace them.
@@ -70,6 +71,9 @@ def run_batch(
             with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:
                 run = _Run(engine, output, served_model_name or model, bar.update)
                 run.answer(read_lines(input_file, output.done, limits))
+            if run.ignored:
+                counts = ", ".join(f"{name} ({count:,} lines)" for name, count in run.ignored.most_common())
+                common.complain(f"these fields of bodies had no effect: {counts}")
         num_failed = output.num_failed
     if num_failed:
         common.complain(
@@ -96,7 +100,10 @@ class _Entry:
 
 
 class _Run:
-    """Answers lines with an engine, reading only as many as keep it busy."""
+    """Answers lines with an engine, reading only as many as keep it busy.
+
+    ignored: how many lines had each field that has no effect.
+    """
 
     def __init__(
         self,
@@ -107,6 +114,7 @@ class _Run:
     ) -> None:
         self._engine, self._output, self._after_line = engine, output, after_line
         self._model = model
+        self.ignored = Counter[str]()
         self._entries: dict[str, _Entry] = {}  # by identity
         self._queue: deque[tuple[_Entry, int]] = deque()  # prompts that the engine has not got yet
         config = engine.config
@@ -140,6 +148,8 @@ class _Run:
                 terms = {"param": "model", "code": MODEL_NOT_FOUND}
                 self._close(line, NOT_FOUND, error_body(NOT_FOUND, message, **terms))
                 return
+            self.ignored.update(line.call.ignored)
+            self.ignored.update(["request_id"] if line.call.request_id is not None else [])
             entry = _Entry(line, line.call, [*line.call.prompts(self._engine.text)])
         except Exception as error:
             self._refuse(line, error)

@@ -72,13 +72,23 @@ def test_bodies_are_those_of_openai(run, loaded, tmp_path):
         tmp_path / "in.jsonl",
         line("text", model="demo", prompt="def f(x):", max_tokens=5, temperature=0),
         line("many", prompt=["a", "b"], n=2, echo=True, seed=3, max_tokens=4),
-        line("ids", prompt=[5, 6], logprobs=2, temperature=0, max_tokens=2),
-        line("chat", CHAT, messages=HELLO, logprobs=True, top_logprobs=2, max_completion_tokens=3, user="u"),
+        line("ids", prompt=[5, 6], logprobs=2, temperature=0, max_tokens=2, request_id="r", metadata={}),
+        line(
+            "chat",
+            CHAT,
+            metadata={},
+            messages=HELLO,
+            logprobs=True,
+            top_logprobs=2,
+            max_completion_tokens=3,
+            user="u",
+        ),
     )
     before, output = int(time.time()), tmp_path / "out.jsonl"
     code, out, err = run("run-batch", source, output, "--chat-template", "plain")
     assert (code, out) == (0, "")
     assert "4/4" in err
+    assert "these fields of bodies had no effect: metadata (2 lines), request_id (1 lines)" in err
     created = json.loads(output.read_text().splitlines()[0])["response"]["body"]["created"]
     assert before <= created <= time.time()
     found = by_custom_id(output)

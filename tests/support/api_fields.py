@@ -10,10 +10,10 @@ from typing import Any
 
 from paged.protocol import limits
 from paged.protocol.endpoints import ENDPOINTS
-from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
+from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, STREAM_OPTIONS, TEMPLATE_FIELDS
 from paged.protocol.fields.messages import MESSAGE_TABLE
-from paged.protocol.fields.sampling import SAMPLING_FIELDS
-from paged.protocol.fields.table import Effect, Field
+from paged.protocol.fields.sampling import CONSTRAINTS, RESPONSE_FORMAT, SAMPLING_FIELDS, SCHEMA_TABLE
+from paged.protocol.fields.table import Effect, Field, FieldTable
 from paged.strict_json import MAX_JSON_DEPTH
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
@@ -142,6 +142,14 @@ GROUPS: dict[str, Sequence[Field]] = {
     "In the bodies with choices": ANSWER_FIELDS,
     "In the bodies with a conversation": TEMPLATE_FIELDS,
 }
+# The objects within bodies that have a table, by the title of their section.
+NESTED: dict[str, FieldTable] = {
+    "A message": MESSAGE_TABLE,
+    "`stream_options`": STREAM_OPTIONS,
+    "`structured_outputs`": CONSTRAINTS,
+    "`response_format.json_schema`": SCHEMA_TABLE,
+    "`response_format` of type structural_tag": RESPONSE_FORMAT.tables["structural_tag"],
+}
 _INTRO = f"""# Fields of request bodies
 
 Made from the tables that parse the bodies (`python -m tests.support.api_fields --write`).
@@ -185,7 +193,8 @@ def page() -> str:
         also = "; ".join(title[0].lower() + title[1:] for title in shared)
         also = f"Also the fields {also}.\n\n" if shared else ""
         parts.append(f"\n## {title}\n\n{also}{''.join(_rows(own))}")
-    parts.append(f"\n## A message\n\n{''.join(_rows(MESSAGE_TABLE.fields))}")
+    for title, table in NESTED.items():
+        parts.append(f"\n## {title}\n\n{''.join(_rows(table.fields))}")
     return "".join(parts)
 
 

@@ -114,7 +114,7 @@ CONSTRAINTS = FieldTable(
         *_refused_by_vllm(STRUCTURED_OUTPUTS_PARAMS),
     ],
 )
-_SCHEMA = FieldTable(
+SCHEMA_TABLE = FieldTable(
     "response_format.json_schema",
     [
         *ignored("name description", "they are not shown to the model"),
@@ -135,7 +135,8 @@ RESPONSE_FORMAT = Tagged(
         "text": _format("text"),
         "json_object": _format("json_object"),
         "json_schema": _format(
-            "json_schema", Field("json_schema", ObjectOf(_SCHEMA), "the schema and its name", required=True)
+            "json_schema",
+            Field("json_schema", ObjectOf(SCHEMA_TABLE), "the schema and its name", required=True),
         ),
         "structural_tag": _format(
             "structural_tag",
