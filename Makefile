@@ -28,6 +28,7 @@ simulation: $(INSTALLED)
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants $(ARGS)
 	$(BIN)/python -m tests.gpu_mutants $(ARGS)
+	$(BIN)/python -m tests.family_mutants $(ARGS)
 
 # The kernels on the oldest Triton that is supported, whose interpreter does what newer numpy refuses.
 test-triton-3.6:

@@ -94,11 +94,13 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what a sublayer adds to the residual
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
+    context_is_scaled: bool = False  # max_position_embeddings includes the factor of linear rope
+    exceeds_float16: bool = False  # activations may be larger than float16 represents
 
     @property
     def max_context(self) -> int:
         """The longest sequence that positions exist for; scaling may extend it."""
-        if self.rope.type in ("linear", "dynamic"):
+        if self.rope.type in ("linear", "dynamic") and not self.context_is_scaled:
             return int(self.max_position_embeddings * self.rope.factor)
         if self.rope.type == "yarn":
             extended = int(self.rope.original_max_position_embeddings * self.rope.factor)

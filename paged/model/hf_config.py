@@ -85,7 +85,7 @@ def from_hf(hf: Config) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads")
     declared = known.declare(hf)
-    _check_activation(hf, declared)
+    _check_activation(hf, declared, known.defaults)
     rope = declared.pop("rope", None) or read_rope(hf)
     least = 2
     if rope.type == "dynamic":
@@ -140,14 +140,13 @@ def require_supported(hf: Config) -> str:
     return name
 
 
-def _check_activation(hf: Config, declared: Mapping[str, Any]) -> None:
+def _check_activation(hf: Config, declared: Mapping[str, Any], defaults: Config) -> None:
     """Raise UnsupportedModelError unless config.json names the activation that the family has."""
     wanted = ACTIVATIONS[declared.get("activation", "silu")]
-    for key in ("hidden_act", "hidden_activation"):
-        # Gemma's files have both; transformers reads the second.
-        is_read = key == "hidden_activation" or hf.get("hidden_activation") is None
-        if is_read and hf.get(key) is not None and hf[key] != wanted:
-            raise UnsupportedModelError(f"{key} {shown(hf[key])} is not supported; {wanted!r} is")
+    # Gemma's files have both keys; its classes read the second, those of other families the first.
+    key = "hidden_activation" if "hidden_activation" in defaults else "hidden_act"
+    if hf.get(key) is not None and hf[key] != wanted:
+        raise UnsupportedModelError(f"{key} {shown(hf[key])} is not supported; {wanted!r} is")
 
 
 def _dtype(hf: Config) -> str:

@@ -26,6 +26,11 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
     """
     config, model_config = sizes.config, sizes.model.for_context(sizes.max_model_len)
     dtype: torch.dtype = getattr(torch, sizes.dtype)
+    if model_config.exceeds_float16 and dtype == torch.float16:
+        raise ConfigError(
+            f"dtype float16 is too narrow for {model_config.architecture}, whose activations exceed 65,504; "
+            "take dtype='bfloat16' or 'float32'"
+        )
     try:
         backend = resolve_backend(config.attention_backend, device)
         kernels = load_kernels(backend, compile_bar if has_terminal() else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from ..kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder
 from ..kernels.cpu.simd.memory import LINE
 from ..model.batch import Batch
 from ..model.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 Compute = Callable[[Batch, KVCache], tuple[Tensor, ...]]
 
@@ -37,6 +40,7 @@ class StepGraphs:
         self._graphs: dict[tuple[int, ...], _StepGraph | None] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._last: _Last | None = None
+        self._has_said_why = False
 
     def run(self, compute: Compute, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         """Return compute(batch, kv_cache), in memory that the next step overwrites.
@@ -80,7 +84,10 @@ class StepGraphs:
                 self._graphs.clear()
                 memory = torch.empty(2 * graph.num_bytes + LINE, dtype=torch.uint8)
                 self._memory = memory[-memory.data_ptr() % LINE :]
-        except (NotRecordableError, RuntimeError):  # RuntimeError: torch has no narrower one for a CPU
+        except (NotRecordableError, RuntimeError) as error:  # torch has no narrower one for a CPU
+            if not self._has_said_why:
+                self._has_said_why = True
+                logger.info("steps are not recorded, so small batches are slower: %s", error)
             return None
         graph.use_memory(self._memory)
         return graph

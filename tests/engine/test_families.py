@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from paged import CheckpointError, SamplingParams
+from paged import CheckpointError, ConfigError, SamplingParams
 from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts
 
 FAMILIES = [name for name in CONFIGS if not name.startswith(("llama", "mistral", "qwen"))]
@@ -75,3 +75,9 @@ def test_prefixes_of_other_longrope_factors_are_refused(tmp_path):
     assert new_engine(checkpoint("phi3-longrope"), max_model_len=400).load_prefix(tmp_path / "kv")
     with pytest.raises(CheckpointError, match="fingerprint"):
         new_engine(checkpoint("phi3-longrope"), max_model_len=64).load_prefix(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm", "granite"))])
+def test_float16_is_refused_where_it_is_too_narrow(name):
+    with pytest.raises(ConfigError, match="float16 is too narrow for .*; take dtype='bfloat16' or 'float32'"):
+        new_engine(checkpoint(name), dtype="float16")

@@ -163,6 +163,21 @@ def test_wrong_values_are_named(kind):
 
 
 WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma3-rope-of-a-type": (
+        "Gemma3ForCausalLM",
+        {"rope_parameters": {"full_attention": "x"}},
+        "rope_parameters of full_attention must be an object, got 'x'",
+    ),
+    "granite-tiny": (
+        "GraniteForCausalLM",
+        {"residual_multiplier": 1e-200},
+        "residual_multiplier must be at least 1e-06",
+    ),
+    "yarn-theta": (
+        "LlamaForCausalLM",
+        {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "rope_theta must be above 1 for yarn",
+    ),
     "granite": ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier must be above 0"),
     "granite-eps": (
         "GraniteForCausalLM",
@@ -199,7 +214,21 @@ def test_wrong_values_of_a_family_are_named(kind):
         from_hf(known | SIZES | values)
 
 
+def test_gemma3_s_context_includes_the_scaling():
+    hf = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **SIZES}
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert from_hf({**hf, **scaling, "max_position_embeddings": 4096}).max_context == 4096
+
+
+def test_one_type_of_layer_has_no_dynamic_rope():
+    hf = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **SIZES}
+    ropes = {"sliding_attention": {"rope_type": "dynamic", "factor": 4.0}}
+    with pytest.raises(UnsupportedModelError, match="rope type 'dynamic' is not supported for one type"):
+        from_hf({**hf, "rope_parameters": ropes})
+
+
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "activation": ({"hidden_act": "gelu", "hidden_activation": "silu"}, "hidden_act 'gelu'"),
     "dtype": ({"dtype": "int8"}, "dtype 'int8' is not supported; supported are float64, float32"),
     "outer-partial-rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "rope-by-layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),

@@ -26,7 +26,7 @@ CEILINGS = {
     "sliding_window_pattern": 1024,
     "no_rope_layer_interval": 1024,
 }
-MAX_FACTOR = 1e6  # of multipliers, divisors and caps
+MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6  # of multipliers, divisors and caps
 
 
 def size(hf: Config, name: str) -> int:
@@ -40,8 +40,9 @@ def flag(hf: Config, name: str) -> bool:
 
 
 def factor(hf: Config, name: str) -> float:
-    """Return a positive number."""
-    return check_number(CheckpointError, name, hf[name], 0, MAX_FACTOR, above=True)
+    """Return a positive number that float32 can multiply and divide by."""
+    value = check_number(CheckpointError, name, hf[name], 0, MAX_FACTOR, above=True)
+    return check_number(CheckpointError, name, value, MIN_FACTOR)
 
 
 def optional_factor(hf: Config, name: str) -> float | None:

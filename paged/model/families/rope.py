@@ -71,6 +71,8 @@ def read_rope(
         known = size(hf, trained) if hf.get(trained) else known
         more = _longrope(hf, rope, known, rotary_dim or head_dim_of(hf))
     theta = _number(rope, "rope_theta", MAX_ROPE_THETA)
+    if kind == "yarn" and theta <= 1:
+        raise CheckpointError(f"rope_theta must be above 1 for yarn rope, got {theta:g}")
     shape = {"rotary_dim": rotary_dim, "interleaved": interleaved, trained: known}
     return RopeConfig(kind, theta, **{**values, **more, **shape})
 
@@ -78,8 +80,8 @@ def read_rope(
 def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str, RopeConfig]:
     """Read the rotary embeddings of layers with full attention and of those with a window.
 
-    transformers 5 writes both into rope_parameters; what older checkpoints have is that of full attention,
-    and windows have an unscaled one. rope_theta, local_theta: where config.json has none.
+    transformers 5 writes both into rope_parameters. Older checkpoints describe the rope of full attention
+    only; sliding layers then use an unscaled one. rope_theta, local_theta: where config.json has none.
     """
     given = hf.get("rope_parameters") or {}
     own = {"full_attention": hf.get("rope_scaling") or {}, "sliding_attention": {}}
@@ -90,10 +92,16 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
         raise UnsupportedModelError(
             f"rope_parameters must be of full_attention and sliding_attention, got {shown(unknown[0])}"
         )
-    return {
+    for kind, values in given.items():
+        if not isinstance(values, dict | None):
+            raise CheckpointError(f"rope_parameters of {kind} must be an object, got {shown(values)}")
+    ropes = {
         kind: read_rope({**hf, "rope_theta": bases[kind]}, {**(given.get(kind) or {}), **scaling})
         for kind, scaling in own.items()
     }
+    if "dynamic" in [rope.type for rope in ropes.values()]:
+        raise UnsupportedModelError("rope type 'dynamic' is not supported for one type of layer alone")
+    return ropes
 
 
 def by_layer_type(

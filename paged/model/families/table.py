@@ -99,6 +99,7 @@ def _granite(hf: Config) -> dict[str, Any]:
         "embedding_multiplier": factor(hf, "embedding_multiplier"),
         "residual_multiplier": factor(hf, "residual_multiplier"),
         "logits_divisor": factor(hf, "logits_scaling"),
+        "exceeds_float16": True,  # as the residual is stored divided by its multiplier
     }
 
 
@@ -139,6 +140,7 @@ def _glm4(hf: Config) -> dict[str, Any]:
         **_llama({**hf, "mlp_bias": False}),
         "output_bias": False,
         "norms": norms,
+        "exceeds_float16": True,
         "rope": read_rope({"partial_rotary_factor": 0.5, **hf}, partial=True, interleaved=True),
         "fused_gate_up": True,
     }
@@ -157,6 +159,7 @@ def _gemma2(hf: Config) -> dict[str, Any]:
             "post_feedforward_layernorm",
         ),
         "norm_unit_offset": True,
+        "exceeds_float16": True,
         "activation": "gelu_tanh",
         "layer_windows": windows_of(layer_types, window_of(hf)),
         "attention_scale": size(hf, "query_pre_attn_scalar") ** -0.5,
@@ -169,7 +172,12 @@ def _gemma2(hf: Config) -> dict[str, Any]:
 def _gemma3(hf: Config) -> dict[str, Any]:
     layer_types = layer_types_of(hf, every("sliding_window_pattern", hf))
     ropes = ropes_by_type(hf, rope_theta=1e6, local_theta=hf.get("rope_local_base_freq") or 1e4)
-    return {**_gemma2(hf), **by_layer_type(hf, layer_types, ropes), "qk_norm": "head"}
+    return {
+        **_gemma2(hf),
+        **by_layer_type(hf, layer_types, ropes),
+        "qk_norm": "head",
+        "context_is_scaled": True,
+    }
 
 
 class Architecture(NamedTuple):
