@@ -79,5 +79,5 @@ def test_prefixes_of_other_longrope_factors_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm", "granite"))])
 def test_float16_is_refused_where_it_is_too_narrow(name):
-    with pytest.raises(ConfigError, match="float16 is too narrow for .*; take dtype='bfloat16' or 'float32'"):
+    with pytest.raises(ConfigError, match="float16 is too narrow for"):
         new_engine(checkpoint(name), dtype="float16")
