@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,12 +27,12 @@ T = TypeVar("T")
 SHOW_SHARE = 0.01  # of the time may be spent on making outputs of unfinished requests
 
 
-class Recipient(Outbox):
+class Recipient(Outbox, ABC):
     """An outbox whose reader is told when there will be no more outputs."""
 
+    @abstractmethod
     def fail(self, error: BaseException) -> None:
         """Tell the reader this error once all outputs are read."""
-        raise NotImplementedError
 
     def follow(self, call: Future[Any]) -> None:
         """Fail if the call that adds the request failed."""

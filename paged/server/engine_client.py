@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Sequence, Sized
 from dataclasses import replace
@@ -372,8 +373,9 @@ def _sendable(config: EngineConfig, options: dict[str, Any], replicas: int) -> d
     if not isinstance(config.scheduling_policy, str):
         policy = shown(config.scheduling_policy)
         raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")
-    cores = len(os.sched_getaffinity(0))
-    if replicas > cores and config.device == "cpu":  # with "auto", each process finds out
+    # With device "auto" each process finds out, as does one on another system than Linux.
+    is_shared = replicas > 1 and config.device == "cpu" and sys.platform == "linux"
+    if is_shared and replicas > (cores := len(os.sched_getaffinity(0))):
         raise ConfigError(f"{replicas} replicas need as many CPU cores; there are {cores}")
     if replicas > 1 and ":" in config.device:
         raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")

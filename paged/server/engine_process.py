@@ -50,10 +50,8 @@ class Link:
     def send(self, report: frames.Report) -> None:
         """Send a frame, from any thread."""
         data = frames.encode(report)
-        with (
-            self._lock,
-            suppress(BrokenPipeError, ConnectionResetError),
-        ):  # the reading thread ends the process
+        # A front end that has ended ends this process, too.
+        with self._lock, suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(data)
 
     def orders(self) -> Iterator[frames.Order | frames.Refused]:
@@ -142,7 +140,7 @@ class EngineServer:
         self.embeddings: list[tuple[int, Any]] = []
         self.scores: list[tuple[int, Any]] = []
         self.stats, self._stats_at = EngineStats.of(engine.scheduler), time.monotonic()
-        self._posts: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
+        self._outboxes: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
         self._preparing = ThreadPoolExecutor(MOST_PREPARED, "paged-prepare")
 
     def run(self) -> None:
@@ -155,10 +153,10 @@ class EngineServer:
         if self.loop.dead.__cause__ is not None:
             link.send(frames.Dead(str(self.loop.dead)))
 
-    def forget(self, post: FrameOutbox, finished: bool) -> None:
-        """Drop the post of a finished request."""
+    def forget(self, outbox: FrameOutbox, finished: bool) -> None:
+        """Drop the outbox of a finished request."""
         if finished:
-            self._posts.pop(post.key, None)
+            self._outboxes.pop(outbox.key, None)
 
     # On the loop's thread
 
@@ -230,60 +228,60 @@ class EngineServer:
         report: PromptReport,
         finish: Callable[[Request], None],
     ) -> None:
-        post = ReportOutbox(order.key, order.request_id, self, finish)
-        self._posts[order.key] = post
+        outbox = ReportOutbox(order.key, order.request_id, self, finish)
+        self._outboxes[order.key] = outbox
         prompt = ParsedPrompt(None, order.token_ids, order.namespace)
 
         def add(engine: LLMEngine) -> None:
             engine.prompts.check_parsed(prompt)
             terms = (order.request_id, prompt, report, order.priority, order.tenant)
             # Set before a step may finish it.
-            post.request = engine.core.add_report(*terms, post)
+            outbox.request = engine.core.add_report(*terms, outbox)
 
-        self._submit(add, post)
+        self._submit(add, outbox)
 
     def _generate(self, order: frames.Generate) -> None:
-        post = self._posts[order.key] = FrameOutbox(order.key, order.request_id, self)
+        outbox = self._outboxes[order.key] = FrameOutbox(order.key, order.request_id, self)
         try:
             params = frames.params_from_wire(order.params)
         except PagedError as error:
-            post.fail(error)
+            outbox.fail(error)
             return
         if _is_short(params):
-            self._prepare(order, params, post)
+            self._prepare(order, params, outbox)
         else:
-            self._preparing.submit(self._prepare, order, params, post)
+            self._preparing.submit(self._prepare, order, params, outbox)
 
-    def _prepare(self, order: frames.Generate, params: SamplingParams, post: FrameOutbox) -> None:
+    def _prepare(self, order: frames.Generate, params: SamplingParams, outbox: FrameOutbox) -> None:
         prompt = ParsedPrompt(None, order.token_ids, order.namespace)
         given = order.generated_token_ids
         try:
             spec = RequestSpec(prompt, params, tenant=order.tenant, generated_token_ids=given)
             spec = self.loop.prepare(spec)
         except Exception as error:  # told to the front end, whose request it is
-            post.fail(error)
+            outbox.fail(error)
             return
-        self._submit(lambda engine: engine.core.add(order.request_id, spec, post), post)
+        self._submit(lambda engine: engine.core.add(order.request_id, spec, outbox), outbox)
 
     def _fork(self, order: frames.Fork) -> None:
-        post = self._posts[order.key] = FrameOutbox(order.key, order.new_request_id, self)
+        outbox = self._outboxes[order.key] = FrameOutbox(order.key, order.new_request_id, self)
         params = None if order.params is None else frames.params_from_wire(order.params)
         names = order.request_id, order.new_request_id
-        self._submit(lambda engine: engine.core.fork(*names, params, post), post)
+        self._submit(lambda engine: engine.core.fork(*names, params, outbox), outbox)
 
-    def _submit(self, add: Callable[[LLMEngine], object], post: FrameOutbox) -> None:
+    def _submit(self, add: Callable[[LLMEngine], object], outbox: FrameOutbox) -> None:
         def add_unless_gone(engine: LLMEngine) -> None:
             add(engine)
-            if post.is_gone:  # aborted meanwhile: its reader may wait for the last output
-                engine.abort_request(post.request_id)
+            if outbox.is_gone:  # aborted meanwhile: its reader may wait for the last output
+                engine.abort_request(outbox.request_id)
 
         with suppress(EngineDeadError):
-            self.loop.submit(add_unless_gone).add_done_callback(post.follow)
+            self.loop.submit(add_unless_gone).add_done_callback(outbox.follow)
 
     def _abort(self, key: int) -> None:
-        if (post := self._posts.get(key)) is not None:
-            post.is_gone = True
-            self.loop.abort(post.request_id, post)
+        if (outbox := self._outboxes.get(key)) is not None:
+            outbox.is_gone = True
+            self.loop.abort(outbox.request_id, outbox)
 
     # On the thread of the heartbeat
 
@@ -308,6 +306,12 @@ def described(error: BaseException) -> tuple[str, str]:
     return "RuntimeError", f"{type(error).__name__}: {error}"
 
 
+def check_affinity() -> None:
+    """Raise ConfigError where processes cannot be given cores of their own."""
+    if sys.platform != "linux":
+        raise ConfigError("several replicas on a CPU need Linux, where each gets its share of the cores")
+
+
 def take_share(start: frames.Start) -> None:
     """Leave this process the GPU of its own, or its share of the cores, of those that are there.
 
@@ -319,15 +323,18 @@ def take_share(start: frames.Start) -> None:
 
     options = start.options
     num_gpus = 0 if options.get("device") == "cpu" else torch.cuda.device_count()  # does not start CUDA
-    cores = sorted(os.sched_getaffinity(0))
+    if not num_gpus:
+        check_affinity()
+    cores = [] if num_gpus else sorted(os.sched_getaffinity(0))
     count, what = (num_gpus, "GPUs") if num_gpus else (len(cores), "CPU cores")
     if count < start.num_replicas:
         raise ConfigError(f"{start.num_replicas} replicas need as many {what}; there are {count}")
     if num_gpus:
         # Read when CUDA or ROCm starts.
-        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-            shown = [each for each in os.environ.get(name, "").split(",") if each]
-            os.environ[name] = (shown or [*map(str, range(num_gpus))])[start.replica]
+        name = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+        listed = os.environ.get(name) or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        shown = [each for each in listed.split(",") if each]
+        os.environ[name] = (shown or [*map(str, range(num_gpus))])[start.replica]
         return
     size = len(cores) // start.num_replicas
     os.sched_setaffinity(0, cores[start.replica * size : (start.replica + 1) * size])
