@@ -36,7 +36,8 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
         kernels = load_kernels(backend, compile_bar if has_terminal() else None)
     except ImportError as error:  # Triton or numba is not installed
         raise ConfigError(str(error)) from error
-    check_attention(kernels, model_config.head_dim, getattr(torch, sizes.kv_dtype), config, device)
+    head_dims = {dim for shape in model_config.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
+    check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), config, device)
     forms = choose_forms(
         device,
         dtype,
