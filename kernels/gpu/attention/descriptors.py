@@ -79,4 +79,4 @@ def loads_by_descriptors(
 
 def _is_aligned(cache: Tensor) -> bool:
     places = (cache.data_ptr(), *(stride * cache.itemsize for stride in cache.stride()[:-1]))
-    return cache.stride(-1) == 1 and all(place % 16 == 0 for place in places)
+    return cache[0].is_contiguous() and all(place % 16 == 0 for place in places)
