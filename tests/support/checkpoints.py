@@ -193,7 +193,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
     transformers' own initialisation has zero biases, unit norms and attention so flat that a wrong window or
     rotation would pass.
     """
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = _class_for(config).from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -206,6 +206,11 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
                 gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
                 parameter.copy_(noise * gain / math.sqrt(parameter.shape[1]))
     return model
+
+
+def _class_for(config: PreTrainedConfig) -> Any:
+    has_images = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
 
 
 @functools.cache
@@ -238,7 +243,8 @@ class Reference:
     """transformers itself, eager and in float32, one prompt at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_class = _class_for(transformers.AutoConfig.from_pretrained(directory))
+        self.model = model_class.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         # Otherwise generate() would never choose EOS before min_new_tokens.
