@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    Gemma3Config,
-    Gemma3TextConfig,
-    Ministral3Config,
-    Mistral3Config,
-    MistralConfig,
-    PixtralVisionConfig,
-    PreTrainedConfig,
-    SiglipVisionConfig,
-)
 
 from paged import CheckpointError, RequestError, SamplingParams
 from paged.model.config import DEMO
@@ -30,90 +18,35 @@ from paged.model.generation_config import read_eos_token_ids
 from paged.server.engine_client import EngineClient
 from tests.engine.test_matches_transformers import assert_matches, greedy
 from tests.support.checkpoints import (
-    CONFIGS,
-    SHAPE,
-    VOCAB_SIZE,
-    Reference,
+    MULTIMODAL_CONFIGS,
+    checkpoint,
     edit_json,
     new_engine,
     ragged_prompts,
     random_model,
+    reference,
 )
 from tests.support.served import serving
 
-IMAGE = VOCAB_SIZE - 1
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIGLIP = SiglipVisionConfig(**VISION, image_size=16, patch_size=8)
-PIXTRAL = PixtralVisionConfig(**VISION, image_size=16, patch_size=8, head_dim=8)
 
-
-def gemma3() -> PreTrainedConfig:
-    text = Gemma3TextConfig(
-        **{**SHAPE, "tie_word_embeddings": True},
-        sliding_window=24,
-        sliding_window_pattern=2,
-        rope_parameters={"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}},
-    )
-    tokens = {"image_token_index": IMAGE, "boi_token_index": 209, "eoi_token_index": 208}
-    return Gemma3Config(text_config=text, vision_config=SIGLIP, mm_tokens_per_image=4, **tokens)
-
-
-def mistral3() -> PreTrainedConfig:
-    """Make one as those on the hub: with a head of its own, which its config.json does not tell."""
-    text = MistralConfig(**SHAPE, sliding_window=None)
-    return Mistral3Config(
-        text_config=text, vision_config=PIXTRAL, image_token_index=IMAGE, tie_word_embeddings=False
-    )
-
-
-def ministral3() -> PreTrainedConfig:
-    text = CONFIGS["ministral3"]()
-    assert isinstance(text, Ministral3Config)
-    return Mistral3Config(text_config=text, vision_config=PIXTRAL, image_token_index=IMAGE)
-
-
-MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gemma3": gemma3,
-    "mistral3": mistral3,
-    "ministral3": ministral3,
-}
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Callable[[str, bool], Path]:
-    """Return the directory of one of MODELS, with the names of transformers before version 4.52 or after."""
-
-    @functools.cache
-    def write(name: str, old_names: bool) -> Path:
-        directory = tmp_path_factory.mktemp(name)
-        random_model(MODELS[name]()).save_pretrained(directory, save_original_format=old_names)
-        edit_json(directory / "config.json", tie_word_embeddings=None)
-        return directory
-
-    return write
-
-
-def prompts_of_text(lengths: list[int]) -> list[list[int]]:
-    return ragged_prompts(lengths, vocab_size=200)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_text_part_matches_transformers(name, written, monkeypatch):
-    """With the names of both ages."""
-    oracle = Reference(written(name, True))
-    for old_names, norm in (
-        (True, "language_model.model.norm.weight"),
-        (False, "model.language_model.norm.weight"),
+@pytest.mark.parametrize("name", MULTIMODAL_CONFIGS)
+def test_text_part_matches_transformers(name, tmp_path, monkeypatch):
+    """With the names of tensors that transformers wrote before version 4.52, and those since."""
+    model = random_model(MULTIMODAL_CONFIGS[name]())
+    model.save_pretrained(tmp_path, save_original_format=False)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=None)
+    for directory, norm in (
+        (checkpoint(name), "language_model.model.norm.weight"),
+        (tmp_path, "model.language_model.norm.weight"),
     ):
-        directory = written(name, old_names)
         assert norm in load_file(directory / "model.safetensors")
-        engine = new_engine(directory)
-        assert_matches(engine, oracle, prompts_of_text([1, 70, 33]), 6, monkeypatch)
+        prompts = ragged_prompts([1, 70, 33], vocab_size=200)
+        assert_matches(new_engine(directory), reference(name), prompts, 6, monkeypatch)
 
 
-def changed(written: Callable[[str, bool], Path], directory: Path, **tensors: Tensor | None) -> Path:
+def changed(directory: Path, **tensors: Tensor | None) -> Path:
     """Return a copy of a checkpoint with other tensors; None removes one. __ in a name is a dot."""
-    shutil.copytree(written("mistral3", True), directory, dirs_exist_ok=True)
+    shutil.copytree(checkpoint("mistral-vision"), directory, dirs_exist_ok=True)
     file = directory / "model.safetensors"
     new = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
     everything = {**load_file(file), **new}
@@ -142,14 +75,14 @@ WRONG: dict[str, tuple[dict[str, Tensor | None], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_tensors_are_named(kind, written, tmp_path):
+def test_wrong_tensors_are_named(kind, tmp_path):
     tensors, message = WRONG[kind]
     with pytest.raises(CheckpointError, match=message):
-        new_engine(changed(written, tmp_path, **tensors))
+        new_engine(changed(tmp_path, **tensors))
 
 
-def test_tensors_of_other_parts_may_be_of_any_dtype(written, tmp_path):
-    new_engine(changed(written, tmp_path, vision_tower__position_ids=torch.arange(4)))
+def test_tensors_of_other_parts_may_be_of_any_dtype(tmp_path):
+    new_engine(changed(tmp_path, vision_tower__position_ids=torch.arange(4)))
 
 
 def test_eos_of_the_text_part(tmp_path):
