@@ -81,6 +81,11 @@ class RotaryEmbedding(nn.Module):
             frequencies = scaled_frequencies(rope, self.rotary_dim)
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
+    @property
+    def is_tabulated(self) -> bool:
+        """Whether a step takes its angles from a table."""
+        return self._table is not None
+
     def tabulate(self, num_positions: int) -> None:
         """Precompute the angles of the first positions. Call once: recorded steps point into the table."""
         assert self._table is None, "the table must not move"

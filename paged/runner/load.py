@@ -12,6 +12,7 @@ import torch
 from ..errors import ConfigError
 from ..kernels.backend import load_kernels
 from ..model.decoder import Decoder
+from ..model.model import Model
 from ..model.weight_forms import choose_forms, require_whole_groups
 from ..model.weights import check_weights, find_tensors, has_own_head, load_weights
 from .compile_bar import compile_bar, has_terminal
@@ -19,7 +20,7 @@ from .devices import check_attention, resolve_backend, weights_in_panels
 from .sizes import Sizes
 
 
-def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
+def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Model:
     """Load the checkpoint in this directory.
 
     Raises ConfigError where the options do not fit this machine, and CheckpointError where the checkpoint is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from .step_graphs import StepGraphs  # needs numba
 
 
+logger = logging.getLogger(__name__)
+
+
 class ModelRunner:
     """Owner of all device memory: the weights, and the KV cache, which takes what they leave.
 
@@ -53,12 +57,6 @@ class ModelRunner:
         self.model = load_model(self.sizes, self.device, directory)
         kernels = self.model.kernels
         self.graphs: StepGraphs | None = None
-        is_eager = config.enforce_eager or in_debug_mode()  # a recorded step skips the checks of debug mode
-        if kernels.records_steps and not is_eager:
-            from .step_graphs import StepGraphs
-
-            shapes = [model_config.kv_shapes[group.layers[0]] for group in model_config.layer_groups]
-            self.graphs = StepGraphs(model_config.num_heads, [shape.num_kv_heads for shape in shapes])
         self.batch_builder = BatchBuilder(
             self.sizes.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )
@@ -83,9 +81,8 @@ class ModelRunner:
         num_blocks = config.num_blocks or num_blocks_that_fit(
             self.sizes, self.device, kernels, self.run_in_other_cache
         )
-        if num_positions := self.sizes.num_tabulated_positions(num_blocks):
-            for rotary in self.model.rotary:
-                rotary.tabulate(num_positions)
+        self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
+        self.graphs = self._new_graphs()
         self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, self.sizes.num_host_blocks)
 
     def describe(self) -> str:
@@ -157,7 +154,7 @@ class ModelRunner:
         computed them; and the hidden states that reports ask for, if any.
         """
         if self.graphs is None:
-            hidden = self.model(batch, self.kv_cache)
+            hidden = self.model.forward(batch, self.kv_cache)
         elif batch.is_decode and batch.num_tokens <= self.graphs.max_decodes:
             logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
             return logits, (tokens, highest), None
@@ -167,6 +164,23 @@ class ModelRunner:
         num_logits = batch.num_logits
         logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
         return logits, None, hidden[num_logits:] if batch.num_output_rows > num_logits else None
+
+    def _new_graphs(self) -> StepGraphs | None:
+        """Return where steps are recorded; None if they are not, and say so where one would expect it."""
+        # A recorded step skips the checks of debug mode.
+        if not self.model.kernels.records_steps or self.config.enforce_eager or in_debug_mode():
+            return None
+        if obstacle := self.model.obstacle_to_recording:
+            logger.warning(
+                "steps are not recorded, because %s: those of few tokens take up to five times as long",
+                obstacle,
+            )
+            return None
+        from .step_graphs import StepGraphs
+
+        model = self.model_config
+        shapes = [model.kv_shapes[group.layers[0]] for group in model.layer_groups]
+        return StepGraphs(model.num_heads, [shape.num_kv_heads for shape in shapes])
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step in this KV cache, and keep none of the memory that it took."""
@@ -182,7 +196,7 @@ class ModelRunner:
 
     def _next_logits(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         """Return the logits of a decode batch, and each row's greedy token and its logit."""
-        logits = self.model.logits(self.model(batch, kv_cache))
+        logits = self.model.logits(self.model.forward(batch, kv_cache))
         return logits, *self.model.kernels.greedy(logits)
 
     def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:
