@@ -101,7 +101,14 @@ MUTANTS = [
         '("language_model.lm_head.", "lm_head."),',
         "",
     ),
-    Mutant("longrope is short", "phi3-longrope", LAYERS, "if rope.is_long else", "if False else"),
+    Mutant("longrope is short", "phi3-longrope", LAYERS, "if is_long else", "if False else"),
+    Mutant(
+        "a request that grows long keeps its K and V",
+        "phi3-longrope",
+        "requests/request",
+        "return len(self.token_ids) == self.inputs.long_from and",
+        "return False and",
+    ),
     Mutant(
         "embeddings are not multiplied", "gemma2", DECODER, "if self.embedding_factor != 1.0:", "if False:"
     ),

@@ -12,8 +12,9 @@ from typing import Any, Self, TypeVar
 from ..arguments import show_arguments_of
 from ..config import EngineConfig
 from ..errors import EngineDeadError, UsageError, reject_unknown
+from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
-from ..requests.request import PromptReport, Request, RequestOutput
+from ..requests.request import Request, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from ..errors import EngineDeadError, RequestError
 from ..interrupts import HeldInterrupts
-from ..requests.request import Outbox, PromptReport, Request, RequestGroup, RequestStatus
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Outbox, Request, RequestGroup, RequestStatus
 from ..runner.devices import failure_of
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import SamplingParams

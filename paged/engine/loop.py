@@ -14,7 +14,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from ..errors import EngineDeadError
-from ..requests.request import Outbox, PromptReport, Request
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Outbox, Request
 from ..scheduler.schedule import Schedule
 from ..text.prompt_parser import ParsedPrompt
 from .engine import LLMEngine

@@ -12,16 +12,9 @@ from typing import Any, NamedTuple
 from ..blocks.manager import BlockManager
 from ..errors import RequestError
 from ..requests.contradictions import check_possible
+from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
-from ..requests.request import (
-    Grammar,
-    PromptReport,
-    Request,
-    RequestGroup,
-    RequestInputs,
-    RequestMetrics,
-    SamplingState,
-)
+from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, RequestMetrics, SamplingState
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
 from ..sampling.structured_outputs import Grammars
@@ -187,7 +180,7 @@ class RequestFactory:
         inputs = self._inputs(request_id, prepared, params, inherited.tenant, deadline)
         same_stops = params.stop == inherited.params.stop
         num_unstopped = inherited.num_unstopped_tokens if same_stops else parent.num_output_tokens
-        inputs = replace(inputs, num_unstopped_tokens=num_unstopped)
+        inputs = replace(inputs, num_unstopped_tokens=num_unstopped, long_namespace=inherited.long_namespace)
         if inputs.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
@@ -261,7 +254,10 @@ class RequestFactory:
         deadline: float,
         generates: bool = True,
     ) -> RequestInputs:
-        prompt = prepared.prompt
+        prompt, long_from = prepared.prompt, self.prompts.long_from
+        long_namespace = b""
+        if long_from is not None:
+            long_namespace = self.prompts.namespace(params.cache_salt, long_from)
         return RequestInputs(
             request_id=request_id,
             prompt=prompt.text,
@@ -275,6 +271,8 @@ class RequestFactory:
             priority=params.priority,
             tenant=tenant,
             namespace=prompt.namespace,
+            long_from=long_from,
+            long_namespace=long_namespace,
             deadline=deadline,
         )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..requests.request import PromptReport, Request
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Request
 from ..text.prompt_parser import ParsedPrompt
 
 

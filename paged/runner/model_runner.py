@@ -41,7 +41,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
-        self.config, self.model_config = config, model_config
+        self.config = config
         self.device = resolve_device(config.device)
         on_gpu = self.device.type == "cuda"
         self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
@@ -52,13 +52,17 @@ class ModelRunner:
             self.num_threads = set_threads(self, config.num_threads)
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device))
+        model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
-        self.model = load_model(self.sizes, self.device, directory)
+        self.model = load_model(self.sizes, model_config, self.device, directory)
         kernels = self.model.kernels
         self.graphs: StepGraphs | None = None
         self.batch_builder = BatchBuilder(
-            self.sizes.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
+            self.sizes.block_size,
+            self.device,
+            with_rope_lens=model_config.rope.type == "dynamic",
+            long_context=model_config.long_context,
         )
         self.transfers = Transfers(self.device)
         self.seated_batches: SeatedBatches | None = None  # instead of the batch builder
@@ -72,6 +76,7 @@ class ModelRunner:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.sizes.max_model_len,
                 with_rope_lens=model_config.rope.type == "dynamic",
+                long_context=model_config.long_context,
             )
         self.sampler = self._new_sampler()
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)

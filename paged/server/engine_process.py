@@ -27,7 +27,8 @@ from ..engine.loop import EngineLoop, Recipient
 from ..engine.request_factory import RequestSpec
 from ..engine.scoring import score_output
 from ..errors import ConfigError, EngineDeadError, PagedError
-from ..requests.request import PromptReport, Request, RequestOutput
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Request, RequestOutput
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt

@@ -33,6 +33,8 @@ class PromptParser:
 
     def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.model_config, self.tokenizer, self.max_model_len = model_config, tokenizer, max_model_len
+        long = model_config.for_context(max_model_len).long_context
+        self.long_from = None if long is None else long.num_tokens  # see RequestInputs
         self._placeholders = dict(model_config.placeholders)
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
@@ -99,8 +101,12 @@ class PromptParser:
     def namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
         """Return what a prompt's KV depends on besides its tokens."""
         rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
-        # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
-        stretched = num_prompt_tokens if rope.type == "dynamic" and num_prompt_tokens > trained else None
+        stretched: int | str | None = None
+        if rope.type == "dynamic" and num_prompt_tokens > trained:
+            # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
+            stretched = num_prompt_tokens
+        elif self.long_from is not None and num_prompt_tokens >= self.long_from:
+            stretched = "long"
         if salt is None and stretched is None:
             return b""
         return repr((salt, stretched)).encode("utf-8", "surrogatepass")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from paged import CheckpointError, ConfigError, SamplingParams
+from paged import ConfigError, SamplingParams
 from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts
 
 FAMILIES = [
@@ -68,15 +68,49 @@ def test_bfloat16_is_as_close_as_that_of_transformers(name):
     assert (narrow - wide).norm() < 1.2 * (theirs - wide).norm()
 
 
-def test_prefixes_of_other_longrope_factors_are_refused(tmp_path):
-    """Keys rotated with the long factors are useless to queries rotated with the short ones."""
-    (prompt,) = ragged_prompts([40])
-    long = new_engine(checkpoint("phi3-longrope"))
-    run(long, [prompt])
-    assert long.save_prefix(tmp_path / "kv")
-    assert new_engine(checkpoint("phi3-longrope"), max_model_len=400).load_prefix(tmp_path / "kv")
-    with pytest.raises(CheckpointError, match="fingerprint"):
-        new_engine(checkpoint("phi3-longrope"), max_model_len=64).load_prefix(tmp_path / "kv")
+def test_longrope_keeps_the_prefixes_of_long_requests_apart(tmp_path):
+    """Keys rotated with the long factors are useless to queries rotated with the short ones.
+
+    A request that grows long finds what a long prompt left, and the other way round. Files keep them apart.
+    """
+    (prompt,) = ragged_prompts([100])
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def cached(engine, length: int, params: SamplingParams = greedy) -> int:
+        (output,) = engine.generate([prompt[:length]], params, use_tqdm=False)
+        return output.num_cached_tokens
+
+    engine = new_engine(checkpoint("phi3-longrope"))
+    assert [cached(engine, n) for n in (48, 49, 100, 100, 70)] == [0, 48, 0, 96, 64]
+    assert engine.save_prefix(tmp_path / "kv")
+    other = new_engine(checkpoint("phi3-longrope"), max_model_len=400)
+    assert other.load_prefix(tmp_path / "kv")
+    assert [cached(other, n) for n in (49, 100)] == [48, 96]
+    short = new_engine(checkpoint("phi3-longrope"), max_model_len=64)
+    assert short.load_prefix(tmp_path / "kv")
+    assert cached(short, 49) == 48
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_longrope_request_that_grows_long_is_forked_and_goes_on(n):
+    """Its fork, a request that goes on from its tokens, and its n samples have its tokens."""
+    (prompt,) = ragged_prompts([58])
+    params = SamplingParams(temperature=1e-9, max_tokens=16, ignore_eos=True, n=n)
+    engine = new_engine(checkpoint("phi3-longrope"))
+    (output,) = engine.generate([prompt], params, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    assert all(sample.token_ids == tokens for sample in output.outputs)
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    for num_steps in range(4, 11):
+        engine.add_request("a", prompt, greedy)
+        for _ in range(num_steps):
+            engine.step()
+        engine.fork("a", "b")
+        engine.add_request("c", prompt, greedy, generated_token_ids=tokens[:num_steps])
+        finished = {}
+        while engine.has_unfinished_requests():
+            finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        assert [finished[i] for i in "abc"] == [tokens] * 3
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm", "granite"))])

@@ -49,7 +49,7 @@ POISON = {torch.int8: 99}
 VOCAB_SIZE = 211  # a prime: no tile or vector divides it
 # Rope scaling for contexts longer than max_position_embeddings, shorter than that times the factor.
 STRETCHED = ("llama-linear", "llama-dynamic", "llama-yarn")
-# Rope with other frequencies beyond the trained context, which an engine of longer contexts uses throughout.
+# Rope with other frequencies for requests beyond the trained context of 64 tokens.
 LONG = ("phi3-longrope",)
 
 # head_dim is 16 where hidden_size / num_heads is 12, as a model may choose it freely.
