@@ -49,7 +49,7 @@ LATE = pytest.param(
     marks=pytest.mark.skipif(lacks() is not None or not in_interpreter(), reason=lacks() or "a GPU is here"),
 )
 PLACES = [CUDA, "cpu"]
-# Gemma 2's cap leaves no clear leads; the five groups of layers of the others do not fit the blocks of `SMALL`.
+# Gemma 2's cap leaves no clear leads; the groups of layers of the others do not fit the blocks of `SMALL`.
 UNCLEAR = ("gemma2", "gemma3", "olmo3")
 MODELS = [name for name in CONFIGS if "," not in name and name not in UNCLEAR]
 MAX_TOKENS = 8
