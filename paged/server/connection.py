@@ -68,7 +68,7 @@ class EngineConnection(asyncio.Protocol):
         while data := self._socket.recv(2**16):
             for report in self._reader.feed(data):
                 if isinstance(report, frames.Refused):
-                    raise error_of(report.kind, report.message)
+                    raise error_of(report)
                 if isinstance(report, frames.Ready):  # heartbeats may follow it
                     self._stats = report.stats
                     return report
@@ -189,7 +189,7 @@ class EngineConnection(asyncio.Protocol):
                     answer.set_result(stats)
             case frames.Refused(key=int() as key):
                 if (inbox := self._forget(key)) is not None:
-                    inbox.fail(error_of(report.kind, report.message))
+                    inbox.fail(error_of(report))
             case frames.Dead(message=message):
                 self._die(_caused(message, RuntimeError(message)))
             case _:
@@ -249,10 +249,10 @@ def _caused(message: str, cause: BaseException) -> EngineDeadError:
     return error
 
 
-def error_of(kind: str, message: str) -> Exception:
+def error_of(refused: frames.Refused) -> Exception:
     """Return the error that an engine process describes."""
     known: Mapping[str, Any] = vars(errors)
-    error = known.get(kind)
+    error = known.get(refused.kind)
     if isinstance(error, type) and issubclass(error, PagedError):
-        return error(message)
-    return RuntimeError(message)
+        return error(refused.message, param=refused.param)
+    return RuntimeError(refused.message)

@@ -298,12 +298,12 @@ def _is_short(params: SamplingParams) -> bool:
     return sum(map(len, (*params.stop, *params.bad_words))) <= MOST_AT_ONCE
 
 
-def described(error: BaseException) -> tuple[str, str]:
-    """Return an error's kind and message, as `frames.Refused` holds them."""
+def described(error: BaseException) -> tuple[str, str, str | None]:
+    """Return an error's kind, message and param, as `frames.Refused` holds them."""
     if isinstance(error, PagedError):
-        return type(error).__name__, str(error)
+        return type(error).__name__, str(error), error.param
     logger.error("unexpected error", exc_info=error)
-    return "RuntimeError", f"{type(error).__name__}: {error}"
+    return "RuntimeError", f"{type(error).__name__}: {error}", None
 
 
 def check_affinity() -> None:

@@ -135,11 +135,15 @@ class Ready(Frame):
 
 
 class Refused(Frame):
-    """An error: of a request with its key, else of the start. `kind` is the name of its class."""
+    """An error: of a request with its key, else of the start. `kind` is the name of its class.
+
+    param: what of the request it is about; see `PagedError`.
+    """
 
     key: int | None
     kind: str
     message: str
+    param: str | None = None
 
 
 class Completion(msgspec.Struct, array_like=True):

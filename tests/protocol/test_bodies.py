@@ -90,6 +90,7 @@ def test_every_sampling_parameter_is_a_field():
         assert set(SAMPLING_NAMES) <= names
 
 
+OLDER_TAG = {"type": "structural_tag", "structures": [{"begin": "(", "schema": {}, "end": ")"}]}
 # Bodies that are refused: the fields, the field in `param`, and a part of the message.
 WRONG = [
     (CHAT, {"messages": None}, "messages", "messages is missing"),
@@ -164,8 +165,31 @@ WRONG = [
     (
         CHAT,
         {"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "\ud800"}}}},
-        "structured_outputs.structural_tag",
+        "structured_outputs.structural_tag.format",
         "structural_tag.format.value is not valid Unicode",
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {"structural_tag": '{"format": {}, "format": {}}'}},
+        "structured_outputs.structural_tag",
+        "'format' is given twice",
+    ),
+    (
+        CHAT,
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "format": {"type": "or", "elements": [{"type": "x"}]},
+            }
+        },
+        "response_format.format.elements[0]",
+        "must be an object whose type is one of const_string",
+    ),
+    (
+        CHAT,
+        {"response_format": {**OLDER_TAG, "triggers": ["<"]}},
+        "response_format.structures[0].begin",
+        "must begin with exactly one of the triggers",
     ),
     (
         CHAT,

@@ -14,7 +14,7 @@ from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import RequestOutputKind, SamplingParams
 from ..answers.chunks import Chunks
-from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of
+from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of, field_of_part
 from ..fields.table import FieldTable
 from ..limits import MAX_CHOICES, Limits
 
@@ -95,6 +95,7 @@ class GenerationCall(Call):
         check_most_logprobs("prompt_logprobs", values.get("prompt_logprobs"), limits.max_logprobs)
         # The field that the engine's structured_outputs come from, for errors.
         self.constraint_field = "response_format" if "response_format" in values else "structured_outputs"
+        self._has_structures = "structures" in values.get("response_format", {})  # which become a format
         constraint = constraint_of(values)
         if constraint is not None:
             self.sampling["structured_outputs"] = constraint
@@ -102,7 +103,15 @@ class GenerationCall(Call):
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""
         param = super().param_of(error)
-        return self.constraint_field if param == "structured_outputs" else param
+        name, _, part = (param or "").partition(".")
+        return self.field_of_constraint(part or None) if name == "structured_outputs" else param
+
+    def field_of_constraint(self, part: str | None) -> str:
+        """Return the field of the body from which a part of the engine's structured_outputs comes.
+
+        part: its path, such as structural_tag.format.elements[1]; None stands for the whole.
+        """
+        return field_of_part(self.constraint_field, None if self._has_structures else part)
 
     @abstractmethod
     def prompts(self, text: ModelText) -> Sequence[Prompt]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..chat_output.tools import MAX_TOOLS
 from ..limits import MAX_NAME_LENGTH, MAX_REQUEST_ID_LENGTH
 from .kinds import Boolean, Choice, JSONObject, ListOf, Number, PrintableText, Text
 from .table import Field, FieldTable, ObjectOf, ignored, refused
@@ -55,9 +54,6 @@ ANSWER_FIELDS = [
     *ignored("moderation", "nothing is moderated"),
 ]
 _EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
-TOOLS = Field(
-    "tools", ListOf(JSONObject('{"type": "function", ...}'), longest=MAX_TOOLS), "functions to call"
-)
 # In the bodies with a conversation.
 TEMPLATE_FIELDS = [
     Field("add_generation_prompt", Boolean(), "end the prompt with the header of an answer"),
