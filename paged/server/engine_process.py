@@ -236,7 +236,7 @@ class EngineServer:
             engine.prompts.check_parsed(prompt)
             terms = (order.request_id, prompt, report, order.priority, order.tenant)
             # Set before a step may finish it.
-            outbox.request = engine.core.add_report(*terms, outbox)
+            outbox.request = engine.core.add_report(*terms, outbox, order.timeout_s)
 
         self._submit(add, outbox)
 

@@ -94,6 +94,7 @@ class Embed(Frame):
     normalize: bool
     priority: float
     tenant: str
+    timeout_s: float | None
 
 
 class ScoreTokens(Frame):
@@ -106,6 +107,7 @@ class ScoreTokens(Frame):
     first: int
     priority: float
     tenant: str
+    timeout_s: float | None
 
 
 class Abort(Frame):

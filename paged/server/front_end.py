@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 import uuid
@@ -15,6 +14,7 @@ from ..protocol.calls.call import Call
 from ..protocol.chat_output.chat_format import ChatFormat
 from ..protocol.endpoints import parse_call
 from ..protocol.limits import Limits
+from ..requests.seeds import derived_seed
 from ..sampling_params import MAX_SEED, SamplingParams
 from .http.body_budget import MAX_BODY_BYTES_AT_ONCE, BodyBudget
 from .http.exchange import Exchange
@@ -172,9 +172,7 @@ class FrontEnd:
 
         It is chosen here, so that the request can be repeated by another engine.
         """
-        text = f"{self.engine.config.seed}/{request_id}"
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        return int.from_bytes(digest[:8], "little") & MAX_SEED
+        return derived_seed(self.engine.config.seed, request_id) & MAX_SEED
 
     def stop(self) -> None:
         """Refuse new requests, and end those that are being answered."""

@@ -6,19 +6,44 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Iterator
+
+import pytest
 
 from paged import AsyncLLMEngine
 from paged.errors import EngineDeadError
-from tests.support.served import eventually, serving
+from paged.server.engine_client import EngineClient
+from tests.support.served import Served, eventually, serving
 
 COMPLETION = "/v1/completions"
 LONG = {"prompt": "a", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
 
 
-def posted(body: dict) -> bytes:
+def posted(body: dict, path: str = COMPLETION) -> bytes:
     data = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    head = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n" % path.encode()
     return head + b"content-length: %d\r\n\r\n%b" % (len(data), data)
+
+
+ENGINES = [AsyncLLMEngine, EngineClient]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=["in this process", "in another process"])
+def narrow(request) -> Iterator[Served]:
+    """Yield a server that answers one request at a time."""
+    engine = request.param("demo", device="cpu", num_threads=1, num_blocks=512, max_num_seqs=1)
+    with serving(engine, closes=True) as served:
+        yield served
+
+
+@pytest.fixture
+def busy(narrow) -> Iterator[Served]:
+    """Yield a server that is answering a long request, so that others wait."""
+    eventually(lambda: narrow.num_requests == 0)
+    with narrow.connect() as client:
+        client.sendall(posted(LONG))
+        eventually(lambda: narrow.num_requests == 1)
+        yield narrow
 
 
 def stats(engine, name: str) -> int:
@@ -60,6 +85,31 @@ def test_timeout_s_counts_from_the_arrival(served):
         time.sleep(0.25)
         client.sendall(sent[-9:])
         assert client.recv(100).startswith(b"HTTP/1.1 504 ")
+
+
+VECTORS = {
+    "/v1/embeddings": {"input": ["a", "b"]},
+    "/v1/score": {"prompt": "a", "continuations": ["b", "c"]},
+}
+
+
+@pytest.mark.parametrize("path", VECTORS)
+def test_timeout_s_ends_embeddings_and_scores_that_wait(path, busy):
+    status, headers, data = busy.request("POST", path, {**VECTORS[path], "timeout_s": 0.05})
+    assert (status, headers["x-should-retry"]) == (504, "false"), data
+    assert json.loads(data)["error"]["message"] == "timeout_s has passed"
+    assert busy.num_requests == 1
+    assert busy.request("POST", path, {**VECTORS[path], "timeout_s": 0})[0] == 400
+
+
+def test_scores_have_their_usage(served_by_either):
+    asked = {"prompt": [5, 6, 7], "continuations": [[8], [9, 10]], "timeout_s": 60}
+    assert served_by_either.post("/v1/score", **asked)["usage"] == {
+        "prompt_tokens": 3 + 1 + 3 + 2,
+        "completion_tokens": 0,
+        "total_tokens": 9,
+        "prompt_tokens_details": None,
+    }
 
 
 def test_what_failed_inside_is_for_the_log(served, caplog):

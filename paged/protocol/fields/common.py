@@ -38,6 +38,11 @@ BASE_FIELDS = [
     *refused("lora_request", "LoRA adapters are not supported yet"),
 ]
 PRIORITY = Field("priority", Number(), 'the lowest number goes first; only for scheduling_policy "priority"')
+REQUEST_TIMEOUT = Field(
+    "timeout_s",
+    Number(0.0, above=True),
+    "seconds from the arrival of the request after which it is aborted; null sets no limit",
+)
 # In the bodies that generate in OpenAI's form.
 ANSWER_FIELDS = [
     Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),

@@ -22,6 +22,7 @@ from .failures import Header, HttpError
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
+LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before it begins
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
 PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
@@ -81,6 +82,12 @@ class Exchange:
         """Return the value of a header of the request, the last one of several."""
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
+
+    def time_left(self, timeout_s: float | None) -> float | None:
+        """Return what is left of a request's timeout_s, which counts from its arrival; None without one."""
+        if timeout_s is None:
+            return None
+        return max(timeout_s - (time.monotonic() - self.received), LEAST_TIMEOUT_S)
 
     def on_output(self, output: RequestOutput, replica: int) -> None:
         """Record an output of an engine."""
