@@ -16,7 +16,7 @@ from ..protocol.endpoints import parse_call
 from ..protocol.limits import Limits
 from ..requests.seeds import derived_seed
 from ..sampling_params import MAX_SEED, SamplingParams
-from .http.body_budget import MAX_BODY_BYTES_AT_ONCE, BodyBudget
+from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
@@ -43,7 +43,7 @@ class FrontEnd:
     created: when the server started, in seconds since 1970.
     metrics: what GET /metrics says.
     observers: are told of each request.
-    body_budget: of the bodies that are being read and parsed.
+    body_budget: of the bodies of requests in progress.
     is_stopping: whether the server ends, so that new requests are refused.
     """
 
@@ -80,7 +80,7 @@ class FrontEnd:
             ),
         )
         self.keep_alive = KeepAlive()
-        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_AT_ONCE, options.max_request_bytes))
+        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, options.max_request_bytes))
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, which were logged
         self._num_open = 0  # requests that are being answered
@@ -183,10 +183,12 @@ class FrontEnd:
 
     async def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
         """Return the response for an error."""
-        num_waiting = await self._num_waiting() if isinstance(error, QueueFullError) else 1
+        seconds = 1  # where no queue has to move
+        if isinstance(error, QueueFullError):
+            seconds = self._rate.seconds_for(max(1, await self._num_waiting()))
         if isinstance(error, EngineDeadError):
             error = self._unavailable(error)
-        return failure_of(error, self._rate.seconds_for(max(1, num_waiting)), request_id)
+        return failure_of(error, seconds, request_id)
 
     async def _num_waiting(self) -> int:
         try:

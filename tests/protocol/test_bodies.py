@@ -205,6 +205,12 @@ WRONG = [
         "logit_bias",
         "a token id in logit_bias must be an int, at least 0, got 'x'",
     ),
+    (
+        COMPLETIONS,
+        {"logit_bias": {str(i): 1 for i in range(16_385)}},
+        "logit_bias",
+        "logit_bias has 16,385 entries; 16,384 is the most",
+    ),
     (EMBEDDINGS, {"input": []}, "input", "input must have at least 1 entry"),
     (EMBEDDINGS, {"input": ""}, "input", "input must be a non-empty string"),
     (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format", "one of 'float', 'base64', got 'int8'"),

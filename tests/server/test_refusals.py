@@ -7,12 +7,15 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from paged import AsyncLLMEngine
 from paged.errors import EngineDeadError
+from paged.protocol.limits import MAX_PROMPTS
 from paged.server.engine_client import EngineClient
+from paged.server.options import MAX_WAITING
 from tests.support.served import Served, eventually, serving
 
 COMPLETION = "/v1/completions"
@@ -100,6 +103,26 @@ def test_timeout_s_ends_embeddings_and_scores_that_wait(path, busy):
     assert json.loads(data)["error"]["message"] == "timeout_s has passed"
     assert busy.num_requests == 1
     assert busy.request("POST", path, {**VECTORS[path], "timeout_s": 0})[0] == 400
+
+
+def test_a_flood_is_refused_by_default():
+    """Two bodies with the most prompts wait. Of the third nearly all are refused, as few have ended."""
+    engine = AsyncLLMEngine(
+        "demo", device="cpu", num_threads=1, num_blocks=512, max_num_seqs=1, max_waiting=MAX_WAITING
+    )
+    flood = {**LONG, "prompts": [[5]] * MAX_PROMPTS, "stream": True}
+    del flood["prompt"]
+    with serving(engine, closes=True) as served, ExitStack() as stack:
+        clients = [stack.enter_context(served.connect()) for _ in range(3)]
+        for i, client in enumerate(clients[:2], start=1):
+            client.sendall(posted(flood, "/generate/batch"))
+            eventually(lambda i=i: served.num_requests >= i * MAX_PROMPTS - 20)
+        clients[2].sendall(posted(flood, "/generate/batch"))
+        answer = b""
+        while answer.count(b"4096 requests wait already") < MAX_PROMPTS - 20:
+            answer += clients[2].recv(2**16)
+        assert b"rate_limit_error" in answer
+        assert MAX_WAITING - 20 < served.stats().num_waiting <= MAX_WAITING
 
 
 def test_scores_have_their_usage(served_by_either):

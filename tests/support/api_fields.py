@@ -173,6 +173,7 @@ that a field is not given. Errors name the field in `param`.
 | prompts, or inputs to embed | {limits.MAX_PROMPTS:,} |
 | prompts times `n` or `best_of` | {limits.MAX_CHOICES:,} |
 | stop strings | {limits.MAX_STOP_STRINGS} |
+| entries of `logit_bias` | {limits.MAX_LOGIT_BIASES:,} |
 | messages | {limits.MAX_MESSAGES:,} |
 | continuations to score | {limits.MAX_CONTINUATIONS:,} |
 | `top_logprobs` | {limits.MAX_TOP_LOGPROBS} |

@@ -351,23 +351,31 @@ class JSONObject(Kind):
 
 @dataclass(frozen=True, slots=True)
 class LogitBias(Kind):
-    """An object of token ids, written as strings, and biases from -100 to 100."""
+    """An object of at most `most` token ids, written as strings, and biases from -100 to 100."""
 
     types = (dict,)
+    most: int
 
     def parse(self, name: str, value: Any) -> dict[int, float]:
         """Return the biases by token id."""
         if not isinstance(value, Mapping):
             raise RequestError(f'{name} must be an object such as {{"50": -100}}, got {shown(value)}')
+        if len(value) > self.most:
+            raise RequestError(f"{name} has {len(value):,} entries; {self.most:,} is the most")
         return biases_of(value.items())
 
     def schema(self) -> Schema:
         """Return the JSON schema."""
         bias = {"type": "number", "minimum": -100, "maximum": 100}
-        return {"type": "object", "patternProperties": {"^[0-9]{1,19}$": bias}, "additionalProperties": False}
+        return {
+            "type": "object",
+            "patternProperties": {"^[0-9]{1,19}$": bias},
+            "additionalProperties": False,
+            "maxProperties": self.most,
+        }
 
     def __str__(self) -> str:
-        return "object of token ids and numbers from -100 to 100"
+        return f"object of at most {self.most:,} token ids and numbers from -100 to 100"
 
 
 def nullable(schema: Schema) -> Schema:

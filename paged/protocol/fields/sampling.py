@@ -20,7 +20,7 @@ from ...sampling_params import (
     StructuredOutputsParams,
 )
 from ...validation import shown
-from ..limits import MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
+from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
 from .kinds import (
     Boolean,
     Choice,
@@ -57,7 +57,7 @@ SAMPLING_KINDS: dict[str, Kind] = {
     "dry_allowed_length": Integer(1),
     "dry_sequence_breakers": ListOf(_TEXT, longest=MAX_BAD_WORDS),
     "dry_penalty_last_n": Integer(-1),
-    "logit_bias": LogitBias(),
+    "logit_bias": LogitBias(MAX_LOGIT_BIASES),
     "allowed_token_ids": TokenIds(1, MAX_TOKEN_IDS),
     "bad_words": ListOf(_TEXT, longest=MAX_BAD_WORDS),
     "min_tokens": Integer(0),
