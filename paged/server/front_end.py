@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import EngineDeadError, QueueFullError
@@ -84,6 +85,7 @@ class FrontEnd:
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, which were logged
         self._num_open = 0  # requests that are being answered
+        self._num_preparing = 0
         self.is_stopping = False
 
     def check_model(self, name: str | None) -> None:
@@ -102,6 +104,20 @@ class FrontEnd:
             raise EngineDeadError(STOPPING)
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count a request that is rendered or tokenized. Raises QueueFullError if max_waiting are already."""
+        most = self.engine.config.max_waiting
+        if most is not None and self._num_preparing >= most:
+            raise QueueFullError(
+                f"{most} requests are being tokenized already and max_waiting is {most}; try again later"
+            )
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
 
     async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
         """Return the call that a request's body makes.

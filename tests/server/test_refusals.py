@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -16,6 +17,7 @@ from paged.errors import EngineDeadError
 from paged.protocol.limits import MAX_PROMPTS
 from paged.server.engine_client import EngineClient
 from paged.server.options import MAX_WAITING
+from paged.text import prompt_parser
 from tests.support.served import Served, eventually, serving
 
 COMPLETION = "/v1/completions"
@@ -103,6 +105,49 @@ def test_timeout_s_ends_embeddings_and_scores_that_wait(path, busy):
     assert json.loads(data)["error"]["message"] == "timeout_s has passed"
     assert busy.num_requests == 1
     assert busy.request("POST", path, {**VECTORS[path], "timeout_s": 0})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": [[5], [4096]]}, "input"),
+        ("/v1/score", {"prompt": [4096], "continuations": [[5]]}, "prompt"),
+        ("/v1/score", {"prompt": [5], "continuations": [[5], [4096]]}, "continuations"),
+        ("/v1/score", {"prompt": [5] * 600, "continuations": [[5]] * 2}, "continuations"),
+        ("/v1/score", {"prompt": "a", "continuations": ["b"], "priority": 1}, "priority"),
+    ],
+)
+def test_errors_of_the_engine_name_the_field(path, body, param, served_by_either, monkeypatch):
+    monkeypatch.setattr(prompt_parser, "MAX_CONTINUED_TOKENS", 1000)
+    status, _, data = served_by_either.request("POST", path, body)
+    assert (status, json.loads(data)["error"]["param"]) == (400, param)
+
+
+def test_what_is_prepared_is_bounded_like_what_waits():
+    """Conversations that are rendered, texts that are tokenized, and grammars that are compiled."""
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "chat_template": "{{ 1 }}"}
+    with serving(
+        EngineClient("demo", device="cpu", num_threads=1, num_blocks=512, max_waiting=2),
+        closes=True,
+        trust_request_chat_template=True,
+    ) as served:
+        for num_preparing, status in ((2, 429), (1, 200)):
+            served.front._num_preparing = num_preparing
+            for path, body in (("/v1/chat/completions", chat), ("/tokenize", {"prompt": "a"})):
+                assert served.request("POST", path, body)[0] == status
+        served.front._num_preparing = 0
+
+        def compiled(i: int) -> bytes:
+            schema = {"enum": [f"{i} {j}" for j in range(100)]}
+            return served.request(
+                "POST", COMPLETION, {"prompt": "a", "structured_outputs": {"json": schema}}
+            )[2]
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = [*pool.map(compiled, range(16))]
+        refused = [answer for answer in answers if b"2 requests wait for their grammars" in answer]
+        assert 0 < len(refused) < 16
+        eventually(lambda: served.num_requests == 0)
 
 
 def test_a_flood_is_refused_by_default():

@@ -18,6 +18,7 @@ from paged.protocol.fields.table import Effect, Field, FieldTable
 from paged.protocol.fields.tools import ALLOWED_TABLE, CHOICE_TABLES, FUNCTION_TABLE, TOOL_TABLE
 from paged.strict_json import MAX_JSON_DEPTH
 from paged.structural_tag import TAG_FORMATS
+from paged.text.prompt_parser import MAX_CONTINUED_TOKENS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -172,6 +173,9 @@ that a field is not given. Errors name the field in `param`.
 | samples of a prompt (`n`, `best_of`) | {limits.MAX_N} |
 | prompts, or inputs to embed | {limits.MAX_PROMPTS:,} |
 | prompts times `n` or `best_of` | {limits.MAX_CHOICES:,} |
+| characters of the parameters, with four for each entry of a list, times the prompts of a body with several \
+| {limits.MAX_PARAMETER_SIZE:,} |
+| tokens of a prompt times its continuations to score | {MAX_CONTINUED_TOKENS:,} |
 | stop strings | {limits.MAX_STOP_STRINGS} |
 | entries of `logit_bias` | {limits.MAX_LOGIT_BIASES:,} |
 | messages | {limits.MAX_MESSAGES:,} |

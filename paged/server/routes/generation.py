@@ -105,7 +105,8 @@ async def _begin(
     identity = front.identity_of(exchange, call)
     # Another process renders a conversation.
     is_long = isinstance(call, ChatCall) or exchange.has_large_body
-    prompts, params = await in_thread_if(is_long, _requests, front, exchange, call, identity)
+    with front.preparing():
+        prompts, params = await in_thread_if(is_long, _requests, front, exchange, call, identity)
     front.begin(exchange, call, num_requests=len(prompts), params=params[0])
     generate, tenant = front.engine.generate, call.tenant
     engine_id = front.engine_id_of(call, identity)

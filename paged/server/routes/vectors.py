@@ -32,14 +32,17 @@ class EmbeddingRoute:
             engine_id = front.engine_id_of(call, identity)
             record = front.begin(exchange, call, num_requests=len(prompts))
             timeout_s = exchange.time_left(call.timeout_s)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._embed(prompt, f"{engine_id}-{i}", call, record, timeout_s))
-                        for i, prompt in enumerate(prompts)
-                    ]
-            except BaseExceptionGroup as errors:  # all others are cancelled
-                raise errors.exceptions[0] from None
+            with call.naming_field():
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [
+                            group.create_task(
+                                self._embed(prompt, f"{engine_id}-{i}", call, record, timeout_s)
+                            )
+                            for i, prompt in enumerate(prompts)
+                        ]
+                except BaseExceptionGroup as errors:  # all others are cancelled
+                    raise errors.exceptions[0] from None
             outputs = [task.result() for task in tasks]
             created, model = int(time.time()), front.names[0]
             await exchange.answer(
@@ -91,17 +94,18 @@ class ScoreRoute:
             identity = front.identity_of(exchange, call)
             engine_id = front.engine_id_of(call, identity)
             record = front.begin(exchange, call, num_requests=len(call.continuations))
-            outputs = await front.engine.score(
-                prompt,
-                call.continuations,
-                engine_id,
-                priority=call.priority or 0.0,
-                tenant=call.tenant,
-                timeout_s=exchange.time_left(call.timeout_s),
-                on_place=record.on_place,
-            )
-            if failure := failure_of(outputs):
-                raise HttpError(*failure)
+            with call.naming_field():
+                outputs = await front.engine.score(
+                    prompt,
+                    call.continuations,
+                    engine_id,
+                    priority=call.priority or 0.0,
+                    tenant=call.tenant,
+                    timeout_s=exchange.time_left(call.timeout_s),
+                    on_place=record.on_place,
+                )
+                if failure := failure_of(outputs):
+                    raise HttpError(*failure)
             for name, output in zip(names_of_scores(engine_id, len(outputs)), outputs, strict=True):
                 record.on_result(name, num_prompt_tokens=output.num_prompt_tokens + output.num_tokens)
             created, model = int(time.time()), front.names[0]
