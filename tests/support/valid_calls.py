@@ -115,6 +115,12 @@ def _scale_and_cap(kernels: Kernels, generator: random.Random) -> Call:
     return Call("scale_and_cap", call, arguments, ("x",), ("softcap",), expected=reference.scale_and_cap)
 
 
+def _scale_rows(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), generator.choice([1, 16, 37])).to(_dtype(generator))
+    arguments = {"x": x, "factors": torch.randn(len(x))}
+    return Call("scale_rows", kernels.scale_rows, arguments, ("x",), expected=reference.scale_rows)
+
+
 def _rotary_store_kv(kernels: Kernels, generator: random.Random) -> Call:
     dtype, num_tokens, num_kv_heads = _dtype(generator), generator.randint(1, 4), generator.randint(1, 2)
     num_heads, dim, size = num_kv_heads * generator.randint(1, 2), generator.choice([16, 32]), 8
@@ -193,12 +199,11 @@ def _attention(kernels: Kernels, generator: random.Random) -> Call:
         case["block_tables"][:, 0] = case["block_tables"][0, 0].clone()
         case["shared_prefix_len"] = 8
     elif kind == "special":
-        case |= {"softcap": 5.0, "sinks": torch.randn(num_heads), "alibi_slopes": torch.rand(num_heads)}
-        case["causal"] = generator.random() < 0.5
+        case |= {"softcap": 5.0, "sinks": torch.randn(num_heads)}
     name = generator.choice(["paged_attention", "plan_attention", "planned"])
     launch = {"plan_attention": _plan, "paged_attention": _attend, "planned": _attend_by_plan}[name]
     expected = None if name == "plan_attention" else _expected_attention
-    optional = ("sinks", "alibi_slopes", "tree_mask", "softcap", "sliding_window")
+    optional = ("sinks", "tree_mask", "softcap", "sliding_window")
     call = Call(name, lambda **given: launch(kernels, given), case, optional=optional, expected=expected)
     if name == "planned":
         case["plan"] = _plan(kernels, case)
@@ -304,8 +309,8 @@ def _filter_logits(_: Kernels, generator: random.Random) -> Call:
 
 
 _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
-    _take_rows, _rms_norm, _rms_norm_into, _silu_and_mul, _gelu_and_mul, _scale_and_cap, _rotary_store_kv,
-    _copy_blocks, _attention, _greedy, _token_logprobs, _apply_penalties, _sample_tokens,
+    _take_rows, _rms_norm, _rms_norm_into, _silu_and_mul, _gelu_and_mul, _scale_and_cap, _scale_rows,
+    _rotary_store_kv, _copy_blocks, _attention, _greedy, _token_logprobs, _apply_penalties, _sample_tokens,
 ]  # fmt: skip
 
 
