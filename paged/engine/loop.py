@@ -109,10 +109,11 @@ class EngineLoop:
         *,
         priority: float,
         tenant: str,
+        timeout_s: float | None,
     ) -> Future[Request]:
         """Queue a prompt for a report on it alone. Its reader fails if the engine refuses it."""
         terms = (request_id, prompt, report, priority, tenant)
-        call = self.submit(lambda engine: engine.core.add_report(*terms, reader))
+        call = self.submit(lambda engine: engine.core.add_report(*terms, reader, timeout_s))
         call.add_done_callback(reader.follow)
         return call
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from ..requests.contradictions import check_possible
 from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
 from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, RequestMetrics, SamplingState
+from ..requests.seeds import derived_seed, sample_seed
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
 from ..sampling.structured_outputs import Grammars
@@ -83,11 +83,11 @@ class RequestFactory:
         params, tenant = self.params_of(spec), spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         _check_tenant(tenant)
-        seed = self._derived_seed(request_id) if params.seed is None else params.seed
+        seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
         inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
         samples = [
             Request(
-                inputs, index, sampling=SamplingState(_sample_seed(seed, index)), metrics=RequestMetrics(now)
+                inputs, index, sampling=SamplingState(sample_seed(seed, index)), metrics=RequestMetrics(now)
             )
             for index in range(params.num_samples)
         ]
@@ -154,7 +154,7 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        seed, inherited = self._derived_seed(request_id), parent.inputs
+        seed, inherited = derived_seed(self.seed, request_id), parent.inputs
         if params is None:
             params = inherited.params
         elif isinstance(params, SamplingParams):
@@ -216,6 +216,7 @@ class RequestFactory:
         priority: float,
         tenant: str,
         now: float,
+        timeout_s: float | None = None,
     ) -> RequestGroup:
         """Make a request that generates nothing and only reports on its prompt.
 
@@ -223,9 +224,12 @@ class RequestFactory:
         """
         _check_tenant(tenant)
         # Room for one token, which is never computed.
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, priority=priority, timeout_s=timeout_s
+        )
         self._check_priority(priority)
-        inputs = self._inputs(request_id, Prepared(prompt), params, tenant, math.inf, generates=False)
+        deadline = _deadline(params, now)
+        inputs = self._inputs(request_id, Prepared(prompt), params, tenant, deadline, generates=False)
         request = Request(inputs, report=report, metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
 
@@ -353,9 +357,6 @@ class RequestFactory:
             )
         return most
 
-    def _derived_seed(self, request_id: str) -> int:
-        return _digest(f"{self.seed}/{request_id}")
-
 
 def _deadline(params: SamplingParams, now: float) -> float:
     return math.inf if params.timeout_s is None else now + params.timeout_s
@@ -368,13 +369,3 @@ def _stops(params: SamplingParams) -> StopStrings | None:
 def _check_tenant(tenant: object) -> None:
     if not isinstance(tenant, str):
         raise RequestError(f"tenant must be a string, got {shown(tenant)}")
-
-
-def _sample_seed(seed: int, index: int) -> int:
-    """Return the request's seed for the first sample, so that it equals the output of n=1."""
-    return _digest(f"{seed}#{index}") if index else seed
-
-
-def _digest(text: str) -> int:
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "little")

@@ -18,6 +18,7 @@ from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_SEAT = -1
+TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose deadline has passed
 
 
 class Grammar(Protocol):

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
-from ..requests.request import Request, RequestStatus
+from ..requests.request import TIMEOUT_MESSAGE, Request, RequestStatus
 from .deadlines import Deadlines
 from .policies import FirstComeFirstServed, Policy
 from .preemption import Preemption
@@ -363,7 +363,7 @@ class Scheduler:
         """Abort and return the requests whose deadline has passed."""
         expired = self._deadlines.take_expired(self.clock())
         for request in expired:
-            self.abort(request, message="timeout_s has passed")
+            self.abort(request, message=TIMEOUT_MESSAGE)
         return expired
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes, longest: int = 1) -> int:

@@ -13,6 +13,7 @@ from ..requests.prompts import Prompt
 from ..validation import check_bool, shown
 from .tokenizer import Tokenizer
 
+MAX_CONTINUED_TOKENS = 2**22  # of a prompt times its continuations: the engine gets it with each of them
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
 
 
@@ -125,6 +126,11 @@ class PromptParser:
             )
         if not continuations:
             raise RequestError("continuations must have at least one entry, got []")
+        if (num_tokens := len(parsed.token_ids) * len(continuations)) > MAX_CONTINUED_TOKENS:
+            raise RequestError(
+                f"continuations has {len(continuations):,} entries, each with the {len(parsed.token_ids):,} "
+                f"tokens of the prompt, which makes {num_tokens:,}; {MAX_CONTINUED_TOKENS:,} is the most"
+            )
         wholes = []
         for i, continuation in enumerate(continuations):
             name = f"continuations[{i}]"
