@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..kernels.backend import Kernels
 from .batch import Batch, Queries
+from .cache.kv_cache import KVCache
 from .config import ModelConfig
-from .kv_cache import KVCache
 from .layers import MLP, Angles, Attention, Embedding, RMSNorm, RotaryEmbedding
 from .linear import Linear
 from .weight_forms import Forms
@@ -96,9 +96,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config, kernels
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
-        tables = nn.ModuleList(RotaryEmbedding(rope, config, kernels) for rope in config.ropes)
+        tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
-        self.rope_of = [config.ropes.index(rope) for rope in config.layer_ropes]
+        dims = [shape.key_dim for shape in config.kv_shapes]
+        self.rope_of = [config.ropes.index(rope) for rope in zip(config.layer_ropes, dims, strict=True)]
         layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)
         self.norm = new_norm(config, config.residual_eps, kernels)
