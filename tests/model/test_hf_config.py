@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged.errors import CheckpointError, UnsupportedModelError
 from paged.model.config import DEMO
@@ -102,6 +103,15 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
             from_hf(hf)
         return
     assert from_hf(json.loads(json.dumps(hf))) == from_hf(whole)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {"mscale": 2.0}])
+def test_yarn_s_factor_is_that_of_transformers(scaling):
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 128}
+    hf = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", **SIZES}
+    hf["rope_parameters"] = rope | scaling
+    _, expected = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**copy.deepcopy(hf)), "cpu")
+    assert from_hf(hf).rope.attention_factor == pytest.approx(expected, rel=1e-12)
 
 
 def test_null_kv_heads_are_as_many_as_heads():
@@ -249,6 +259,9 @@ def test_unsupported_values_are_named(kind):
     [
         "llama",
         "mistral",
+        "ministral",
+        "ministral3",
+        "mistral3",
         "qwen2",
         "qwen3",
         "phi3",

@@ -21,6 +21,7 @@ OPERATIONS = (
     "silu_and_mul",
     "gelu_and_mul",
     "scale_and_cap",
+    "scale_rows",
     "copy_blocks",
     "paged_attention",
     "apply_penalties",
