@@ -15,12 +15,20 @@ FAMILIES = [
 LENGTHS = [1, 30, 61, 8, 44, 63]
 
 
-def run(engine, prompts):
+SWAP = {"preemption_mode": "swap", "swap_space": 0.01}
+KINDS = {
+    "float32": {},
+    "int8": {"kv_cache_dtype": "int8", "quantization": "int8"},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
+
+
+def run(engine, prompts, max_tokens=24, **sampling):
     """Return tokens and log-probabilities, which are equal only if the logits are bitwise equal."""
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
-    results = engine.generate(prompts, params, use_tqdm=False)
+    sampling = {"temperature": 0.0, "logprobs": 1, "ignore_eos": True, **sampling}
+    results = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, **sampling), use_tqdm=False)
     assert_all_free(engine)
-    outputs = [result.outputs[0] for result in results]
+    outputs = [output for result in results for output in result.outputs]
     bits = [(o.token_ids, [{t: p.logprob for t, p in d.items()} for d in o.logprobs]) for o in outputs]
     return bits, results
 
@@ -33,7 +41,7 @@ def test_bits_do_not_depend_on_company(name):
     alone = new_engine(checkpoint(name), enable_prefix_caching=False)
     expected = [run(alone, [prompt])[0][0] for prompt in prompts]
     num_groups = len(alone.model_config.layer_groups)
-    for options in ({}, {"preemption_mode": "swap", "swap_space": 0.01}):
+    for options in ({}, SWAP):
         crowded = new_engine(
             checkpoint(name), num_blocks=7 * num_groups, max_num_batched_tokens=24, **options
         )
@@ -45,6 +53,32 @@ def test_bits_do_not_depend_on_company(name):
     bits, results = run(roomy, prompts)
     assert bits == expected
     assert all(results[i].num_cached_tokens for i in (2, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_samples_have_the_bits_of_prompts(name, kind):
+    """Samples share their prompt's blocks, copy the last, are swapped; a prompt may hit the prefix cache."""
+    prompts = ragged_prompts([20, 45])
+    alone = new_engine(checkpoint(name), **KINDS[kind])
+    num_blocks = 7 * len(alone.model_config.layer_groups)
+    small = {"num_blocks": num_blocks, "max_num_batched_tokens": 24}
+    crowded = new_engine(checkpoint(name), **small, **SWAP, **KINDS[kind])
+    _, results = run(crowded, prompts, n=2, temperature=1.0, seed=0, logprobs=0)
+    assert crowded.stats().num_swap_preemptions
+    for prompt, result in zip(prompts, results, strict=True):
+        assert [len(output.token_ids) for output in result.outputs] == [24, 24]
+        assert result.outputs[0].token_ids != result.outputs[1].token_ids
+        for output in result.outputs:
+            text = prompt + output.token_ids
+            computed, (whole,) = run(alone, [text], 1, prompt_logprobs=0)
+            for token, sampled, row in zip(
+                output.token_ids, output.logprobs, whole.prompt_logprobs[len(prompt) :], strict=True
+            ):
+                assert sampled[token].logprob == row[token].logprob
+            found, (again,) = run(alone, [text], 1)
+            assert again.num_cached_tokens
+            assert found == computed
 
 
 @pytest.mark.parametrize("name", FAMILIES)
