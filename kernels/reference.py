@@ -9,6 +9,9 @@ from torch import Tensor
 from .attention_options import AttentionOptions, AttentionPlan
 from .checks import QUANTIZED_DTYPES
 from .gumbel import gumbel_noise
+from .reference_rows import add as add
+from .reference_rows import gelu as gelu
+from .reference_rows import layer_norm as layer_norm
 
 
 def _upcast(x: Tensor) -> Tensor:
