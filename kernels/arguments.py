@@ -134,6 +134,17 @@ def check_scale_and_cap(x: Tensor, factor: float, softcap: float | None) -> None
         check_positive("softcap", softcap)
 
 
+def check_scale_rows(x: Tensor, factors: Tensor) -> None:
+    """Raise ValueError unless x is [num_rows, size], and factors f32[num_rows]."""
+    check_shape("x", x, (None, None))
+    check_dtype("x", x)
+    check_apart("x", x)
+    check_shape("factors", factors, (len(x),), torch.float32)
+    check_device("factors", factors, x.device)
+    if must_read_contents(x.device):
+        check_alone({"x": x}, {"factors": factors})
+
+
 def check_rotary_store_kv(
     qkv: Tensor,
     cos: Tensor,

@@ -102,6 +102,11 @@ def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> Non
     x.copy_(product if softcap is None else softcap * (product / softcap).tanh())
 
 
+def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
+    """Multiply each row of x by its factor, in place."""
+    x.copy_(_upcast(x) * factors[:, None])
+
+
 def store_kv(
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: Tensor,  # like key

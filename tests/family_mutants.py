@@ -73,6 +73,22 @@ MUTANTS = [
     Mutant(
         "cos and sin are not scaled", "olmo3", LAYERS, "if self.rope.attention_factor != 1.0:", "if False:"
     ),
+    Mutant("mscale is ignored", "ministral3", ROPE, "if all(scales):", "if False:"),
+    Mutant("queries are not scaled", "ministral3", TABLE, "if own.get(beta) is not None:", "if False:"),
+    Mutant(
+        "queries are scaled by their position",
+        "ministral3",
+        LAYERS,
+        'positions.div(trained, rounding_mode="floor")',
+        "positions / trained",
+    ),
+    Mutant(
+        "layer_types are ignored",
+        "ministral",
+        TABLE,
+        'layer_types_of(hf, ("sliding_attention",) * size(hf, "num_hidden_layers"))',
+        '("sliding_attention",) * size(hf, "num_hidden_layers")',
+    ),
     Mutant("longrope is short", "phi3-longrope", LAYERS, "if rope.is_long else", "if False else"),
     Mutant(
         "embeddings are not multiplied", "gemma2", DECODER, "if self.embedding_factor != 1.0:", "if False:"

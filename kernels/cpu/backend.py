@@ -12,6 +12,7 @@ from .rows.layer_norm import layer_norm
 from .rows.rms_norm import rms_norm, rms_norm_into
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.scale_and_cap import scale_and_cap
+from .rows.scale_rows import scale_rows
 from .rows.silu_and_mul import silu_and_mul
 from .rows.take_rows import take_rows
 from .sampling.penalties import apply_penalties

@@ -33,6 +33,7 @@ from .rows import (  # noqa: F401
     rms_norm,
     rotary_store_kv,
     scale_and_cap,
+    scale_rows,
     silu_and_mul,
     take_rows,
 )

@@ -16,6 +16,7 @@ from .rotary_store_kv import rotary_store_kv
 from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
 from .scale_and_cap import scale_and_cap
+from .scale_rows import scale_rows
 from .silu_and_mul import silu_and_mul
 from .target import check_target, current_target, in_interpreter
 

@@ -17,6 +17,7 @@ from .ops import (
     rms_norm_into,
     rotary_store_kv,
     scale_and_cap,
+    scale_rows,
     silu_and_mul,
     take_rows,
 )

@@ -16,6 +16,7 @@ from ..arguments import (
     check_rms_norm_into,
     check_rotary_store_kv,
     check_scale_and_cap,
+    check_scale_rows,
     check_silu_and_mul,
     check_take_rows,
 )
@@ -128,6 +129,13 @@ def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> Non
     if not is_trusted():
         check_scale_and_cap(x, factor, softcap)
     reference.scale_and_cap(x, factor, softcap)
+
+
+def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
+    """Multiply each row of x by its factor, in place; see `reference.scale_rows`."""
+    if not is_trusted():
+        check_scale_rows(x, factors)
+    reference.scale_rows(x, factors)
 
 
 def rotary_store_kv(

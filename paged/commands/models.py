@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
-from ..model.families.table import ARCHITECTURES
+from ..model.families.multimodal import NATIVE
 from . import common
 from .options import with_options
 
@@ -20,8 +20,8 @@ KERNEL_OPTIONS = ["dtype", "kv_cache_dtype", "device", "block_size", "max_model_
 
 def models() -> int:
     """List the architectures that are native, and the models that have them."""
-    width = max(map(len, ARCHITECTURES))
-    for name, known in ARCHITECTURES.items():
+    width = max(map(len, NATIVE))
+    for name, known in NATIVE.items():
         print(f"{name:{width}}  {known.models}")
     return 0
 

@@ -28,6 +28,8 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()  # longrope's divisors of frequencies within the trained context
     long_factors: tuple[float, ...] = ()  # and beyond it
     is_long: bool = False  # whether longrope divides by the latter
+    # Queries are multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings))
+    query_scaling_beta: float = 0.0
 
     def for_context(self, max_model_len: int) -> RopeConfig:
         """Return the rotary embedding of an engine with sequences of up to so many tokens.
@@ -58,6 +60,26 @@ class LayerNorms:
     after_attention: str | None = None  # of the output of attention, before it is added to the residual
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names of tensors in a checkpoint that holds more than the decoder.
+
+    prefixes: how names of the decoder's tensors begin, and how they do in a checkpoint of the decoder alone.
+    skipped: how names of tensors begin that are not loaded: of other parts, of layers that predict further
+        tokens.
+    """
+
+    prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+    skipped: tuple[str, ...] = ()
+
+    def in_decoder(self, name: str) -> str | None:
+        """Return the name in a checkpoint of the decoder alone, or None for a tensor of nothing known."""
+        for theirs, ours in self.prefixes:
+            if name.startswith(theirs):
+                return ours + name[len(theirs) :]
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +118,9 @@ class ModelConfig:
     logits_softcap: float | None = None
     context_is_scaled: bool = False  # max_position_embeddings includes the factor of linear rope
     exceeds_float16: bool = False  # activations may be larger than float16 represents
+    tensor_names: TensorNames = TensorNames()
+    # Token ids that stand for images, audio or video, whose part of the model is not loaded; and their names
+    placeholders: tuple[tuple[int, str], ...] = ()
 
     @property
     def max_context(self) -> int:

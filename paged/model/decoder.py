@@ -13,7 +13,7 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .config import ModelConfig
 from .kv_cache import KVCache
-from .layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding
+from .layers import MLP, Angles, Attention, Embedding, RMSNorm, RotaryEmbedding
 from .linear import Linear
 from .weight_forms import Forms
 
@@ -42,13 +42,13 @@ class DecoderLayer(nn.Module):
         self,
         hidden: Tensor | None,  # the previous layer's output, to be added to the residual
         residual: Tensor,  # [num_tokens, hidden_size], updated in place
-        cos_sin: tuple[Tensor, Tensor],
+        angles: Angles,
         batch: Batch,
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return their queries."""
         hidden = add_and_norm(hidden, residual, self.before_attention)
-        return self.attention.project(hidden, cos_sin, batch, kv_cache)
+        return self.attention.project(hidden, angles, batch, kv_cache)
 
     def attend(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor | None:
         """Run the layer from attention on. Return what is left to add to the residual, which is updated in
@@ -127,14 +127,14 @@ class Decoder(nn.Module):
         residual: Tensor = self.embedding(batch.token_ids)
         if self.embedding_factor != 1.0:
             self.kernels.scale_and_cap(residual, self.embedding_factor)
-        angles = [rotary(batch) for rotary in self.rotary]
-        cos_sin = [angles[rope] for rope in self.rope_of]
+        by_rope = [rotary(batch) for rotary in self.rotary]
+        angles = [by_rope[rope] for rope in self.rope_of]
         hidden: Tensor | None = None
         *layers, last = self.layers
         for i, layer in enumerate(layers):
-            query = layer.project(hidden, residual, cos_sin[i], batch, kv_cache)
+            query = layer.project(hidden, residual, angles[i], batch, kv_cache)
             hidden = layer.attend(query, residual, batch.queries, kv_cache)
-        return last.project(hidden, residual, cos_sin[-1], batch, kv_cache), residual
+        return last.project(hidden, residual, angles[-1], batch, kv_cache), residual
 
     def attend_last(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""

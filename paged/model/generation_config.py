@@ -25,7 +25,10 @@ def read_eos_token_ids(directory: Path) -> frozenset[int]:
     """Read the EOS ids from generation_config.json, or else from config.json; there may be several."""
     for name in (_FILE, "config.json"):
         file = directory / name
-        eos = read_json(file).get("eos_token_id") if file.exists() else None
+        found = read_json(file) if file.exists() else {}
+        eos, text = found.get("eos_token_id"), found.get("text_config")
+        if eos is None and isinstance(text, dict):  # of a model with other parts
+            eos = text.get("eos_token_id")
         if eos is not None:
             ids = eos if isinstance(eos, list) else [eos]
             if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from ..errors import CheckpointError, UnsupportedModelError
 from ..validation import check_number, shown
 from .config import ModelConfig
+from .families.multimodal import MULTIMODAL, NATIVE, Multimodal, placeholders_of, text_of
 from .families.reading import Config, flag, head_dim_of, size
 from .families.rope import read_rope
 from .families.table import ARCHITECTURES, COMMON
@@ -75,6 +77,8 @@ def from_hf(hf: Config) -> ModelConfig:
     and values that are out of range, of a wrong type, or contradict each other.
     """
     architecture = require_supported(hf)
+    if architecture in MULTIMODAL:
+        return _text_alone(hf, architecture, MULTIMODAL[architecture])
     known = ARCHITECTURES[architecture]
     if missing := [name for name in REQUIRED if hf.get(name) is None]:
         raise CheckpointError(f"{missing[0]} is missing")
@@ -119,6 +123,16 @@ def from_hf(hf: Config) -> ModelConfig:
     return config
 
 
+def _text_alone(hf: Config, architecture: str, known: Multimodal) -> ModelConfig:
+    """Reduce config.json of a multimodal model to its text part."""
+    try:
+        text = from_hf(text_of(known, hf))
+    except (UnsupportedModelError, CheckpointError) as error:
+        raise type(error)(f"text_config: {error}") from None
+    placeholders = placeholders_of(known, hf)
+    return replace(text, architecture=architecture, tensor_names=known.names, placeholders=placeholders)
+
+
 def require_supported(hf: Config) -> str:
     """Return the architecture named in config.json.
 
@@ -126,13 +140,14 @@ def require_supported(hf: Config) -> str:
     """
     names = hf.get("architectures") or ["(none named)"]
     name = names[0] if isinstance(names, list) else names
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        nearest = ", ".join(get_close_matches(str(name), ARCHITECTURES, n=3, cutoff=0.0))
+    if not isinstance(name, str) or name not in NATIVE:
+        nearest = ", ".join(get_close_matches(str(name), NATIVE, n=3, cutoff=0.0))
+        code = ", and the checkpoint's own code (auto_map) is never run" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is not supported; the nearest of the {len(ARCHITECTURES)} that are: "
+            f"architecture {shown(name)} is not supported{code}; the nearest of the {len(NATIVE)} that are: "
             f"{nearest} (`paged models` lists all)"
         )
-    model_type, expected = hf.get("model_type"), ARCHITECTURES[name].model_type
+    model_type, expected = hf.get("model_type"), NATIVE[name].model_type
     if model_type != expected:
         raise CheckpointError(f"{name} goes with model_type {expected!r}, got {shown(model_type)}")
     if hf.get("quantization_config"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,15 +53,26 @@ class RMSNorm(nn.Module):
         self.kernels.rms_norm_into(x, self.weight, self.eps, out, unit_offset=self.unit_offset, add=add)
 
 
+class Angles(NamedTuple):
+    """What the positions of tokens mean for their queries and keys.
+
+    query_factors: multiply each token's queries; None: all of them are 1.
+    """
+
+    cos: Tensor  # f32[num_tokens, head_dim // 2]
+    sin: Tensor  # like cos
+    query_factors: Tensor | None  # f32[num_tokens, 1]
+
+
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every token's position, computed once per step for all layers with these frequencies."""
+    """The angles of every token's position, computed once per step for all layers with these frequencies."""
 
     inv_freq: Tensor  # f32[rotary_dim // 2]
 
     def __init__(self, rope: RopeConfig, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._table: Angles | None = None
         self.rope, self.head_dim = rope, config.head_dim
         self.rotary_dim = rope.rotary_dim or config.head_dim
         self.max_position_embeddings = config.max_position_embeddings
@@ -71,27 +82,40 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def tabulate(self, num_positions: int) -> None:
-        """Precompute cos and sin of the first positions. Call once: recorded steps point into the table."""
+        """Precompute the angles of the first positions. Call once: recorded steps point into the table."""
         assert self._table is None, "the table must not move"
         positions = torch.arange(num_positions, device=self.inv_freq.device)
-        self._table = self._cos_sin(positions, self.inv_freq)
+        angles = self._angles(positions, self.inv_freq)
+        if num_positions <= self.rope.original_max_position_embeddings:
+            angles = angles._replace(query_factors=None)
+        self._table = angles
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:  # cos, sin: f32[num_tokens, head_dim // 2]
+    def forward(self, batch: Batch) -> Angles:
         if self._table is None:
             frequencies = self._dynamic_frequencies(batch) if self.rope.type == "dynamic" else self.inv_freq
-            return self._cos_sin(batch.positions, frequencies)
-        cos, sin = self._table
-        return self.kernels.take_rows(cos, batch.positions), self.kernels.take_rows(sin, batch.positions)
+            return self._angles(batch.positions, frequencies)
+        take_rows, positions, (cos, sin, factors) = self.kernels.take_rows, batch.positions, self._table
+        if factors is not None:
+            factors = take_rows(factors, positions)
+        return Angles(take_rows(cos, positions), take_rows(sin, positions), factors)
 
-    def _cos_sin(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """Return factors of the halves of a head: 1 and 0 for dimensions that are not rotated."""
+    def _angles(self, positions: Tensor, frequencies: Tensor) -> Angles:
+        """Compute the angles of positions: cos 1 and sin 0 for dimensions that are not rotated."""
         angles = positions[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin_()
         if self.rope.attention_factor != 1.0:
             cos, sin = cos.mul_(self.rope.attention_factor), sin.mul_(self.rope.attention_factor)
         if kept := (self.head_dim - self.rotary_dim) // 2:
             cos, sin = F.pad(cos, (0, kept), value=1.0), F.pad(sin, (0, kept))
-        return cos, sin
+        return Angles(cos, sin, self._query_factors(positions))
+
+    def _query_factors(self, positions: Tensor) -> Tensor | None:
+        """Compute what sharpens the attention of distant tokens (as in Llama 4)."""
+        beta, trained = self.rope.query_scaling_beta, self.rope.original_max_position_embeddings
+        if not beta:
+            return None
+        spans = positions.div(trained, rounding_mode="floor")  # trained contexts before the token's own
+        return (1 + beta * torch.log(1 + spans.float()))[:, None]
 
     def _dynamic_frequencies(self, batch: Batch) -> Tensor:  # f32[num_tokens, rotary_dim // 2]
         """Grow the base with the sequence, as transformers does for a request that runs alone.
@@ -191,7 +215,7 @@ class Attention(nn.Module):
             )
 
     def project(
-        self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], batch: Batch, kv_cache: KVCache
+        self, hidden: Tensor, angles: Angles, batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return their queries."""
         qkv: Tensor = self.qkv(hidden)
@@ -210,9 +234,10 @@ class Attention(nn.Module):
                 self.key_norm.into(key, key)
         qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
-        return self.kernels.rotary_store_kv(
+        query = self.kernels.rotary_store_kv(
             qkv,
-            *cos_sin,
+            angles.cos,
+            angles.sin,
             key_cache,
             value_cache,
             batch.slot_mapping[kv_cache.group_of[self.layer]],
@@ -220,6 +245,9 @@ class Attention(nn.Module):
             value_scales=value_scales,
             **by_head,
         )
+        if angles.query_factors is not None:
+            self.kernels.scale_rows(query.view(len(query), -1), angles.query_factors.view(-1))
+        return query
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
         """Attend to the cache: [num_queries, num_heads, head_dim] -> [num_queries, hidden_size]."""

@@ -10,60 +10,96 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
 from ..validation import shown
+from .config import TensorNames
 from .hf_config import check_file, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SAFETENSORS_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
+COMPARED_BYTES = 64 * 2**20  # of each of two tensors at once
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 # Not a parameter, but old Llama checkpoints contain it.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-Sources = Mapping[str, tuple[Path, list[int]]]  # file and shape of each tensor
+class Source(NamedTuple):
+    """Where a tensor is: a file, and its name there, which may be longer than that in the decoder."""
+
+    file: Path
+    name: str
+    shape: list[int]
+
+
+Sources = Mapping[str, Source]  # by the name in the decoder
 Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
 
 
 def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> None:
-    """Copy tensors from where `check_weights` found them to their destinations, casting to their dtypes."""
+    """Copy tensors from where `find_tensors` found them to their destinations, casting to their dtypes."""
     for name, destination in destinations.items():
         # Open the file for each tensor: mapped pages stay in memory until it is closed, and would double the
         # memory that loading takes.
-        file = sources[name][0]
+        file, name_there, _ = sources[name]
         try:
             with safe_open(file, framework="pt") as tensors:
-                destination.copy_(tensors.get_tensor(name))
+                destination.copy_(tensors.get_tensor(name_there))
         except SafetensorError as error:
-            raise CheckpointError(f"{file}: {name} cannot be read: {error}") from error
+            raise CheckpointError(f"{file}: {name_there} cannot be read: {error}") from error
 
 
-def check_weights(destinations: Mapping[str, Tensor], directory: Path) -> Sources:
-    """Compare all headers with the destinations, which may be on the meta device. Return file and shape.
+def check_weights(destinations: Mapping[str, Tensor], sources: Sources, directory: Path) -> None:
+    """Compare what `find_tensors` found with the destinations, which may be on the meta device.
 
-    Raises CheckpointError, which names file and tensor, for damaged files and for tensors that are missing,
-    unknown or of another shape.
+    Raises CheckpointError, which names file and tensor, for tensors that are missing, unknown or of another
+    shape.
     """
-    sources = _find_tensors(directory)
     _check_names(destinations, sources, directory)
     for name, destination in destinations.items():
-        file, shape = sources[name]
+        file, name_there, shape = sources[name]
         if shape != list(destination.shape):
             raise CheckpointError(
-                f"{file}: {name} has shape {shape}, but config.json makes it {list(destination.shape)}"
+                f"{file}: {name_there} has shape {shape}, but config.json makes it {list(destination.shape)}"
             )
-    return sources
 
 
-def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
-    """Return file and shape of every tensor in the checkpoint."""
+def has_own_head(sources: Sources) -> bool:
+    """Return whether there is an output head that differs from the embedding.
+
+    The two are then not tied, whatever config.json says, which often has a default there. Some checkpoints
+    carry a copy of the embedding.
+    """
+    if HEAD not in sources or EMBEDDING not in sources:
+        return False
+    head, embedding = sources[HEAD], sources[EMBEDDING]
+    if head.shape != embedding.shape or len(head.shape) != 2:
+        return True
+    rows = max(1, COMPARED_BYTES // (4 * max(1, head.shape[1])))
+    try:
+        with safe_open(head.file, framework="pt") as one, safe_open(embedding.file, framework="pt") as other:
+            slices = one.get_slice(head.name), other.get_slice(embedding.name)
+            return not all(
+                torch.equal(*(part[start : start + rows].float() for part in slices))
+                for start in range(0, head.shape[0], rows)
+            )
+    except SafetensorError as error:
+        raise CheckpointError(f"{head.file}: {head.name} cannot be read: {error}") from error
+
+
+def find_tensors(directory: Path, names: TensorNames) -> dict[str, Source]:
+    """Find every tensor of the decoder in the headers of a checkpoint's files.
+
+    Raises CheckpointError, which names file and tensor, for damaged files and for tensors of no known part.
+    """
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -72,16 +108,22 @@ def _find_tensors(directory: Path) -> dict[str, tuple[Path, list[int]]]:
         files = [directory / name for name in sorted(set(map(str, weight_map.values())))]
     else:
         files = [directory / "model.safetensors"]
-    found: dict[str, tuple[Path, list[int]]] = {}
+    found: dict[str, Source] = {}
     for file in files:
         if file.parent != directory:
             raise CheckpointError(f"{index}: {file.name} lies outside the checkpoint")
         if not os.path.isfile(file):  # Path.is_file would raise for a name that is too long
             raise _missing_file(file)
-        for name, shape in read_header(file).items():
-            if name in found:
-                raise CheckpointError(f"{file}: {name} is in {found[name][0].name} too")
-            found[name] = (file, shape)
+        for name, shape in read_header(file, names.skipped).items():
+            own_name = names.in_decoder(name)
+            if own_name is None:
+                if name.endswith(IGNORED_SUFFIX):
+                    continue
+                raise _unknown(file, [name])
+            if (known := found.get(own_name)) is not None:
+                again = "" if known.name == name else f", as {known.name}"
+                raise CheckpointError(f"{file}: {name} is in {known.file.name} too{again}")
+            found[own_name] = Source(file, name, shape)
     return found
 
 
@@ -95,8 +137,10 @@ def _missing_file(file: Path) -> CheckpointError:
     return CheckpointError(f"{file} does not exist")
 
 
-def read_header(file: Path) -> dict[str, list[int]]:
+def read_header(file: Path, skipped: tuple[str, ...] = ()) -> dict[str, list[int]]:
     """Read the shape of every tensor in a safetensors file. Raises CheckpointError.
+
+    skipped: how the names of those begin that are left out, and may be of any dtype.
 
     Not by the safetensors library: its errors name neither file nor tensor, and it accepts a header that
     contains a name twice.
@@ -117,6 +161,8 @@ def read_header(file: Path) -> dict[str, list[int]]:
             raise CheckpointError(
                 f"{file}: is truncated: {name} ends at byte {8 + length + end}, the file at {size}"
             )
+        if name.startswith(skipped):
+            continue
         if dtype not in SAFETENSORS_DTYPES:
             supported = ", ".join(SAFETENSORS_DTYPES)
             raise CheckpointError(f"{file}: {name} is {dtype}; supported are {supported}")
@@ -125,7 +171,7 @@ def read_header(file: Path) -> dict[str, list[int]]:
                 f"{file}: {name} has {end - start} bytes, which is not what {dtype}{shape} takes"
             )
     _check_spans(file, entries, size - 8 - length)
-    return {name: shape for name, (_, shape, _, _) in entries.items()}
+    return {name: shape for name, (_, shape, _, _) in entries.items() if not name.startswith(skipped)}
 
 
 def _check_brackets(header: bytes) -> bytes:
@@ -185,13 +231,18 @@ def _check_names(destinations: Mapping[str, Tensor], sources: Sources, directory
     missing = sorted(set(destinations) - set(sources))
     if missing:
         raise CheckpointError(f"{directory}: {_some(missing)} missing from the checkpoint")
-    tied_head = set() if "lm_head.weight" in destinations else {"lm_head.weight"}
+    tied_head = set() if HEAD in destinations else {HEAD}
     extra = sorted(
-        name for name in set(sources) - set(destinations) - tied_head if not name.endswith(IGNORED_SUFFIX)
+        sources[name].name
+        for name in set(sources) - set(destinations) - tied_head
+        if not name.endswith(IGNORED_SUFFIX)
     )
     if extra:
-        file = sources[extra[0]][0]
-        raise CheckpointError(f"{file}: {_some(extra)} not part of the model that config.json describes")
+        raise _unknown(next(source.file for source in sources.values() if source.name == extra[0]), extra)
+
+
+def _unknown(file: Path, names: list[str]) -> CheckpointError:
+    return CheckpointError(f"{file}: {_some(names)} not part of the model that config.json describes")
 
 
 def _some(names: list[str]) -> str:

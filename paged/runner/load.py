@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from ..errors import ConfigError
 from ..kernels.backend import load_kernels
 from ..model.decoder import Decoder
 from ..model.weight_forms import choose_forms, require_whole_groups
-from ..model.weights import check_weights, load_weights
+from ..model.weights import check_weights, find_tensors, has_own_head, load_weights
 from .compile_bar import compile_bar, has_terminal
 from .devices import check_attention, resolve_backend, weights_in_panels
 from .sizes import Sizes
@@ -36,6 +37,9 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
         kernels = load_kernels(backend, compile_bar if has_terminal() else None)
     except ImportError as error:  # Triton or numba is not installed
         raise ConfigError(str(error)) from error
+    sources = find_tensors(directory, model_config.tensor_names)
+    if model_config.tie_word_embeddings and has_own_head(sources):
+        model_config = replace(model_config, tie_word_embeddings=False)
     check_attention(kernels, model_config.head_dim, getattr(torch, sizes.kv_dtype), config, device)
     forms = choose_forms(
         device,
@@ -48,7 +52,7 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
         model = Decoder(model_config, kernels)
     require_whole_groups(model, forms)
     # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
-    sources = check_weights(model.hf_tensors(), directory)
+    check_weights(model.hf_tensors(), sources, directory)
     try:
         model.load(device, forms, lambda tensors: load_weights(tensors, sources))
     except torch.OutOfMemoryError as error:

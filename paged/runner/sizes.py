@@ -150,8 +150,8 @@ class Sizes:
 
     @property
     def rope_bytes_per_position(self) -> int:
-        """The bytes of cos and sin of one position in the rope tables, which are float32."""
-        return 4 * self.model.head_dim * len(self.model.ropes)
+        """The bytes of one position in the rope tables: cos, sin and the factor of queries, in float32."""
+        return 4 * sum(self.model.head_dim + bool(rope.query_scaling_beta) for rope in self.model.ropes)
 
     @property
     def swap_space(self) -> float:

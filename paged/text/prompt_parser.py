@@ -33,6 +33,7 @@ class PromptParser:
 
     def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.model_config, self.tokenizer, self.max_model_len = model_config, tokenizer, max_model_len
+        self._placeholders = dict(model_config.placeholders)
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
         """Validate and tokenize a prompt. Raises RequestError.
@@ -65,6 +66,7 @@ class PromptParser:
         self._check_length("the prompt", len(token_ids))
         self.check_vocabulary("prompt_token_ids", token_ids)
         token_ids = [int(token_id) for token_id in token_ids]
+        self._check_is_text("prompt_token_ids", token_ids)
         return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)))
 
     def check_parsed(self, prompt: ParsedPrompt) -> None:
@@ -75,6 +77,7 @@ class PromptParser:
         self._check_length("the prompt", len(token_ids))
         if min(token_ids) < 0 or max(token_ids) >= self.model_config.vocab_size:  # quick, as nearly all pass
             self.check_vocabulary("prompt_token_ids", token_ids)
+        self._check_is_text("prompt_token_ids", token_ids)
 
     def _encode(
         self, prompt: Any, name: str = "a prompt", *, add_special_tokens: bool = True
@@ -124,7 +127,9 @@ class PromptParser:
             if not token_ids:
                 raise RequestError(f"{name} is empty; it must have at least one token")
             self.check_vocabulary(name, token_ids)
-            whole = [*parsed.token_ids, *map(int, token_ids)]
+            token_ids = [int(token_id) for token_id in token_ids]
+            self._check_is_text(name, token_ids)
+            whole = [*parsed.token_ids, *token_ids]
             self._check_length(f"{name}: the prompt", len(whole))
             wholes.append(ParsedPrompt(None, whole, self.namespace(salt, len(whole))))
         return parsed, wholes
@@ -139,6 +144,20 @@ class PromptParser:
                 raise RequestError(
                     f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}"
                 )
+
+    def _check_is_text(self, name: str, token_ids: list[int]) -> None:
+        """Raise RequestError for tokens that stand for images, audio or video: only text is computed."""
+        if not self._placeholders or self._placeholders.keys().isdisjoint(token_ids):
+            return
+        at = next(i for i, token_id in enumerate(token_ids) if token_id in self._placeholders)
+        key, shown_token = self._placeholders[token_ids[at]], str(token_ids[at])
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(token_ids[at : at + 1], skip_special_tokens=False)
+            shown_token = f"{shown_token} {text!r}"
+        raise RequestError(
+            f"{name}[{at}] is {shown_token}, which stands for an image, audio or video ({key}); of "
+            f"{self.model_config.architecture} only the text part is loaded"
+        )
 
     def _check_before_encoding(self, name: str, prompt: Any) -> None:
         """Refuse a prompt that is far too long without reading all of it."""

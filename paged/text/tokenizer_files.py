@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..model.families.table import ARCHITECTURES
+from ..model.families.multimodal import NATIVE
 from ..model.hf_config import MAX_JSON_BYTES, check_file, read_json
 from ..validation import shown
 from .tokenizer_bounds import why_unbounded
@@ -101,7 +101,7 @@ def may_load_here(source: Source) -> bool:
     file, named = directory / "tokenizer.json", source.named_class or source.tokenizer_class
     return (
         file.exists()
-        and source.model_type in (None, *(known.model_type for known in ARCHITECTURES.values()))
+        and source.model_type in (None, *(known.model_type for known in NATIVE.values()))
         and (named is None or named.removesuffix("Fast") in KNOWN_CLASSES)
         and not {"auto_map", "fast_tokenizer_files"} & {*source.settings}
         and not any(directory.glob("tekken*.json"))

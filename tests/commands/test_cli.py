@@ -17,7 +17,7 @@ import typer
 from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams, __version__
 from paged.commands import cli, common, generate
 from paged.commands.headings import HEADINGS
-from paged.model.families.table import ARCHITECTURES
+from paged.model.families.multimodal import NATIVE
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput
 from tests.support.command_line import write
@@ -695,8 +695,8 @@ def test_closed_pipe_is_quiet():
 def test_models_lists_every_architecture(run):
     code, out, _ = run("models")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == list(ARCHITECTURES)
-    assert "GraniteForCausalLM  Granite 3" in out
+    assert [line.split()[0] for line in out.splitlines()] == list(NATIVE)
+    assert "GraniteForCausalLM                Granite 3" in out
 
 
 def test_warmup_says_what_is_ready(run, loaded, monkeypatch):

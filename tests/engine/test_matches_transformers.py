@@ -108,8 +108,8 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama-llama3", "mistral", "qwen2-mixed", "qwen3", "phi3", "granite", "olmo2", "olmo3", "gemma2"),
-        *("gemma3", "smollm3", "glm4"),
+        *("llama-llama3", "mistral", "ministral", "ministral3", "qwen2-mixed", "qwen3", "phi3", "granite"),
+        *("olmo2", "olmo3", "gemma2", "gemma3", "smollm3", "glm4"),
     ],
 )
 def test_triton_kernels_match_transformers(name, monkeypatch):

@@ -249,6 +249,9 @@ def test_unsupported_values_are_named(kind):
     [
         "llama",
         "mistral",
+        "ministral",
+        "ministral3",
+        "mistral3",
         "qwen2",
         "qwen3",
         "phi3",

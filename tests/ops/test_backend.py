@@ -24,6 +24,7 @@ OPERATIONS = (
     "gelu",
     "add",
     "scale_and_cap",
+    "scale_rows",
     "copy_blocks",
     "paged_attention",
     "apply_penalties",

@@ -18,7 +18,8 @@ REACHED = {"llama": 1024, "llama-linear": 1024, "llama-llama3": 1024, "llama-dyn
 
 
 def table_of(engine: LLMEngine) -> tuple[Tensor, Tensor] | None:
-    return engine.runner.model.rotary[0]._table
+    table = engine.runner.model.rotary[0]._table
+    return None if table is None else (table.cos, table.sin)
 
 
 def tokens_of(engine: LLMEngine) -> list[list[int]]:
@@ -45,6 +46,15 @@ def test_max_model_len_bounds_it():
     table = table_of(new_engine(checkpoint("llama"), max_model_len=33))
     assert table is not None
     assert [len(part) for part in table] == [33, 33]
+
+
+def test_queries_have_factors_only_where_positions_need_them():
+    """Within the trained context of 16 tokens all factors are 1."""
+    for max_model_len, has_factors in ((16, False), (17, True)):
+        engine = new_engine(checkpoint("ministral3"), max_model_len=max_model_len)
+        table = engine.runner.model.rotary[0]._table
+        assert table is not None
+        assert (table.query_factors is not None) == has_factors
 
 
 def test_its_values_do_not_depend_on_its_length():

@@ -30,6 +30,7 @@ CASES = {
     "llama-linear": {"kv_cache_dtype": "int8"},
     "llama-llama3": {"quantization": "int8"},
     "mistral": {"max_num_seqs": 3},
+    "ministral3": {},
     "qwen2-mixed": {"block_size": 8},
     "qwen3": {"quantization": "int8"},
     "phi3": {},

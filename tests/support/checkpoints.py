@@ -20,6 +20,8 @@ from transformers import (
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -90,6 +92,23 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         ),
     ),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=24),
+    "ministral": lambda: MinistralConfig(
+        **{**SHAPE, "num_hidden_layers": 3},
+        sliding_window=24,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "ministral3": lambda: Ministral3Config(
+        **SHAPE,
+        **_rope(
+            "yarn",
+            factor=8.0,
+            original_max_position_embeddings=16,
+            beta_fast=4.0,
+            mscale=1.0,
+            mscale_all_dim=0.5,
+            llama_4_scaling_beta=0.4,
+        ),
+    ),
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "qwen2-mixed": lambda: Qwen2Config(
         **SHAPE,

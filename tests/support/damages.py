@@ -100,6 +100,7 @@ def _required(call: Call) -> tuple[str, ...]:
         "rms_norm": ("x", "weight", "eps"),
         "rms_norm_into": ("x", "weight", "eps", "out"),
         "scale_and_cap": ("x", "factor"),
+        "scale_rows": ("x", "factors"),
         "rotary_store_kv": ("qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping"),
         "sample_tokens": ("logits", "seeds", "positions", "temperature", *FILTERS),
         "apply_penalties": tuple(call.arguments),

@@ -193,6 +193,7 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
     kernels.gelu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     kernels.scale_and_cap(hidden, 12.0)
     kernels.scale_and_cap(torch.empty(num_tokens, VOCAB_SIZE), 1.0, 30.0)
+    kernels.scale_rows(torch.empty(num_tokens, 6144, dtype=dtype)[:, :size], torch.empty(num_tokens))
     planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
     launch_unpack_step(num_tokens)

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from paged.model.families.table import ARCHITECTURES
+from paged.model.families.multimodal import NATIVE
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- end of models -->)", re.DOTALL)
@@ -15,7 +15,7 @@ SECTION = re.compile(r"(?<=<!-- models -->\n).*?(?=<!-- end of models -->)", re.
 
 def table() -> str:
     """Return the table in Markdown."""
-    rows = [f"| {known.models} | `{name}` |\n" for name, known in ARCHITECTURES.items()]
+    rows = [f"| {known.models} | `{name}` |\n" for name, known in NATIVE.items()]
     return "".join(["| models | architecture |\n", "|---|---|\n", *rows])
 
 

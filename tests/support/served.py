@@ -71,13 +71,13 @@ class Served:
         return json.loads(data)
 
     def events(self, path: str, **body: Any) -> list[str]:
-        """Return the data of all events of a response, comments as they are."""
+        """Return the data of all events of a response, without blank lines between them."""
         status, headers, data = self.request("POST", path, {**body, "stream": True})
         assert status == 200, data
         assert headers["content-type"].startswith("text/event-stream")
         *events, rest = data.decode().split("\n\n")
         assert rest == ""
-        return [event.removeprefix("data: ") for event in events]
+        return [event.lstrip("\n").removeprefix("data: ") for event in events]
 
 
 @contextmanager

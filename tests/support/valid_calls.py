@@ -115,6 +115,12 @@ def _scale_and_cap(kernels: Kernels, generator: random.Random) -> Call:
     return Call("scale_and_cap", call, arguments, ("x",), ("softcap",), expected=reference.scale_and_cap)
 
 
+def _scale_rows(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), generator.choice([1, 16, 37])).to(_dtype(generator))
+    arguments = {"x": x, "factors": torch.randn(len(x))}
+    return Call("scale_rows", kernels.scale_rows, arguments, ("x",), expected=reference.scale_rows)
+
+
 def _rotary_store_kv(kernels: Kernels, generator: random.Random) -> Call:
     dtype, num_tokens, num_kv_heads = _dtype(generator), generator.randint(1, 4), generator.randint(1, 2)
     num_heads, dim, size = num_kv_heads * generator.randint(1, 2), generator.choice([16, 32]), 8
@@ -304,8 +310,8 @@ def _filter_logits(_: Kernels, generator: random.Random) -> Call:
 
 
 _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
-    _take_rows, _rms_norm, _rms_norm_into, _silu_and_mul, _gelu_and_mul, _scale_and_cap, _rotary_store_kv,
-    _copy_blocks, _attention, _greedy, _token_logprobs, _apply_penalties, _sample_tokens,
+    _take_rows, _rms_norm, _rms_norm_into, _silu_and_mul, _gelu_and_mul, _scale_and_cap, _scale_rows,
+    _rotary_store_kv, _copy_blocks, _attention, _greedy, _token_logprobs, _apply_penalties, _sample_tokens,
 ]  # fmt: skip
 
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ...validation import check_int, shown
+from ...validation import check_int, check_number, shown
 from ..config import NO_ROPE, LayerNorms
-from .reading import Config, every, factor, flag, layer_types_of, optional_factor, size, window_of, windows_of
+from .reading import (
+    MAX_FACTOR,
+    Config,
+    every,
+    factor,
+    flag,
+    layer_types_of,
+    optional_factor,
+    size,
+    window_of,
+    windows_of,
+)
 from .rope import by_layer_type, own_rope, read_rope, ropes_by_type
 
 # The defaults of transformers' classes, for keys that config.json leaves out.
@@ -22,6 +34,11 @@ COMMON = {
 }
 _LLAMA = {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 _MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+_MINISTRAL3 = {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128,
+               "rms_norm_eps": 1e-5, "sliding_window": None}  # fmt: skip
+_MINISTRAL3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0,
+                    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                    "llama_4_scaling_beta": 0.1}  # fmt: skip
 _QWEN2 = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,
@@ -62,8 +79,17 @@ def _llama(hf: Config) -> dict[str, Any]:
 
 
 def _mistral(hf: Config) -> dict[str, Any]:
-    windows = (window_of(hf),) * size(hf, "num_hidden_layers")
-    return {**_NO_BIAS, "qk_norm": None, "layer_windows": windows}
+    """Give every layer the window, unless layer_types says which have it, as in Ministral 8B."""
+    layer_types = layer_types_of(hf, ("sliding_attention",) * size(hf, "num_hidden_layers"))
+    return {**_NO_BIAS, "qk_norm": None, "layer_windows": windows_of(layer_types, window_of(hf))}
+
+
+def _ministral3(hf: Config) -> dict[str, Any]:
+    own = own_rope(hf) or _MINISTRAL3_ROPE
+    rope, beta = read_rope(hf, own), "llama_4_scaling_beta"
+    if own.get(beta) is not None:
+        rope = replace(rope, query_scaling_beta=check_number(CheckpointError, beta, own[beta], 0, MAX_FACTOR))
+    return {**_mistral({**hf, "layer_types": None}), "rope": rope}
 
 
 def _qwen2(hf: Config) -> dict[str, Any]:
@@ -89,7 +115,8 @@ def _phi3(hf: Config) -> dict[str, Any]:
     rope = read_rope(hf, own, partial=True)
     if rope.type not in ("default", "longrope"):
         raise UnsupportedModelError(f"rope type {rope.type!r} is not supported in Phi-3; 'longrope' is")
-    return {**_mistral(hf), "rope": rope, "fused_qkv": True, "fused_gate_up": True}
+    windows = _mistral({**hf, "layer_types": None})
+    return {**windows, "rope": rope, "fused_qkv": True, "fused_gate_up": True}
 
 
 def _granite(hf: Config) -> dict[str, Any]:
@@ -194,6 +221,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(
         "mistral", _MISTRAL, _mistral, "Mistral 7B, NeMo and Small 2409 to 2501"
     ),
+    "MinistralForCausalLM": Architecture("ministral", _MISTRAL, _mistral, "Ministral 8B 2410"),
+    "Ministral3ForCausalLM": Architecture("ministral3", _MINISTRAL3, _ministral3, "Ministral 3 (text alone)"),
     "Qwen2ForCausalLM": Architecture("qwen2", _QWEN2, _qwen2, "Qwen 2, Qwen 2.5"),
     "Qwen3ForCausalLM": Architecture("qwen3", _QWEN3, _qwen3, "Qwen 3"),
     "Phi3ForCausalLM": Architecture("phi3", _PHI3, _phi3, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),

@@ -1,4 +1,4 @@
-"""Streamed responses, and the comments that keep idle ones open."""
+"""Streamed responses, and the blank lines that keep idle ones open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 from .exchange import EVENTS, Exchange, encode_json
 
 IDLE_S = 15.0  # after which proxies begin to close connections
-COMMENT = b": still working\n\n"
+# A parser of events ignores it. Not a comment: clients that strip what they read from the connection, such as
+# vLLM's benchmark, take a comment and the next event for one.
+BLANK_LINE = b"\n"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -36,10 +38,10 @@ class StreamedResponse:
                 await self._exchange.begin(200, self._content_type, headers)
             await self._exchange.write(body, more=more)
 
-    async def comment(self) -> None:
-        """Send a comment, unless another part is being sent."""
+    async def keep_alive(self) -> None:
+        """Send a blank line, unless another part is being sent."""
         if not self._lock.locked() and not self._exchange.is_complete:
-            await self.write(COMMENT)
+            await self.write(BLANK_LINE)
 
 
 def event(value: Any) -> bytes:
@@ -48,14 +50,14 @@ def event(value: Any) -> bytes:
 
 
 class KeepAlive:
-    """Sends a comment to each event stream that has been idle for `interval_s`, from one timer for all."""
+    """Sends a blank line to each event stream that has been idle for `interval_s`, from one timer for all."""
 
     def __init__(self, interval_s: float = IDLE_S) -> None:
         self._interval_s = interval_s
         # By the loop's time of their last part, the longest ago first.
         self._streams: dict[StreamedResponse, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._comments: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def on_write(self, stream: StreamedResponse) -> None:
         """Record that a stream begins to wait, or was written to."""
@@ -85,6 +87,6 @@ class KeepAlive:
                 self._schedule(last)
                 return
             self._set_last(stream, now)
-            task = loop.create_task(stream.comment())
-            self._comments.add(task)
-            task.add_done_callback(self._comments.discard)
+            task = loop.create_task(stream.keep_alive())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)

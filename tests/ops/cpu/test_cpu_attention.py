@@ -307,12 +307,14 @@ def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
         "silu_and_mul",
         "gelu_and_mul",
         "scale_and_cap",
+        "scale_rows",
         "rotary_store_kv",
     ):
         monkeypatch.delattr(torch_ops, name)
     numba_kernels.rms_norm_into(x, weight, 1e-6, x.clone())
     numba_kernels.gelu_and_mul(x)
     numba_kernels.scale_and_cap(x.clone(), 2.0, 3.0)
+    numba_kernels.scale_rows(x.clone(), angles[:, 0].contiguous())
     numba_kernels.rms_norm(x, weight, 1e-6, x.clone())
     numba_kernels.silu_and_mul(x)
     heads = x.repeat(4, 1, 1).transpose(0, 1).contiguous()

@@ -37,8 +37,9 @@ def test_nothing_spills_and_everything_fits(compiled, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]}
-    others = {"rms_norm", "rms_norm_into", "rotary_store_kv", "silu_and_mul", "gelu_and_mul", "scale_and_cap"}
-    assert kernels == {"prefill", "decode", "plan", "merge", "copy_blocks"} | others | SAMPLING | UNPACK
+    norms, activations = {"rms_norm", "rms_norm_into"}, {"silu_and_mul", "gelu_and_mul"}
+    others = {"rotary_store_kv", "scale_and_cap", "scale_rows", "copy_blocks"} | norms | activations
+    assert kernels == {"prefill", "decode", "plan", "merge"} | others | SAMPLING | UNPACK
 
 
 def row_of_the_table(use, head_dim, value_dim, dtype, cache_dtype, group, target):
@@ -118,6 +119,7 @@ LEAST_BLOCKS = {
     "rms_norm_into": (6, 6),  # of 4096: 8 KB, or 16 with what it is added to
     "gelu_and_mul": (8, 8),  # 8 KB, and an exponential on their way
     "scale_and_cap": (8, 8),  # 4 KB of embeddings, or 8 of logits
+    "scale_rows": (8, 8),  # 4 KB
     "silu_and_mul": (8, 8),  # 8 KB, and an exponential on their way
     "copy_blocks": (8, 8),  # 4 KB
     "unpack": (8, 8),  # of one sequence each, which waits for its row and then for its entries

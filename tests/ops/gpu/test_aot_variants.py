@@ -30,6 +30,7 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_silu_and_mul_kernel": 1,
         "_gelu_and_mul_kernel": 1,
         "_scale_and_cap_kernel": 2,  # of embeddings and of logits
+        "_scale_rows_kernel": 1,
         "_copy_blocks_kernel": 1,
         "_unpack_kernel": 1,
         "_penalties_kernel": 1,

@@ -85,6 +85,7 @@ def valid():
         "silu_and_mul": {"x": x},
         "gelu_and_mul": {"x": x},
         "scale_and_cap": {"x": x.clone(), "factor": 2.0, "softcap": 3.0},
+        "scale_rows": {"x": x.clone(), "factors": angles[:, 0].contiguous()},
         "copy_blocks": {"cache": caches, "pairs": torch.tensor([[0, 1]], device=DEVICE)},
         "rotary_store_kv": {
             "qkv": heads, "cos": angles, "sin": angles.clone(), "key_cache": caches[0],
@@ -122,6 +123,7 @@ VALID = {
     "silu_and_mul": ["x more"],
     "gelu_and_mul": ["x more"],
     "scale_and_cap": ["x more"],
+    "scale_rows": [],
     "copy_blocks": ["cache more", "pairs more"],
     "rotary_store_kv": [],
     "paged_attention": ["query more"],

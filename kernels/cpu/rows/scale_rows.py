@@ -1,0 +1,57 @@
+"""The multiplication of rows by a factor each: queries whose scale depends on their position."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ...arguments import check_scale_rows
+from ...checks import KERNEL_DTYPES, is_trusted
+from ...plain import ops as torch_ops
+from ..launch.tasks import Task, addresses
+from ..simd.memory import get_float, some_of
+from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.vectors import LANES, function, multiply, splat
+from .row_kernel import by_kind, rows_of_unit, units_of_rows
+
+SCALE_ROWS = Task(("x", "factors"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"))
+
+
+@by_kind
+def _scale_row(kind: int) -> Any:
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+
+    @function
+    def scale_row(args, row):
+        x, factor = args.x + row * args.x_stride, splat(get_float(args.factors + 4 * row))
+        for i in range(0, args.size, LANES):
+            at, left = i * size_of, args.size - i
+            store(x + at, multiply(load(x + at, left), factor), left)
+
+    return scale_row
+
+
+@SCALE_ROWS.each_unit
+def _scale_rows_unit(args, unit):
+    for row in rows_of_unit(args, unit):
+        _scale_row(args, row)
+
+
+def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
+    """Multiply each row of x by its factor, in place; see `reference.scale_rows`."""
+    if not is_trusted():
+        check_scale_rows(x, factors)
+    regular = x.is_cpu and x.stride(1) == 1 and factors.is_contiguous() and x.dtype in KERNEL_DTYPES
+    if not regular:
+        torch_ops.scale_rows(x, factors)
+        return
+    num_rows, size = x.shape
+    num_units, per_unit = units_of_rows(num_rows, size)
+    SCALE_ROWS.run(
+        num_units,
+        *addresses(x, factors),
+        KINDS[x.dtype],
+        num_rows,
+        size,
+        x.stride(0) * x.itemsize,
+        per_unit,
+    )
