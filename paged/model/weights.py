@@ -30,7 +30,7 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Source(NamedTuple):
+class StoredTensor(NamedTuple):
     """Where a tensor is: a file, and its name there, which may be longer than that in the decoder."""
 
     file: Path
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     shape: list[int]
 
 
-Sources = Mapping[str, Source]  # by the name in the decoder
+Sources = Mapping[str, StoredTensor]  # by the name in the decoder
 Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
 
 
@@ -95,7 +95,7 @@ def has_own_head(sources: Sources) -> bool:
         raise CheckpointError(f"{head.file}: {head.name} cannot be read: {error}") from error
 
 
-def find_tensors(directory: Path, names: TensorNames) -> dict[str, Source]:
+def find_tensors(directory: Path, names: TensorNames) -> dict[str, StoredTensor]:
     """Find every tensor of the decoder in the headers of a checkpoint's files.
 
     Raises CheckpointError, which names file and tensor, for damaged files and for tensors of no known part.
@@ -108,7 +108,7 @@ def find_tensors(directory: Path, names: TensorNames) -> dict[str, Source]:
         files = [directory / name for name in sorted(set(map(str, weight_map.values())))]
     else:
         files = [directory / "model.safetensors"]
-    found: dict[str, Source] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         if file.parent != directory:
             raise CheckpointError(f"{index}: {file.name} lies outside the checkpoint")
@@ -121,7 +121,7 @@ def find_tensors(directory: Path, names: TensorNames) -> dict[str, Source]:
             if (known := found.get(own_name)) is not None:
                 again = "" if known.name == name else f", as {known.name}"
                 raise CheckpointError(f"{file}: {name} is in {known.file.name} too{again}")
-            found[own_name] = Source(file, name, shape)
+            found[own_name] = StoredTensor(file, name, shape)
     return found
 
 

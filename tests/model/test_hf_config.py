@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged.errors import CheckpointError, UnsupportedModelError
 from paged.model.config import DEMO
@@ -139,10 +140,18 @@ def test_keys_of_their_own_are_as_in_transformers(architecture):
 def test_gpt2_has_defaults_where_others_must_say():
     hf = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **SIZES, "num_key_value_heads": 2}
     config = from_hf(hf)
-    assert (config.intermediate_size, config.num_kv_heads) == (512, 32), (
-        "as transformers, which reads n_inner"
-    )
+    # As transformers, which knows neither intermediate_size nor num_key_value_heads here.
+    assert (config.intermediate_size, config.num_kv_heads) == (512, 32)
     assert (config.learned_positions, config.max_context) == (True, 1024)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {"mscale": 2.0}])
+def test_yarn_s_factor_is_that_of_transformers(scaling):
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 128}
+    hf = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", **SIZES}
+    hf["rope_parameters"] = rope | scaling
+    _, expected = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**copy.deepcopy(hf)), "cpu")
+    assert from_hf(hf).rope.attention_factor == pytest.approx(expected, rel=1e-12)
 
 
 def test_null_kv_heads_are_as_many_as_heads():

@@ -119,6 +119,13 @@ def test_tied_checkpoint_may_carry_its_head(tmp_path):
     assert generated(tmp_path) == expected("qwen3")
 
 
+def test_head_of_its_own_is_not_tied(tmp_path):
+    """transformers goes by the tensors too, where config.json says otherwise."""
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=True)
+    assert generated(tmp_path) == expected("llama")
+
+
 def test_every_parameter_is_loaded(monkeypatch):
     # Keep the weights as they were loaded:
     for module in (Linear, Embedding):

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import (
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
     GPT2Config,
@@ -24,13 +25,16 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
+    Mistral3Config,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PixtralVisionConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SiglipVisionConfig,
     SmolLM3Config,
 )
 
@@ -210,13 +214,41 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+IMAGE = VOCAB_SIZE - 1  # stands for one in the prompts of these
+_VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                           "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+
+
+def _mistral3(text: str) -> PreTrainedConfig:
+    vision = PixtralVisionConfig(**_VISION, head_dim=8)
+    config = CONFIGS[text]()
+    return Mistral3Config(
+        text_config=config, vision_config=vision, image_token_index=IMAGE, tie_word_embeddings=False
+    )
+
+
+# Models with a vision part, of which only the text part is loaded.
+MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma3-vision": lambda: Gemma3Config(
+        text_config=CONFIGS["gemma3"](),
+        vision_config=SiglipVisionConfig(**_VISION),
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=IMAGE - 1,
+        eoi_token_index=IMAGE - 2,
+    ),
+    "mistral-vision": lambda: _mistral3("mistral"),
+    "ministral3-vision": lambda: _mistral3("ministral3"),
+}
+
+
 def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
     """Make a float32 model whose every parameter matters.
 
     transformers' own initialisation has zero biases, unit norms and attention so flat that a wrong window or
     rotation would pass.
     """
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = _class_for(config).from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -231,6 +263,11 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
     return model
 
 
+def _class_for(config: PreTrainedConfig) -> Any:
+    has_images = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+
+
 @functools.cache
 def _root() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="paged-checkpoints-")
@@ -238,9 +275,14 @@ def _root() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def checkpoint(name: str) -> Path:
-    """Return the directory of one of CONFIGS, written once per session."""
-    directory = Path(_root().name) / name
-    random_model(CONFIGS[name]()).save_pretrained(directory)
+    """Return the directory of one of CONFIGS or MULTIMODAL_CONFIGS, written once per session.
+
+    Of the latter config.json does not say that the head is not tied, as on the hub.
+    """
+    directory, configs = Path(_root().name) / name, CONFIGS | MULTIMODAL_CONFIGS
+    random_model(configs[name]()).save_pretrained(directory)
+    if name in MULTIMODAL_CONFIGS:
+        edit_json(directory / "config.json", tie_word_embeddings=None)
     return directory
 
 
@@ -261,7 +303,8 @@ class Reference:
     """transformers itself, eager and in float32, one prompt at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_class = _class_for(transformers.AutoConfig.from_pretrained(directory))
+        self.model = model_class.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         # Otherwise generate() would never choose EOS before min_new_tokens.

@@ -80,7 +80,7 @@ MULTIMODAL = {
         },
         _LLAVA,
         {"image_token_index": 10},
-        "Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small 2 (text)",
+        "Mistral Small 3.1 and 3.2, Ministral 3 (text)",
     ),
 }
 NATIVE: Mapping[str, Any] = {**ARCHITECTURES, **MULTIMODAL}  # each has model_type and models

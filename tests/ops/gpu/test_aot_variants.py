@@ -29,6 +29,8 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_rms_norm_into_kernel": 3,  # in place, and added with and without Gemma's offset
         "_silu_and_mul_kernel": 1,
         "_gelu_and_mul_kernel": 1,
+        "_layer_norm_kernel": 2,  # with residual and without
+        "_gelu_kernel": 2,  # exact and by tanh
         "_scale_and_cap_kernel": 2,  # of embeddings and of logits
         "_scale_rows_kernel": 1,
         "_copy_blocks_kernel": 1,
