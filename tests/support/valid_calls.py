@@ -336,8 +336,9 @@ def _filter_logits(_: Kernels, generator: random.Random) -> Call:
 
 
 _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
-    _take_rows, _rms_norm, _rms_norm_into, _silu_and_mul, _gelu_and_mul, _layer_norm, _gelu, _add, _scale_and_cap, _scale_rows,
-    _rotary_store_kv, _copy_blocks, _attention, _greedy, _token_logprobs, _apply_penalties, _sample_tokens,
+    _take_rows, _rms_norm, _rms_norm_into, _layer_norm, _silu_and_mul, _gelu_and_mul, _gelu, _add,
+    _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _token_logprobs,
+    _apply_penalties, _sample_tokens,
 ]  # fmt: skip
 
 
