@@ -1,7 +1,7 @@
 """The options, plans and checks of `paged_attention`, shared by its implementations."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from .checks import (
     check_between,
     check_device,
     check_dtype,
-    check_flag,
     check_last_dim_contiguous,
     check_multiple,
     check_positive,
@@ -35,13 +34,14 @@ class AttentionOptions(NamedTuple):
     shared_prefix_len: int = 0
     sliding_window: int | None = None
     softcap: float | None = None
-    causal: bool = True
-    # Tensors come last: each layer has its own, see `layout_of`.
+    # Tensors come last, from FIRST_TENSOR on: each layer has its own, see `layout_of`.
     sinks: Tensor | None = None  # f32[num_heads]
-    alibi_slopes: Tensor | None = None  # f32[num_heads]
     tree_mask: Tensor | None = None  # i64[num_tokens]
     key_scales: Tensor | None = None  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
     value_scales: Tensor | None = None  # like key_scales
+
+
+FIRST_TENSOR: Final = 7  # among the fields of AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def layout_of(
     return (
         query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype, key_cache.stride(),
         value_cache.shape, value_cache.stride(), block_tables.shape, block_tables.stride(), seq_lens.shape,
-        options[:8],
+        options[:FIRST_TENSOR],
     )  # fmt: skip
 
 
@@ -126,10 +126,8 @@ def check_attention(
     check_shape("block_tables", block_tables, (num_seqs, None), torch.int32)
     if num_tokens and num_seqs:  # kernels read the first entry, whatever the lengths
         check_positive("block_tables.shape[1]", block_tables.shape[1])
-    per_head = {"sinks": options.sinks, "alibi_slopes": options.alibi_slopes}
-    for name, values in per_head.items():
-        if values is not None:
-            check_shape(name, values, (num_heads,), torch.float32)
+    if options.sinks is not None:
+        check_shape("sinks", options.sinks, (num_heads,), torch.float32)
     if options.tree_mask is not None:
         check_shape("tree_mask", options.tree_mask, (num_tokens,), torch.int64)
     tensors = {
@@ -139,8 +137,8 @@ def check_attention(
         "block_tables": block_tables,
         "seq_lens": seq_lens,
         "cu_seqlens_q": cu_seqlens_q,
+        "sinks": options.sinks,
         "tree_mask": options.tree_mask,
-        **per_head,
     }
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -157,7 +155,6 @@ def check_attention(
 
 def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, max_keys: int) -> None:
     check_positive("scale", options.scale)
-    check_flag("causal", options.causal)
     check_between("max_seqlen_q", options.max_seqlen_q, 1, _MAX_INT32)
     check_between("min_seqlen_q", options.min_seqlen_q, 0, options.max_seqlen_q)
     check_between("max_decode_q", options.max_decode_q, 1, _MAX_INT32)
@@ -165,14 +162,10 @@ def _check_options(options: AttentionOptions, num_tokens: int, num_seqs: int, ma
     check_between("shared_prefix_len", options.shared_prefix_len, 0, max(0, max_keys - 1))
     if options.sliding_window is not None:
         check_between("sliding_window", options.sliding_window, 1, _MAX_INT32)
-        if not options.causal:
-            raise ValueError(f"sliding_window {options.sliding_window} needs causal=True")
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
     if options.tree_mask is not None:
         check_between("max_seqlen_q with a tree_mask", options.max_seqlen_q, 1, MAX_TREE)
-        if not options.causal:
-            raise ValueError("tree_mask needs causal=True: it says which new tokens see each other")
     if options.shared_prefix_len:
         if options.max_seqlen_q != 1 or num_tokens != num_seqs:
             raise ValueError(

@@ -152,7 +152,7 @@ def paged_attention(
         v = _gather(value_cache, options.value_scales, block_tables[i], low, seq_len, q)
         query_pos = torch.arange(first, seq_len, device=query.device)[:, None]
         key_pos = torch.arange(low, seq_len, device=query.device)[None, :]
-        seen = key_pos <= query_pos if options.causal else torch.ones_like(key_pos <= query_pos)
+        seen = key_pos <= query_pos
         if options.tree_mask is not None:
             bits = options.tree_mask[start:end, None] >> (key_pos - first).clamp(min=0)
             seen = (key_pos < first) | (bits & 1 == 1)
@@ -162,8 +162,6 @@ def paged_attention(
         if options.softcap is not None:
             softcap = float(options.softcap)
             scores = softcap * (scores / softcap).tanh()
-        if options.alibi_slopes is not None:
-            scores = scores + options.alibi_slopes[:, None, None] * (key_pos - query_pos)
         scores = scores.masked_fill(~seen, float("-inf"))
         if options.sinks is not None:
             sink = options.sinks[:, None, None].to(scores.dtype).expand(-1, end - start, 1)

@@ -51,7 +51,7 @@ GLOSSARY = {
     "BlockPool": "paged/blocks/pool.py",
     "Decoder": "paged/model/decoder.py",
     "EngineCore": "paged/engine/core.py",
-    "KVCache": "paged/model/kv_cache.py",
+    "KVCache": "paged/model/cache/kv_cache.py",
     "Kernels": "kernels/backend.py",
     "LLMEngine": "paged/engine/engine.py",
     "ModelRunner": "paged/runner/model_runner.py",

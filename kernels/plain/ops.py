@@ -233,8 +233,8 @@ def paged_attention(
         check_plan(plan, AttentionPlan)
     key_scales, value_scales = options.key_scales, options.value_scales
     scale, sliding_window = float(options.scale), options.sliding_window
-    special = (options.softcap, options.sinks, options.alibi_slopes, options.tree_mask)
-    if not options.causal or any(x is not None for x in special) or value_cache.shape != key_cache.shape:
+    special = (options.softcap, options.sinks, options.tree_mask)
+    if any(x is not None for x in special) or value_cache.shape != key_cache.shape:
         return reference.paged_attention(
             query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options, plan
         )

@@ -22,16 +22,16 @@ from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId, BlockPool
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..errors import CheckpointError, RequestError, UsageError
+from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
 from ..model.hf_config import check_file
-from ..model.kv_cache import KVCache
 from ..requests.prompts import Prompt
 from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .generation import RequestSource, generate_in_order
 
-FORMAT = "paged-prefix-1"
+FORMAT = "paged-prefix-2"
 Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its predecessor, group, namespace
 
 
@@ -110,7 +110,7 @@ def save(
         raise RequestError("no full block of this prompt is cached" if prompt else "no block is cached")
     blocks = [block for block, _ in known]
     tensors = {
-        **{name: tensor[:, :, blocks].cpu().contiguous() for name, tensor in kv_cache.tensors.items()},
+        **{name: tensor[:, blocks].cpu().contiguous() for name, tensor in kv_cache.tensors.items()},
         "token_ids": torch.tensor([array("i", pool.tokens(b)).tolist() for b in blocks], dtype=torch.int32),
         "predecessors": torch.tensor([index[pool.predecessor(b)] for b in blocks]),
         "groups": torch.tensor([group for _, group in known]),
@@ -166,7 +166,7 @@ def _put(entries: list[Entry], saved: dict[str, Tensor], pool: BlockPool, kv_cac
             loaded += allocated
             # Filled before it can be found: the copy may fail or be interrupted.
             for name, tensor in kv_cache.tensors.items():
-                tensor[:, :, allocated[0]] = saved[name][:, :, i]
+                tensor[:, allocated[0]] = saved[name][:, i]
             serial = 0 if parent is None else pool.serial(parent)
             known.append(pool.adopt(allocated[0], short_digest(digests[i]), tokens, serial, namespace, group))
             if known[-1] != allocated[0]:
@@ -201,7 +201,7 @@ def _entries(
     sound = (
         all(
             saved[name].dtype == tensor.dtype
-            and saved[name].shape == (*tensor.shape[:2], num_blocks, *tensor.shape[3:])
+            and saved[name].shape == (tensor.shape[0], num_blocks, tensor.shape[2])
             for name, tensor in kv_cache.tensors.items()
         )
         and list(token_ids.shape) == [num_blocks, kv_cache.block_size]

@@ -46,8 +46,27 @@ NO_ROPE = RopeConfig("none", 1.0)
 
 
 @dataclass(frozen=True, slots=True)
+class KVShape:
+    """What the cache keeps of a token for one layer.
+
+    value_in_key: V is the first value_dim numbers of each key, as in the latent of MLA (DeepSeek-V2, 2024).
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    value_in_key: bool = False
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """The numbers of K, and those of V unless it lies in K."""
+        key, value = self.num_kv_heads * self.key_dim, self.num_kv_heads * self.value_dim
+        return (key,) if self.value_in_key else (key, value)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same window, which share block tables because they see the same tokens."""
+    """Layers of one window and one KVShape. They share block tables because they see the same tokens."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -131,6 +150,8 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]  # each layer's sliding window in tokens; None: full attention
     dtype: str  # of the checkpoint
     layer_ropes: tuple[RopeConfig, ...]  # each layer's; `rope` is that of layers with full attention
+    layer_kv: tuple[KVShape, ...] = ()  # of each layer; empty: num_kv_heads of head_dim everywhere
+    layer_sources: tuple[int, ...] = ()  # the layer whose K and V each layer reads; empty: its own
     norms: LayerNorms = LayerNorms()
     norm_unit_offset: bool = False  # norms multiply by 1 + weight
     layer_norm: bool = False  # norms subtract the mean and have a bias
@@ -173,9 +194,20 @@ class ModelConfig:
         return self.rms_norm_eps / self.residual_multiplier**2
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary embeddings of all layers, each once."""
-        return tuple(dict.fromkeys(self.layer_ropes))
+    def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The rotary embeddings of all layers and the dimensions of their heads, each pair once."""
+        dims = (shape.key_dim for shape in self.kv_shapes)
+        return tuple(dict.fromkeys(zip(self.layer_ropes, dims, strict=True)))
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What each layer reads of a token."""
+        return self.layer_kv or (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """The layer whose K and V each layer reads."""
+        return self.layer_sources or tuple(range(self.num_layers))
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """Return the model of an engine with sequences of up to so many tokens: see `RopeConfig`."""
@@ -184,29 +216,38 @@ class ModelConfig:
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers by window, in groups of equal size, so that one pool's blocks fit every group.
+        """The layers with K and V of their own by window and shape, in groups that take about equal bytes.
 
-        The size is that of the smallest set of layers with the same window. If it does not divide a larger
-        set, the last group of that set has fewer layers, and its blocks leave space unused.
+        One pool's blocks fit every group. A block has room for the set of layers that needs the least, and
+        for one layer of any set. Larger sets are divided. Where that leaves a rest, and where a group takes
+        less than the largest one, the blocks of a group have unused space.
         """
-        by_window: dict[int | None, list[int]] = {}
-        for layer, window in enumerate(self.layer_windows):
-            by_window.setdefault(window, []).append(layer)
-        size = min(map(len, by_window.values()))
-        return tuple(
-            LayerGroup(window, tuple(layers[i : i + size]))
-            for window, layers in by_window.items()
-            for i in range(0, len(layers), size)
-        )
+        sets: dict[tuple[int | None, KVShape], list[int]] = {}
+        for layer, source in enumerate(self.kv_sources):
+            if source == layer:
+                sets.setdefault((self.layer_windows[layer], self.kv_shapes[layer]), []).append(layer)
+        sizes = {shape: sum(shape.part_sizes) for _, shape in sets}
+        room = max(*sizes.values(), min(len(layers) * sizes[key[1]] for key, layers in sets.items()))
+        groups = []
+        for (window, shape), layers in sets.items():
+            count = room // sizes[shape]
+            groups += [LayerGroup(window, tuple(layers[i : i + count])) for i in range(0, len(layers), count)]
+        return tuple(groups)
 
     @property
     def num_layer_params(self) -> int:
         """The number of weights in all layers, without embedding, head, norms and biases."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim  # Q and O, K and V
         num_mlp = 3 if self.gated_mlp else 2
-        return self.num_layers * self.hidden_size * (attention + num_mlp * self.intermediate_size)
+        width, numbers = self.hidden_size, num_mlp * self.intermediate_size * self.num_layers
+        for layer, (shape, source) in enumerate(zip(self.kv_shapes, self.kv_sources, strict=True)):
+            numbers += self.num_heads * (shape.key_dim + shape.value_dim)  # Q and O
+            numbers += sum(shape.part_sizes) * (source == layer)
+        return width * numbers
 
     @property
-    def kv_heads_per_slot(self) -> int:
-        """The K heads and V heads of one token, summed over the layers of one group."""
-        return 2 * len(self.layer_groups[0].layers) * self.num_kv_heads
+    def num_attention_dims(self) -> int:
+        """The dimensions of a query and a value, summed over heads and layers.
+
+        For each key that a token attends to, attention multiplies and adds so many numbers.
+        """
+        return self.num_heads * sum(shape.key_dim + shape.value_dim for shape in self.kv_shapes)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..kernels.backend import Kernels
 from .batch import Batch, Queries
+from .cache.kv_cache import KVCache
 from .config import ModelConfig
-from .kv_cache import KVCache
 from .layers import Angles, Attention, Embedding, RotaryEmbedding
 from .linear import Linear
 from .parts.mlp import MLP, PlainMLP
@@ -112,9 +112,10 @@ class Decoder(nn.Module):
         self.positions = None
         if config.learned_positions:
             self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
-        tables = nn.ModuleList(RotaryEmbedding(rope, config, kernels) for rope in config.ropes)
+        tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
-        self.rope_of = [config.ropes.index(rope) for rope in config.layer_ropes]
+        dims = [shape.key_dim for shape in config.kv_shapes]
+        self.rope_of = [config.ropes.index(rope) for rope in zip(config.layer_ropes, dims, strict=True)]
         new_layer = ParallelLayer if config.parallel_residual else DecoderLayer
         layers = nn.ModuleList(new_layer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)

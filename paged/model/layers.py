@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..kernels.attention_options import AttentionOptions
 from ..kernels.backend import Kernels
 from .batch import Batch, Queries
+from .cache.kv_cache import KVCache
 from .config import ModelConfig, RopeConfig
-from .kv_cache import KVCache
 from .linear import Linear, TableForm, split_rows
 from .parts.norms import RMSNorm
 
@@ -53,12 +53,12 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor  # f32[rotary_dim // 2]
 
-    def __init__(self, rope: RopeConfig, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
         self._table: Angles | None = None
-        self.rope, self.head_dim = rope, config.head_dim
-        self.rotary_dim = rope.rotary_dim or config.head_dim
+        self.rope, self.head_dim = rope, head_dim
+        self.rotary_dim = rope.rotary_dim or head_dim
         self.max_position_embeddings = config.max_position_embeddings
         # Frequencies are float32 in a model of any dtype.
         with torch.device("cpu"):
@@ -178,10 +178,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.softcap = config.head_dim, config.attention_softcap
-        self.scale = config.attention_scale or config.head_dim**-0.5
-        self.layer, self.window, self.kernels = layer, config.layer_windows[layer], kernels
+        shape = config.kv_shapes[layer]
+        self.num_heads, self.num_kv_heads = config.num_heads, shape.num_kv_heads
+        self.head_dim, self.softcap = shape.key_dim, config.attention_softcap
+        self.scale = config.attention_scale or self.head_dim**-0.5
+        self.layer, self.kernels = layer, kernels
+        self.window = config.layer_windows[layer]
+        # Layers that agree in these share the plan of a step.
+        self.plan_key = self.window, config.kv_shapes.index(shape)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.split_sizes = [q_size, kv_size, kv_size]
         self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
@@ -247,7 +251,7 @@ class Attention(nn.Module):
             value_scales=value_scales,
         )
         inputs = (query, key_cache, value_cache, table, queries.seq_lens, queries.cu_seqlens_q, options)
-        plan = queries.plans.get(key := (self.window, table.shape[1]))
+        plan = queries.plans.get(key := (*self.plan_key, table.shape[1]))
         if plan is None:
             plan = queries.plans[key] = self.kernels.plan_attention(*inputs)
         attended = self.kernels.paged_attention(*inputs, plan)

@@ -124,18 +124,18 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
 
 
 def check_attention(
-    kernels: Kernels, head_dim: int, kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
+    kernels: Kernels, head_dims: set[int], kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
 ) -> None:
-    """Raise ConfigError unless the backend has attention for this head_dim and KV cache dtype."""
+    """Raise ConfigError unless the backend has attention for these head dimensions and KV cache dtype."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
             dims = kernels.head_dims()
         except ValueError as error:
             raise ConfigError(f"attention_backend {kernels.name!r}: {error}") from error
-        if head_dim not in dims:
+        if other := [head_dim for head_dim in sorted(head_dims) if head_dim not in dims]:
             raise ConfigError(
                 f"attention_backend {kernels.name!r} takes a head_dim from {dims[0]} to {dims[-1]} on this "
-                f"device, {device}; this model's is {head_dim}; use 'torch'"
+                f"device, {device}; this model's is {other[0]}; use 'torch'"
             )
         try:
             kernels.check_cache_dtype(kv_dtype)

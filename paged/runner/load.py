@@ -40,7 +40,8 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
     sources = find_tensors(directory, model_config.tensor_names)
     if model_config.tie_word_embeddings and has_own_head(sources):
         model_config = replace(model_config, tie_word_embeddings=False)
-    check_attention(kernels, model_config.head_dim, getattr(torch, sizes.kv_dtype), config, device)
+    head_dims = {dim for shape in model_config.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
+    check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), config, device)
     forms = choose_forms(
         device,
         dtype,

@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..kernels.backend import Kernels
 from ..kernels.gpu.attention.config import SPLIT
-from ..model.kv_cache import KVCache
+from ..model.cache.kv_cache import KVCache
 from ..requests.request import Request, RequestInputs
 from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
@@ -130,7 +130,8 @@ def _max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
 
     model = sizes.model
     max_rows = 2 * sizes.config.max_num_seqs  # the last layer may attend twice for a sequence
-    return most_partial_bytes(max_rows, sizes.max_model_len, model.num_heads, model.head_dim, SPLIT)
+    widest = max(shape.value_dim for shape in model.kv_shapes)
+    return most_partial_bytes(max_rows, sizes.max_model_len, model.num_heads, widest, SPLIT)
 
 
 def _cgroup_free_bytes() -> float:

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..config import EngineConfig
 from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.batch import Batch, BatchBuilder
+from ..model.cache.kv_cache import KVCache
 from ..model.config import ModelConfig
-from ..model.kv_cache import KVCache
 from ..model.transfers import Sent, Transfers
 from ..sampling.reporter import Reporter
 from ..sampling.sampler import Sampler
@@ -57,7 +57,8 @@ class ModelRunner:
         if kernels.records_steps and not is_eager:
             from .step_graphs import StepGraphs
 
-            self.graphs = StepGraphs(model_config.num_heads, model_config.num_kv_heads)
+            shapes = [model_config.kv_shapes[group.layers[0]] for group in model_config.layer_groups]
+            self.graphs = StepGraphs(model_config.num_heads, [shape.num_kv_heads for shape in shapes])
         self.batch_builder = BatchBuilder(
             self.sizes.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
         )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..blocks.manager import BlockManager
 from ..config import EngineConfig
 from ..errors import ConfigError, UnsupportedModelError
+from ..model.cache.layout import CacheLayout
 from ..model.config import ModelConfig
 from ..scheduler.policies import new_policy
 from ..scheduler.scheduler import Scheduler
@@ -97,7 +98,8 @@ class Sizes:
         """Tokens per block."""
         if self.config.block_size is not None:
             return self.config.block_size
-        has_tiles = self.target in TMA_TARGETS and self.model.head_dim in TMA_HEAD_DIMS
+        dims = {shape.key_dim for shape in self.model.kv_shapes}
+        has_tiles = self.target in TMA_TARGETS and not dims.isdisjoint(TMA_HEAD_DIMS)
         return TMA_BLOCK_SIZE if has_tiles and self.dtype != "float32" else BLOCK_SIZE
 
     @property
@@ -120,10 +122,10 @@ class Sizes:
     @property
     def block_bytes(self) -> int:
         """The bytes of one block in all layers of its group, with scales."""
-        head_bytes = self.model.head_dim * (ELEMENT_BYTES | QUANTIZED_ELEMENT_BYTES)[self.kv_dtype]
-        if self.kv_dtype in QUANTIZED_ELEMENT_BYTES:
-            head_bytes += SCALE_BYTES
-        return self.model.kv_heads_per_slot * head_bytes * self.block_size
+        is_quantized = self.kv_dtype in QUANTIZED_ELEMENT_BYTES
+        element = (ELEMENT_BYTES | QUANTIZED_ELEMENT_BYTES)[self.kv_dtype]
+        layout = CacheLayout.of(self.model, self.block_size)
+        return layout.block_bytes(element, SCALE_BYTES if is_quantized else 0)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -151,7 +153,7 @@ class Sizes:
     @property
     def rope_bytes_per_position(self) -> int:
         """The bytes of one position in the rope tables: cos, sin and the factor of queries, in float32."""
-        return 4 * sum(self.model.head_dim + bool(rope.query_scaling_beta) for rope in self.model.ropes)
+        return 4 * sum(head_dim + bool(rope.query_scaling_beta) for rope, head_dim in self.model.ropes)
 
     @property
     def swap_space(self) -> float:
@@ -175,7 +177,7 @@ class Sizes:
             return self.config.preemption_mode == "swap"
         model, rates = self.model, HOST_RATES[self.device]
         kv_bytes = num_tokens * self.kv_bytes_per_token
-        attention = 2 * num_tokens**2 * model.num_layers * model.num_heads * model.head_dim
+        attention = num_tokens**2 * model.num_attention_dims
         recompute_s = (2 * model.num_layer_params * num_tokens + attention) / rates.flops_per_s
         return 2 * kv_bytes / (self.host_bytes_per_s or rates.bytes_per_s) < recompute_s
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from ..kernels.cpu.attention.units import SPLIT_KEYS
 from ..kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder
 from ..kernels.cpu.simd.memory import LINE
 from ..model.batch import Batch
-from ..model.kv_cache import KVCache
+from ..model.cache.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +30,15 @@ MOST_TOKENS = 512  # in a recorded step; in a larger one, the time between kerne
 class StepGraphs:
     """Recorded steps, whose replay is bitwise equal to the model's forward, without Python between kernels.
 
-    num_heads, num_kv_heads: of every layer.
+    num_kv_heads: in the layers of each layer group.
     """
 
     # The largest decode step to record including its logits, which stay in memory.
     max_decodes = 64
 
-    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: Sequence[int]) -> None:
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
-        self._graphs: dict[tuple[int, ...], _StepGraph | None] = {}
+        self._graphs: dict[tuple[object, ...], _StepGraph | None] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._last: _Last | None = None
         self._has_said_why = False
@@ -55,10 +56,13 @@ class StepGraphs:
         if last is not None and batch is last.batch and where == last.where and batch.age < last.end:
             return last.graph.replay()
         seq_lens = batch.queries.seq_lens.numpy()
-        plan = plan_units(
-            seq_lens, batch.queries.cu_seqlens_q.numpy(), self._num_heads, self._num_kv_heads, num_threads
-        )
-        key = (batch.is_decode, batch.num_tokens, *where, plan.num_parts, plan.max_rows, len(plan.merges))
+        starts = batch.queries.cu_seqlens_q.numpy()
+        by_heads = {
+            num_kv_heads: plan_units(seq_lens, starts, self._num_heads, num_kv_heads, num_threads)
+            for num_kv_heads in dict.fromkeys(self._num_kv_heads)
+        }
+        sizes = [(plan.num_parts, plan.max_rows, len(plan.merges)) for plan in by_heads.values()]
+        key = (batch.is_decode, batch.num_tokens, *where, *sizes)
         if key in self._graphs:
             graph = self._graphs.pop(key)
         else:  # Record at first use: in a model of some size, one replay already saves more than this takes.
@@ -68,7 +72,7 @@ class StepGraphs:
         self._graphs[key] = graph  # now the most recently used
         if graph is None:
             return compute(batch, kv_cache)
-        graph.use(plan, batch)
+        graph.use([by_heads[num_kv_heads] for num_kv_heads in self._num_kv_heads], batch)
         # A plan stays valid until a sequence needs one more split.
         self._last = _Last(batch, batch.age + 1 + int((-seq_lens % SPLIT_KEYS).min()), where, graph)
         return graph.replay()
@@ -109,11 +113,13 @@ class _StepGraph(Graph):
         super().__init__(recorder, _inputs(batch), outputs, torch.get_num_threads())
         tables = [table.data_ptr() for table in batch.queries.block_tables]
         self._attends = [self.launches_of(ATTEND, block_tables=table) for table in tables]
-        self._merges = self.launches_of(MERGE)
+        merges = self.launches_of(MERGE)
+        self._merges = [np.intersect1d(attends + 1, merges) for attends in self._attends]
 
-    def use(self, plan: Plan, batch: Batch) -> None:
-        """Replay with this plan and batch from now on."""
-        for attends, table in zip(self._attends, batch.queries.block_tables, strict=True):
+    def use(self, plans: list[Plan], batch: Batch) -> None:  # one plan per layer group
+        """Replay with these plans and this batch from now on."""
+        of_groups = zip(plans, self._attends, self._merges, batch.queries.block_tables, strict=True)
+        for plan, attends, merges, table in of_groups:
             self.set(
                 attends,
                 ATTEND,
@@ -121,8 +127,8 @@ class _StepGraph(Graph):
                 units=plan.units.ctypes.data,
                 table_stride=table.stride(0) * table.itemsize,
             )
-        self.set(self._merges, MERGE, merges=plan.merges.ctypes.data)
-        self._plan = plan  # keeps the memory that the replay reads
+            self.set(merges, MERGE, merges=plan.merges.ctypes.data)
+        self._plans = plans  # keeps the memory that the replay reads
         self.use_inputs(_inputs(batch))
 
 

@@ -108,7 +108,7 @@ class Roofline:
     """The roofline model of Williams et al., 2009: overhead + max(flops / peak, bytes / bandwidth).
 
     flops: 2 per weight of the layers and token, 2 per weight of the output head and sampled token, and
-        4 head_dim per head and query-key pair.
+        2 per dimension of the keys and values of a head, and query-key pair.
     bytes: all weights except the embedding once, K and V of the context, and K and V of the new tokens.
 
     Not counted: norms, biases and activations (about one percent), and that most tokens of a prompt skip a
@@ -131,7 +131,7 @@ class Roofline:
     ) -> None:
         layer_params, head_params = model.num_layer_params, model.vocab_size * model.hidden_size
         self._flops_per_token, self._flops_per_sample = 2 * layer_params, 2 * head_params
-        self._flops_per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
+        self._flops_per_pair = 2 * model.num_attention_dims
         self._weight_bytes = (layer_params + head_params) * element_bytes(model)
         self._kv_bytes = kv_bytes
         self._flops_per_s = sheet.tflops * 1e12 * flops_efficiency

@@ -258,7 +258,7 @@ def test_damaged_file_is_refused_before_anything_is_loaded(engine, saved, tmp_pa
     damaged = tmp_path / "damaged"
     changes = [
         {"predecessors": torch.arange(len(tensors["groups"]))},
-        {"kv": tensors["kv"][:, :, :-1]},
+        {"kv": tensors["kv"][:, :-1]},
         {"token_ids": tensors["token_ids"].long()},
         {"groups": torch.full_like(tensors["groups"], 7)},
         {"predecessors": tensors["predecessors"].double()},

@@ -26,15 +26,9 @@ from tests.support.kernel_cases import (
     tree_of,
 )
 
-OPTIONS = ("window", "softcap", "sinks", "alibi", "tree", "bidirectional", "int8", "fp8", "mla", "shared")
-# What cannot be combined has no meaning: a window or a tree says who sees whom, and so does bidirectional; a
-# prefix is shared by single tokens that see all of it; a cache has one dtype.
-EXCLUDED = [
-    {"bidirectional", "window"},
-    {"bidirectional", "tree"},
-    {"shared", "window"},
-    {"int8", "fp8"},
-]
+OPTIONS = ("window", "softcap", "sinks", "tree", "int8", "fp8", "mla", "shared")
+# Without a meaning: a prefix is shared by single tokens that see all of it, and a cache has one dtype.
+EXCLUDED = [{"shared", "window"}, {"int8", "fp8"}]
 NODES = torch.ones(2, dtype=torch.int64, device=DEVICE)
 PAIRS = [pair for pair in combinations(OPTIONS, 2) if set(pair) not in EXCLUDED]
 # Around the edges of a tile (16), a Q-block (8 with two heads a group) and a split (64).
@@ -67,12 +61,8 @@ def with_options(chosen, seq_lens, query_lens, generator, **shape):
         case["softcap"] = 1.5
     if "sinks" in chosen:
         case["sinks"] = torch.randn(num_heads, device=DEVICE)
-    if "alibi" in chosen:
-        case["alibi_slopes"] = torch.rand(num_heads, device=DEVICE) / 4
     if "tree" in chosen:
         case["tree_mask"] = tree_of(case, generator)
-    if "bidirectional" in chosen:
-        case["causal"] = False
     if generator.random() < 0.5 and "shared" not in chosen:
         group = num_heads // shape.get("num_kv_heads", 2)
         # The rows that every target's tiles have for such heads.
@@ -146,7 +136,7 @@ def test_the_largest_tree_uses_every_bit(name):
 
 
 @pytest.mark.parametrize(
-    "chosen", [("window", "sinks"), ("softcap", "alibi"), ("tree", "int8"), ("mla", "sinks")]
+    "chosen", [("window", "sinks"), ("softcap", "int8"), ("tree", "int8"), ("mla", "sinks")]
 )
 def test_neighbours_do_not_change_a_bit(chosen):
     """Each sequence alone or in other company."""
@@ -192,8 +182,6 @@ def test_torch_backend_takes_every_option(chosen, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"causal": False, "sliding_window": 4}, "sliding_window 4 needs causal=True"),
-        ({"causal": False, "tree_mask": NODES}, "tree_mask needs causal=True"),
         ({"tree_mask": torch.ones(2)}, "tree_mask must be torch.int64, got torch.float32"),
         ({"tree_mask": NODES, "max_seqlen_q": 65}, "between 1 and 64, got 65"),
         ({"sinks": torch.ones(3)}, r"sinks must have shape \[4\], got \[3\]"),

@@ -255,7 +255,6 @@ def test_tiles_of_a_gpu(monkeypatch, target, block_size):
         ({"min_seqlen_q": None}, "min_seqlen_q must be an int, got None"),
         ({"max_decode_q": 1.5}, "max_decode_q must be an int, got 1.5"),
         ({"shared_prefix_len": None}, "shared_prefix_len must be an int, got None"),
-        ({"causal": None}, "causal must be True or False, got None"),
         ({"shared_prefix_len": 33}, "shared_prefix_len must be between 0 and 31, got 33"),
         ({"seq_lens": torch.tensor(3).int()}, r"seq_lens must have shape \[any\], got \[\]"),
         (

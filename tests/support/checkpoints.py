@@ -365,7 +365,7 @@ def poison(engine: LLMEngine) -> None:
         # Blocks that are swapped out may already be allocated again.
         move_blocks(out, None, None)
         for tensor in tensors:
-            tensor[:, :, fresh] = POISON.get(tensor.dtype, math.nan)
+            tensor[:, fresh] = POISON.get(tensor.dtype, math.nan)
         fresh.clear()
         move_blocks(None, back, copies)
 

@@ -47,7 +47,7 @@ def assert_exact_enough(
     """`got`, paged_attention of backend `name`, against `attention` in float64.
 
     Scores, weights and sums are float32 in all of them: a score, a sum of head_dim products, is off by some
-    (sqrt(head_dim) + 4) u |q| |k| scale; softcap, sinks and biases are rounded twice beside it. A weight's
+    (sqrt(head_dim) + 4) u |q| |k| scale; softcap and sinks are rounded twice beside it. A weight's
     relative error is twice that, its own and the normaliser's; exp2 and sums over keys add sqrt(keys) + 8.
     It reaches the output times sum(weight |v|). Queries, keys and values come as they are in the cache, or
     times one scale, and the output is rounded once.
@@ -66,9 +66,7 @@ def assert_exact_enough(
         key = key * exact_case["key_scales"].transpose(1, 2)
     score = exact_case["query"].norm(dim=-1, keepdim=True) * _largest(key) * case["scale"]
     keys = max(1.0, _largest(case["seq_lens"]))
-    beside = (
-        _largest(case.get("sinks")) + keys * _largest(case.get("alibi_slopes")) + (case.get("softcap") or 0)
-    )
+    beside = _largest(case.get("sinks")) + (case.get("softcap") or 0)
     score_error = ((math.sqrt(case["query"].shape[-1]) + 4) * score + 2 * beside) * U32
     weight_error = 2 * score_error + (math.sqrt(keys) + 8) * U32
     u, least = unit_roundoff(got.dtype), 0.0

@@ -19,7 +19,6 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat1
 # smallest and the largest blocks: head_dim, group, dtype, block_size, and what else is not as usual.
 AttentionCase = tuple[int, int, str, int, dict[str, Any]]
 ATTENTION_CASES: list[AttentionCase] = [
-    (64, 4, "bfloat16", 16, {"alibi": True, "causal": False}),
     (128, 4, "bfloat16", 16, {"window": 4096}),
     (128, 7, "float16", 64, {}),
     (128, 20, "bfloat16", 64, {"tree": True}),
@@ -132,9 +131,7 @@ def launch_attention(
     cache: str | None = None,
     softcap: bool = False,
     sinks: bool = False,
-    alibi: bool = False,
     tree: bool = False,
-    causal: bool = True,
     shared: bool = False,
     max_decode_q: int = 1,
     num_tokens: int = 40,
@@ -165,10 +162,8 @@ def launch_attention(
             scale=head_dim**-0.5,
             max_seqlen_q=1 if shared else num_tokens,
             sliding_window=window,
-            causal=causal,
             softcap=50.0 if softcap else None,
             sinks=torch.empty(num_heads) if sinks else None,
-            alibi_slopes=torch.empty(num_heads) if alibi else None,
             tree_mask=torch.empty(num_tokens, dtype=torch.int64) if tree else None,
             key_scales=scales,
             value_scales=scales,

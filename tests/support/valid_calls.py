@@ -225,12 +225,11 @@ def _attention(kernels: Kernels, generator: random.Random) -> Call:
         case["block_tables"][:, 0] = case["block_tables"][0, 0].clone()
         case["shared_prefix_len"] = 8
     elif kind == "special":
-        case |= {"softcap": 5.0, "sinks": torch.randn(num_heads), "alibi_slopes": torch.rand(num_heads)}
-        case["causal"] = generator.random() < 0.5
+        case |= {"softcap": 5.0, "sinks": torch.randn(num_heads)}
     name = generator.choice(["paged_attention", "plan_attention", "planned"])
     launch = {"plan_attention": _plan, "paged_attention": _attend, "planned": _attend_by_plan}[name]
     expected = None if name == "plan_attention" else _expected_attention
-    optional = ("sinks", "alibi_slopes", "tree_mask", "softcap", "sliding_window")
+    optional = ("sinks", "tree_mask", "softcap", "sliding_window")
     call = Call(name, lambda **given: launch(kernels, given), case, optional=optional, expected=expected)
     if name == "planned":
         case["plan"] = _plan(kernels, case)

@@ -32,12 +32,11 @@ _ADDRESSES = (
     "out",
     "parts",  # f32[num_parts, padded value_dim + 2]: a row's maximum, normalizer and output over one split
     "sinks",  # this and the following are 0 where not given
-    "alibi_slopes",
     "tree_mask",
     "key_scales",
     "value_scales",
 )
-_SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "block_size", "window", "causal")
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "block_size", "window")
 _KINDS = ("query_kind", "cache_kind", "tiles")  # tiles: whether AMX may be used
 _STRIDES = (  # bytes
     "table_stride",

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...attention_options import (
+    FIRST_TENSOR,
     AttentionOptions,
     AttentionPlan,
     check_attention,
@@ -73,8 +74,7 @@ def plan_attention(
         seq_lens.numpy(), cu_seqlens_q.numpy(), num_heads, num_kv_heads, torch.get_num_threads()
     )
     constants = (
-        *(num_heads, num_kv_heads, head_dim, value_dim, block_size),
-        *(options.sliding_window or 0, options.causal),
+        *(num_heads, num_kv_heads, head_dim, value_dim, block_size, options.sliding_window or 0),
         *(KINDS[query.dtype], KINDS[key_cache.dtype], HAS_TILES),
         block_tables.stride(0) * block_tables.itemsize,
         *(stride * query.itemsize for stride in query.stride()[:2]),
@@ -126,7 +126,8 @@ def paged_attention(
         len(work.units),
         plan.units,
         *addresses(
-            query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, out, parts, *options[8:]
+            *(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, out, parts),
+            *options[FIRST_TENSOR:],
         ),
         *plan.constants,
         scratch_size=plan.scratch_size,

@@ -93,7 +93,7 @@ def attend_in_scratch(args, unit, scratch, state, tile, configured):
         )
         for block in range(0, rows, step):
             some, seen = min(step, rows - block), tile.end
-            if args.causal and not args.tree_mask:  # keys that the block's last row does not see are left out
+            if not args.tree_mask:  # keys that the block's last row does not see are left out
                 seen = min(seen, unit.position + (block + some - 1) // group + 1 - tile.start)
             if seen <= tile.skip:
                 continue

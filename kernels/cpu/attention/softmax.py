@@ -100,15 +100,10 @@ def _scale_columns(scores, scales, num_vectors):
 
 
 @function
-def _cap_and_bias(args, scores, head, tile, query_position):
-    """Apply softcap and ALiBi, as far as given, to a row of scores."""
-    for j in range(tile.end):
-        x = get_float(scores + 4 * j)
-        if args.softcap:
-            x = np.float32(args.softcap * math.tanh(x / args.softcap))
-        if args.alibi_slopes:
-            x += get_float(args.alibi_slopes + 4 * head) * np.float32(tile.start + j - query_position)
-        set_float(scores + 4 * j, x)
+def _cap(scores, count, softcap):
+    """Apply softcap to the scores of a row."""
+    for at in range(scores, scores + 4 * count, 4):
+        set_float(at, np.float32(softcap * math.tanh(get_float(at) / softcap)))
 
 
 @function
@@ -216,29 +211,28 @@ def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefet
     """Do a softmax step of up to LANES rows."""
     group, work = args.num_heads // args.num_kv_heads, state.work
     factor = np.float32(args.scale) if in_pairs else ONE
-    is_edited = args.softcap or args.alibi_slopes
+    is_capped = args.softcap != 0.0
     # A row's KV head in the unit, its token's distance from the unit's first, its query head in the group.
     head, later, number = first // unit.head_rows, first % unit.head_rows // group, first % group
     for i in range(rows):
         if prefetch is not None:
             _prefetch_share(prefetch, first + i, prefetch.addresses, prefetch.key_offset, prefetch.key_bytes)
         row, begin, end = state.scores + i * TILE_BYTES, 0, width
-        if is_edited and in_pairs:
+        if is_capped and in_pairs:
             _scale_row(row, width // LANES, factor)
         if args.key_scales:
             _scale_columns(row, state.scales + 2 * TILE_BYTES * head, width // LANES)
-        if is_edited:
-            query_head = (unit.first_head + head) * group + number
-            _cap_and_bias(args, row, query_head, tile, unit.position + later)
+        if is_capped:
+            _cap(row, tile.end, args.softcap)
         if tile.is_masked:
             end = tile.end
             if args.tree_mask:
                 _mask_tree(args, row, tile, unit.first_token + later, unit.new_position)
-            elif args.causal:
+            else:
                 end = max(0, min(tile.end, unit.position + later + 1 - tile.start))
             if args.window:
                 begin = max(0, unit.position + later - args.window + 1 - tile.start)
-        top = _scale_and_mask(row, width, begin, end, ONE if is_edited else factor)
+        top = _scale_and_mask(row, width, begin, end, ONE if is_capped else factor)
         store(work + i * VECTOR_BYTES, top)
         number += 1
         if number == group:

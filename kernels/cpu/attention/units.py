@@ -114,11 +114,9 @@ def read_unit(args, address):
     seq_len = get_int(args.seq_lens + 4 * seq)
     new_position = seq_len - (get_int(args.cu_seqlens_q + 4 * seq + 4) - first_row)
     token, position = first_row + first_token, new_position + first_token
-    first_key, end_key, num_unmasked = 0, seq_len, seq_len
+    first_key, end_key, num_unmasked = 0, new_position + end_token, position + 1
     if args.tree_mask:
-        num_unmasked = new_position
-    elif args.causal:
-        end_key, num_unmasked = new_position + end_token, position + 1
+        end_key, num_unmasked = seq_len, new_position
     if args.window:
         first_key = max(0, position - args.window + 1)
     return Unit(

@@ -38,9 +38,10 @@ def describe(cache: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
 
 
 def _is_of(described: TensorDescriptor, cache: Tensor) -> bool:
-    """Return whether the cache is where it was; its strides follow from its shape."""
+    """Return whether the cache is where it was, and laid out as it was."""
     base = described.base
-    return bool(base.data_ptr() == cache.data_ptr() and base.shape == cache.shape)
+    same_layout = base.shape == cache.shape and base.stride() == cache.stride()
+    return bool(base.data_ptr() == cache.data_ptr() and same_layout)
 
 
 def loads_by_descriptors(
@@ -78,4 +79,4 @@ def loads_by_descriptors(
 
 def _is_aligned(cache: Tensor) -> bool:
     places = (cache.data_ptr(), *(stride * cache.itemsize for stride in cache.stride()[:-1]))
-    return cache.is_contiguous() and all(place % 16 == 0 for place in places)
+    return cache[0].is_contiguous() and all(place % 16 == 0 for place in places)

@@ -57,7 +57,6 @@ def prefill_kernel(
     value_scale_ptr,
     out_ptr,  # [num_tokens, num_heads, VALUE_DIM]
     sinks_ptr,  # f32[num_heads], SINKS
-    alibi_ptr,  # f32[num_heads], ALIBI
     tree_ptr,  # i64[num_tokens], TREE
     block_tables_ptr,
     seq_lens_ptr,
@@ -93,12 +92,12 @@ def prefill_kernel(
     first_pos = context_len + first_token
     last_pos = tl.minimum(first_pos + tiles.BLOCK_Q, seq_len) - 1
     # Keys [key_low, key_high) are read; the tiles from `start` cover them.
-    key_high = last_pos + 1 if layer.CAUSAL and not layer.TREE else seq_len
+    key_high = seq_len if layer.TREE else last_pos + 1
     key_low = tl.maximum(first_pos - layer.WINDOW + 1, 0) if layer.WINDOW > 0 else 0
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
     start = first_key_tile(first_pos, layer.WINDOW, tiles.TILE)
     acc, _, row_sum = attend_rows(
-        query_ptr, sinks_ptr, alibi_ptr, tree_ptr,
+        query_ptr, sinks_ptr, tree_ptr,
         Cache(None, None, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr, kv_head),
         Rows(head, token, mask_row, context_len + offs_q),
         KeyRange(start, key_high, key_low, key_high, first_pos, last_pos, context_len),
@@ -140,7 +139,6 @@ def decode_kernel(
     value_scale_ptr,
     out_ptr,
     sinks_ptr,
-    alibi_ptr,
     tree_ptr,
     partial_ptr,  # f32[num_items, partial_q, num_heads, VALUE_DIM]: each split's unnormalised output
     partial_max_ptr,  # f32[num_items, partial_q, num_heads], in powers of two
@@ -218,7 +216,7 @@ def decode_kernel(
             end = tl.minimum(start + step, last_pos + 1)
         table_ptr = block_tables_ptr + first_seq.to(tl.int64) * stride_table
         acc, row_max, row_sum = attend_rows(
-            query_ptr, sinks_ptr, alibi_ptr, tree_ptr,
+            query_ptr, sinks_ptr, tree_ptr,
             Cache(
                 key_desc, value_desc, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
                 table_ptr, kv_head,

@@ -134,7 +134,7 @@ def launch_decodes(
     bound: DecodeLaunches,
     plan: DecodePlan,
     query: Tensor,
-    tensors: tuple[Tensor | None, ...],  # of the layer: caches, scales, output, sinks, slopes and tree mask
+    tensors: tuple[Tensor | None, ...],  # of the layer: caches, scales, output, sinks and tree mask
     lengths: tuple[Tensor, Tensor, Tensor],  # block_tables, seq_lens and cu_seqlens_q
 ) -> None:
     """Attend to all splits, and merge those of each sequence."""
@@ -165,13 +165,12 @@ def _programs_per_sm(compiled: CompiledKernel | None, target: str) -> int:
 
 def _numbers(block_tables: Tensor, options: AttentionOptions) -> dict[str, Any]:
     """Return the arguments of all launches that are numbers."""
-    biased = options.softcap is not None or options.alibi_slopes is not None
     return {
         "num_seqs": block_tables.shape[0],
         "stride_table": block_tables.stride(0),
         "score_scale": float(options.scale),  # an int would be compiled for
-        # From scores to powers of two, in one multiplication where neither softcap nor bias comes between.
-        "exp_scale": math.log2(math.e) * (1.0 if biased else options.scale),
+        # From scores to powers of two, in one multiplication where no softcap comes between.
+        "exp_scale": math.log2(math.e) * (options.scale if options.softcap is None else 1.0),
         "softcap": float(options.softcap or 0.0),
     }
 
@@ -202,9 +201,7 @@ def _layer(query: Tensor, key_cache: Tensor, value_cache: Tensor, options: Atten
         BLOCK_R=max(16, triton.next_power_of_2(rest)) if rest else 0,
         BLOCK_V=triton.next_power_of_2(value_dim),
         WINDOW=options.sliding_window or 0,
-        CAUSAL=options.causal,
         SOFTCAP=options.softcap is not None,
-        ALIBI=options.alibi_slopes is not None,
         SINKS=options.sinks is not None,
         TREE=options.tree_mask is not None,
         QUANTIZED=quantized,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...attention_options import (
+    FIRST_TENSOR,
     AttentionOptions,
     AttentionPlan,
     check_attention,
@@ -83,10 +84,9 @@ def paged_attention(
     """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 
     New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own:
-    all positions if not `causal`, only the last `sliding_window` of them where one is given (itself included,
-    as in HF). A sequence may have no new token. Slots past seq_len, or before the window, may hold anything;
-    block table entries past the last block are never read. Rows of query past cu_seqlens_q[-1] give undefined
-    rows.
+    only the last `sliding_window` of them where one is given (itself included, as in HF). A sequence may have
+    no new token. Slots past seq_len, or before the window, may hold anything; block table entries past the
+    last block are never read. Rows of query past cu_seqlens_q[-1] give undefined rows.
 
     plan: from `plan_attention` with the inputs of one layer, for all layers of the same layout in this step.
         These are compared with its layout only, not checked again. It must not outlive the batch.
@@ -94,7 +94,6 @@ def paged_attention(
     Options, beside `scale`:
     softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
     sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
-    alibi_slopes: slope (key position - query position) is added to a score (Press et al. 2022).
     tree_mask: the new tokens of a sequence, at most 64, are nodes of a tree of candidates: bit i of token j
         says that it sees new token i, its own bit included; it sees all positions before the new tokens.
     key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. A plain one
@@ -125,7 +124,7 @@ def paged_attention(
     out = query.new_empty(bound.shape)
     tensors = (
         key_cache, value_cache, options.key_scales, options.value_scales, out,
-        options.sinks, options.alibi_slopes, options.tree_mask,
+        options.sinks, options.tree_mask,
     )  # fmt: skip
     lengths = block_tables, seq_lens, cu_seqlens_q
     # Which of the two serves a sequence is decided on the device, by its own query_len.
@@ -160,7 +159,7 @@ def _combination(inputs: Inputs, options: AttentionOptions) -> tuple[object, ...
     """Return what checks and launches follow from, see `combination`."""
     if type(options) is not AttentionOptions:
         return None
-    return combination((*inputs, *options[8:]), *options[:8], pair=inputs[1:3])
+    return combination((*inputs, *options[FIRST_TENSOR:]), *options[:FIRST_TENSOR], pair=inputs[1:3])
 
 
 def _bind(inputs: Inputs, options: AttentionOptions) -> _Bound:

@@ -27,9 +27,7 @@ class Layer(NamedTuple):
     BLOCK_R: int  # the other dimensions, padded to a power of two
     BLOCK_V: int  # VALUE_DIM, padded to a power of two
     WINDOW: int  # 0: none
-    CAUSAL: bool
     SOFTCAP: bool
-    ALIBI: bool
     SINKS: bool
     TREE: bool
     QUANTIZED: bool
@@ -109,7 +107,6 @@ def _attend_tiles(
     query,  # [BLOCK_M, BLOCK_D]
     query_rest,  # [BLOCK_M, BLOCK_R], the dimensions from BLOCK_D on
     query_pos,  # [BLOCK_M]
-    slope,  # [BLOCK_M], ALIBI
     tree,  # i64[BLOCK_M], TREE
     cache,  # Cache
     keys,  # KeyRange
@@ -182,17 +179,13 @@ def _attend_tiles(
                 1.0 + tl.exp2(scores * (scales.score_scale / scales.softcap * 2.885390081777927))
             )  # 2 log2(e)
             scores = scales.softcap - scales.softcap * capped
-        if layer.ALIBI:
-            if not layer.SOFTCAP:
-                scores = scores * scales.score_scale
-            scores += slope[:, None] * (offs_t[None, :] - query_pos[:, None]).to(tl.float32)
         if MASKED:
             seen = mask_t[None, :]
             if layer.TREE:
                 new = offs_t - keys.context_len
                 bit = (tree[:, None] >> tl.minimum(tl.maximum(new, 0), 63)[None, :].to(tl.int64)) & 1
                 seen = seen & ((new < 0)[None, :] | (bit == 1))
-            elif layer.CAUSAL:
+            else:
                 seen = seen & (offs_t[None, :] <= query_pos[:, None])
             if layer.WINDOW > 0:
                 seen = seen & (offs_t[None, :] > query_pos[:, None] - layer.WINDOW)
@@ -217,7 +210,6 @@ def _attend_tiles(
 def attend_rows(
     query_ptr,
     sinks_ptr,
-    alibi_ptr,
     tree_ptr,
     cache,  # Cache
     rows,  # Rows
@@ -241,11 +233,8 @@ def attend_rows(
         query_rest = tl.load(query_ptr + offs_query + offs_r[None, :], mask=mask_rest, other=0.0).to(
             layer.DOT_DTYPE
         )
-    slope = tl.zeros([BLOCK_M], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     tree = rows.token
-    if layer.ALIBI:
-        slope = tl.load(alibi_ptr + rows.head, mask=rows.mask, other=0.0)
     if layer.TREE:
         tree = tl.load(tree_ptr + rows.token, mask=rows.mask, other=0)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -272,12 +261,7 @@ def attend_rows(
         cache.kv_head,
     )
     # Every row sees every key of the tiles in [full_start, full_end).
-    if layer.TREE:
-        full_keys = keys.context_len
-    elif layer.CAUSAL:
-        full_keys = keys.first_pos + 1
-    else:
-        full_keys = keys.key_high
+    full_keys = keys.context_len if layer.TREE else keys.first_pos + 1
     full_end = tl.minimum(full_keys // tiles.TILE * tiles.TILE, keys.end)
     full_start = keys.start
     if layer.WINDOW > 0:
@@ -289,7 +273,7 @@ def attend_rows(
         low = keys.start if part == 0 else full_start if part == 1 else tl.maximum(full_start, full_end)
         high = tl.minimum(full_start, keys.end) if part == 0 else full_end if part == 1 else keys.end
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, query, query_rest, rows.query_pos, slope, tree, cache, keys, low, high,
+            acc, row_max, row_sum, query, query_rest, rows.query_pos, tree, cache, keys, low, high,
             scales, part != 1, layer, tiles,
         )  # fmt: skip
     return acc, row_max, row_sum

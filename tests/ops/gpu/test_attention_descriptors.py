@@ -36,13 +36,22 @@ def decodes(option=None, **shape):
     if option == "int8":
         case = quantized(case, torch.int8)
     caches = {name: case[name].contiguous() for name in ("key_cache", "value_cache")}
+    if option == "one plane":  # the parts of a block lie one after the other, as in a cache of several shapes
+        caches = dict(zip(caches, torch.stack([*caches.values()], 1).unbind(1), strict=True))
     return case | caches | {"max_decode_q": 3}
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "option"),
-    [(128, 64, None), (128, 128, "window"), (128, 64, "int8"), (128, 256, "tree"), (256, 32, "window")],
+    [
+        (128, 64, None),
+        (128, 128, "window"),
+        (128, 64, "int8"),
+        (128, 256, "tree"),
+        (256, 32, "window"),
+        (128, 64, "one plane"),
+    ],
 )
 def test_same_bits_as_by_pointers(monkeypatch, head_dim, block_size, option):
     case = decodes(option, head_dim=head_dim, block_size=block_size)

@@ -28,7 +28,7 @@ def found():
     return json.loads(run_compiler("tests.support.bound_launches"))
 
 
-@pytest.mark.parametrize(("target", "num_calls", "num_launches"), [("sm_90", 72, 258), ("gfx942", 69, 249)])
+@pytest.mark.parametrize(("target", "num_calls", "num_launches"), [("sm_90", 71, 254), ("gfx942", 68, 245)])
 def test_later_calls_launch_what_triton_would_without_asking_it(found, target, num_calls, num_launches):
     """The same kernels, grids, streams, tensors, descriptors, numbers and constants, for every launcher."""
     expected = {"calls": num_calls, "launches": num_launches, "dispatched": 0, "differ": []}
@@ -174,8 +174,8 @@ def test_a_changed_option_is_another_launch():
     options = attention["options"]
     sinks = torch.randn(4, device=DEVICE)
     changes = [
-        {"scale": 1.0}, {"softcap": 2.0}, {"sliding_window": 3}, {"causal": False}, {"sinks": sinks},
-        {"alibi_slopes": sinks}, {"max_seqlen_q": 3}, {"min_seqlen_q": 1}, {"max_decode_q": 2}, {},
+        {"scale": 1.0}, {"softcap": 2.0}, {"sliding_window": 3}, {"sinks": sinks},
+        {"max_seqlen_q": 3}, {"min_seqlen_q": 1}, {"max_decode_q": 2}, {},
     ]  # fmt: skip
     with TrustedContents():
         for change in norms * 2:

@@ -1,0 +1,1 @@
+"""The KV cache: how blocks are laid out, and their tensors."""

@@ -1,0 +1,140 @@
+"""KVCache: the tensors that hold the blocks, on the device and on the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.backend import Kernels
+from ...kernels.checks import QUANTIZED_DTYPES
+from ..config import KVShape, ModelConfig
+from .layout import CacheLayout, Place
+
+
+class LayerCache(NamedTuple):
+    """One layer's part of the cache."""
+
+    key: Tensor  # [num_blocks, block_size, num_kv_heads, key_dim]
+    value: Tensor  # [num_blocks, block_size, num_kv_heads, value_dim], maybe a view of key
+    key_scales: Tensor | None  # f32[num_blocks, num_kv_heads, block_size]; None: not quantised
+    value_scales: Tensor | None  # like key_scales
+
+
+class KVCache:
+    """K and V in blocks. Memory is not initialised: a slot is written before it is read.
+
+    A block holds block_size tokens for the layers of one group, and any block serves any group: see
+    `CacheLayout`. group_of[layer] is the layer's group, and selects its block table. A layer without K and V
+    of its own has the group and the cache of the layer that it reads.
+
+    tensors: "kv" and, if the cache is quantised, "scales_H" for each number H of KV heads:
+        [num_planes, num_blocks, numbers of a block]. To move a block is to move it in all of them.
+    host: the same tensors for blocks in host memory.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.num_blocks, self.block_size, self.num_host_blocks = num_blocks, block_size, num_host_blocks
+        layout = CacheLayout.of(config, block_size)
+        self.num_groups = len(layout.groups)
+        sizes = {"kv": (*layout.planes, dtype)}
+        if dtype in QUANTIZED_DTYPES:
+            sizes |= {
+                f"scales_{heads}": (num_planes, heads * block_size, torch.float32)
+                for heads, num_planes in layout.scale_planes.items()
+            }
+        pinned = device.type == "cuda" and num_host_blocks > 0
+        self.tensors, self.host = dict[str, Tensor](), dict[str, Tensor]()
+        for name, (num_planes, size, kind) in sizes.items():
+            self.tensors[name] = torch.empty((num_planes, num_blocks, size), dtype=kind, device=device)
+            self.host[name] = torch.empty((num_planes, num_host_blocks, size), dtype=kind, pin_memory=pinned)
+        caches: dict[int, LayerCache] = {}
+        groups: dict[int, int] = {}
+        for number, group in enumerate(layout.groups):
+            for index, layer in enumerate(group.layers):
+                caches[layer] = self._view(config.kv_shapes[layer], layout.places[layer], index)
+                groups[layer] = number
+        self.group_of = [groups[source] for source in config.kv_sources]
+        self._layers = [caches[source] for source in config.kv_sources]
+
+    def _view(self, shape: KVShape, places: list[Place], index: int) -> LayerCache:
+        """Return views of one layer's part. index: of the layer in its group."""
+        dims = (shape.key_dim,) if shape.value_in_key else (shape.key_dim, shape.value_dim)
+        parts = []
+        for dim, (plane, offset) in zip(dims, places, strict=True):
+            numbers = self.tensors["kv"][plane]
+            rest = (shape.num_kv_heads * dim, dim, 1)
+            parts.append(
+                numbers.as_strided(
+                    (self.num_blocks, self.block_size, shape.num_kv_heads, dim),
+                    (numbers.stride(0), *rest),
+                    numbers.storage_offset() + offset,
+                )
+            )
+        key, value = parts[0], parts[0][..., : shape.value_dim] if shape.value_in_key else parts[1]
+        scales = self.tensors.get(f"scales_{shape.num_kv_heads}")
+        if scales is None:
+            return LayerCache(key, value, None, None)
+        own = scales[2 * index : 2 * index + 2].view(2, self.num_blocks, shape.num_kv_heads, self.block_size)
+        return LayerCache(key, value, own[0], own[0 if shape.value_in_key else 1])
+
+    def layer(self, index: int) -> LayerCache:
+        """Return one layer's part."""
+        return self._layers[index]
+
+    def copy_blocks(
+        self,
+        pairs: Tensor,  # i64[num_pairs, 2], (from, to), on the device
+        kernels: Kernels,
+    ) -> None:
+        """Copy blocks in all layers. No block may be both source and target."""
+        for tensor in self.tensors.values():
+            kernels.copy_blocks(_planes(tensor), pairs)
+
+    def swap_out(
+        self,
+        pairs: Tensor,  # i64[num_pairs, 2], (block, host block), on the device
+        kernels: Kernels,
+    ) -> None:
+        """Copy blocks to host memory."""
+        for name, tensor in self.tensors.items():
+            kernels.copy_blocks(_planes(tensor), pairs, _planes(self.host[name]))
+
+    def swap_in(
+        self,
+        pairs: Tensor,  # i64[num_pairs, 2], (host block, block), on the device
+        kernels: Kernels,
+    ) -> None:
+        """Copy blocks from host memory."""
+        for name, tensor in self.tensors.items():
+            kernels.copy_blocks(_planes(self.host[name]), pairs, _planes(tensor))
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all blocks on the device."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def describe(self) -> str:
+        """Return blocks, tokens and bytes of the cache in one line."""
+        tokens = f"{self.num_blocks * self.block_size // self.num_groups:,} tokens"
+        if self.num_groups > 1:
+            tokens += f" of {self.num_groups} layer groups, more where their windows are passed"
+        text = (
+            f"KV cache: {self.num_blocks:,} blocks of {self.block_size} = {tokens}, "
+            f"{self.num_bytes / 2**20:,.1f} MiB"
+        )
+        return text + (f", {self.num_host_blocks:,} on the host" if self.num_host_blocks else "")
+
+
+def _planes(tensor: Tensor) -> Tensor:
+    """View [num_planes, num_blocks, size] as `copy_blocks` takes it, with five dimensions."""
+    return tensor[..., None, None]

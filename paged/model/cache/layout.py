@@ -1,0 +1,88 @@
+"""CacheLayout: where the K and V of each layer lie in a block, in numbers; `KVCache` allocates by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..config import KVShape, LayerGroup, ModelConfig
+
+
+class Place(NamedTuple):
+    """Where the K or the V of a layer begins."""
+
+    plane: int
+    offset: int  # in a block of that plane, in numbers
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The planes of the cache. A block of one layer group has a part in each of them.
+
+    A part is the K or the V of one layer for all tokens of a block. If all parts of a model are equally
+    large, each has a plane of its own: [num_parts, num_blocks, part]. Otherwise there is one plane, and a
+    block's parts follow each other in it: [1, num_blocks, parts of the largest group]. So a block takes the
+    same bytes in every group, whatever shapes its layers have, and no other block's bytes.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    shapes: tuple[KVShape, ...]  # of each layer
+    block_size: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size: int) -> CacheLayout:
+        """Lay out the cache of a model."""
+        return cls(config.layer_groups, config.kv_shapes, block_size)
+
+    @cached_property
+    def _parts(self) -> list[list[int]]:
+        """The numbers of each part, by group."""
+        return [
+            [self.block_size * n for layer in group.layers for n in self.shapes[layer].part_sizes]
+            for group in self.groups
+        ]
+
+    @property
+    def is_in_planes(self) -> bool:
+        """Whether each part has a plane of its own."""
+        return len({size for parts in self._parts for size in parts}) == 1
+
+    @property
+    def planes(self) -> tuple[int, int]:
+        """The number of planes, and the numbers of a block in each of them."""
+        if self.is_in_planes:
+            return max(map(len, self._parts)), self._parts[0][0]
+        return 1, max(map(sum, self._parts))
+
+    @property
+    def scale_planes(self) -> dict[int, int]:
+        """The planes of scales, by their number of KV heads, if the cache is quantised.
+
+        A plane has block_size scales for each head. Kernels read these without gaps, so that groups with
+        other numbers of heads have planes of their own; scales are few.
+        """
+        planes: dict[int, int] = {}
+        for group in self.groups:
+            heads = self.shapes[group.layers[0]].num_kv_heads
+            planes[heads] = max(planes.get(heads, 0), len(group.layers) * 2)
+        return planes
+
+    @cached_property
+    def places(self) -> dict[int, list[Place]]:
+        """The places of the parts of each layer that has some: of K, and of V unless it lies in K."""
+        places: dict[int, list[Place]] = {}
+        for group, sizes in zip(self.groups, self._parts, strict=True):
+            number = offset = 0
+            for layer in group.layers:
+                places[layer] = []
+                for _ in self.shapes[layer].part_sizes:
+                    places[layer].append(Place(number, 0) if self.is_in_planes else Place(0, offset))
+                    offset, number = offset + sizes[number], number + 1
+        return places
+
+    def block_bytes(self, element_bytes: int, scale_bytes: int) -> int:
+        """Return the bytes of a block. scale_bytes: of one scale, 0 if the cache is not quantised."""
+        num_planes, size = self.planes
+        scales = sum(heads * self.block_size * n for heads, n in self.scale_planes.items())
+        return num_planes * size * element_bytes + scales * scale_bytes
