@@ -37,6 +37,7 @@ class RopeConfig:
         return replace(self, long_offset=max_model_len if grows_long else 0)
 
 
+LAYERS = "model.layers."  # how the names of tensors of layers begin in a checkpoint of Llama
 NO_ROPE = RopeConfig("none", 1.0)
 
 
@@ -93,19 +94,44 @@ class TensorNames:
     """The names of tensors in a checkpoint that holds more than the decoder.
 
     prefixes: how names of the decoder's tensors begin, and how they do in a checkpoint of the decoder alone.
+    parts: how names within a layer begin, and how Llama's do.
     skipped: how names of tensors begin that are not loaded: of other parts, of layers that predict further
         tokens.
+    ignored: how names of tensors end that are no parameters.
     """
 
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+    parts: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # in old checkpoints of Llama
+
+    def is_read(self, name: str) -> bool:
+        """Return whether a tensor may be a parameter of the decoder."""
+        return not (name.startswith(self.skipped) or name.endswith(self.ignored))
 
     def in_decoder(self, name: str) -> str | None:
         """Return the name in a checkpoint of the decoder alone, or None for a tensor of nothing known."""
-        for theirs, ours in self.prefixes:
-            if name.startswith(theirs):
-                return ours + name[len(theirs) :]
-        return None
+        found = _with_other_start(name, self.prefixes)
+        if found is None or not found.startswith(LAYERS):
+            return found
+        layer, _, part = found.removeprefix(LAYERS).partition(".")
+        return f"{LAYERS}{layer}.{_with_other_start(part, self.parts) or part}"
+
+    def in_checkpoint(self, name: str) -> str:
+        """Return a name by which `in_decoder` would find the tensor of this name."""
+        if name.startswith(LAYERS):
+            layer, _, part = name.removeprefix(LAYERS).partition(".")
+            parts = tuple((ours, theirs) for theirs, ours in self.parts)
+            name = f"{LAYERS}{layer}.{_with_other_start(part, parts) or part}"
+        return _with_other_start(name, tuple((ours, theirs) for theirs, ours in self.prefixes)) or name
+
+
+LLAMA_NAMES = TensorNames()
+
+
+def _with_other_start(name: str, starts: tuple[tuple[str, str], ...]) -> str | None:
+    """Replace the first of the starts that a name has; None: it has none."""
+    return next((new + name[len(old) :] for old, new in starts if name.startswith(old)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +161,15 @@ class ModelConfig:
     layer_sources: tuple[int, ...] = ()  # the layer whose K and V each layer reads; empty: its own
     norms: LayerNorms = LayerNorms()
     norm_unit_offset: bool = False  # norms multiply by 1 + weight
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    layer_norm: bool = False  # norms subtract the mean and have a bias
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    gated_mlp: bool = True
+    parallel_residual: bool = False  # attention and MLP both normalise and extend the same residual
+    learned_positions: bool = False  # a table of positions is added to the embeddings
     fused_qkv: bool = False  # the checkpoint has one tensor self_attn.qkv_proj
+    qkv_by_head: bool = False  # in which Q, K and V of one head follow those of another
     fused_gate_up: bool = False  # and one mlp.gate_up_proj
+    transposed_weights: bool = False  # projections are stored as [in_features, out_features]
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
     embedding_multiplier: float = 1.0
@@ -146,7 +178,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     context_is_scaled: bool = False  # max_position_embeddings includes the factor of linear rope
     exceeds_float16: bool = False  # activations may be larger than float16 represents
-    tensor_names: TensorNames = TensorNames()
+    tensor_names: TensorNames = LLAMA_NAMES
     # Token ids that stand for images, audio or video, whose part of the model is not loaded; and their names
     placeholders: tuple[tuple[int, str], ...] = ()
 
@@ -220,7 +252,8 @@ class ModelConfig:
     @property
     def num_layer_params(self) -> int:
         """The number of weights in all layers, without embedding, head, norms and biases."""
-        width, numbers = self.hidden_size, 3 * self.intermediate_size * self.num_layers
+        num_mlp = 3 if self.gated_mlp else 2
+        width, numbers = self.hidden_size, num_mlp * self.intermediate_size * self.num_layers
         for layer, (shape, source) in enumerate(zip(self.kv_shapes, self.kv_sources, strict=True)):
             numbers += self.num_heads * (shape.key_dim + shape.value_dim)  # Q and O
             numbers += sum(shape.part_sizes) * (source == layer)

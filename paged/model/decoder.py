@@ -13,8 +13,10 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig
-from .layers import MLP, Angles, Attention, Embedding, RMSNorm, RotaryEmbedding
+from .layers import Angles, Attention, Embedding, RotaryEmbedding
 from .linear import Linear
+from .parts.mlp import MLP, PlainMLP
+from .parts.norms import LayerNorm, RMSNorm, new_norm
 from .weight_forms import Forms
 
 
@@ -24,19 +26,20 @@ class DecoderLayer(nn.Module):
     The additions are fused into norms.
     """
 
-    before_attention: RMSNorm | None
+    before_attention: RMSNorm | LayerNorm | None
     after_attention: RMSNorm | None
-    before_mlp: RMSNorm | None
+    before_mlp: RMSNorm | LayerNorm | None
     after_mlp: RMSNorm | None
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
-        self.norm_names = config.norms
+        self.norm_names, self.kernels = config.norms, kernels
+        self.transposed = config.transposed_weights
         for place, name in asdict(config.norms).items():
             eps = config.residual_eps if place.startswith("before") else config.rms_norm_eps
             self.register_module(place, new_norm(config, eps, kernels) if name else None)
         self.attention = Attention(config, layer, kernels)
-        self.mlp = MLP(config, kernels)
+        self.mlp = (MLP if config.gated_mlp else PlainMLP)(config, kernels)
 
     def project(
         self,
@@ -68,19 +71,29 @@ class DecoderLayer(nn.Module):
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
         norms = {
-            f"{name}.weight": getattr(self, place).weight
+            f"{name}.{key}": parameter
             for place, name in asdict(self.norm_names).items()
             if name
+            for key, parameter in getattr(self, place).named_parameters()
         }
-        return {**norms, **self.attention.hf_tensors(), **self.mlp.hf_tensors()}
+        sublayers = {**self.attention.hf_tensors(), **self.mlp.hf_tensors()}
+        if self.transposed:
+            sublayers = {name: x.t() if x.dim() == 2 else x for name, x in sublayers.items()}
+        return {**norms, **sublayers}
 
 
-def new_norm(config: ModelConfig, eps: float, kernels: Kernels) -> RMSNorm:
-    """Make a norm over the hidden size."""
-    return RMSNorm(config.hidden_size, eps, kernels, unit_offset=config.norm_unit_offset)
+class ParallelLayer(DecoderLayer):
+    """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
+
+    def attend(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
+        """Run the layer as `DecoderLayer.attend` does."""
+        normed = add_and_norm(None, residual, self.before_mlp)
+        self.kernels.add(self.attention.attend(query, queries, kv_cache), residual)
+        out: Tensor = self.mlp(normed)
+        return out
 
 
-def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | None) -> Tensor:
+def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
     """Add `hidden` to the residual in place, and return the norm of the sum, or the sum itself."""
     if norm is None:
         assert hidden is None, "a sublayer whose input is not normalised follows one whose output is"
@@ -96,11 +109,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config, kernels
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.positions = None
+        if config.learned_positions:
+            self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         dims = [shape.key_dim for shape in config.kv_shapes]
         self.rope_of = [config.ropes.index(rope) for rope in zip(config.layer_ropes, dims, strict=True)]
-        layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
+        new_layer = ParallelLayer if config.parallel_residual else DecoderLayer
+        layers = nn.ModuleList(new_layer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)
         self.norm = new_norm(config, config.residual_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -130,7 +147,8 @@ class Decoder(nn.Module):
             self.kernels.scale_and_cap(residual, self.embedding_factor)
         by_rope = [rotary(batch) for rotary in self.rotary]
         angles = [by_rope[rope] for rope in self.rope_of]
-        hidden: Tensor | None = None
+        # Added to the embeddings by the first norm.
+        hidden: Tensor | None = None if self.positions is None else self.positions(batch.positions)
         *layers, last = self.layers
         for i, layer in enumerate(layers):
             query = layer.project(hidden, residual, angles[i], batch, kv_cache)
@@ -170,9 +188,9 @@ class Decoder(nn.Module):
             _allocate(part, device)
             read_into(_with_prefix(prefix, part))
             if isinstance(part, DecoderLayer):
-                part.attention.order_dims()
+                part.attention.order_rows()
             if isinstance(part, Embedding):
-                part.take_form(forms.embedding)
+                part.take_form(forms.embedding if part is self.embedding else forms.positions)
             for module in part.modules():
                 if isinstance(module, Linear):
                     form = forms.gated if module.gated else forms.layers
@@ -211,6 +229,8 @@ class Decoder(nn.Module):
         parts: dict[str, nn.Module] = {"model.embed_tokens.": self.embedding, "model.norm.": self.norm}
         if not self.config.tie_word_embeddings:
             parts["lm_head."] = self.head
+        if self.positions is not None:
+            parts["model.embed_positions."] = self.positions
         return parts | {f"model.layers.{i}.": layer for i, layer in enumerate(self.layers)}
 
 

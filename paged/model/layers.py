@@ -15,7 +15,8 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig, RopeConfig
-from .linear import Linear, TableForm
+from .linear import Linear, TableForm, split_rows
+from .parts.norms import RMSNorm
 
 
 class Embedding(nn.Module):
@@ -34,23 +35,6 @@ class Embedding(nn.Module):
         """Replace the loaded weight by its form."""
         self.form = form(self.weight.detach())
         del self.weight
-
-
-class RMSNorm(nn.Module):
-    """Root mean square normalisation, see `kernels.rms_norm`."""
-
-    def __init__(self, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps, self.unit_offset = eps, unit_offset
-        self.kernels = kernels
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps, residual, unit_offset=self.unit_offset)
-
-    def into(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """Write the norm of x into `out`, or add it, see `kernels.rms_norm_into`."""
-        self.kernels.rms_norm_into(x, self.weight, self.eps, out, unit_offset=self.unit_offset, add=add)
 
 
 class Angles(NamedTuple):
@@ -237,7 +221,7 @@ class Attention(nn.Module):
         self.split_sizes = [q_size, kv_size, kv_size]
         self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
         self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
-        self.fused = config.fused_qkv
+        self.fused, self.by_head = config.fused_qkv, config.qkv_by_head
         # Where dimensions of a head are rotated in other pairs than by the kernels.
         self.dim_order = rotated_order(config.layer_ropes[layer], self.head_dim)
         self.norm_by_head = config.qk_norm == "head"
@@ -307,21 +291,26 @@ class Attention(nn.Module):
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        tensors: dict[str, Tensor] = {"self_attn.o_proj.weight": self.output.weight}
+        names, sizes = [f"self_attn.{part}_proj" for part in "qkv"], self.split_sizes
         if self.fused:
-            tensors |= _split_rows(["self_attn.qkv_proj"], self.qkv, [sum(self.split_sizes)])
-        else:
-            names = [f"self_attn.{part}_proj" for part in "qkv"]
-            tensors |= _split_rows(names, self.qkv, self.split_sizes)
-        if self.output.bias is not None:
-            tensors["self_attn.o_proj.bias"] = self.output.bias
+            names, sizes = ["self_attn.qkv_proj"], [sum(sizes)]
+        output = split_rows(["self_attn.o_proj"], self.output, [self.output.out_features])
+        tensors = {**split_rows(names, self.qkv, sizes), **output}
         if self.query_norm is not None and self.key_norm is not None:
             tensors["self_attn.q_norm.weight"] = self.query_norm.weight
             tensors["self_attn.k_norm.weight"] = self.key_norm.weight
         return tensors
 
-    def order_dims(self) -> None:
-        """Order the loaded weights of Q and K as the kernels rotate them; Q Kᵀ is the same in any order."""
+    def order_rows(self) -> None:
+        """Order the loaded weights as the kernels take them: Q, K, V, and dimensions of Q and K as rotated.
+
+        Q Kᵀ is the same in any order of its dimensions.
+        """
+        if self.by_head:
+            for stored in (self.qkv.weight, self.qkv.bias):
+                if stored is not None:
+                    by_head = stored.view(self.num_heads, 3, -1)
+                    stored.copy_(by_head.transpose(0, 1).reshape(stored.shape))
         if self.dim_order is None:
             return
         order = self.dim_order.to(self.qkv.weight.device)
@@ -330,42 +319,3 @@ class Attention(nn.Module):
         ordered += [norm.weight.detach() for norm in (self.query_norm, self.key_norm) if norm is not None]
         for x in ordered:
             x.copy_(x.view(-1, self.head_dim, *x.shape[1:])[:, order].flatten(0, 1))
-
-
-class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)), where act is silu or GELU (Shazeer 2020).
-
-    Gate and up are one product, which may include silu(gate) * up.
-    """
-
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        self.split_sizes = [inner, inner]
-        self.fused, is_silu = config.fused_gate_up, config.activation == "silu"
-        self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul
-        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias, gated=is_silu)
-        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
-        hidden = self.gate_up(hidden)
-        out: Tensor = self.down(hidden if self.gate_up.form.gated else self.activate(hidden))
-        return out
-
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        tensors: dict[str, Tensor] = {"mlp.down_proj.weight": self.down.weight}
-        if self.fused:
-            tensors |= _split_rows(["mlp.gate_up_proj"], self.gate_up, [sum(self.split_sizes)])
-        else:
-            tensors |= _split_rows(["mlp.gate_proj", "mlp.up_proj"], self.gate_up, self.split_sizes)
-        if self.down.bias is not None:
-            tensors["mlp.down_proj.bias"] = self.down.bias
-        return tensors
-
-
-def _split_rows(names: list[str], fused: Linear, sizes: list[int]) -> dict[str, Tensor]:
-    parts = dict(zip([f"{name}.weight" for name in names], torch.split(fused.weight, sizes), strict=True))
-    if fused.bias is not None:
-        parts |= zip([f"{name}.bias" for name in names], torch.split(fused.bias, sizes), strict=True)
-    return parts

@@ -57,7 +57,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         model = Decoder(model_config, kernels)
     require_whole_groups(model, forms)
     # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
-    check_weights(model.hf_tensors(), sources, directory)
+    check_weights(model.hf_tensors(), sources, model_config.tensor_names, directory)
     try:
         model.load(device, forms, lambda tensors: load_weights(tensors, sources))
     except torch.OutOfMemoryError as error:

@@ -109,7 +109,7 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
     "name",
     [
         *("llama-llama3", "mistral", "ministral", "ministral3", "qwen2-mixed", "qwen3", "phi3", "granite"),
-        *("olmo2", "olmo3", "gemma2", "gemma3", "smollm3", "glm4"),
+        *("olmo2", "olmo3", "gemma2", "gemma3", "smollm3", "glm4", "gpt2", "gpt_neox"),
     ],
 )
 def test_triton_kernels_match_transformers(name, monkeypatch):

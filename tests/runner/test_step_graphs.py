@@ -42,6 +42,8 @@ CASES = {
     "gemma3": {"num_blocks": 120},
     "smollm3": {"num_blocks": 48},
     "glm4": {},
+    "gpt2": {},
+    "gpt_neox": {"quantization": "int8"},
 }
 if HAS_DOT:  # elsewhere bfloat16 is left to torch in part
     CASES |= {name: {"dtype": "bfloat16", "deterministic": True} for name in ("demo", "qwen2")}

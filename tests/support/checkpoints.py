@@ -19,6 +19,8 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
+    GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -67,6 +69,14 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
+}
+
+
+# Heads divide hidden_size.
+OLD_SHAPE: dict[str, Any] = {
+    key: value
+    for key, value in {**SHAPE, "hidden_size": 80}.items()
+    if key not in ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps")
 }
 
 
@@ -188,6 +198,19 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         mlp_bias=True,
     ),
     "glm4": lambda: Glm4Config(**SHAPE, attention_bias=True),
+    "gpt2": lambda: GPT2Config(**OLD_SHAPE, n_inner=72),
+    "gpt2-unscaled": lambda: GPT2Config(
+        **{**OLD_SHAPE, "tie_word_embeddings": False}, activation_function="gelu", scale_attn_weights=False
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**OLD_SHAPE, intermediate_size=72, rotary_pct=0.6),
+    "gpt_neox-serial": lambda: GPTNeoXConfig(
+        **{**OLD_SHAPE, "tie_word_embeddings": True},
+        intermediate_size=72,
+        hidden_act="gelu_fast",
+        use_parallel_residual=False,
+        attention_bias=False,
+        **_rope("linear", factor=2.0, partial_rotary_factor=1.0),
+    ),
 }
 
 
@@ -230,7 +253,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or "ln_" in name:
                 parameter.copy_(1 + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
