@@ -195,7 +195,14 @@ BUGS = {
         ("yarn", "yarn keeps no frequency", LAYERS, "return 1 - ramp.clamp(0.0, 1.0)", "return 0 * ramp"),
     ],
     matches("phi3-longrope"): [
-        ("longrope", "longrope is short", LAYERS, "if rope.is_long else", "if False else"),
+        ("longrope", "longrope is short", LAYERS, "if is_long else", "if False else"),
+        (
+            "longrope",
+            "a request that grows long keeps its K and V",
+            "requests/request",
+            "return len(self.token_ids) == self.inputs.long_from and",
+            "return False and",
+        ),
     ],
     matches("granite"): [
         ("residual_multiplier", "outputs are not multiplied", DECODER, "/ config.residual_multiplier", ""),
