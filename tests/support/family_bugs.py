@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 TABLE, LAYERS, DECODER, ROPE = "model/families/table", "model/layers", "model/decoder", "model/families/rope"
 CONFIG, MULTIMODAL = "model/config", "model/families/multimodal"
+MLP, NORMS = "model/parts/mlp", "model/parts/norms"
 
 
 class Mutant(NamedTuple):
@@ -41,7 +42,7 @@ BUGS = {
         (
             "fused_gate_up",
             "gate and up are read from a tensor each",
-            LAYERS,
+            MLP,
             "config.fused_gate_up,",
             "False,",
         ),
@@ -63,8 +64,8 @@ BUGS = {
             "interleaved",
             "biases are not un-permuted",
             LAYERS,
-            "(self.qkv.weight, self.qkv.bias)",
-            "(self.qkv.weight,)",
+            "(self.qkv.weight, self.qkv.bias) if",
+            "(self.qkv.weight,) if",
         ),
     ],
     matches("olmo2"): [
@@ -94,7 +95,7 @@ BUGS = {
             "logits_divisor)",
         ),
         ("attention_softcap", "scores are not capped", LAYERS, "softcap=self.softcap,", ""),
-        ("activation", "GELU is silu", LAYERS, "if is_silu else kernels.gelu_and_mul", ""),
+        ("activation", "GELU is silu", MLP, "if is_silu else kernels.gelu_and_mul", ""),
     ],
     matches("gemma3"): [
         ("norm_unit_offset", "1 is not added to norms of Q", LAYERS, "self.query_norm.unit_offset", "False"),
@@ -142,7 +143,7 @@ BUGS = {
         (
             "mlp_bias",
             "biases of gate and up are not added",
-            LAYERS,
+            MLP,
             "self.gate_up(hidden)",
             "self.gate_up.form(hidden, None)",
         ),
@@ -195,7 +196,16 @@ BUGS = {
         ("yarn", "yarn keeps no frequency", LAYERS, "return 1 - ramp.clamp(0.0, 1.0)", "return 0 * ramp"),
     ],
     matches("phi3-longrope"): [
-        ("longrope", "longrope is short", LAYERS, "if rope.is_long else", "if False else"),
+        ("longrope", "longrope is short", LAYERS, "rope.long_factors if is_long else", ""),
+    ],
+    "tests/engine/test_families.py::test_a_longrope_request_that_grows_long_is_forked_and_goes_on[1]": [
+        (
+            "longrope",
+            "a request that grows long keeps its short keys",
+            "scheduler/scheduler",
+            "if request.has_just_grown_long:",
+            "if False:",
+        ),
     ],
     matches("granite"): [
         ("residual_multiplier", "outputs are not multiplied", DECODER, "/ config.residual_multiplier", ""),
@@ -288,6 +298,41 @@ BUGS = {
             "return self.layer_sources or tuple(",
             "return tuple(",
         ),
+    ],
+    matches("gpt2"): [
+        (
+            "learned_positions",
+            "all tokens have the first position",
+            DECODER,
+            "self.positions(batch.positions)",
+            "self.positions(batch.positions * 0)",
+        ),
+        ("transposed_weights", "weights are not transposed", DECODER, "if self.transposed:", "if False:"),
+        ("gated_mlp", "every MLP has a gate", DECODER, "(MLP if config.gated_mlp else PlainMLP)", "MLP"),
+        (
+            "layer_norm",
+            "biases of norms are not added",
+            NORMS,
+            "layer_norm(x, self.weight, self.bias,",
+            "layer_norm(x, self.weight, self.bias * 0,",
+        ),
+    ],
+    matches("gpt_neox"): [
+        (
+            "parallel_residual",
+            "the MLP follows attention",
+            DECODER,
+            "ParallelLayer if config.parallel_residual else",
+            "",
+        ),
+        (
+            "qkv_by_head",
+            "Q, K and V by head stay so",
+            LAYERS,
+            "by_head.transpose(0, 1).reshape",
+            "by_head.reshape",
+        ),
+        ("activation", "GELU is approximated", MLP, "tanh=self.tanh", "tanh=not self.tanh"),
     ],
 }
 MUTANTS = [Mutant(test, *bug) for test, bugs in BUGS.items() for bug in bugs]
