@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_company(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_have_the_bits_of_prompts(name, kind):
     """Samples share their prompt's blocks, copy the last, are swapped; a prompt may hit the prefix cache."""
-    prompts = ragged_prompts([20, 45])
+    prompts = ragged_prompts([20, 38])  # longrope computes anew what grows beyond 64
     alone = new_engine(checkpoint(name), **KINDS[kind])
     num_blocks = 7 * len(alone.model_config.layer_groups)
     small = {"num_blocks": num_blocks, "max_num_batched_tokens": 24}

@@ -196,15 +196,13 @@ BUGS = {
         ("yarn", "yarn keeps no frequency", LAYERS, "return 1 - ramp.clamp(0.0, 1.0)", "return 0 * ramp"),
     ],
     matches("phi3-longrope"): [
-        ("longrope", "longrope is short", LAYERS, "rope.long_factors if is_long else", ""),
-    ],
-    "tests/engine/test_families.py::test_a_longrope_request_that_grows_long_is_forked_and_goes_on[1]": [
+        ("longrope", "longrope is short", LAYERS, "if is_long else", "if False else"),
         (
             "longrope",
-            "a request that grows long keeps its short keys",
-            "scheduler/scheduler",
-            "if request.has_just_grown_long:",
-            "if False:",
+            "a request that grows long keeps its K and V",
+            "requests/request",
+            "return len(self.token_ids) == self.inputs.long_from and",
+            "return False and",
         ),
     ],
     matches("granite"): [

@@ -56,7 +56,7 @@ def run(url: str, *, examples: int, seed: int) -> subprocess.CompletedProcess[st
 
 
 def _without_references(schema: Any) -> Any:
-    """Return the schema of formats with any object within a format: unrolled it would make thousands of cases."""
+    """Return the schema of formats with any object within one: unrolled it makes thousands of cases."""
     if isinstance(schema, list):
         return [_without_references(each) for each in schema]
     if not isinstance(schema, dict):
