@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 TABLE, LAYERS, DECODER, ROPE = "model/families/table", "model/layers", "model/decoder", "model/families/rope"
 CONFIG, MULTIMODAL = "model/config", "model/families/multimodal"
+MLP, NORMS = "model/parts/mlp", "model/parts/norms"
 
 
 class Mutant(NamedTuple):
@@ -41,7 +42,7 @@ BUGS = {
         (
             "fused_gate_up",
             "gate and up are read from a tensor each",
-            LAYERS,
+            MLP,
             "config.fused_gate_up,",
             "False,",
         ),
@@ -63,8 +64,8 @@ BUGS = {
             "interleaved",
             "biases are not un-permuted",
             LAYERS,
-            "(self.qkv.weight, self.qkv.bias)",
-            "(self.qkv.weight,)",
+            "(self.qkv.weight, self.qkv.bias) if",
+            "(self.qkv.weight,) if",
         ),
     ],
     matches("olmo2"): [
@@ -94,7 +95,7 @@ BUGS = {
             "logits_divisor)",
         ),
         ("attention_softcap", "scores are not capped", LAYERS, "softcap=self.softcap,", ""),
-        ("activation", "GELU is silu", LAYERS, "if is_silu else kernels.gelu_and_mul", ""),
+        ("activation", "GELU is silu", MLP, "if is_silu else kernels.gelu_and_mul", ""),
     ],
     matches("gemma3"): [
         ("norm_unit_offset", "1 is not added to norms of Q", LAYERS, "self.query_norm.unit_offset", "False"),
@@ -142,7 +143,7 @@ BUGS = {
         (
             "mlp_bias",
             "biases of gate and up are not added",
-            LAYERS,
+            MLP,
             "self.gate_up(hidden)",
             "self.gate_up.form(hidden, None)",
         ),
@@ -295,6 +296,41 @@ BUGS = {
             "return self.layer_sources or tuple(",
             "return tuple(",
         ),
+    ],
+    matches("gpt2"): [
+        (
+            "learned_positions",
+            "all tokens have the first position",
+            DECODER,
+            "self.positions(batch.positions)",
+            "self.positions(batch.positions * 0)",
+        ),
+        ("transposed_weights", "weights are not transposed", DECODER, "if self.transposed:", "if False:"),
+        ("gated_mlp", "every MLP has a gate", DECODER, "(MLP if config.gated_mlp else PlainMLP)", "MLP"),
+        (
+            "layer_norm",
+            "biases of norms are not added",
+            NORMS,
+            "layer_norm(x, self.weight, self.bias,",
+            "layer_norm(x, self.weight, self.bias * 0,",
+        ),
+    ],
+    matches("gpt_neox"): [
+        (
+            "parallel_residual",
+            "the MLP follows attention",
+            DECODER,
+            "ParallelLayer if config.parallel_residual else",
+            "",
+        ),
+        (
+            "qkv_by_head",
+            "Q, K and V by head stay so",
+            LAYERS,
+            "by_head.transpose(0, 1).reshape",
+            "by_head.reshape",
+        ),
+        ("activation", "GELU is approximated", MLP, "tanh=self.tanh", "tanh=not self.tanh"),
     ],
 }
 MUTANTS = [Mutant(test, *bug) for test, bugs in BUGS.items() for bug in bugs]
