@@ -21,7 +21,7 @@ from tests.gpu_mutants import plant
 from tests.mutants import planted
 
 TABLE, LAYERS, DECODER, ROPE = "model/families/table", "model/layers", "model/decoder", "model/families/rope"
-MULTIMODAL = "model/families/multimodal"
+MULTIMODAL, GPT, MLP = "model/families/multimodal", "model/families/gpt", "model/parts/mlp"
 
 
 class Mutant(NamedTuple):
@@ -57,7 +57,11 @@ MUTANTS = [
         "an interleaved rope is not un-permuted", "glm4", LAYERS, "if rope.interleaved else", "if False else"
     ),
     Mutant(
-        "biases are not un-permuted", "glm4", LAYERS, "(self.qkv.weight, self.qkv.bias)", "(self.qkv.weight,)"
+        "biases are not un-permuted",
+        "glm4",
+        LAYERS,
+        "for x in (self.qkv.weight, self.qkv.bias)",
+        "for x in (self.qkv.weight,)",
     ),
     Mutant("what is not rotated is scaled", "glm4", LAYERS, "(0, kept), value=1.0)", "(0, kept), value=0.9)"),
     Mutant("a layer without rope has one", "smollm3", TABLE, "rope if rotated else NO_ROPE", "rope"),
@@ -123,7 +127,52 @@ MUTANTS = [
     ),
     Mutant("scores are not multiplied", "granite", LAYERS, "config.attention_scale or", ""),
     Mutant("scores are not capped", "gemma2", LAYERS, "softcap=self.softcap,", ""),
-    Mutant("GELU is silu", "gemma2", LAYERS, "if is_silu else kernels.gelu_and_mul", ""),
+    Mutant("GELU is silu", "gemma2", MLP, "if is_silu else kernels.gelu_and_mul", ""),
+    Mutant("exact GELU is approximated", "gpt2-unscaled", MLP, "tanh=self.tanh", "tanh=True"),
+    Mutant("approximated GELU is exact", "gpt2", MLP, "tanh=self.tanh", "tanh=False"),
+    Mutant(
+        "scores are multiplied all the same",
+        "gpt2-unscaled",
+        GPT,
+        '"scale_attn_weights") else 1.0',
+        '"scale_attn_weights") else None',
+    ),
+    Mutant(
+        "positions are not added",
+        "gpt2",
+        DECODER,
+        "is None else self.positions(batch.positions)",
+        "is None else None",
+    ),
+    Mutant(
+        "a norm has no bias",
+        "gpt2",
+        "kernels/plain/ops",
+        "weight, bias, eps)\n\n\ndef _weighted",
+        "weight, None, eps)\n\n\ndef _weighted",
+    ),
+    Mutant(
+        "sublayers are not parallel",
+        "gpt_neox",
+        DECODER,
+        "ParallelLayer if config.parallel_residual else",
+        "",
+    ),
+    Mutant(
+        "a parallel MLP sees the output of attention",
+        "gpt_neox",
+        DECODER,
+        "self.mlp(normed)",
+        "self.mlp(self.before_mlp(residual))",
+    ),
+    Mutant("Q, K and V are not parted", "gpt_neox", LAYERS, "if self.by_head:", "if False:"),
+    Mutant(
+        "biases of Q, K and V are not parted",
+        "gpt_neox",
+        LAYERS,
+        "for stored in (self.qkv.weight, self.qkv.bias)",
+        "for stored in (self.qkv.weight,)",
+    ),
     Mutant(
         "a window is ignored",
         "olmo3",
