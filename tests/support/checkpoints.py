@@ -198,10 +198,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         mlp_bias=True,
     ),
     "glm4": lambda: Glm4Config(**SHAPE, attention_bias=True),
-    "gpt2": lambda: GPT2Config(**OLD_SHAPE, n_inner=72),
-    "gpt2-unscaled": lambda: GPT2Config(
-        **{**OLD_SHAPE, "tie_word_embeddings": False}, activation_function="gelu", scale_attn_weights=False
-    ),
+    "gpt2": lambda: GPT2Config(**{**OLD_SHAPE, "tie_word_embeddings": True}, n_inner=72),
+    "gpt2-unscaled": lambda: GPT2Config(**OLD_SHAPE, activation_function="gelu", scale_attn_weights=False),
     "gpt_neox": lambda: GPTNeoXConfig(**OLD_SHAPE, intermediate_size=72, rotary_pct=0.6),
     "gpt_neox-serial": lambda: GPTNeoXConfig(
         **{**OLD_SHAPE, "tie_word_embeddings": True},

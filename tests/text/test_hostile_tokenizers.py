@@ -241,7 +241,14 @@ def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "PreTrainedTokenizer"],
+    [
+        "LlamaTokenizerFast",
+        "LlamaTokenizer",
+        "Qwen2TokenizerFast",
+        "GPT2Tokenizer",
+        "GPTNeoXTokenizerFast",
+        "PreTrainedTokenizer",
+    ],
 )
 def test_classes_that_checkpoints_name_are_loaded_in_this_process(tmp_path, name):
     tokenizer = Tokenizer(write(tmp_path, settings={"tokenizer_class": name}))
