@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DEMO = Path(__file__).parents[1] / "demo"  # the checkpoint that model="demo" stands for
 
@@ -27,22 +27,29 @@ class RopeConfig:
     truncate: bool = True  # whether yarn rounds the bounds between these to whole dimensions
     short_factors: tuple[float, ...] = ()  # longrope's divisors of frequencies within the trained context
     long_factors: tuple[float, ...] = ()  # and beyond it
-    is_long: bool = False  # whether longrope divides by the latter
+    long_offset: int = 0  # added to positions where these hold; 0: no request of the engine is so long
     # Queries are multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings))
     query_scaling_beta: float = 0.0
 
     def for_context(self, max_model_len: int) -> RopeConfig:
-        """Return the rotary embedding of an engine with sequences of up to so many tokens.
-
-        Longrope has two sets of frequencies, and keys of one cannot be compared with queries of the other. An
-        engine uses one set for all of its requests.
-        """
-        is_long = self.type == "longrope" and max_model_len > self.original_max_position_embeddings
-        return replace(self, is_long=is_long)
+        """Return the rotary embedding of an engine with sequences of up to so many tokens."""
+        grows_long = self.type == "longrope" and max_model_len > self.original_max_position_embeddings
+        return replace(self, long_offset=max_model_len if grows_long else 0)
 
 
 LAYERS = "model.layers."  # how the names of tensors of layers begin in a checkpoint of Llama
 NO_ROPE = RopeConfig("none", 1.0)
+
+
+class LongContext(NamedTuple):
+    """From how many tokens on longrope rotates all tokens of a request by other frequencies.
+
+    K and V of a request that grows so long are computed anew. Its positions are higher by `offset`, which
+    selects these frequencies.
+    """
+
+    num_tokens: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +172,7 @@ class ModelConfig:
     transposed_weights: bool = False  # projections are stored as [in_features, out_features]
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
+    attention_sinks: bool = False  # each head has a learned logit that takes a share of the softmax
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a sublayer adds to the residual
     logits_divisor: float = 1.0
@@ -198,6 +206,14 @@ class ModelConfig:
         """The rotary embeddings of all layers and the dimensions of their heads, each pair once."""
         dims = (shape.key_dim for shape in self.kv_shapes)
         return tuple(dict.fromkeys(zip(self.layer_ropes, dims, strict=True)))
+
+    @property
+    def long_context(self) -> LongContext | None:
+        """Where longrope changes its frequencies, if a request of this engine grows so long."""
+        for rope in self.layer_ropes:
+            if rope.long_offset:
+                return LongContext(rope.original_max_position_embeddings + 1, rope.long_offset)
+        return None
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:

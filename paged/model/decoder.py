@@ -198,6 +198,22 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings:
             self.head.form = self.embedding.form
 
+    def prepare(self, num_positions: int) -> None:
+        """Tabulate the rotary embeddings of so many positions; 0: each step computes them."""
+        if num_positions:
+            for rotary in self.rotary:
+                rotary.tabulate(num_positions)
+
+    @property
+    def obstacle_to_recording(self) -> str | None:
+        """What torch computes in a step, so that its launches cannot be recorded."""
+        if not all(rotary.is_tabulated for rotary in self.rotary):
+            return "torch computes the angles of its rotary embedding in each step"
+        linear = [module for module in self.modules() if isinstance(module, Linear)]
+        if not all(module.form.is_recordable for module in linear):
+            return f"torch computes a part of its linear layers in {self.norm.weight.dtype}"
+        return None
+
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the destination of each tensor of a Hugging Face checkpoint, by name. Call before `load`.
 

@@ -52,6 +52,7 @@ class RotaryEmbedding(nn.Module):
     """The angles of every token's position, computed once per step for all layers with these frequencies."""
 
     inv_freq: Tensor  # f32[rotary_dim // 2]
+    long_inv_freq: Tensor | None  # longrope's for requests beyond the trained context
 
     def __init__(self, rope: RopeConfig, head_dim: int, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -63,21 +64,35 @@ class RotaryEmbedding(nn.Module):
         # Frequencies are float32 in a model of any dtype.
         with torch.device("cpu"):
             frequencies = scaled_frequencies(rope, self.rotary_dim)
+            long = scaled_frequencies(rope, self.rotary_dim, is_long=True) if rope.long_offset else None
         self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.register_buffer("long_inv_freq", long, persistent=False)
+
+    @property
+    def is_tabulated(self) -> bool:
+        """Whether a step takes its angles from a table."""
+        return self._table is not None
 
     def tabulate(self, num_positions: int) -> None:
         """Precompute the angles of the first positions. Call once: recorded steps point into the table."""
         assert self._table is None, "the table must not move"
         positions = torch.arange(num_positions, device=self.inv_freq.device)
         angles = self._angles(positions, self.inv_freq)
+        if self.long_inv_freq is not None:
+            angles = _apart(angles, self._angles(positions, self.long_inv_freq), self.rope.long_offset)
         if num_positions <= self.rope.original_max_position_embeddings:
             angles = angles._replace(query_factors=None)
         self._table = angles
 
     def forward(self, batch: Batch) -> Angles:
         if self._table is None:
-            frequencies = self._dynamic_frequencies(batch) if self.rope.type == "dynamic" else self.inv_freq
-            return self._angles(batch.positions, frequencies)
+            if self.rope.type == "dynamic":
+                return self._angles(batch.positions, self._dynamic_frequencies(batch))
+            if self.long_inv_freq is None:
+                return self._angles(batch.positions, self.inv_freq)
+            is_long = (batch.positions >= self.rope.long_offset)[:, None]
+            frequencies = torch.where(is_long, self.long_inv_freq, self.inv_freq)
+            return self._angles(batch.positions % self.rope.long_offset, frequencies)
         take_rows, positions, (cos, sin, factors) = self.kernels.take_rows, batch.positions, self._table
         if factors is not None:
             factors = take_rows(factors, positions)
@@ -114,21 +129,37 @@ class RotaryEmbedding(nn.Module):
         return inverse_frequencies(base[:, None], self.rotary_dim)
 
 
+def _apart(short: Angles, long: Angles, offset: int) -> Angles:
+    """Return one table with the rows of `long` from `offset` on. Nothing reads the rows between."""
+
+    def joined(first: Tensor, second: Tensor) -> Tensor:
+        rows = first.new_empty(offset + len(second), first.shape[1])
+        rows[: len(first)], rows[offset:] = first, second
+        return rows
+
+    return Angles(joined(short.cos, long.cos), joined(short.sin, long.sin), None)
+
+
 def inverse_frequencies(base: Tensor, rotary_dim: int) -> Tensor:  # [..., 1] -> [..., rotary_dim // 2]
     """Compute base^(-2i / rotary_dim); Su et al., RoFormer (2021)."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=base.device) / rotary_dim
     return 1.0 / base.float() ** exponent
 
 
-def scaled_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:  # f32[rotary_dim // 2]
-    """Compute the frequencies, which do not depend on the length except for dynamic rope."""
+def scaled_frequencies(
+    rope: RopeConfig, rotary_dim: int, *, is_long: bool = False
+) -> Tensor:  # f32[rotary_dim // 2]
+    """Compute the frequencies; dynamic rope scales them in each step.
+
+    is_long: those of longrope for requests beyond the trained context.
+    """
     frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), rotary_dim)
     if rope.type == "none":
         return torch.zeros_like(frequencies)
     if rope.type == "linear":
         return frequencies / rope.factor
     if rope.type == "longrope":
-        factors = rope.long_factors if rope.is_long else rope.short_factors
+        factors = rope.long_factors if is_long else rope.short_factors
         return frequencies / torch.tensor(factors, dtype=torch.float32)
     if rope.type == "yarn":
         kept = _yarn_kept(rope, rotary_dim)
@@ -194,6 +225,9 @@ class Attention(nn.Module):
         # Where dimensions of a head are rotated in other pairs than by the kernels.
         self.dim_order = rotated_order(config.layer_ropes[layer], self.head_dim)
         self.norm_by_head = config.qk_norm == "head"
+        # float32 in a model of any dtype, as the kernels take them.
+        sinks = torch.empty(self.num_heads, dtype=torch.float32)
+        self.sinks = nn.Parameter(sinks, requires_grad=False) if config.attention_sinks else None
         self.query_norm = self.key_norm = None
         if config.qk_norm is not None:
             sizes = (self.head_dim,) * 2 if self.norm_by_head else (q_size, kv_size)
@@ -247,6 +281,7 @@ class Attention(nn.Module):
             min_seqlen_q=queries.min_seqlen_q,
             sliding_window=self.window,
             softcap=self.softcap,
+            sinks=self.sinks,
             key_scales=key_scales,
             value_scales=value_scales,
         )
@@ -268,6 +303,8 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             tensors["self_attn.q_norm.weight"] = self.query_norm.weight
             tensors["self_attn.k_norm.weight"] = self.key_norm.weight
+        if self.sinks is not None:
+            tensors["self_attn.sinks"] = self.sinks
         return tensors
 
     def order_rows(self) -> None:

@@ -15,6 +15,10 @@ class WeightForm(Protocol):
 
     gated: bool  # whether the product is silu(gate) * up, which has half as many columns
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether it launches our kernels only, which a recorded step can replay."""
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply [num_tokens, in_features] to [num_tokens, out_features].
 
@@ -55,7 +59,7 @@ class Linear(nn.Module):
 class PlainWeight:
     """The weight as it was loaded."""
 
-    gated = False
+    gated = is_recordable = False
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

@@ -83,7 +83,7 @@ class Float32Product(PlainWeight):
 class PackedWeight:
     """The weight in oneDNN's layout: 2 to 3 times faster up to a few dozen rows. Requires `can_pack`."""
 
-    gated = False
+    gated = is_recordable = False
     # The number of rows that oneDNN chooses the layout for; 1 to 512 measure the same within noise.
     FOR_ROWS = 16
 

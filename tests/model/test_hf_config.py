@@ -228,6 +228,11 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         "rope_theta must be above 1 for yarn",
     ),
+    "granite-swa-length": (
+        "GraniteSWAForCausalLM",
+        {"layer_rope_theta": [1e4]},
+        r"layer_rope_theta must be \d+ numbers, got \[10000.0\]",
+    ),
     "granite": ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier must be above 0"),
     "granite-eps": (
         "GraniteForCausalLM",
@@ -343,6 +348,7 @@ def test_unsupported_values_of_a_family_are_named(kind):
         "qwen3",
         "phi3",
         "granite",
+        "granite_swa",
         "olmo2",
         "olmo3",
         "smollm3",

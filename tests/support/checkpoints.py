@@ -22,6 +22,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -51,7 +52,7 @@ POISON = {torch.int8: 99}
 VOCAB_SIZE = 211  # a prime: no tile or vector divides it
 # Rope scaling for contexts longer than max_position_embeddings, shorter than that times the factor.
 STRETCHED = ("llama-linear", "llama-dynamic", "llama-yarn")
-# Rope with other frequencies beyond the trained context, which an engine of longer contexts uses throughout.
+# Rope with other frequencies for requests beyond the trained context of 64 tokens.
 LONG = ("phi3-longrope",)
 
 # head_dim is 16 where hidden_size / num_heads is 12, as a model may choose it freely.
@@ -155,6 +156,13 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         logits_scaling=6.0,
         attention_bias=True,
         mlp_bias=True,
+    ),
+    "granite-swa": lambda: GraniteSWAConfig(
+        **{**SHAPE, "hidden_size": 64, "num_hidden_layers": 4},
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
+        sliding_window=24,
+        layer_rope_theta=[1e4, 0, 5e5, 1e4],
     ),
     "olmo2": lambda: Olmo2Config(**{**SHAPE, "hidden_size": 64}, attention_bias=True),
     "olmo3": lambda: Olmo3Config(

@@ -174,8 +174,8 @@ def test_decode_hides_latency_with_several_blocks_an_sm(compiled, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_only_moves_bytes_moves_16_at_a_time(compiled, target):
-    """A slot, or the pair of blocks to copy, is the only thing that a thread loads by itself."""
-    scalars = {"rotary_store_kv": 1, "copy_blocks": 2}
+    """A thread loads by itself only a slot, a row's factor, or the pair of blocks to copy."""
+    scalars = {"rotary_store_kv": 1, "scale_rows": 1, "copy_blocks": 2}
     for row in compiled[target]:
         if row["kernel"] in {"prefill", "decode", "plan", "merge"} | SAMPLING | UNPACK:
             continue
