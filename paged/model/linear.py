@@ -19,6 +19,10 @@ class WeightForm(Protocol):
     def is_recordable(self) -> bool:
         """Whether it launches our kernels only, which a recorded step can replay."""
 
+    def lay_out(self, bias: Tensor) -> None:  # noqa: ARG002
+        """Prepare for this bias, which every product will add. Most forms have nothing to do."""
+        return
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply [num_tokens, in_features] to [num_tokens, out_features].
 
@@ -54,9 +58,11 @@ class Linear(nn.Module):
         """Replace the loaded weight by its form."""
         self.form = form(self.weight.detach())
         del self.weight
+        if self.bias is not None:
+            self.form.lay_out(self.bias.detach())
 
 
-class PlainWeight:
+class PlainWeight(TableForm):
     """The weight as it was loaded."""
 
     gated = is_recordable = False

@@ -99,6 +99,12 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
         kind: read_rope({**hf, "rope_theta": bases[kind]}, {**(given.get(kind) or {}), **scaling})
         for kind, scaling in own.items()
     }
+    trained = {rope.original_max_position_embeddings for rope in ropes.values() if rope.type == "longrope"}
+    if len(trained) > 1:
+        raise UnsupportedModelError(
+            f"longrope with two values of original_max_position_embeddings ({min(trained)} and "
+            f"{max(trained)}) is not supported"
+        )
     if "dynamic" in [rope.type for rope in ropes.values()]:
         raise UnsupportedModelError("rope type 'dynamic' is not supported for one type of layer alone")
     return ropes
