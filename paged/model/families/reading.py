@@ -81,11 +81,14 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
     if hf["layer_types"] is None and default:
         return default
     num_layers, layer_types = size(hf, "num_hidden_layers"), hf["layer_types"]
-    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
-    if len(kinds) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
-        wanted = f"{num_layers} of full_attention or sliding_attention"
-        raise UnsupportedModelError(f"layer_types must be {wanted}, got {shown(layer_types)}")
-    return tuple(kinds)
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise CheckpointError(f"layer_types must be a list of {num_layers}, got {shown(layer_types)}")
+    for kind in layer_types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"layer_types has {shown(kind)}; supported are full_attention and sliding_attention"
+            )
+    return tuple(layer_types)
 
 
 def every(interval: int | str, hf: Config) -> tuple[str, ...]:
