@@ -119,7 +119,8 @@ class RequestFactory:
                 raise RequestError(f"{name}[{i}] is {token_id}, which ends the output")
         sample.inputs = replace(sample.inputs, num_given_tokens=num)
         sample.token_ids += map(int, generated)
-        if sample.report is not None and sample.namespace != sample.inputs.namespace:
+        reports = sample.inputs.params.prompt_logprobs is not None
+        if reports and sample.namespace != sample.inputs.namespace:
             raise RequestError(
                 f"{name} does not go with prompt_logprobs where prompt and output have {sample.num_tokens} "
                 f"tokens: from {sample.inputs.long_from} on, longrope rotates the prompt otherwise"
