@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import CheckpointError
 from ..kernels.backend import Kernels
+from ..validation import check_number
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig
 from .layers import MLP, Angles, Attention, Embedding, RMSNorm, RotaryEmbedding
 from .linear import Linear
+from .parts.layer_inputs import LayerInput, LayerInputs
 from .weight_forms import Forms
+
+MAX_SCALAR = 1e6  # of a layer
 
 
 class DecoderLayer(nn.Module):
@@ -36,7 +42,11 @@ class DecoderLayer(nn.Module):
             eps = config.residual_eps if place.startswith("before") else config.rms_norm_eps
             self.register_module(place, new_norm(config, eps, kernels) if name else None)
         self.attention = Attention(config, layer, kernels)
-        self.mlp = MLP(config, kernels)
+        self.mlp = MLP(config, layer, kernels)
+        self.input = LayerInput(config, layer, kernels) if config.layer_input_size else None
+        # Multiplies the residual after the layer.
+        self.scalar = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scalars else None
+        self.factor, self.kernels = 1.0, kernels
 
     def project(
         self,
@@ -50,13 +60,22 @@ class DecoderLayer(nn.Module):
         hidden = add_and_norm(hidden, residual, self.before_attention)
         return self.attention.project(hidden, angles, batch, kv_cache)
 
-    def attend(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor | None:
+    def attend(
+        self, query: Tensor, residual: Tensor, inputs: Tensor | None, queries: Queries, kv_cache: KVCache
+    ) -> Tensor | None:
         """Run the layer from attention on. Return what is left to add to the residual, which is updated in
-        place.
+        place. inputs: see LayerInputs.
         """
         hidden = self.attention.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
-        return self._normed(self.mlp(hidden), residual, self.after_mlp)
+        left = self._normed(self.mlp(hidden), residual, self.after_mlp)
+        if self.input is not None:
+            assert left is None, "a sublayer follows one whose output is not normalised"
+            self.input(inputs, residual)
+        if self.factor != 1.0:
+            assert left is None, "the residual is multiplied after the addition of an output"
+            self.kernels.scale_and_cap(residual, self.factor)
+        return left
 
     def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:
         """Add the norm of a sublayer's output to the residual; return the output if there is no norm."""
@@ -72,7 +91,19 @@ class DecoderLayer(nn.Module):
             for place, name in asdict(self.norm_names).items()
             if name
         }
-        return {**norms, **self.attention.hf_tensors(), **self.mlp.hf_tensors()}
+        tensors = {**norms, **self.attention.hf_tensors(), **self.mlp.hf_tensors()}
+        if self.input is not None:
+            tensors |= self.input.named_parameters()
+        if self.scalar is not None:
+            tensors["layer_scalar"] = self.scalar
+        return tensors
+
+    def finish_loading(self) -> None:
+        """Make of the loaded weights what the kernels take. Raises CheckpointError."""
+        self.attention.finish_loading()
+        if self.scalar is not None:
+            factor = self.scalar.item()
+            self.factor = check_number(CheckpointError, "layer_scalar", factor, 0, MAX_SCALAR, above=True)
 
 
 def new_norm(config: ModelConfig, eps: float, kernels: Kernels) -> RMSNorm:
@@ -96,12 +127,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config, kernels
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.inputs = LayerInputs(config, kernels) if config.layer_input_size else None
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         dims = [shape.key_dim for shape in config.kv_shapes]
         self.rope_of = [config.ropes.index(rope) for rope in zip(config.layer_ropes, dims, strict=True)]
         layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)
+        # Those behind it read K and V of others, and are needed for output rows only.
+        self.last_kv = max(layer for layer, source in enumerate(config.kv_sources) if source == layer)
         self.norm = new_norm(config, config.residual_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         # The residual is kept divided by the multiplier of what is added to it: see residual_eps.
@@ -117,36 +151,47 @@ class Decoder(nn.Module):
 
         Returns [num_output_rows, hidden_size]: the hidden states of `batch.output_rows` after the final norm.
         """
-        return self.attend_last(*self.compute_kv(batch, kv_cache), batch, kv_cache)
+        return self.attend_last(self.compute_kv(batch, kv_cache), batch, kv_cache)
 
-    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Run the model up to the last layer's K and V, which is all that later tokens need.
+    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+        """Run the model up to the last K and V, which is all that later tokens need.
 
-        Returns the last layer's queries [num_tokens, num_heads, head_dim], and the residual
-        [num_tokens, hidden_size].
+        Returns the queries of the last layer with K and V of its own [num_tokens, num_heads, head_dim], the
+        residual [num_tokens, hidden_size], and the inputs of layers, if there are any.
         """
         residual: Tensor = self.embedding(batch.token_ids)
         if self.embedding_factor != 1.0:
             self.kernels.scale_and_cap(residual, self.embedding_factor)
+        inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
         by_rope = [rotary(batch) for rotary in self.rotary]
         angles = [by_rope[rope] for rope in self.rope_of]
         hidden: Tensor | None = None
-        *layers, last = self.layers
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(self.layers[: self.last_kv]):
             query = layer.project(hidden, residual, angles[i], batch, kv_cache)
-            hidden = layer.attend(query, residual, batch.queries, kv_cache)
-        return last.project(hidden, residual, angles[-1], batch, kv_cache), residual
+            hidden = layer.attend(query, residual, inputs, batch.queries, kv_cache)
+        query = self.layers[self.last_kv].project(hidden, residual, angles[self.last_kv], batch, kv_cache)
+        return (query, residual) if inputs is None else (query, residual, inputs)
 
-    def attend_last(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+    def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
         """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
-        if batch.output_queries is None:
+        query, residual, *rest = state
+        inputs = rest[0] if rest else None
+        queries = batch.output_queries
+        if queries is None:
             return residual[:0]
+        by_rope = [rotary(batch) for rotary in self.rotary] if self.layers[self.last_kv + 1 :] else []
         if not batch.is_decode:
             # Not torch's indexing, whose threads go on looking for work for milliseconds.
-            rows, take_rows = batch.output_rows, self.kernels.take_rows
-            query = take_rows(query.flatten(1), rows).view(-1, *query.shape[1:])
-            residual = take_rows(residual, rows)
-        hidden = self.layers[-1].attend(query, residual, batch.output_queries, kv_cache)
+            take = partial(self.kernels.take_rows, indices=batch.output_rows)
+            query = take(query.flatten(1)).view(-1, *query.shape[1:])
+            residual = take(residual)
+            inputs = take(inputs) if inputs is not None else None
+            by_rope = [angles.of_rows(take) for angles in by_rope]
+        hidden = self.layers[self.last_kv].attend(query, residual, inputs, queries, kv_cache)
+        for i in range(self.last_kv + 1, len(self.layers)):
+            layer, angles = self.layers[i], by_rope[self.rope_of[i]]
+            query = layer.project(hidden, residual, angles, batch, kv_cache)
+            hidden = layer.attend(query, residual, inputs, queries, kv_cache)
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
@@ -170,10 +215,10 @@ class Decoder(nn.Module):
             _allocate(part, device)
             read_into(_with_prefix(prefix, part))
             if isinstance(part, DecoderLayer):
-                part.attention.order_dims()
-            if isinstance(part, Embedding):
-                part.take_form(forms.embedding)
+                part.finish_loading()
             for module in part.modules():
+                if isinstance(module, Embedding):
+                    module.take_form(forms.embedding if module is self.embedding else forms.table)
                 if isinstance(module, Linear):
                     form = forms.gated if module.gated else forms.layers
                     module.take_form(forms.head if module is self.head else form)
@@ -183,7 +228,7 @@ class Decoder(nn.Module):
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the destination of each tensor of a Hugging Face checkpoint, by name. Call before `load`.
 
-        The destinations are views that cover the parameters exactly.
+        The destinations are views that cover the parameters, but for what `finish_loading` fills.
         """
         tensors: dict[str, Tensor] = {}
         for prefix, part in self._parts().items():
@@ -193,6 +238,8 @@ class Decoder(nn.Module):
     def _parts(self) -> dict[str, nn.Module]:
         """Return the parts that are loaded one by one, by the prefix of their Hugging Face names."""
         parts: dict[str, nn.Module] = {"model.embed_tokens.": self.embedding, "model.norm.": self.norm}
+        if self.inputs is not None:
+            parts["model."] = self.inputs
         if not self.config.tie_word_embeddings:
             parts["lm_head."] = self.head
         return parts | {f"model.layers.{i}.": layer for i, layer in enumerate(self.layers)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,11 @@ class Angles(NamedTuple):
     cos: Tensor  # f32[num_tokens, head_dim // 2]
     sin: Tensor  # like cos
     query_factors: Tensor | None  # f32[num_tokens, 1]
+
+    def of_rows(self, take: Callable[[Tensor], Tensor]) -> Angles:
+        """Return those of some tokens, whose rows `take` takes out of a tensor."""
+        factors = self.query_factors
+        return Angles(take(self.cos), take(self.sin), None if factors is None else take(factors))
 
 
 class RotaryEmbedding(nn.Module):
@@ -143,6 +149,9 @@ def scaled_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:  # f32[rota
         return torch.zeros_like(frequencies)
     if rope.type == "linear":
         return frequencies / rope.factor
+    if rope.type == "proportional":
+        frequencies[int(rope.rotated_part * rotary_dim // 2) :] = 0
+        return frequencies / rope.factor
     if rope.type == "longrope":
         factors = rope.long_factors if rope.is_long else rope.short_factors
         return frequencies / torch.tensor(factors, dtype=torch.float32)
@@ -203,52 +212,58 @@ class Attention(nn.Module):
         # Layers that agree in these share the plan of a step.
         self.plan_key = self.window, config.kv_shapes.index(shape)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.split_sizes = [q_size, kv_size, kv_size]
-        self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
+        # Whether the layer has K and V of its own; it reads another layer's otherwise.
+        self.has_kv = config.kv_sources[layer] == layer
+        self.split_sizes = [q_size, kv_size, kv_size] if self.has_kv else [q_size]
+        self.qkv = Linear(config.hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
         self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
         self.fused = config.fused_qkv
         # Where dimensions of a head are rotated in other pairs than by the kernels.
         self.dim_order = rotated_order(config.layer_ropes[layer], self.head_dim)
         self.norm_by_head = config.qk_norm == "head"
-        self.query_norm = self.key_norm = None
+        self.keys_as_values = layer in config.keys_as_values
+        self.query_norm = self.key_norm = self.value_norm = None
+        new_norm = partial(
+            RMSNorm, eps=config.rms_norm_eps, kernels=kernels, unit_offset=config.norm_unit_offset
+        )
         if config.qk_norm is not None:
-            sizes = (self.head_dim,) * 2 if self.norm_by_head else (q_size, kv_size)
-            self.query_norm, self.key_norm = (
-                RMSNorm(size, config.rms_norm_eps, kernels, unit_offset=config.norm_unit_offset)
-                for size in sizes
-            )
+            self.query_norm = new_norm(self.head_dim if self.norm_by_head else q_size)
+            if self.has_kv:
+                self.key_norm = new_norm(self.head_dim if self.norm_by_head else kv_size)
+        if config.value_norm and self.has_kv:
+            self.value_norm = RMSNorm(self.head_dim, config.rms_norm_eps, kernels)
 
     def project(
         self, hidden: Tensor, angles: Angles, batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache. Return their queries."""
+        """Write K and V of the new tokens into the cache, if the layer has its own. Return their queries."""
         qkv: Tensor = self.qkv(hidden)
-        by_head: dict[str, Any] = {}
-        if self.query_norm is not None and self.key_norm is not None:
+        options: dict[str, Any] = {}
+        if self.query_norm is not None:
             if self.norm_by_head:
-                by_head = {
+                options = {
                     "query_norm_weight": self.query_norm.weight,
-                    "key_norm_weight": self.key_norm.weight,
+                    "key_norm_weight": self.key_norm.weight if self.key_norm is not None else None,
                     "eps": self.query_norm.eps,
                     "unit_offset": self.query_norm.unit_offset,
                 }
             else:
-                query, key, _ = torch.split(qkv, self.split_sizes, dim=1)
+                query, *rest = torch.split(qkv, self.split_sizes, dim=1)
                 self.query_norm.into(query, query)
-                self.key_norm.into(key, key)
-        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
-        query = self.kernels.rotary_store_kv(
-            qkv,
-            angles.cos,
-            angles.sin,
-            key_cache,
-            value_cache,
-            batch.slot_mapping[kv_cache.group_of[self.layer]],
-            key_scales=key_scales,
-            value_scales=value_scales,
-            **by_head,
-        )
+                if self.key_norm is not None:
+                    key, _ = rest
+                    self.key_norm.into(key, key)
+        caches: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
+        qkv = qkv.view(-1, sum(self.split_sizes) // self.head_dim, self.head_dim)
+        if self.value_norm is not None:
+            values = qkv[:, -self.num_kv_heads :]
+            self.value_norm.into(values, values)
+        if self.has_kv:
+            key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
+            slots = batch.slot_mapping[kv_cache.group_of[self.layer]]
+            options |= {"key_scales": key_scales, "value_scales": value_scales}
+            caches = key_cache, value_cache, slots
+        query = self.kernels.rotary_store_kv(qkv, angles.cos, angles.sin, *caches, **options)
         if angles.query_factors is not None:
             self.kernels.scale_rows(query.view(len(query), -1), angles.query_factors.view(-1))
         return query
@@ -280,21 +295,34 @@ class Attention(nn.Module):
         if self.fused:
             tensors |= _split_rows(["self_attn.qkv_proj"], self.qkv, [sum(self.split_sizes)])
         else:
-            names = [f"self_attn.{part}_proj" for part in "qkv"]
+            names = [f"self_attn.{part}_proj" for part in "qkv"[: len(self.split_sizes)]]
             tensors |= _split_rows(names, self.qkv, self.split_sizes)
+            if self.keys_as_values:
+                tensors = {name: x for name, x in tensors.items() if ".v_proj." not in name}
         if self.output.bias is not None:
             tensors["self_attn.o_proj.bias"] = self.output.bias
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm is not None:
             tensors["self_attn.q_norm.weight"] = self.query_norm.weight
+        if self.key_norm is not None:
             tensors["self_attn.k_norm.weight"] = self.key_norm.weight
         return tensors
 
-    def order_dims(self) -> None:
-        """Order the loaded weights of Q and K as the kernels rotate them; Q Kᵀ is the same in any order."""
+    def finish_loading(self) -> None:
+        """Fill the weights that the checkpoint lacks, and order those of Q and K as the kernels rotate them.
+
+        Q Kᵀ is the same in any order.
+        """
+        if self.value_norm is not None:
+            self.value_norm.weight.fill_(1.0)
+        if self.keys_as_values:
+            for fused in (self.qkv.weight, self.qkv.bias):
+                if fused is not None:
+                    _, key, value = torch.split(fused.detach(), self.split_sizes)
+                    value.copy_(key)
         if self.dim_order is None:
             return
         order = self.dim_order.to(self.qkv.weight.device)
-        num_rotated = (self.num_heads + self.num_kv_heads) * self.head_dim
+        num_rotated = sum(self.split_sizes[:2])
         ordered = [x.detach()[:num_rotated] for x in (self.qkv.weight, self.qkv.bias) if x is not None]
         ordered += [norm.weight.detach() for norm in (self.query_norm, self.key_norm) if norm is not None]
         for x in ordered:
@@ -307,9 +335,9 @@ class MLP(nn.Module):
     Gate and up are one product, which may include silu(gate) * up.
     """
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
-        inner = config.intermediate_size
+        inner = config.mlp_sizes[layer]
         self.split_sizes = [inner, inner]
         self.fused, is_silu = config.fused_gate_up, config.activation == "silu"
         self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul

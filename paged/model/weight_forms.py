@@ -24,6 +24,7 @@ class Forms(NamedTuple):
     gated: Callable[[Tensor], WeightForm]  # of the fused gate and up projections
     head: Callable[[Tensor], WeightForm]
     embedding: Callable[[Tensor], TableForm]
+    table: Callable[[Tensor], TableForm]  # of weights that are only looked up
     group_size: int | None = None  # inputs of `layers` that share a scale, if in groups
 
 
@@ -47,15 +48,18 @@ def choose_forms(
 
         layers = PANEL_FORMS[quantization]
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
-        return Forms(layers, partial(layers, gated=True), head, head if tied else Table, group_size)
+        gated = partial(layers, gated=True)
+        return Forms(layers, gated, head, head if tied else Table, Table, group_size)
     if quantization is not None:
         require_kernels(quantization)
         plain = Int4Weight if quantization == "int4" else Int8Weight
-        return Forms(plain, plain, Int8Weight, Int8Weight if tied else PlainWeight, group_size)
+        of_tokens = Int8Weight if tied else PlainWeight
+        return Forms(plain, plain, Int8Weight, of_tokens, PlainWeight, group_size)
     form = PackedWeight if can_pack(device, dtype) else PlainWeight
     if device.type == "cuda" and dtype != torch.float32 and not torch.version.hip:
-        return Forms(form, form, Float32Product, Float32Product if tied else PlainWeight)
-    return Forms(form, form, form, PlainWeight)
+        product = Float32Product
+        return Forms(form, form, product, product if tied else PlainWeight, PlainWeight)
+    return Forms(form, form, form, PlainWeight, PlainWeight)
 
 
 def require_whole_groups(model: nn.Module, forms: Forms) -> None:

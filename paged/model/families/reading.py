@@ -25,6 +25,10 @@ CEILINGS = {
     "query_pre_attn_scalar": 2**20,
     "sliding_window_pattern": 1024,
     "no_rope_layer_interval": 1024,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 1024,
+    "hidden_size_per_layer_input": 2**17,
+    "vocab_size_per_layer_input": 2**24,
 }
 MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6  # of multipliers, divisors and caps
 
