@@ -282,7 +282,7 @@ class Attention(nn.Module):
             value_scales=value_scales,
         )
         inputs = (query, key_cache, value_cache, table, queries.seq_lens, queries.cu_seqlens_q, options)
-        plan = queries.plans.get(key := (*self.plan_key, table.shape[1]))
+        plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))
         if plan is None:
             plan = queries.plans[key] = self.kernels.plan_attention(*inputs)
         attended = self.kernels.paged_attention(*inputs, plan)
