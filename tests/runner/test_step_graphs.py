@@ -39,6 +39,9 @@ CASES = {
     "olmo3": {"num_blocks": 96},
     "gemma2": {"num_blocks": 72},
     "gemma3": {"num_blocks": 120},
+    "gemma4": {"num_blocks": 96},
+    "gemma4-keys-as-values": {"num_blocks": 96, "kv_cache_dtype": "int8"},
+    "gemma4-unified": {"num_blocks": 96},
     "smollm3": {"num_blocks": 48},
     "glm4": {},
 }

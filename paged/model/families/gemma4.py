@@ -99,6 +99,7 @@ def _refuse(hf: Config) -> None:
         )
     if "enable_moe_block" in hf and flag(hf, "enable_moe_block"):
         raise UnsupportedModelError("enable_moe_block True (a mixture of experts) is not supported")
+    size(hf, "sliding_window")  # unlike in other families never null
     if hf.get("rope_scaling"):
         raise UnsupportedModelError("rope_scaling is not supported in Gemma 4; rope_parameters is")
 
@@ -132,13 +133,12 @@ def _shapes(hf: Config, layer_types: tuple[str, ...]) -> tuple[KVShape, ...]:
         raise UnsupportedModelError(
             f"per_layer_config with {shown(min(unknown))} is not supported; {' and '.join(usual)} are"
         )
-    if extra := set(given) - {str(layer) for layer in range(len(layer_types))}:
-        raise CheckpointError(
-            f"per_layer_config must be of layers 0 to {len(layer_types) - 1}, got {shown(min(extra))}"
-        )
-    return tuple(
-        _shape({**usual, **given.get(str(layer), {})}, layer, num_heads) for layer in range(len(layer_types))
-    )
+    layers = range(len(layer_types))
+    names = {str(layer).zfill(width): layer for layer in layers for width in range(5)}  # as in "05"
+    if extra := set(given) - set(names):
+        raise CheckpointError(f"per_layer_config must be of layers 0 to {layers[-1]}, got {shown(min(extra))}")
+    by_layer = {names[name]: own for name, own in given.items()}
+    return tuple(_shape({**usual, **by_layer.get(layer, {})}, layer, num_heads) for layer in layers)
 
 
 def _shape(own: Config, layer: int, num_heads: int) -> KVShape:

@@ -72,9 +72,11 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
         return default
     num_layers, layer_types = size(hf, "num_hidden_layers"), hf["layer_types"]
     kinds = layer_types if isinstance(layer_types, list) else [layer_types]
-    if len(kinds) != num_layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
-        wanted = f"{num_layers} of full_attention or sliding_attention"
-        raise UnsupportedModelError(f"layer_types must be {wanted}, got {shown(layer_types)}")
+    wanted = f"layer_types must be {num_layers} of full_attention or sliding_attention"
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"{wanted}, got {shown(layer_types)}")
+    if not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+        raise UnsupportedModelError(f"{wanted}, got {shown(layer_types)}")
     return tuple(kinds)
 
 
