@@ -88,6 +88,16 @@ def check_rms_norm_into(
         check_alone({"out": out}, {"weight": weight} if same else {"x": x, "weight": weight})
 
 
+def check_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None) -> None:
+    """Raise ValueError unless x is [num_rows, size], weight and bias [size] and residual like x."""
+    check_shape("x", x, (None, None))
+    check_rms_norm(x, weight, eps, residual, unit_offset=False)
+    check_shape("bias", bias, weight.shape, x.dtype)
+    check_device("bias", bias, x.device)
+    if residual is not None and must_read_contents(x.device):
+        check_alone({"residual": residual}, {"bias": bias})
+
+
 def check_silu_and_mul(x: Tensor) -> None:
     """Raise ValueError unless x is [num_tokens, 2 * size]."""
     check_shape("x", x, (None, None))
@@ -104,6 +114,25 @@ def check_gelu_and_mul(x: Tensor, up: Tensor | None) -> None:
     check_dtype("x", x)
     check_shape("up", up, x.shape, x.dtype)
     check_device("up", up, x.device)
+
+
+def check_gelu(x: Tensor, *, tanh: bool) -> None:
+    """Raise ValueError unless x is [num_rows, size]."""
+    check_shape("x", x, (None, None))
+    check_dtype("x", x)
+    check_apart("x", x)
+    check_flag("tanh", tanh)
+
+
+def check_add(x: Tensor, out: Tensor) -> None:
+    """Raise ValueError unless x is [num_rows, size], and `out` like x."""
+    check_shape("x", x, (None, None))
+    check_dtype("x", x)
+    check_shape("out", out, x.shape, x.dtype)
+    check_device("out", out, x.device)
+    check_apart("out", out)
+    if must_read_contents(x.device):
+        check_alone({"out": out}, {"x": x})
 
 
 def check_scale_and_cap(x: Tensor, factor: float, softcap: float | None) -> None:

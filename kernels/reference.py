@@ -9,10 +9,16 @@ from torch import Tensor
 from .attention_options import AttentionOptions, AttentionPlan
 from .checks import QUANTIZED_DTYPES
 from .gumbel import gumbel_noise
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
+from .reference_rows import add as add
+from .reference_rows import gelu as gelu
+from .reference_rows import gelu_and_mul as gelu_and_mul
+from .reference_rows import layer_norm as layer_norm
+from .reference_rows import rms_norm as rms_norm
+from .reference_rows import rms_norm_into as rms_norm_into
+from .reference_rows import scale_and_cap as scale_and_cap
+from .reference_rows import scale_rows as scale_rows
+from .reference_rows import silu_and_mul as silu_and_mul
+from .reference_rows import upcast
 
 
 def check_cache_dtype(dtype: torch.dtype) -> None:
@@ -24,47 +30,6 @@ def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tens
     return torch.index_select(table, 0, indices, out=out)
 
 
-def rms_norm(
-    x: Tensor,  # [..., size]
-    weight: Tensor,  # [size]
-    eps: float,
-    residual: Tensor | None = None,  # like x, updated in place
-    *,
-    unit_offset: bool = False,
-) -> Tensor:  # [..., size]
-    """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given (Zhang & Sennrich 2019).
-
-    The normalised value is rounded to x's dtype before the weight multiplies it, as in HF's LlamaRMSNorm.
-    unit_offset: multiply by 1 + weight, and round only the product, as in HF's Gemma3RMSNorm.
-    """
-    if residual is not None:
-        residual.copy_(_upcast(residual) + _upcast(x))
-        x = residual
-    x32 = _upcast(x)
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    if unit_offset:
-        return (normed * (1 + _upcast(weight))).to(x.dtype).contiguous()
-    return (normed.to(x.dtype) * weight).contiguous()
-
-
-def rms_norm_into(
-    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
-    weight: Tensor,  # [size]
-    eps: float,
-    out: Tensor,  # like x, or x itself; written in place
-    *,
-    unit_offset: bool = False,
-    add: bool = False,
-) -> None:
-    """Write the norm of x, see `rms_norm`, into `out`; add: add it to `out`, and round only the sum."""
-    if add:
-        x32 = _upcast(x)
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        out.copy_(_upcast(out) + normed * (_upcast(weight) + unit_offset))
-    else:
-        out.copy_(rms_norm(x, weight, eps, unit_offset=unit_offset))
-
-
 def rotary(
     query: Tensor,  # [num_tokens, num_heads, head_dim], in place
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim], in place
@@ -73,35 +38,9 @@ def rotary(
 ) -> None:
     """Rotate the halves of every head: (x1 cos - x2 sin, x2 cos + x1 sin) (Su et al. 2021)."""
     for x in (query, key):
-        x1, x2 = _upcast(x).chunk(2, dim=-1)
+        x1, x2 = upcast(x).chunk(2, dim=-1)
         c, s = cos[:, None].to(x1.dtype), sin[:, None].to(x1.dtype)
         x.copy_(torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1))
-
-
-def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
-    """Return silu(gate) * up, where x is gate and up side by side (Shazeer 2020)."""
-    gate, up = _upcast(x).chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(x.dtype)
-
-
-def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
-    """Return gelu(gate) * up (Shazeer 2020). x is gate and up side by side, or the gate where `up` is given.
-
-    gelu(g) is g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g³))) (Hendrycks & Gimpel 2016).
-    """
-    gate, up = _upcast(x).chunk(2, dim=-1) if up is None else (_upcast(x), _upcast(up))
-    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
-
-
-def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
-    """Multiply x by a factor in place; softcap: turn the product p into softcap tanh(p / softcap)."""
-    product = _upcast(x) * float(factor)
-    x.copy_(product if softcap is None else softcap * (product / softcap).tanh())
-
-
-def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
-    """Multiply each row of x by its factor, in place."""
-    x.copy_(_upcast(x) * factors[:, None])
 
 
 def store_kv(
@@ -145,9 +84,9 @@ def rotary_store_kv(
     qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
     sin: Tensor,  # f32[num_tokens, head_dim // 2]
-    key_cache: Tensor | None,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
-    value_cache: Tensor | None,  # like key_cache, written in place
-    slot_mapping: Tensor | None,  # i64[num_tokens]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor,  # like key_cache, written in place
+    slot_mapping: Tensor,  # i64[num_tokens]
     *,
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
@@ -159,19 +98,16 @@ def rotary_store_kv(
     """Normalise query and key heads if there are weights, rotate them, and store K and V in their slots.
 
     The query is changed in place and returned as a view of qkv, whose key heads are undefined afterwards.
-    Without caches qkv has query heads only, and there is no key_norm_weight.
     """
-    num_kv_heads = 0 if key_cache is None else key_cache.shape[2]
+    num_kv_heads = key_cache.shape[2]
     query, key, value = qkv.tensor_split(
         [qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads], dim=1
     )
-    if query_norm_weight is not None:
+    if query_norm_weight is not None and key_norm_weight is not None:
         query.copy_(rms_norm(query, query_norm_weight, eps, unit_offset=unit_offset))
-    if key_norm_weight is not None:
         key.copy_(rms_norm(key, key_norm_weight, eps, unit_offset=unit_offset))
     rotary(query, key, cos, sin)
-    if key_cache is not None and value_cache is not None and slot_mapping is not None:
-        store_kv(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
+    store_kv(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
     return query
 
 
@@ -208,7 +144,7 @@ def paged_attention(
         start, end = bounds[i], bounds[i + 1]
         if start == end:
             continue
-        q = _upcast(query[start:end])  # [query_len, num_heads, head_dim]
+        q = upcast(query[start:end])  # [query_len, num_heads, head_dim]
         first = seq_len - (end - start)
         # Slots outside the window are not read: their blocks may already be another sequence's.
         low = 0 if window is None else max(0, first - window + 1)

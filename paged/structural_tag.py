@@ -7,43 +7,92 @@ or the older one with "structures" and "triggers". `sampling.structural_grammar`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from .errors import RequestError, reject_unknown
+from .errors import PagedError, RequestError, reject_unknown
 from .validation import check_bool, shown
 
 NAME = "structural_tag"
 OPTIONS_KEY = "x-guidance"  # of llguidance, in a JSON schema
 MAX_NESTING = 32  # of formats
-# The fields of each format. Those with a value have it as default; None marks those that must be given.
-_FORMATS: dict[str, dict[str, Any]] = {
-    "const_string": {"value": None},
-    "json_schema": {"json_schema": None},
-    "regex": {"pattern": None},
-    "grammar": {"grammar": None},
-    "any_text": {},
-    "sequence": {"elements": None},
-    "or": {"elements": None},
-    "optional": {"content": None},
-    "star": {"content": None},
-    "plus": {"content": None},
-    "tag": {"begin": None, "content": None, "end": None},
-    "triggered_tags": {"triggers": None, "tags": None, "at_least_one": False, "stop_after_first": False},
-    "tags_with_separator": {
-        "tags": None,
-        "separator": None,
-        "at_least_one": False,
-        "stop_after_first": False,
-    },
+_TAG_OF_STRUCTURE = re.compile(rf"{NAME}\.tags\[(\d+)\]")
+
+
+class FormatField(NamedTuple):
+    """A field of a format.
+
+    kind: "text", "schema" (of JSON), "format", "formats", "tags", "texts", or "switch", which is false by
+        default. All others must be given.
+    """
+
+    kind: str
+    meaning: str
+
+
+class FormatType(NamedTuple):
+    """A type of format. neutral: fields of vLLM that are accepted at this value alone."""
+
+    meaning: str
+    fields: Mapping[str, FormatField] = {}
+    neutral: Mapping[str, Any] = {}
+
+
+_CONTENT = FormatField("format", "the format")
+_TAGS = FormatField("tags", "the tags, each an object with begin, content and end")
+_AT_LEAST_ONE = FormatField("switch", "demand at least one tag")
+_STOP_AFTER_FIRST = FormatField("switch", "end after the first tag")
+# Every format, described once: for parsing, for the schema of request bodies and for the documentation.
+TAG_FORMATS: Mapping[str, FormatType] = {
+    "const_string": FormatType("a fixed text", {"value": FormatField("text", "the text")}),
+    "json_schema": FormatType(
+        "JSON that matches a schema",
+        {"json_schema": FormatField("schema", "the JSON schema, or true for any JSON")},
+        {"style": "json", "any_order": False},
+    ),
+    "regex": FormatType(
+        "text that matches a regular expression", {"pattern": FormatField("text", "the expression")}
+    ),
+    "grammar": FormatType(
+        "text of a grammar",
+        {"grammar": FormatField("text", "the grammar, in llama.cpp's GBNF or Lark's EBNF")},
+    ),
+    "any_text": FormatType("free text", {}, {"excludes": [], "max_tokens": None, "max_chars": None}),
+    "sequence": FormatType("one after another", {"elements": FormatField("formats", "the formats")}),
+    "or": FormatType("one of several", {"elements": FormatField("formats", "the formats")}),
+    "optional": FormatType("once or not at all", {"content": _CONTENT}),
+    "star": FormatType("any number of times", {"content": _CONTENT}),
+    "plus": FormatType("at least once", {"content": _CONTENT}),
+    "tag": FormatType(
+        "a format between two texts",
+        {
+            "begin": FormatField("text", "the text before it"),
+            "content": _CONTENT,
+            "end": FormatField("text", "the text after it"),
+        },
+    ),
+    "triggered_tags": FormatType(
+        "free text with tags",
+        {
+            "triggers": FormatField("texts", "texts after which a tag goes on that begins with one of them"),
+            "tags": _TAGS,
+            "at_least_one": _AT_LEAST_ONE,
+            "stop_after_first": _STOP_AFTER_FIRST,
+        },
+        {"excludes": []},
+    ),
+    "tags_with_separator": FormatType(
+        "tags with a text between them",
+        {
+            "tags": _TAGS,
+            "separator": FormatField("text", "the text"),
+            "at_least_one": _AT_LEAST_ONE,
+            "stop_after_first": _STOP_AFTER_FIRST,
+        },
+    ),
 }
-# Fields of vLLM that mean something only with other values.
-_NEUTRAL: dict[str, dict[str, Any]] = {
-    "json_schema": {"style": "json", "any_order": False},
-    "any_text": {"excludes": [], "max_tokens": None, "max_chars": None},
-    "triggered_tags": {"excludes": []},
-}
-_TEXTS = ("value", "pattern", "grammar", "begin", "end", "separator")
 
 
 def schema_text(schema: Any) -> str:
@@ -78,7 +127,8 @@ def structural_tag_text(value: Any) -> str:
     if not isinstance(value, Mapping) or value.get("type", NAME) != NAME:
         raise _wrong(NAME, 'must be an object {"type": "structural_tag", "format": ...}', value)
     if "format" in value:
-        reject_unknown(NAME, value, ("type", "format"))
+        with _naming(NAME):
+            reject_unknown(NAME, value, ("type", "format"))
         found = _format("format", value["format"], is_last=True)
     else:
         found = _from_structures(value)
@@ -90,19 +140,44 @@ def structural_tag_text(value: Any) -> str:
 
 def _from_structures(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the format of the older form."""
-    reject_unknown(NAME, value, ("type", "structures", "triggers"))
+    with _naming(NAME):
+        reject_unknown(NAME, value, ("type", "structures", "triggers"))
     structures = _list(NAME, "structures", value.get("structures"))
     tags = []
     for i, structure in enumerate(structures):
         where = f"structures[{i}]"
         if not isinstance(structure, Mapping):
             raise _wrong(where, 'must be an object with "begin", "schema" and "end"', structure)
-        reject_unknown(where, structure, ("begin", "schema", "end"))
+        with _naming(where):
+            reject_unknown(where, structure, ("begin", "schema", "end"))
         content = {"type": "json_schema", "json_schema": structure.get("schema")}
         begin, end = structure.get("begin"), structure.get("end")
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     triggered = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
-    return _format(NAME, triggered, is_last=True)
+    try:
+        return _format(NAME, triggered, is_last=True)
+    except PagedError as error:
+        path = _TAG_OF_STRUCTURE.sub(rf"{NAME}.structures[\1]", error.param or NAME)
+        error.param = path.replace(".content.json_schema", ".schema")
+        raise
+
+
+def grammars_of(
+    given: Mapping[str, Any], where: str = f"{NAME}.format"
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the formats within a validated one that may be refused by themselves, each with its path."""
+    for name, field in TAG_FORMATS[given["type"]].fields.items():
+        value, path = given[name], f"{where}.{name}"
+        match field.kind:
+            case "schema":
+                yield path, given
+            case "text" if name in ("pattern", "grammar"):
+                yield path, given
+            case "format":
+                yield from grammars_of(value, path)
+            case "formats" | "tags":
+                for i, part in enumerate(value):
+                    yield from grammars_of(part, f"{path}[{i}]")
 
 
 def _format(where: str, given: Any, *, is_last: bool, depth: int = 0) -> dict[str, Any]:
@@ -113,23 +188,25 @@ def _format(where: str, given: Any, *, is_last: bool, depth: int = 0) -> dict[st
     if depth > MAX_NESTING:
         raise RequestError(f"structural_tag has formats nested deeper than {MAX_NESTING}")
     kind = given.get("type") if isinstance(given, Mapping) else None
-    if not isinstance(kind, str) or kind not in _FORMATS:
-        raise _wrong(where, f"must be an object whose type is one of {', '.join(_FORMATS)}", given)
-    fields, neutral = _FORMATS[kind], _NEUTRAL.get(kind, {})
-    reject_unknown(f"{where} ({kind})", given, ("type", *fields, *neutral))
+    if not isinstance(kind, str) or kind not in TAG_FORMATS:
+        raise _wrong(where, f"must be an object whose type is one of {', '.join(TAG_FORMATS)}", given)
+    _, fields, neutral = TAG_FORMATS[kind]
+    with _naming(where):
+        reject_unknown(f"{where} ({kind})", given, ("type", *fields, *neutral))
     for name, value in neutral.items():
         if given.get(name, value) != value:
             raise _wrong(f"{where}.{name}", f"is supported only as {value!r}", given[name])
     found: dict[str, Any] = {"type": kind}
-    for name, default in fields.items():
-        value = given.get(name, default)
+    for name, field in fields.items():
+        value = given.get(name, False if field.kind == "switch" else None)
         if value is None:
             raise _wrong(where, f"of type {kind} needs {name!r}", given)
-        if name in _TEXTS and not isinstance(value, str):
+        if field.kind == "text" and not isinstance(value, str):
             raise _wrong(f"{where}.{name}", "must be a string", value)
-        found[name] = (
-            check_bool(RequestError, f"{where}.{name}", value) if isinstance(default, bool) else value
-        )
+        if field.kind == "switch":
+            with _naming(f"{where}.{name}"):
+                check_bool(RequestError, f"{where}.{name}", value)
+        found[name] = value
     _check_parts(where, found, is_last=is_last, depth=depth + 1)
     return found
 
@@ -141,11 +218,13 @@ def _check_parts(where: str, found: dict[str, Any], *, is_last: bool, depth: int
         schema = found["json_schema"]
         if schema is not True and not isinstance(schema, Mapping):
             raise _wrong(f"{where}.json_schema", "must be a JSON schema", schema)
-        _check_options(f"structural_tag: {where}.json_schema", schema)
+        with _naming(f"{where}.json_schema"):
+            _check_options(f"structural_tag: {where}.json_schema", schema)
     if kind in ("any_text", "triggered_tags") and not is_last:
         raise RequestError(
             f"structural_tag: {where} of type {kind} must be the last format; any_text may also be the "
-            "content of a tag with an end"
+            "content of a tag with an end",
+            param=_path(where),
         )
     if kind in ("sequence", "or"):
         elements = _list(where, "elements", found["elements"])
@@ -190,6 +269,21 @@ def _list(where: str, name: str, value: Any) -> Sequence[Any]:
     return value
 
 
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Let an error from within name the part of the tag that it is about."""
+    try:
+        yield
+    except PagedError as error:
+        error.param = _path(where)
+        raise
+
+
+def _path(where: str) -> str:
+    """Return the path of a part of the tag, as errors have it in `param`."""
+    return where if where.startswith(NAME) else f"{NAME}.{where}"
+
+
 def _wrong(where: str, what: str, value: Any) -> RequestError:
     name = where if where.startswith(NAME) else f"structural_tag: {where}"
-    return RequestError(f"{name} {what}, got {shown(value)}")
+    return RequestError(f"{name} {what}, got {shown(value)}", param=_path(where))

@@ -111,6 +111,15 @@ def _row_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
         residual = make(5, size, seed=1)
         normed = kernels.rms_norm(make(5, size), make(size, seed=2), 1e-5, residual=residual)
         yield f"rms_norm {size}", [normed, residual]
+    for size in (48, 315):
+        residual = make(5, size, seed=1)
+        normed = kernels.layer_norm(make(5, size), make(size, seed=2), make(size, seed=15), 1e-5, residual)
+        yield f"layer_norm {size}", [normed, residual]
+    for tanh in (False, True):
+        kernels.gelu(numbers := 2 * make(5, 145), tanh=tanh)
+        yield f"gelu{' by tanh' if tanh else ''}", [numbers]
+    kernels.add(make(5, 145), numbers)
+    yield "add", [numbers]
     yield "silu_and_mul", [kernels.silu_and_mul(make(5, 2 * 144))]
     for norm in (None, make(32, seed=3)):
         caches = [torch.zeros(4, 4, 2, 32, dtype=dtype) for _ in "kv"]

@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "host memory for swapping is pageable",
         "preemption by swap",
-        "model/kv_cache",
+        "model/cache/kv_cache",
         'pinned = device.type == "cuda" and num_host_blocks > 0',
         "pinned = False",
     ),
@@ -123,7 +123,7 @@ MUTANTS = [
         "attention is planned for each layer",
         "base",
         "model/layers",
-        "plan = queries.plans.get(key := (self.window, table.shape[1]))",
+        "plan = queries.plans.get(key := (*self.plan_key, table.shape[1]))",
         "plan = queries.plans.get(key := (self.layer, table.shape[1]))",
     ),
 ]

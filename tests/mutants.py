@@ -203,8 +203,8 @@ MUTANTS = {
         ),
         (
             "the aborted keep their seats",
-            "self._running.remove(request)",
-            "self.running.remove(request)",
+            "(self._running if request.status",
+            "(self.running if request.status",
         ),
         ("steps never end", "self._running.end_step()\n        now", "now"),
     ],

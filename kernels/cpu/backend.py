@@ -5,8 +5,10 @@ from ..plain.ops import copy_blocks
 from ..reference import check_cache_dtype
 from .attention.paged_attention import paged_attention, plan_attention
 from .compiling import compile_ahead
-from .rows.gelu_and_mul import gelu_and_mul
+from .rows.add import add
+from .rows.gelu_and_mul import gelu, gelu_and_mul
 from .rows.greedy import greedy
+from .rows.layer_norm import layer_norm
 from .rows.rms_norm import rms_norm, rms_norm_into
 from .rows.rotary_store_kv import rotary_store_kv
 from .rows.scale_and_cap import scale_and_cap

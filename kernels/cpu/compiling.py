@@ -26,8 +26,10 @@ from .launch import code_cache, graph  # noqa: F401
 from .launch.machine_code import KERNELS, compile_kernel
 from .linear import linear, pack_bf12  # noqa: F401
 from .rows import (  # noqa: F401
+    add,
     gelu_and_mul,
     greedy,
+    layer_norm,
     rms_norm,
     rotary_store_kv,
     scale_and_cap,

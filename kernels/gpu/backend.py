@@ -4,11 +4,12 @@ import torch
 
 from ..attention_options import MIN_HEAD_DIM
 from ..plain.logprobs import token_logprobs
-from ..plain.ops import greedy, take_rows
+from ..plain.ops import add, greedy, take_rows
 from .attention.config import largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
 from .copy_blocks import copy_blocks
-from .gelu_and_mul import gelu_and_mul
+from .gelu_and_mul import gelu, gelu_and_mul
+from .layer_norm import layer_norm
 from .rms_norm import rms_norm
 from .rms_norm_into import rms_norm_into
 from .rotary_store_kv import rotary_store_kv

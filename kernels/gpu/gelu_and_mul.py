@@ -1,10 +1,10 @@
-"""Gemma's gated activation, gelu(gate) * up."""
+"""GELU, and Gemma's gated activation gelu(gate) * up."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import check_gelu_and_mul
+from ..arguments import check_gelu, check_gelu_and_mul
 from ..checks import check_last_dim_contiguous
 from .launch import BoundLaunch, Launches, combination
 from .target import check_launchable
@@ -79,3 +79,46 @@ def _bind(x: Tensor, up: Tensor | None) -> tuple[BoundLaunch, tuple[int, int]]:
 
 
 _launches = Launches(_bind)
+
+
+@triton.jit
+def _gelu_kernel(
+    x_ptr,
+    stride_x: tl.constexpr,
+    TANH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    x_ptr += tl.program_id(0).to(tl.int64) * stride_x + offs
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    if TANH:
+        share = sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+    else:
+        share = 0.5 + 0.5 * tl.erf(0.7071067811865476 * x)
+    tl.store(x_ptr, (x * share).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
+    """Apply GELU to x in place: x Φ(x), or its tanh approximation.
+
+    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype, stride or flag
+    that does not fit.
+    """
+    _gelu_launches.find(combination((x,), tanh), x, tanh)(x)
+
+
+def _bind_gelu(x: Tensor, tanh: bool) -> BoundLaunch:
+    """Check the arguments. Return the launch."""
+    check_gelu(x, tanh=tanh)
+    check_last_dim_contiguous("x", x)
+    check_launchable("x", x)
+    num_rows, size = x.shape
+    grid = (num_rows, triton.cdiv(size, _BLOCK))
+    return BoundLaunch(
+        _gelu_kernel, grid, stride_x=x.stride(0), TANH=tanh, SIZE=size, BLOCK=_BLOCK, num_warps=4
+    )
+
+
+_gelu_launches = Launches(_bind_gelu)

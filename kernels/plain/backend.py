@@ -5,9 +5,12 @@ import sys
 from ..reference import check_cache_dtype
 from .logprobs import token_logprobs
 from .ops import (
+    add,
     copy_blocks,
+    gelu,
     gelu_and_mul,
     greedy,
+    layer_norm,
     paged_attention,
     plan_attention,
     rms_norm,

@@ -6,8 +6,11 @@ from torch import Tensor
 
 from .. import reference
 from ..arguments import (
+    check_add,
     check_copy_blocks,
+    check_gelu,
     check_gelu_and_mul,
+    check_layer_norm,
     check_logits,
     check_rms_norm,
     check_rms_norm_into,
@@ -72,6 +75,21 @@ def rms_norm_into(
     reference.rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
 
 
+def layer_norm(
+    x: Tensor,  # [num_rows, size]
+    weight: Tensor,  # [size]
+    bias: Tensor,  # [size]
+    eps: float,
+    residual: Tensor | None = None,  # like x, updated in place
+) -> Tensor:  # [num_rows, size]
+    """Return the norm of x, after residual += x if given; see `reference.layer_norm`."""
+    if not is_trusted():
+        check_layer_norm(x, weight, bias, eps, residual)
+    if residual is not None:
+        x = residual.add_(x)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
 def _weighted(x32: Tensor, weight: Tensor, dtype: torch.dtype, unit_offset: bool) -> Tensor:
     return (x32 * (1 + weight.float())).to(dtype) if unit_offset else x32.to(dtype) * weight
 
@@ -90,6 +108,20 @@ def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_toke
         check_gelu_and_mul(x, up)
     gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
+    """Apply GELU to x in place; see `reference.gelu`."""
+    if not is_trusted():
+        check_gelu(x, tanh=tanh)
+    x.copy_(F.gelu(x, approximate="tanh" if tanh else "none"))
+
+
+def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
+    """Add x to `out` in place."""
+    if not is_trusted():
+        check_add(x, out)
+    out.add_(x)
 
 
 def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]

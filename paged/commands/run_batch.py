@@ -180,9 +180,8 @@ class _Run:
         core = self._engine.core
         parsed = core.factory.prompts.parse(entry.prompts[index])
         ((prompt, report),) = embedding_reports([parsed], call.pooling)
-        entry.reports[index] = core.add_report(
-            entry.request_id(index), prompt, report, call.priority or 0.0, call.tenant, core.outbox
-        )
+        terms = (entry.request_id(index), prompt, report, call.priority or 0.0, call.tenant)
+        entry.reports[index] = core.add_report(*terms, core.outbox, call.timeout_s)
 
     def _take(self, output: RequestOutput) -> None:
         identity, _, number = output.request_id.rpartition("-")

@@ -14,7 +14,7 @@ import typer
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..server.options import ServeOptions
+from ..server.options import MAX_WAITING, ServeOptions
 from . import common
 from .headings import SERVER
 from .options import option_type, with_options
@@ -31,7 +31,7 @@ SERVED_ENGINE = (EngineConfig, [*common.ENGINE[1], "skip_tokenizer_init"])
 SERVE = (ServeOptions, [field.name for field in fields(ServeOptions)])
 
 
-@with_options(SERVE, SERVED_ENGINE)
+@with_options(SERVE, SERVED_ENGINE, defaults={"max_waiting": f"{MAX_WAITING:,}"})
 def serve(
     model: Annotated[str | None, typer.Argument(help=SERVED_MODEL_HELP, show_default=False)] = None,
     config: Annotated[Path | None, typer.Option(help=CONFIG_HELP, rich_help_panel=SERVER)] = None,
@@ -45,6 +45,7 @@ def serve(
     if isinstance(settings.get("chat_template"), str):  # a file may give another type, which is refused
         settings["chat_template"] = common.template_text(settings["chat_template"])
     serve_options = ServeOptions(**common.given(settings, SERVE[1]))
+    settings.setdefault("max_waiting", MAX_WAITING)
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
 
     from ..server.http.listener import bind, new_event_loop

@@ -12,13 +12,14 @@ from typing import Any, Self, TypeVar
 from ..arguments import show_arguments_of
 from ..config import EngineConfig
 from ..errors import EngineDeadError, UsageError, reject_unknown
+from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
-from ..requests.request import PromptReport, Request, RequestOutput
+from ..requests.request import Request, RequestOutput
 from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt, PromptParser
-from .async_options import MOST_AT_ONCE, STREAM_INTERVAL_S, check_interval
+from .async_options import MOST_AT_ONCE, STREAM_INTERVAL_S, OnPlace, check_interval, ignore_place
 from .embedding import (
     EmbeddingRequestOutput,
     Pooling,
@@ -29,7 +30,7 @@ from .embedding import (
 from .engine import LLMEngine
 from .model_text import ModelText
 from .request_factory import RequestSpec
-from .scoring import ScoreOutput, score_output, score_reports
+from .scoring import ScoreOutput, names_of_scores, score_output, score_reports
 from .thread import EngineThread, Mailbox
 
 T = TypeVar("T")
@@ -141,15 +142,21 @@ class AsyncLLMEngine:
         normalize: bool = True,
         priority: float = 0.0,
         tenant: str = "",
+        timeout_s: float | None = None,
+        on_place: OnPlace = ignore_place,
     ) -> EmbeddingRequestOutput:
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
+
+        timeout_s: seconds after which the output has an error in place of a vector; None sets no limit.
+        on_place: is told the id of the request and the number of its engine, here 0.
 
         Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
         """
         check_pooling(pooling, normalize)
         parsed = await asyncio.to_thread(self.prompts.parse, prompt)
         reports = embedding_reports([parsed], pooling)
-        (request,) = await self._report(reports, request_id, priority, tenant)
+        terms = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
+        (request,) = await self._report(reports, [self._id(request_id)], terms, on_place)
         return embedding_output(request, normalize=normalize)
 
     embed = encode
@@ -162,31 +169,37 @@ class AsyncLLMEngine:
         *,
         priority: float = 0.0,
         tenant: str = "",
+        timeout_s: float | None = None,
+        on_place: OnPlace = ignore_place,
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does.
 
         Raises and is cancelled as `encode`.
         """
         parsed = await asyncio.to_thread(self.prompts.parse_continued, prompt, continuations)
-        requests = await self._report(score_reports(*parsed), request_id, priority, tenant)
+        reports = score_reports(*parsed)
+        names = names_of_scores(self._id(request_id), len(reports))
+        terms = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
+        requests = await self._report(reports, names, terms, on_place)
         return [score_output(request) for request in requests]
 
     async def _report(
         self,
         reports: Sequence[tuple[ParsedPrompt, PromptReport]],
-        request_id: str | None,
-        priority: float,
-        tenant: str,
+        names: Sequence[str],
+        terms: Mapping[str, Any],
+        on_place: OnPlace,
     ) -> list[Request]:
         """Compute prompts for their reports alone. Return the finished requests in order."""
-        thread, loop, name = self._thread, asyncio.get_running_loop(), self._id(request_id)
-        names = [name] if len(reports) == 1 else [f"{name}-{i}" for i in range(len(reports))]
+        thread, loop = self._thread, asyncio.get_running_loop()
         mailboxes = [Mailbox(loop, RequestOutputKind.FINAL_ONLY, thread.news) for _ in reports]
         try:
             calls = [
-                thread.add_report(name, prompt, report, mailbox, priority=priority, tenant=tenant)
+                thread.add_report(name, prompt, report, mailbox, **terms)
                 for name, (prompt, report), mailbox in zip(names, reports, mailboxes, strict=True)
             ]
+            for name in names:
+                on_place(name, 0)
             for mailbox in mailboxes:
                 await mailbox.get()
             return [call.result() for call in calls]
@@ -209,13 +222,8 @@ class AsyncLLMEngine:
 
         def fork(engine: LLMEngine) -> tuple[str, Mailbox]:
             core = engine.core
-            kind = getattr(sampling_params, "output_kind", None)
-            if kind is None:
-                kind = (
-                    core.groups[request_id].output_kind
-                    if request_id in core.groups
-                    else RequestOutputKind.CUMULATIVE
-                )
+            source = core.groups.get(request_id) if sampling_params is None else sampling_params
+            kind = getattr(source, "output_kind", RequestOutputKind.CUMULATIVE)
             mailbox = Mailbox(loop, kind, self._thread.news)
             return core.fork(request_id, new_request_id, sampling_params, mailbox), mailbox
 
@@ -229,6 +237,10 @@ class AsyncLLMEngine:
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return the stats of each engine, here of one."""
         return [await self.stats()]
+
+    async def silent_s(self) -> list[float]:
+        """Return 0: this process cannot say that it hangs."""
+        return [0.0]
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if the engine has none."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..errors import ConfigError
 from ..validation import check_number
 
 # Characters or tokens that are validated and encoded on the event loop; more would block it too long.
 MOST_AT_ONCE = 1024
 STREAM_INTERVAL_S = 0.2  # text still appears to flow
+# Is told the id of a request and the number of the engine that computes it, before it is computed.
+OnPlace = Callable[[str, int], object]
+
+
+def ignore_place(request_id: str, replica: int) -> None:
+    """Do nothing: an `OnPlace` of callers that need not know."""
 
 
 def check_interval(seconds: float) -> None:

@@ -245,8 +245,7 @@ class BaseEngine:
     def fingerprint(self) -> str:
         """A hash of what KV depends on besides the tokens: the model, its weights and the dtypes."""
         dtypes = (self.runner.dtype, self.config.quantization, self.runner.kv_dtype)
-        model_config = self.model_config.for_context(self.max_model_len)
-        return prefixes.fingerprint(self.directory, model_config, *dtypes)
+        return prefixes.fingerprint(self.directory, self.model_config, *dtypes)
 
     def _require_prefix_cache(self) -> None:
         if not self.config.enable_prefix_caching:

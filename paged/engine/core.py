@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from ..errors import EngineDeadError, RequestError
 from ..interrupts import HeldInterrupts
-from ..requests.request import Outbox, PromptReport, Request, RequestGroup, RequestStatus
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Outbox, Request, RequestGroup, RequestStatus
 from ..runner.devices import failure_of
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import SamplingParams
@@ -172,13 +173,15 @@ class EngineCore:
         priority: float,
         tenant: str,
         outbox: Outbox,
+        timeout_s: float | None = None,
     ) -> Request:
         """Queue a prompt for a report on it alone. Return the request, which is to hold the report.
 
         Raises RequestError if anything is wrong, QueueFullError if max_waiting requests wait already.
         """
         self._check_id(request_id)
-        group = self.factory.new_report(request_id, prompt, report, priority, tenant, self.scheduler.clock())
+        now = self.scheduler.clock()
+        group = self.factory.new_report(request_id, prompt, report, priority, tenant, now, timeout_s)
         self._queue(group, outbox)
         return group.samples[0]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import RequestError
-from ..requests.request import PromptReport, Request, RequestMetrics
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Request, RequestMetrics
 from ..text.prompt_parser import ParsedPrompt
 from ..validation import check_bool
 

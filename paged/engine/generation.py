@@ -13,8 +13,9 @@ from typing import Any, Self, TypeVar
 from tqdm import tqdm
 
 from ..errors import PagedError, RequestError
+from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
-from ..requests.request import Outbox, PromptReport, Request, RequestGroup, RequestOutput
+from ..requests.request import Outbox, Request, RequestGroup, RequestOutput
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .request_factory import RequestSpec

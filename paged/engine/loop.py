@@ -14,7 +14,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from ..errors import EngineDeadError
-from ..requests.request import Outbox, PromptReport, Request
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Outbox, Request
 from ..scheduler.schedule import Schedule
 from ..text.prompt_parser import ParsedPrompt
 from .engine import LLMEngine
@@ -108,10 +109,11 @@ class EngineLoop:
         *,
         priority: float,
         tenant: str,
+        timeout_s: float | None,
     ) -> Future[Request]:
         """Queue a prompt for a report on it alone. Its reader fails if the engine refuses it."""
         terms = (request_id, prompt, report, priority, tenant)
-        call = self.submit(lambda engine: engine.core.add_report(*terms, reader))
+        call = self.submit(lambda engine: engine.core.add_report(*terms, reader, timeout_s))
         call.add_done_callback(reader.follow)
         return call
 

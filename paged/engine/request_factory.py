@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +11,10 @@ from typing import Any, NamedTuple
 from ..blocks.manager import BlockManager
 from ..errors import RequestError
 from ..requests.contradictions import check_possible
+from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
-from ..requests.request import (
-    Grammar,
-    PromptReport,
-    Request,
-    RequestGroup,
-    RequestInputs,
-    RequestMetrics,
-    SamplingState,
-)
+from ..requests.request import Grammar, Request, RequestGroup, RequestInputs, RequestMetrics, SamplingState
+from ..requests.seeds import derived_seed, sample_seed
 from ..requests.stop_strings import StopStrings, stop_strings
 from ..requests.token_rules import TokenRules
 from ..sampling.structured_outputs import Grammars
@@ -90,11 +83,11 @@ class RequestFactory:
         params, tenant = self.params_of(spec), spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         _check_tenant(tenant)
-        seed = self._derived_seed(request_id) if params.seed is None else params.seed
+        seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
         inputs = self._inputs(request_id, prepared, params, tenant, _deadline(params, now))
         samples = [
             Request(
-                inputs, index, sampling=SamplingState(_sample_seed(seed, index)), metrics=RequestMetrics(now)
+                inputs, index, sampling=SamplingState(sample_seed(seed, index)), metrics=RequestMetrics(now)
             )
             for index in range(params.num_samples)
         ]
@@ -161,7 +154,7 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        seed, inherited = self._derived_seed(request_id), parent.inputs
+        seed, inherited = derived_seed(self.seed, request_id), parent.inputs
         if params is None:
             params = inherited.params
         elif isinstance(params, SamplingParams):
@@ -187,7 +180,7 @@ class RequestFactory:
         inputs = self._inputs(request_id, prepared, params, inherited.tenant, deadline)
         same_stops = params.stop == inherited.params.stop
         num_unstopped = inherited.num_unstopped_tokens if same_stops else parent.num_output_tokens
-        inputs = replace(inputs, num_unstopped_tokens=num_unstopped)
+        inputs = replace(inputs, num_unstopped_tokens=num_unstopped, long_namespace=inherited.long_namespace)
         if inputs.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
@@ -223,6 +216,7 @@ class RequestFactory:
         priority: float,
         tenant: str,
         now: float,
+        timeout_s: float | None = None,
     ) -> RequestGroup:
         """Make a request that generates nothing and only reports on its prompt.
 
@@ -230,9 +224,12 @@ class RequestFactory:
         """
         _check_tenant(tenant)
         # Room for one token, which is never computed.
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, priority=priority)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, priority=priority, timeout_s=timeout_s
+        )
         self._check_priority(priority)
-        inputs = self._inputs(request_id, Prepared(prompt), params, tenant, math.inf, generates=False)
+        deadline = _deadline(params, now)
+        inputs = self._inputs(request_id, Prepared(prompt), params, tenant, deadline, generates=False)
         request = Request(inputs, report=report, metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
 
@@ -261,7 +258,10 @@ class RequestFactory:
         deadline: float,
         generates: bool = True,
     ) -> RequestInputs:
-        prompt = prepared.prompt
+        prompt, long_from = prepared.prompt, self.prompts.long_from
+        long_namespace = b""
+        if long_from is not None:
+            long_namespace = self.prompts.namespace(params.cache_salt, long_from)
         return RequestInputs(
             request_id=request_id,
             prompt=prompt.text,
@@ -275,6 +275,8 @@ class RequestFactory:
             priority=params.priority,
             tenant=tenant,
             namespace=prompt.namespace,
+            long_from=long_from,
+            long_namespace=long_namespace,
             deadline=deadline,
         )
 
@@ -355,9 +357,6 @@ class RequestFactory:
             )
         return most
 
-    def _derived_seed(self, request_id: str) -> int:
-        return _digest(f"{self.seed}/{request_id}")
-
 
 def _deadline(params: SamplingParams, now: float) -> float:
     return math.inf if params.timeout_s is None else now + params.timeout_s
@@ -370,13 +369,3 @@ def _stops(params: SamplingParams) -> StopStrings | None:
 def _check_tenant(tenant: object) -> None:
     if not isinstance(tenant, str):
         raise RequestError(f"tenant must be a string, got {shown(tenant)}")
-
-
-def _sample_seed(seed: int, index: int) -> int:
-    """Return the request's seed for the first sample, so that it equals the output of n=1."""
-    return _digest(f"{seed}#{index}") if index else seed
-
-
-def _digest(text: str) -> int:
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "little")

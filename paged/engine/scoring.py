@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..requests.request import PromptReport, Request
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Request
 from ..text.prompt_parser import ParsedPrompt
 
 
@@ -15,6 +16,7 @@ class ScoreOutput:
     logprob: sum over its tokens; None where `error` gives the reason.
     token_logprobs: of each token given those before it.
     is_greedy: whether each token is the most likely one at its position.
+    num_prompt_tokens: of the prompt before the continuation.
     """
 
     token_ids: list[int]
@@ -22,6 +24,7 @@ class ScoreOutput:
     token_logprobs: list[float]
     is_greedy: bool
     error: str | None = None
+    num_prompt_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -47,9 +50,16 @@ def score_output(request: Request) -> ScoreOutput:
     report = request.report
     assert report is not None
     token_ids = request.inputs.prompt_token_ids[report.start + 1 :]
+    num_before = report.start + 1
     if request.finish_reason != "length":
-        return ScoreOutput(token_ids, None, [], False, str(request.stop_reason or request.finish_reason))
+        why = str(request.stop_reason or request.finish_reason)
+        return ScoreOutput(token_ids, None, [], False, why, num_before)
     assert report.is_complete
     logprobs = [row.logprobs[0] for row in report.logprobs]
     is_greedy = all(row.rank == 1 for row in report.logprobs)
-    return ScoreOutput(token_ids, sum(logprobs), logprobs, is_greedy)
+    return ScoreOutput(token_ids, sum(logprobs), logprobs, is_greedy, None, num_before)
+
+
+def names_of_scores(request_id: str, num_continuations: int) -> list[str]:
+    """Return the ids of the requests that score continuations."""
+    return [request_id] if num_continuations == 1 else [f"{request_id}-{i}" for i in range(num_continuations)]

@@ -17,6 +17,7 @@ from ..blocks.sequence import SequenceBlocks
 from ..kernels.attention_options import AttentionPlan
 from ..requests.request import Request
 from ..scheduler.schedule import Schedule
+from .config import LongContext
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Batch:
     """The tensors of one step, over num_tokens new tokens of all sequences together."""
 
     token_ids: Tensor  # i64[num_tokens]
-    positions: Tensor  # i64[num_tokens]
+    positions: Tensor  # i64[num_tokens], higher by an offset in a long request: see LongContext
     rope_lens: Tensor | None  # i64[num_tokens], the sequence length for dynamic rope scaling
     slot_mapping: tuple[Tensor, ...]  # one per layer group: i64[num_tokens], where new K and V go
     queries: Queries  # the new tokens
@@ -82,8 +83,16 @@ class BatchBuilder:
     more, because making tensors costs more than changing them. The caller must be done with it by then.
     """
 
-    def __init__(self, block_size: int, device: torch.device, *, with_rope_lens: bool) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device,
+        *,
+        with_rope_lens: bool = False,
+        long_context: LongContext | None = None,
+    ) -> None:
         self.block_size, self.device, self.with_rope_lens = block_size, device, with_rope_lens
+        self.long_context = long_context
         self._last: _Decodes | None = None
 
     def build(self, schedule: Schedule) -> Batch:
@@ -95,6 +104,8 @@ class BatchBuilder:
         # Plain lists: for the few numbers of a decode step, numpy's calls cost more than they save.
         requests, num_new_tokens = schedule.requests, schedule.num_new_tokens
         token_ids, positions, seq_lens = _tokens(schedule)
+        if self.long_context is not None:
+            positions = _offset_positions(positions, schedule, self.long_context)
         rope_lens = _rope_lens(schedule) if self.with_rope_lens else []
         ends, asked = [*accumulate(num_new_tokens)], schedule.asked_rows()
         rows = [ends[i] - 1 for i in schedule.sampled]
@@ -181,6 +192,17 @@ def _tokens(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
         positions += range(start, start + n)
         seq_lens.append(start + n)
     return token_ids, positions, seq_lens
+
+
+def _offset_positions(positions: list[int], schedule: Schedule, long: LongContext) -> list[int]:
+    """Return the positions, those of long requests higher by the offset."""
+    shifted, start = positions.copy(), 0
+    for request, num_new in zip(schedule.requests, schedule.num_new_tokens, strict=True):
+        end = start + num_new
+        if request.num_tokens >= long.num_tokens:
+            shifted[start:end] = [position + long.offset for position in positions[start:end]]
+        start = end
+    return shifted
 
 
 def _rope_lens(schedule: Schedule) -> list[int]:

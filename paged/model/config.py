@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DEMO = Path(__file__).parents[1] / "demo"  # the checkpoint that model="demo" stands for
 
@@ -28,21 +28,29 @@ class RopeConfig:
     truncate: bool = True  # whether yarn rounds the bounds between these to whole dimensions
     short_factors: tuple[float, ...] = ()  # longrope's divisors of frequencies within the trained context
     long_factors: tuple[float, ...] = ()  # and beyond it
-    is_long: bool = False  # whether longrope divides by the latter
+    long_offset: int = 0  # added to positions where these hold; 0: no request of the engine is so long
     # Queries are multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings))
     query_scaling_beta: float = 0.0
 
     def for_context(self, max_model_len: int) -> RopeConfig:
-        """Return the rotary embedding of an engine with sequences of up to so many tokens.
-
-        Longrope has two sets of frequencies, and keys of one cannot be compared with queries of the other. An
-        engine uses one set for all of its requests.
-        """
-        is_long = self.type == "longrope" and max_model_len > self.original_max_position_embeddings
-        return replace(self, is_long=is_long)
+        """Return the rotary embedding of an engine with sequences of up to so many tokens."""
+        grows_long = self.type == "longrope" and max_model_len > self.original_max_position_embeddings
+        return replace(self, long_offset=max_model_len if grows_long else 0)
 
 
+LAYERS = "model.layers."  # how the names of tensors of layers begin in a checkpoint of Llama
 NO_ROPE = RopeConfig("none", 1.0)
+
+
+class LongContext(NamedTuple):
+    """From how many tokens on longrope rotates all tokens of a request by other frequencies.
+
+    K and V of a request that grows so long are computed anew. Its positions are higher by `offset`, which
+    selects these frequencies.
+    """
+
+    num_tokens: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +95,20 @@ class TensorNames:
     """The names of tensors in a checkpoint that holds more than the decoder.
 
     prefixes: how names of the decoder's tensors begin, and how they do in a checkpoint of the decoder alone.
+    parts: how names within a layer begin, and how Llama's do.
     skipped: how names of tensors begin that are not loaded: of other parts, of layers that predict further
         tokens.
+    ignored: how names of tensors end that are no parameters.
     """
 
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+    parts: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # in old checkpoints of Llama
+
+    def is_read(self, name: str) -> bool:
+        """Return whether a tensor may be a parameter of the decoder."""
+        return not (name.startswith(self.skipped) or name.endswith(self.ignored))
 
     def around(self, text: TensorNames) -> TensorNames:
         """Return the names of this checkpoint, if its decoder has those of `text` as well."""
@@ -106,10 +122,27 @@ class TensorNames:
 
     def in_decoder(self, name: str) -> str | None:
         """Return the name in a checkpoint of the decoder alone, or None for a tensor of nothing known."""
-        for theirs, ours in self.prefixes:
-            if name.startswith(theirs):
-                return ours + name[len(theirs) :]
-        return None
+        found = _with_other_start(name, self.prefixes)
+        if found is None or not found.startswith(LAYERS):
+            return found
+        layer, _, part = found.removeprefix(LAYERS).partition(".")
+        return f"{LAYERS}{layer}.{_with_other_start(part, self.parts) or part}"
+
+    def in_checkpoint(self, name: str) -> str:
+        """Return a name by which `in_decoder` would find the tensor of this name."""
+        if name.startswith(LAYERS):
+            layer, _, part = name.removeprefix(LAYERS).partition(".")
+            parts = tuple((ours, theirs) for theirs, ours in self.parts)
+            name = f"{LAYERS}{layer}.{_with_other_start(part, parts) or part}"
+        return _with_other_start(name, tuple((ours, theirs) for theirs, ours in self.prefixes)) or name
+
+
+LLAMA_NAMES = TensorNames()
+
+
+def _with_other_start(name: str, starts: tuple[tuple[str, str], ...]) -> str | None:
+    """Replace the first of the starts that a name has; None: it has none."""
+    return next((new + name[len(old) :] for old, new in starts if name.startswith(old)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +176,15 @@ class ModelConfig:
     value_norm: bool = False  # each head of V is normalised, without a weight
     norms: LayerNorms = LayerNorms()
     norm_unit_offset: bool = False  # norms multiply by 1 + weight
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    layer_norm: bool = False  # norms subtract the mean and have a bias
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    gated_mlp: bool = True
+    parallel_residual: bool = False  # attention and MLP both normalise and extend the same residual
+    learned_positions: bool = False  # a table of positions is added to the embeddings
     fused_qkv: bool = False  # the checkpoint has one tensor self_attn.qkv_proj
+    qkv_by_head: bool = False  # in which Q, K and V of one head follow those of another
     fused_gate_up: bool = False  # and one mlp.gate_up_proj
+    transposed_weights: bool = False  # projections are stored as [in_features, out_features]
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
     embedding_multiplier: float = 1.0
@@ -157,7 +196,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     context_is_scaled: bool = False  # max_position_embeddings includes the factor of linear rope
     exceeds_float16: bool = False  # activations may be larger than float16 represents
-    tensor_names: TensorNames = TensorNames()
+    tensor_names: TensorNames = LLAMA_NAMES
     # Token ids that stand for images, audio or video, whose part of the model is not loaded; and their names
     placeholders: tuple[tuple[int, str], ...] = ()
 
@@ -184,6 +223,14 @@ class ModelConfig:
         """The rotary embeddings of all layers and the dimensions of their heads, each pair once."""
         dims = (shape.key_dim for shape in self.kv_shapes)
         return tuple(dict.fromkeys(zip(self.layer_ropes, dims, strict=True)))
+
+    @property
+    def long_context(self) -> LongContext | None:
+        """Where longrope changes its frequencies, if a request of this engine grows so long."""
+        for rope in self.layer_ropes:
+            if rope.long_offset:
+                return LongContext(rope.original_max_position_embeddings + 1, rope.long_offset)
+        return None
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -228,7 +275,8 @@ class ModelConfig:
     @property
     def num_layer_params(self) -> int:
         """The number of weights in all layers, without embedding, head, norms and biases."""
-        width, numbers = self.hidden_size, 3 * sum(self.mlp_sizes)
+        num_mlp = 3 if self.gated_mlp else 2
+        width, numbers = self.hidden_size, num_mlp * sum(self.mlp_sizes)
         numbers += 3 * self.layer_input_size * self.num_layers
         for layer, (shape, source) in enumerate(zip(self.kv_shapes, self.kv_sources, strict=True)):
             numbers += self.num_heads * (shape.key_dim + shape.value_dim)  # Q and O

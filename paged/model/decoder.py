@@ -16,9 +16,11 @@ from ..validation import check_number
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig
-from .layers import MLP, Angles, Attention, Embedding, RMSNorm, RotaryEmbedding
+from .layers import Angles, Attention, Embedding, RotaryEmbedding
 from .linear import Linear
 from .parts.layer_inputs import LayerInput, LayerInputs
+from .parts.mlp import MLP, PlainMLP
+from .parts.norms import LayerNorm, RMSNorm, new_norm
 from .weight_forms import Forms
 
 MAX_SCALAR = 1e6  # of a layer
@@ -30,23 +32,24 @@ class DecoderLayer(nn.Module):
     The additions are fused into norms.
     """
 
-    before_attention: RMSNorm | None
+    before_attention: RMSNorm | LayerNorm | None
     after_attention: RMSNorm | None
-    before_mlp: RMSNorm | None
+    before_mlp: RMSNorm | LayerNorm | None
     after_mlp: RMSNorm | None
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
-        self.norm_names = config.norms
+        self.norm_names, self.kernels = config.norms, kernels
+        self.transposed = config.transposed_weights
         for place, name in asdict(config.norms).items():
             eps = config.residual_eps if place.startswith("before") else config.rms_norm_eps
             self.register_module(place, new_norm(config, eps, kernels) if name else None)
         self.attention = Attention(config, layer, kernels)
-        self.mlp = MLP(config, layer, kernels)
+        self.mlp = (MLP if config.gated_mlp else PlainMLP)(config, layer, kernels)
         self.input = LayerInput(config, layer, kernels) if config.layer_input_size else None
         # Multiplies the residual after the layer.
         self.scalar = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scalars else None
-        self.factor, self.kernels = 1.0, kernels
+        self.factor = 1.0
 
     def project(
         self,
@@ -87,11 +90,15 @@ class DecoderLayer(nn.Module):
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
         norms = {
-            f"{name}.weight": getattr(self, place).weight
+            f"{name}.{key}": parameter
             for place, name in asdict(self.norm_names).items()
             if name
+            for key, parameter in getattr(self, place).named_parameters()
         }
-        tensors = {**norms, **self.attention.hf_tensors(), **self.mlp.hf_tensors()}
+        sublayers = {**self.attention.hf_tensors(), **self.mlp.hf_tensors()}
+        if self.transposed:
+            sublayers = {name: x.t() if x.dim() == 2 else x for name, x in sublayers.items()}
+        tensors = {**norms, **sublayers}
         if self.input is not None:
             tensors |= self.input.named_parameters()
         if self.scalar is not None:
@@ -106,12 +113,21 @@ class DecoderLayer(nn.Module):
             self.factor = check_number(CheckpointError, "layer_scalar", factor, 0, MAX_SCALAR, above=True)
 
 
-def new_norm(config: ModelConfig, eps: float, kernels: Kernels) -> RMSNorm:
-    """Make a norm over the hidden size."""
-    return RMSNorm(config.hidden_size, eps, kernels, unit_offset=config.norm_unit_offset)
+class ParallelLayer(DecoderLayer):
+    """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
+
+    def attend(
+        self, query: Tensor, residual: Tensor, inputs: Tensor | None, queries: Queries, kv_cache: KVCache
+    ) -> Tensor:
+        """Run the layer as `DecoderLayer.attend` does."""
+        assert inputs is None, "only layers whose outputs are normalised have inputs"
+        normed = add_and_norm(None, residual, self.before_mlp)
+        self.kernels.add(self.attention.attend(query, queries, kv_cache), residual)
+        out: Tensor = self.mlp(normed)
+        return out
 
 
-def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | None) -> Tensor:
+def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
     """Add `hidden` to the residual in place, and return the norm of the sum, or the sum itself."""
     if norm is None:
         assert hidden is None, "a sublayer whose input is not normalised follows one whose output is"
@@ -127,12 +143,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config, kernels
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.positions = None
+        if config.learned_positions:
+            self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
         self.inputs = LayerInputs(config, kernels) if config.layer_input_size else None
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         dims = [shape.key_dim for shape in config.kv_shapes]
         self.rope_of = [config.ropes.index(rope) for rope in zip(config.layer_ropes, dims, strict=True)]
-        layers = nn.ModuleList(DecoderLayer(config, i, kernels) for i in range(config.num_layers))
+        new_layer = ParallelLayer if config.parallel_residual else DecoderLayer
+        layers = nn.ModuleList(new_layer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)
         # Those behind it read K and V of others, and are needed for output rows only.
         self.last_kv = max(layer for layer, source in enumerate(config.kv_sources) if source == layer)
@@ -165,21 +185,23 @@ class Decoder(nn.Module):
         inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
         by_rope = [rotary(batch) for rotary in self.rotary]
         angles = [by_rope[rope] for rope in self.rope_of]
-        hidden: Tensor | None = None
+        # Added to the embeddings by the first norm.
+        hidden: Tensor | None = None if self.positions is None else self.positions(batch.positions)
         for i, layer in enumerate(self.layers[: self.last_kv]):
             query = layer.project(hidden, residual, angles[i], batch, kv_cache)
             hidden = layer.attend(query, residual, inputs, batch.queries, kv_cache)
-        query = self.layers[self.last_kv].project(hidden, residual, angles[self.last_kv], batch, kv_cache)
+        last = self.layers[self.last_kv]
+        query = last.project(hidden, residual, angles[self.last_kv], batch, kv_cache)
         return (query, residual) if inputs is None else (query, residual, inputs)
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
         """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
         query, residual, *rest = state
-        inputs = rest[0] if rest else None
-        queries = batch.output_queries
+        inputs, queries = rest[0] if rest else None, batch.output_queries
         if queries is None:
             return residual[:0]
-        by_rope = [rotary(batch) for rotary in self.rotary] if self.layers[self.last_kv + 1 :] else []
+        last, *readers = range(self.last_kv, len(self.layers))
+        by_rope = [rotary(batch) for rotary in self.rotary] if readers else []
         if not batch.is_decode:
             # Not torch's indexing, whose threads go on looking for work for milliseconds.
             take = partial(self.kernels.take_rows, indices=batch.output_rows)
@@ -187,8 +209,8 @@ class Decoder(nn.Module):
             residual = take(residual)
             inputs = take(inputs) if inputs is not None else None
             by_rope = [angles.of_rows(take) for angles in by_rope]
-        hidden = self.layers[self.last_kv].attend(query, residual, inputs, queries, kv_cache)
-        for i in range(self.last_kv + 1, len(self.layers)):
+        hidden = self.layers[last].attend(query, residual, inputs, queries, kv_cache)
+        for i in readers:
             layer, angles = self.layers[i], by_rope[self.rope_of[i]]
             query = layer.project(hidden, residual, angles, batch, kv_cache)
             hidden = layer.attend(query, residual, inputs, queries, kv_cache)
@@ -225,6 +247,22 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings:
             self.head.form = self.embedding.form
 
+    def prepare(self, num_positions: int) -> None:
+        """Tabulate the rotary embeddings of so many positions; 0: each step computes them."""
+        if num_positions:
+            for rotary in self.rotary:
+                rotary.tabulate(num_positions)
+
+    @property
+    def obstacle_to_recording(self) -> str | None:
+        """What torch computes in a step, so that its launches cannot be recorded."""
+        if not all(rotary.is_tabulated for rotary in self.rotary):
+            return "torch computes the angles of its rotary embedding in each step"
+        linear = [module for module in self.modules() if isinstance(module, Linear)]
+        if not all(module.form.is_recordable for module in linear):
+            return f"torch computes a part of its linear layers in {self.norm.weight.dtype}"
+        return None
+
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the destination of each tensor of a Hugging Face checkpoint, by name. Call before `load`.
 
@@ -242,6 +280,8 @@ class Decoder(nn.Module):
             parts["model."] = self.inputs
         if not self.config.tie_word_embeddings:
             parts["lm_head."] = self.head
+        if self.positions is not None:
+            parts["model.embed_positions."] = self.positions
         return parts | {f"model.layers.{i}.": layer for i, layer in enumerate(self.layers)}
 
 

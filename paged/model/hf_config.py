@@ -7,6 +7,7 @@ slow to load. Their defaults are repeated here, and tests compare the two.
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,13 +19,12 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..validation import check_number, shown
 from .config import ModelConfig
 from .families.multimodal import MULTIMODAL, NATIVE, Multimodal, placeholders_of, text_of
-from .families.reading import Config, flag, head_dim_of, size
+from .families.reading import Config, activation_of, flag, head_dim_of, size
 from .families.rope import read_rope
-from .families.table import ARCHITECTURES, COMMON
+from .families.table import ARCHITECTURES, COMMON, Architecture
 
 MAX_JSON_BYTES = 64 * 2**20
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -80,9 +80,24 @@ def from_hf(hf: Config) -> ModelConfig:
     if architecture in MULTIMODAL:
         return _text_alone(hf, architecture, MULTIMODAL[architecture])
     known = ARCHITECTURES[architecture]
-    if missing := [name for name in REQUIRED if hf.get(name) is None]:
-        raise CheckpointError(f"{missing[0]} is missing")
+    try:
+        return _read(architecture, known, _with_own_names(hf, known))
+    except (UnsupportedModelError, CheckpointError) as error:
+        their = {ours: theirs for ours, theirs in known.keys.items() if theirs is not None}
+        message = re.sub(r"\w+", lambda word: their.get(word[0], word[0]), str(error))
+        raise type(error)(message) from None
+
+
+def _with_own_names(hf: Config, known: Architecture) -> Config:
+    """Add transformers' defaults, and the values that the family has under other keys."""
     hf = {**COMMON, **known.defaults, **hf}
+    return hf | {ours: theirs and hf.get(theirs, hf.get(ours)) for ours, theirs in known.keys.items()}
+
+
+def _read(architecture: str, known: Architecture, hf: Config) -> ModelConfig:
+    for name in REQUIRED:
+        if hf.get(name) is None and known.keys.get(name, name) not in known.defaults:
+            raise CheckpointError(f"{name} is missing")
     num_heads, num_layers = size(hf, "num_attention_heads"), size(hf, "num_hidden_layers")
     num_kv_heads = num_heads if hf["num_key_value_heads"] is None else size(hf, "num_key_value_heads")
     head_dim = head_dim_of(hf)
@@ -102,7 +117,7 @@ def from_hf(hf: Config) -> ModelConfig:
         architecture=architecture,
         vocab_size=size(hf, "vocab_size"),
         hidden_size=size(hf, "hidden_size"),
-        intermediate_size=size(hf, "intermediate_size"),
+        intermediate_size=declared.pop("intermediate_size", None) or size(hf, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -157,11 +172,10 @@ def require_supported(hf: Config) -> str:
 
 def _check_activation(hf: Config, declared: Mapping[str, Any], defaults: Config) -> None:
     """Raise UnsupportedModelError unless config.json names the activation that the family has."""
-    wanted = ACTIVATIONS[declared.get("activation", "silu")]
     # Gemma's files have both keys; its classes read the second, those of other families the first.
     key = "hidden_activation" if "hidden_activation" in defaults else "hidden_act"
-    if hf.get(key) is not None and hf[key] != wanted:
-        raise UnsupportedModelError(f"{key} {shown(hf[key])} is not supported; {wanted!r} is")
+    if hf.get(key) is not None:
+        activation_of(hf, key, (declared.get("activation", "silu"),))
 
 
 def _dtype(hf: Config) -> str:

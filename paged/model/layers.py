@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig, RopeConfig
-from .linear import Linear, TableForm
+from .linear import Linear, TableForm, split_rows
+from .parts.norms import RMSNorm
 
 
 class Embedding(nn.Module):
@@ -35,23 +35,6 @@ class Embedding(nn.Module):
         """Replace the loaded weight by its form."""
         self.form = form(self.weight.detach())
         del self.weight
-
-
-class RMSNorm(nn.Module):
-    """Root mean square normalisation, see `kernels.rms_norm`."""
-
-    def __init__(self, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps, self.unit_offset = eps, unit_offset
-        self.kernels = kernels
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps, residual, unit_offset=self.unit_offset)
-
-    def into(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """Write the norm of x into `out`, or add it, see `kernels.rms_norm_into`."""
-        self.kernels.rms_norm_into(x, self.weight, self.eps, out, unit_offset=self.unit_offset, add=add)
 
 
 class Angles(NamedTuple):
@@ -74,6 +57,7 @@ class RotaryEmbedding(nn.Module):
     """The angles of every token's position, computed once per step for all layers with these frequencies."""
 
     inv_freq: Tensor  # f32[rotary_dim // 2]
+    long_inv_freq: Tensor | None  # longrope's for requests beyond the trained context
 
     def __init__(self, rope: RopeConfig, head_dim: int, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -85,21 +69,35 @@ class RotaryEmbedding(nn.Module):
         # Frequencies are float32 in a model of any dtype.
         with torch.device("cpu"):
             frequencies = scaled_frequencies(rope, self.rotary_dim)
+            long = scaled_frequencies(rope, self.rotary_dim, is_long=True) if rope.long_offset else None
         self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.register_buffer("long_inv_freq", long, persistent=False)
+
+    @property
+    def is_tabulated(self) -> bool:
+        """Whether a step takes its angles from a table."""
+        return self._table is not None
 
     def tabulate(self, num_positions: int) -> None:
         """Precompute the angles of the first positions. Call once: recorded steps point into the table."""
         assert self._table is None, "the table must not move"
         positions = torch.arange(num_positions, device=self.inv_freq.device)
         angles = self._angles(positions, self.inv_freq)
+        if self.long_inv_freq is not None:
+            angles = _apart(angles, self._angles(positions, self.long_inv_freq), self.rope.long_offset)
         if num_positions <= self.rope.original_max_position_embeddings:
             angles = angles._replace(query_factors=None)
         self._table = angles
 
     def forward(self, batch: Batch) -> Angles:
         if self._table is None:
-            frequencies = self._dynamic_frequencies(batch) if self.rope.type == "dynamic" else self.inv_freq
-            return self._angles(batch.positions, frequencies)
+            if self.rope.type == "dynamic":
+                return self._angles(batch.positions, self._dynamic_frequencies(batch))
+            if self.long_inv_freq is None:
+                return self._angles(batch.positions, self.inv_freq)
+            is_long = (batch.positions >= self.rope.long_offset)[:, None]
+            frequencies = torch.where(is_long, self.long_inv_freq, self.inv_freq)
+            return self._angles(batch.positions % self.rope.long_offset, frequencies)
         take_rows, positions, (cos, sin, factors) = self.kernels.take_rows, batch.positions, self._table
         if factors is not None:
             factors = take_rows(factors, positions)
@@ -136,14 +134,30 @@ class RotaryEmbedding(nn.Module):
         return inverse_frequencies(base[:, None], self.rotary_dim)
 
 
+def _apart(short: Angles, long: Angles, offset: int) -> Angles:
+    """Return one table with the rows of `long` from `offset` on. Nothing reads the rows between."""
+
+    def joined(first: Tensor, second: Tensor) -> Tensor:
+        rows = first.new_empty(offset + len(second), first.shape[1])
+        rows[: len(first)], rows[offset:] = first, second
+        return rows
+
+    return Angles(joined(short.cos, long.cos), joined(short.sin, long.sin), None)
+
+
 def inverse_frequencies(base: Tensor, rotary_dim: int) -> Tensor:  # [..., 1] -> [..., rotary_dim // 2]
     """Compute base^(-2i / rotary_dim); Su et al., RoFormer (2021)."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=base.device) / rotary_dim
     return 1.0 / base.float() ** exponent
 
 
-def scaled_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:  # f32[rotary_dim // 2]
-    """Compute the frequencies, which do not depend on the length except for dynamic rope."""
+def scaled_frequencies(
+    rope: RopeConfig, rotary_dim: int, *, is_long: bool = False
+) -> Tensor:  # f32[rotary_dim // 2]
+    """Compute the frequencies; dynamic rope scales them in each step.
+
+    is_long: those of longrope for requests beyond the trained context.
+    """
     frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), rotary_dim)
     if rope.type == "none":
         return torch.zeros_like(frequencies)
@@ -153,7 +167,7 @@ def scaled_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:  # f32[rota
         frequencies[int(rope.rotated_part * rotary_dim // 2) :] = 0
         return frequencies / rope.factor
     if rope.type == "longrope":
-        factors = rope.long_factors if rope.is_long else rope.short_factors
+        factors = rope.long_factors if is_long else rope.short_factors
         return frequencies / torch.tensor(factors, dtype=torch.float32)
     if rope.type == "yarn":
         kept = _yarn_kept(rope, rotary_dim)
@@ -217,21 +231,20 @@ class Attention(nn.Module):
         self.split_sizes = [q_size, kv_size, kv_size] if self.has_kv else [q_size]
         self.qkv = Linear(config.hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
         self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
-        self.fused = config.fused_qkv
+        self.fused, self.by_head = config.fused_qkv, config.qkv_by_head
         # Where dimensions of a head are rotated in other pairs than by the kernels.
         self.dim_order = rotated_order(config.layer_ropes[layer], self.head_dim)
         self.norm_by_head = config.qk_norm == "head"
         self.keys_as_values = layer in config.keys_as_values
         self.query_norm = self.key_norm = self.value_norm = None
-        new_norm = partial(
-            RMSNorm, eps=config.rms_norm_eps, kernels=kernels, unit_offset=config.norm_unit_offset
-        )
+        eps, unit_offset = config.rms_norm_eps, config.norm_unit_offset
         if config.qk_norm is not None:
-            self.query_norm = new_norm(self.head_dim if self.norm_by_head else q_size)
+            q_size, kv_size = (self.head_dim,) * 2 if self.norm_by_head else (q_size, kv_size)
+            self.query_norm = RMSNorm(q_size, eps, kernels, unit_offset=unit_offset)
             if self.has_kv:
-                self.key_norm = new_norm(self.head_dim if self.norm_by_head else kv_size)
+                self.key_norm = RMSNorm(kv_size, eps, kernels, unit_offset=unit_offset)
         if config.value_norm and self.has_kv:
-            self.value_norm = RMSNorm(self.head_dim, config.rms_norm_eps, kernels)
+            self.value_norm = RMSNorm(self.head_dim, eps, kernels)
 
     def project(
         self, hidden: Tensor, angles: Angles, batch: Batch, kv_cache: KVCache
@@ -248,21 +261,20 @@ class Attention(nn.Module):
                     "unit_offset": self.query_norm.unit_offset,
                 }
             else:
-                query, *rest = torch.split(qkv, self.split_sizes, dim=1)
+                query, *others = torch.split(qkv, self.split_sizes, dim=1)
                 self.query_norm.into(query, query)
                 if self.key_norm is not None:
-                    key, _ = rest
+                    key, _ = others
                     self.key_norm.into(key, key)
-        caches: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
         qkv = qkv.view(-1, sum(self.split_sizes) // self.head_dim, self.head_dim)
         if self.value_norm is not None:
             values = qkv[:, -self.num_kv_heads :]
             self.value_norm.into(values, values)
+        caches: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
         if self.has_kv:
             key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
-            slots = batch.slot_mapping[kv_cache.group_of[self.layer]]
             options |= {"key_scales": key_scales, "value_scales": value_scales}
-            caches = key_cache, value_cache, slots
+            caches = key_cache, value_cache, batch.slot_mapping[kv_cache.group_of[self.layer]]
         query = self.kernels.rotary_store_kv(qkv, angles.cos, angles.sin, *caches, **options)
         if angles.query_factors is not None:
             self.kernels.scale_rows(query.view(len(query), -1), angles.query_factors.view(-1))
@@ -291,16 +303,14 @@ class Attention(nn.Module):
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        tensors: dict[str, Tensor] = {"self_attn.o_proj.weight": self.output.weight}
+        sizes = self.split_sizes
+        names = [f"self_attn.{part}_proj" for part in "qkv"[: len(sizes)]]
         if self.fused:
-            tensors |= _split_rows(["self_attn.qkv_proj"], self.qkv, [sum(self.split_sizes)])
-        else:
-            names = [f"self_attn.{part}_proj" for part in "qkv"[: len(self.split_sizes)]]
-            tensors |= _split_rows(names, self.qkv, self.split_sizes)
-            if self.keys_as_values:
-                tensors = {name: x for name, x in tensors.items() if ".v_proj." not in name}
-        if self.output.bias is not None:
-            tensors["self_attn.o_proj.bias"] = self.output.bias
+            names, sizes = ["self_attn.qkv_proj"], [sum(sizes)]
+        output = split_rows(["self_attn.o_proj"], self.output, [self.output.out_features])
+        tensors = {**split_rows(names, self.qkv, sizes), **output}
+        if self.keys_as_values:
+            tensors = {name: x for name, x in tensors.items() if ".v_proj." not in name}
         if self.query_norm is not None:
             tensors["self_attn.q_norm.weight"] = self.query_norm.weight
         if self.key_norm is not None:
@@ -308,9 +318,10 @@ class Attention(nn.Module):
         return tensors
 
     def finish_loading(self) -> None:
-        """Fill the weights that the checkpoint lacks, and order those of Q and K as the kernels rotate them.
+        """Fill the weights that the checkpoint lacks, and order the others as the kernels take them: Q, K, V,
+        and dimensions of Q and K as rotated.
 
-        Q Kᵀ is the same in any order.
+        Q Kᵀ is the same in any order of its dimensions.
         """
         if self.value_norm is not None:
             self.value_norm.weight.fill_(1.0)
@@ -319,6 +330,11 @@ class Attention(nn.Module):
                 if fused is not None:
                     _, key, value = torch.split(fused.detach(), self.split_sizes)
                     value.copy_(key)
+        if self.by_head:
+            for stored in (self.qkv.weight, self.qkv.bias):
+                if stored is not None:
+                    by_head = stored.view(self.num_heads, 3, -1)
+                    stored.copy_(by_head.transpose(0, 1).reshape(stored.shape))
         if self.dim_order is None:
             return
         order = self.dim_order.to(self.qkv.weight.device)
@@ -327,42 +343,3 @@ class Attention(nn.Module):
         ordered += [norm.weight.detach() for norm in (self.query_norm, self.key_norm) if norm is not None]
         for x in ordered:
             x.copy_(x.view(-1, self.head_dim, *x.shape[1:])[:, order].flatten(0, 1))
-
-
-class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)), where act is silu or GELU (Shazeer 2020).
-
-    Gate and up are one product, which may include silu(gate) * up.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
-        super().__init__()
-        inner = config.mlp_sizes[layer]
-        self.split_sizes = [inner, inner]
-        self.fused, is_silu = config.fused_gate_up, config.activation == "silu"
-        self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul
-        self.gate_up = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias, gated=is_silu)
-        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
-        hidden = self.gate_up(hidden)
-        out: Tensor = self.down(hidden if self.gate_up.form.gated else self.activate(hidden))
-        return out
-
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        tensors: dict[str, Tensor] = {"mlp.down_proj.weight": self.down.weight}
-        if self.fused:
-            tensors |= _split_rows(["mlp.gate_up_proj"], self.gate_up, [sum(self.split_sizes)])
-        else:
-            tensors |= _split_rows(["mlp.gate_proj", "mlp.up_proj"], self.gate_up, self.split_sizes)
-        if self.down.bias is not None:
-            tensors["mlp.down_proj.bias"] = self.down.bias
-        return tensors
-
-
-def _split_rows(names: list[str], fused: Linear, sizes: list[int]) -> dict[str, Tensor]:
-    parts = dict(zip([f"{name}.weight" for name in names], torch.split(fused.weight, sizes), strict=True))
-    if fused.bias is not None:
-        parts |= zip([f"{name}.bias" for name in names], torch.split(fused.bias, sizes), strict=True)
-    return parts

@@ -15,6 +15,10 @@ class WeightForm(Protocol):
 
     gated: bool  # whether the product is silu(gate) * up, which has half as many columns
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether it launches our kernels only, which a recorded step can replay."""
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply [num_tokens, in_features] to [num_tokens, out_features].
 
@@ -39,7 +43,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, gated: bool = False) -> None:
         super().__init__()
-        self.in_features, self.gated = in_features, gated
+        self.in_features, self.out_features, self.gated = in_features, out_features, gated
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
@@ -55,7 +59,7 @@ class Linear(nn.Module):
 class PlainWeight:
     """The weight as it was loaded."""
 
-    gated = False
+    gated = is_recordable = False
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -65,3 +69,11 @@ class PlainWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         return F.embedding(indices, self.weight)
+
+
+def split_rows(names: list[str], fused: Linear, sizes: list[int]) -> dict[str, Tensor]:
+    """Return views of the rows of weight and bias that are tensors of their own in a checkpoint."""
+    parts = dict(zip([f"{name}.weight" for name in names], torch.split(fused.weight, sizes), strict=True))
+    if fused.bias is not None:
+        parts |= zip([f"{name}.bias" for name in names], torch.split(fused.bias, sizes), strict=True)
+    return parts

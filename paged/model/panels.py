@@ -66,6 +66,11 @@ class PanelWeight:
         kept = narrowed(weight)
         return pack_bf12(numba_linear.pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated))
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether products need no torch: it widens x of 16 bits, unless that is multiplied in pairs."""
+        return self.panels.in_pairs or self.dtype == torch.float32
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None and self._bias is None:  # it never changes
             self._bias = numba_linear.pad(bias, gated=self.gated)

@@ -30,7 +30,7 @@ TINY = torch.finfo(torch.float32).tiny
 class Int8Weight:
     """Symmetric int8 with one scale per output: weight[n, k] ≈ scale[n] * codes[n, k]."""
 
-    gated = False
+    gated = is_recordable = False
     MAX_CODE = 127
     KERNEL_ROWS = INT8_KERNEL_ROWS
     KERNEL_STEP = 16  # elements of a row that the kernel reads at a time, beyond the row's end too
@@ -92,7 +92,7 @@ class Int4Weight:
     to the first half of all outputs, the upper ones to the second, so that whole vectors dequantise at once.
     """
 
-    gated = False
+    gated = is_recordable = False
     # By `python -m benchmarks.perplexity`, 64 and 128 add 1.5 and 1.8 times as much to the demo's perplexity.
     GROUP = 32
     MIDDLE = 8

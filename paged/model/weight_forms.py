@@ -48,17 +48,14 @@ def choose_forms(
 
         layers = PANEL_FORMS[quantization]
         head = partial(PANEL_FORMS[quantization and "int8"], out_dtype=torch.float32)
-        gated = partial(layers, gated=True)
-        return Forms(layers, gated, head, head if tied else Table, Table, group_size)
+        return Forms(layers, partial(layers, gated=True), head, head if tied else Table, Table, group_size)
     if quantization is not None:
         require_kernels(quantization)
         plain = Int4Weight if quantization == "int4" else Int8Weight
-        of_tokens = Int8Weight if tied else PlainWeight
-        return Forms(plain, plain, Int8Weight, of_tokens, PlainWeight, group_size)
+        return Forms(plain, plain, Int8Weight, Int8Weight if tied else PlainWeight, PlainWeight, group_size)
     form = PackedWeight if can_pack(device, dtype) else PlainWeight
     if device.type == "cuda" and dtype != torch.float32 and not torch.version.hip:
-        product = Float32Product
-        return Forms(form, form, product, product if tied else PlainWeight, PlainWeight)
+        return Forms(form, form, Float32Product, Float32Product if tied else PlainWeight, PlainWeight)
     return Forms(form, form, form, PlainWeight, PlainWeight)
 
 
@@ -86,7 +83,7 @@ class Float32Product(PlainWeight):
 class PackedWeight:
     """The weight in oneDNN's layout: 2 to 3 times faster up to a few dozen rows. Requires `can_pack`."""
 
-    gated = False
+    gated = is_recordable = False
     # The number of rows that oneDNN chooses the layout for; 1 to 512 measure the same within noise.
     FOR_ROWS = 16
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..validation import shown
-from .config import TensorNames
+from .config import LLAMA_NAMES, TensorNames
 from .hf_config import check_file, read_json
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -27,8 +27,6 @@ HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
 COMPARED_BYTES = 64 * 2**20  # of each of two tensors at once
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
-# Not a parameter, but old Llama checkpoints contain it.
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -57,13 +55,15 @@ def load_weights(destinations: Mapping[str, Tensor], sources: Sources) -> None:
             raise CheckpointError(f"{file}: {name_there} cannot be read: {error}") from error
 
 
-def check_weights(destinations: Mapping[str, Tensor], sources: Sources, directory: Path) -> None:
+def check_weights(
+    destinations: Mapping[str, Tensor], sources: Sources, names: TensorNames, directory: Path
+) -> None:
     """Compare what `find_tensors` found with the destinations, which may be on the meta device.
 
     Raises CheckpointError, which names file and tensor, for tensors that are missing, unknown or of another
     shape.
     """
-    _check_names(destinations, sources, directory)
+    _check_names(destinations, sources, names, directory)
     for name, destination in destinations.items():
         file, name_there, shape = sources[name]
         if shape != list(destination.shape):
@@ -114,11 +114,9 @@ def find_tensors(directory: Path, names: TensorNames) -> dict[str, StoredTensor]
             raise CheckpointError(f"{index}: {file.name} lies outside the checkpoint")
         if not os.path.isfile(file):  # Path.is_file would raise for a name that is too long
             raise _missing_file(file)
-        for name, shape in read_header(file, names.skipped).items():
+        for name, shape in read_header(file, names).items():
             own_name = names.in_decoder(name)
             if own_name is None:
-                if name.endswith(IGNORED_SUFFIX):
-                    continue
                 raise _unknown(file, [name])
             if (known := found.get(own_name)) is not None:
                 again = "" if known.name == name else f", as {known.name}"
@@ -137,10 +135,10 @@ def _missing_file(file: Path) -> CheckpointError:
     return CheckpointError(f"{file} does not exist")
 
 
-def read_header(file: Path, skipped: tuple[str, ...] = ()) -> dict[str, list[int]]:
+def read_header(file: Path, names: TensorNames = LLAMA_NAMES) -> dict[str, list[int]]:
     """Read the shape of every tensor in a safetensors file. Raises CheckpointError.
 
-    skipped: how the names of those begin that are left out, and may be of any dtype.
+    names: say which are left out, and may be of any dtype.
 
     Not by the safetensors library: its errors name neither file nor tensor, and it accepts a header that
     contains a name twice.
@@ -161,7 +159,7 @@ def read_header(file: Path, skipped: tuple[str, ...] = ()) -> dict[str, list[int
             raise CheckpointError(
                 f"{file}: is truncated: {name} ends at byte {8 + length + end}, the file at {size}"
             )
-        if name.startswith(skipped):
+        if not names.is_read(name):
             continue
         if dtype not in SAFETENSORS_DTYPES:
             supported = ", ".join(SAFETENSORS_DTYPES)
@@ -171,7 +169,7 @@ def read_header(file: Path, skipped: tuple[str, ...] = ()) -> dict[str, list[int
                 f"{file}: {name} has {end - start} bytes, which is not what {dtype}{shape} takes"
             )
     _check_spans(file, entries, size - 8 - length)
-    return {name: shape for name, (_, shape, _, _) in entries.items() if not name.startswith(skipped)}
+    return {name: shape for name, (_, shape, _, _) in entries.items() if names.is_read(name)}
 
 
 def _check_brackets(header: bytes) -> bytes:
@@ -227,16 +225,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _check_names(destinations: Mapping[str, Tensor], sources: Sources, directory: Path) -> None:
-    missing = sorted(set(destinations) - set(sources))
+def _check_names(
+    destinations: Mapping[str, Tensor], sources: Sources, names: TensorNames, directory: Path
+) -> None:
+    missing = sorted(map(names.in_checkpoint, set(destinations) - set(sources)))
     if missing:
         raise CheckpointError(f"{directory}: {_some(missing)} missing from the checkpoint")
     tied_head = set() if HEAD in destinations else {HEAD}
-    extra = sorted(
-        sources[name].name
-        for name in set(sources) - set(destinations) - tied_head
-        if not name.endswith(IGNORED_SUFFIX)
-    )
+    extra = sorted(sources[name].name for name in set(sources) - set(destinations) - tied_head)
     if extra:
         raise _unknown(next(source.file for source in sources.values() if source.name == extra[0]), extra)
 

@@ -11,8 +11,11 @@ from .chat_output.chat_format import ChatFormat
 MAX_N = 128  # samples of a prompt, also best_of
 MAX_PROMPTS = 2048  # prompts of a request, or inputs of an embedding
 MAX_CHOICES = 2048  # prompts times n
+# Characters of the parameters, four for an entry of a list, times the prompts, each of which has them.
+MAX_PARAMETER_SIZE = 2**24
 MAX_CONTINUATIONS = 1024  # of a score
 MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIASES = 16_384  # each is validated in Python; the vocabulary's size would take seconds
 MAX_MESSAGES = 4096  # of a conversation
 MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API
 MAX_NAME_LENGTH = 256  # characters of a model's name, a user or a salt

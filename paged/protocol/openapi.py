@@ -10,6 +10,7 @@ from typing import Any
 
 from .answers.schemas import RESPONSES
 from .endpoints import ENDPOINTS
+from .fields.structural_tags import SCHEMA_NAME, format_schema
 
 OPENAPI_VERSION = "3.1.0"
 # Statuses that every route may answer with, and those of routes that take a body.
@@ -67,7 +68,7 @@ def openapi(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
         "info": {"title": "paged", "version": _version()},
         "paths": paths,
         "components": {
-            "schemas": {**bodies, **RESPONSES},
+            "schemas": {**bodies, **RESPONSES, SCHEMA_NAME: format_schema()},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],  # a server without keys asks for none

@@ -8,23 +8,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from ..blocks.sequence import SequenceBlocks
 from ..sampling_params import RequestOutputKind, SamplingParams
+from .prompt_report import PromptReport, TokenLogprobs
 from .stop_strings import StopStrings
 from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_SEAT = -1
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: of the token there, then of the most likely ones."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int  # of the token there in the vocabulary, from 1
+TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose deadline has passed
 
 
 class Grammar(Protocol):
@@ -71,59 +65,6 @@ class RequestMetrics:
         self.first_scheduled_time = max(self.arrival_time, other.first_scheduled_time or self.arrival_time)
 
 
-@dataclass(slots=True, eq=False)
-class PromptReport:
-    """Which prompt positions to report on. Row i is the model's output after token i.
-
-    The rows [start, end) are computed even if the prefix cache has their tokens. Each is taken once, in
-    order, even if a preempted request computes it again.
-
-    num_top: report the log-probability of the token after each row and of this many most likely ones, -1 for
-        the whole vocabulary. None: sum the final hidden states.
-    failed: whether a row was not finite.
-    """
-
-    start: int
-    end: int
-    num_top: int | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    failed: bool = False
-    # The first row not taken yet, and the sum of those before, f64[hidden_size]. One value, so that an
-    # interrupt cannot leave the two out of step.
-    progress: tuple[int, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.progress = (self.start, None)
-
-    @property
-    def next_row(self) -> int:
-        """The first row not taken yet."""
-        return self.progress[0]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows were taken."""
-        return self.next_row >= self.end
-
-    def take_logprobs(self, end: int, logprobs: list[TokenLogprobs]) -> None:
-        """Take the log-probabilities of the rows up to `end`."""
-        self.logprobs[self.next_row - self.start :] = logprobs
-        self.failed = self.failed or not all(math.isfinite(row.logprobs[0]) for row in logprobs)
-        self.progress = (end, None)
-
-    def take_hidden(self, end: int, total: Any) -> None:
-        """Take the sum of the hidden states of the rows up to `end`, a tensor."""
-        before = self.progress[1]
-        self.failed = self.failed or not total.isfinite().all()
-        self.progress = (end, total if before is None else before + total)
-
-    def fork(self) -> PromptReport:
-        """Return an independent copy."""
-        copy = PromptReport(self.start, self.end, self.num_top, self.logprobs.copy(), self.failed)
-        copy.progress = self.progress
-        return copy
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInputs:
     """The user's prompt and parameters, and what follows from them: immutable, shared by the n samples.
@@ -137,6 +78,8 @@ class RequestInputs:
     num_given_tokens: number of output tokens that another engine made. Deltas leave them out.
     generates: False for a report on the prompt alone, with an empty output.
     namespace: what determines the KV besides the tokens.
+    long_from, long_namespace: from so many tokens on, the KV of all tokens is another one, in this
+        namespace: the request is computed anew when it has grown so long. None: it never is.
     deadline: on the scheduler's clock.
     """
 
@@ -154,6 +97,8 @@ class RequestInputs:
     priority: float = 0.0
     tenant: str = ""
     namespace: bytes = b""
+    long_from: int | None = None
+    long_namespace: bytes = b""
     deadline: float = math.inf
     is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
@@ -243,6 +188,18 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def namespace(self) -> bytes:
+        """What determines the KV besides the tokens."""
+        inputs = self.inputs
+        is_long = inputs.long_from is not None and len(self.token_ids) >= inputs.long_from
+        return inputs.long_namespace if is_long else inputs.namespace
+
+    @property
+    def has_just_grown_long(self) -> bool:
+        """Whether the newest token makes the KV of all tokens another one."""
+        return len(self.token_ids) == self.inputs.long_from and self.finish_reason is None
+
+    @property
     def first_needed(self) -> int:
         """The first token to compute even if cached: the last, or an earlier one whose row is reported."""
         last = len(self.token_ids) - 1
@@ -271,7 +228,9 @@ class Request:
         grammar = None if self.stop_ids else self.sampling.grammar
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-            self.alert_at = inputs.max_total_tokens if grammar is None else self.num_tokens + 1
+        self.alert_at = inputs.max_total_tokens if grammar is None else self.num_tokens + 1
+        if inputs.long_from is not None and self.num_tokens < inputs.long_from:
+            self.alert_at = min(self.alert_at, inputs.long_from)
         if token_id in self.stop_ids and self.num_output_tokens > params.min_tokens:
             # As in vLLM, stop_reason is None for EOS.
             self.finish("stop", now, token_id if token_id in params.stop_token_ids else None)

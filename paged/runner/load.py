@@ -11,7 +11,9 @@ import torch
 
 from ..errors import ConfigError
 from ..kernels.backend import load_kernels
+from ..model.config import ModelConfig
 from ..model.decoder import Decoder
+from ..model.model import Model
 from ..model.weight_forms import choose_forms, require_whole_groups
 from ..model.weights import check_weights, find_tensors, has_own_head, load_weights
 from .compile_bar import compile_bar, has_terminal
@@ -19,13 +21,15 @@ from .devices import check_attention, resolve_backend, weights_in_panels
 from .sizes import Sizes
 
 
-def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
+def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path) -> Model:
     """Load the checkpoint in this directory.
+
+    model_config: that of the sizes, `for_context`.
 
     Raises ConfigError where the options do not fit this machine, and CheckpointError where the checkpoint is
     damaged or contradicts its config.json.
     """
-    config, model_config = sizes.config, sizes.model.for_context(sizes.max_model_len)
+    config = sizes.config
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     if model_config.exceeds_float16 and dtype == torch.float16:
         raise ConfigError(
@@ -53,7 +57,7 @@ def load_model(sizes: Sizes, device: torch.device, directory: Path) -> Decoder:
         model = Decoder(model_config, kernels)
     require_whole_groups(model, forms)
     # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
-    check_weights(model.hf_tensors(), sources, directory)
+    check_weights(model.hf_tensors(), sources, model_config.tensor_names, directory)
     try:
         model.load(device, forms, lambda tensors: load_weights(tensors, sources))
     except torch.OutOfMemoryError as error:

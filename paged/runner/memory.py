@@ -38,7 +38,7 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
         free = kv_bytes_on_gpu(sizes.config, device, peak) - _max_partial_bytes(sizes, kernels)
     size = sizes.block_bytes
     # No larger than for this many blocks, although fewer remain.
-    free -= sizes.num_tabulated_positions(max(1, free // size)) * sizes.rope_bytes_per_position
+    free -= sizes.rope_table_bytes(sizes.num_tabulated_positions(max(1, free // size)))
     if free < size:
         raise ConfigError(
             f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, one block takes "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from .step_graphs import StepGraphs  # needs numba
 
 
+logger = logging.getLogger(__name__)
+
+
 class ModelRunner:
     """Owner of all device memory: the weights, and the KV cache, which takes what they leave.
 
@@ -37,7 +41,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
-        self.config, self.model_config = config, model_config
+        self.config = config
         self.device = resolve_device(config.device)
         on_gpu = self.device.type == "cuda"
         self._on_device = torch.cuda.device(self.device) if on_gpu else nullcontext()
@@ -48,19 +52,17 @@ class ModelRunner:
             self.num_threads = set_threads(self, config.num_threads)
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device))
+        model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.kv_dtype: torch.dtype = getattr(torch, self.sizes.kv_dtype)
-        self.model = load_model(self.sizes, self.device, directory)
+        self.model = load_model(self.sizes, model_config, self.device, directory)
         kernels = self.model.kernels
         self.graphs: StepGraphs | None = None
-        is_eager = config.enforce_eager or in_debug_mode()  # a recorded step skips the checks of debug mode
-        if kernels.records_steps and not is_eager:
-            from .step_graphs import StepGraphs
-
-            shapes = [model_config.kv_shapes[group.layers[0]] for group in model_config.layer_groups]
-            self.graphs = StepGraphs(model_config.num_heads, [shape.num_kv_heads for shape in shapes])
         self.batch_builder = BatchBuilder(
-            self.sizes.block_size, self.device, with_rope_lens=model_config.rope.type == "dynamic"
+            self.sizes.block_size,
+            self.device,
+            with_rope_lens=model_config.rope.type == "dynamic",
+            long_context=model_config.long_context,
         )
         self.transfers = Transfers(self.device)
         self.seated_batches: SeatedBatches | None = None  # instead of the batch builder
@@ -74,6 +76,7 @@ class ModelRunner:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.sizes.max_model_len,
                 with_rope_lens=model_config.rope.type == "dynamic",
+                long_context=model_config.long_context,
             )
         self.sampler = self._new_sampler()
         self.reporter = Reporter(self.model.logits, model_config.vocab_size, kernels)
@@ -83,9 +86,8 @@ class ModelRunner:
         num_blocks = config.num_blocks or num_blocks_that_fit(
             self.sizes, self.device, kernels, self.run_in_other_cache
         )
-        if num_positions := self.sizes.num_tabulated_positions(num_blocks):
-            for rotary in self.model.rotary:
-                rotary.tabulate(num_positions)
+        self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
+        self.graphs = self._new_graphs()
         self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, self.sizes.num_host_blocks)
 
     def describe(self) -> str:
@@ -157,7 +159,7 @@ class ModelRunner:
         computed them; and the hidden states that reports ask for, if any.
         """
         if self.graphs is None:
-            hidden = self.model(batch, self.kv_cache)
+            hidden = self.model.forward(batch, self.kv_cache)
         elif batch.is_decode and batch.num_tokens <= self.graphs.max_decodes:
             logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
             return logits, (tokens, highest), None
@@ -167,6 +169,23 @@ class ModelRunner:
         num_logits = batch.num_logits
         logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
         return logits, None, hidden[num_logits:] if batch.num_output_rows > num_logits else None
+
+    def _new_graphs(self) -> StepGraphs | None:
+        """Return where steps are recorded; None if they are not, and say so where one would expect it."""
+        # A recorded step skips the checks of debug mode.
+        if not self.model.kernels.records_steps or self.config.enforce_eager or in_debug_mode():
+            return None
+        if obstacle := self.model.obstacle_to_recording:
+            logger.warning(
+                "steps are not recorded, because %s: those of few tokens take up to five times as long",
+                obstacle,
+            )
+            return None
+        from .step_graphs import StepGraphs
+
+        model = self.model_config
+        shapes = [model.kv_shapes[group.layers[0]] for group in model.layer_groups]
+        return StepGraphs(model.num_heads, [shape.num_kv_heads for shape in shapes])
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> None:
         """Run one step in this KV cache, and keep none of the memory that it took."""
@@ -182,7 +201,7 @@ class ModelRunner:
 
     def _next_logits(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         """Return the logits of a decode batch, and each row's greedy token and its logit."""
-        logits = self.model.logits(self.model(batch, kv_cache))
+        logits = self.model.logits(self.model.forward(batch, kv_cache))
         return logits, *self.model.kernels.greedy(logits)
 
     def _move_blocks(self, out: Sent | None, back: Sent | None, copies: Sent | None) -> None:

@@ -25,6 +25,7 @@ from ..kernels.gpu.unpack_step import (
     unpack_step,
 )
 from ..model.batch import Batch, Queries
+from ..model.config import LongContext
 from ..model.transfers import Sent, Upload, arrived
 from ..requests.request import Request
 from ..scheduler.schedule import Schedule
@@ -77,9 +78,11 @@ class SeatedBatches:
         num_groups: int,
         max_num_seqs: int,
         max_model_len: int,
-        with_rope_lens: bool,
+        with_rope_lens: bool = False,
+        long_context: LongContext | None = None,
     ) -> None:
         self.block_size, self.with_rope_lens, self._num_groups = block_size, with_rope_lens, num_groups
+        self.long_context = long_context
         shape = num_groups, max_num_seqs, -(-max_model_len // block_size)
         try:
             self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -103,6 +106,9 @@ class SeatedBatches:
         rope_lens, max_seqlen_q = None, int(num_new.max())
         if self.with_rope_lens:
             lens = [request.num_prompt_tokens for request in schedule.requests]
+            rope_lens = upload.put(lens, torch.int32)
+        elif self.long_context is not None:
+            lens = [request.num_tokens for request in schedule.requests]
             rope_lens = upload.put(lens, torch.int32)
         sizes = {
             "num_tokens": int(ends[-1]),
@@ -149,9 +155,12 @@ class SeatedBatches:
             lens = outputs.seq_lens.tensor, outputs.cu_seqlens_q.tensor
             extremes = outputs.max_seqlen_q, outputs.min_seqlen_q
             output_queries = Queries(tables_of_outputs.unbind(), *lens, *extremes)
+        positions = columns[1]
+        if self.long_context is not None:
+            positions = positions + self.long_context.offset * (columns[-1] >= self.long_context.num_tokens)
         return Batch(
             token_ids=columns[0],
-            positions=columns[1],
+            positions=positions,
             rope_lens=columns[-1] if self.with_rope_lens else None,
             slot_mapping=columns[2 : 2 + self._num_groups],
             queries=queries,

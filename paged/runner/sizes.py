@@ -148,10 +148,16 @@ class Sizes:
         blocks_of_one = self.max_useful_blocks // self.config.max_num_seqs
         manager = self.new_block_manager(min(num_blocks, blocks_of_one))
         reached = manager.longest_fit(self.max_model_len)
-        return reached if reached * self.rope_bytes_per_position <= MAX_ROPE_TABLE_BYTES else 0
+        return reached if self.rope_table_bytes(reached) <= MAX_ROPE_TABLE_BYTES else 0
+
+    def rope_table_bytes(self, num_positions: int) -> int:
+        """Return the bytes of the rope tables; longrope has more rows behind the longest request's."""
+        long = self.model.for_context(self.max_model_len).long_context
+        num_rows = num_positions + (long.offset if long and num_positions else 0)
+        return num_rows * self._rope_bytes_per_position
 
     @property
-    def rope_bytes_per_position(self) -> int:
+    def _rope_bytes_per_position(self) -> int:
         """The bytes of one position in the rope tables: cos, sin and the factor of queries, in float32."""
         return 4 * sum(head_dim + bool(rope.query_scaling_beta) for rope, head_dim in self.model.ropes)
 

@@ -91,7 +91,7 @@ class StepGraphs:
         except (NotRecordableError, RuntimeError) as error:  # torch has no narrower one for a CPU
             if not self._has_said_why:
                 self._has_said_why = True
-                logger.info("steps are not recorded, so small batches are slower: %s", error)
+                logger.warning("a step is not recorded, so that few tokens take longer: %s", error)
             return None
         graph.use_memory(self._memory)
         return graph

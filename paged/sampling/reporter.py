@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.backend import Kernels
 from ..model.transfers import Download, Received, Upload
-from ..requests.request import TokenLogprobs
+from ..requests.prompt_report import TokenLogprobs
 from ..scheduler.schedule import AskedRows
 from .logprobs import AskedLogprobs
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..kernels.backend import Kernels
 from ..model.transfers import Download, Received, Sent, Transfers, Upload
-from ..requests.request import Request, TokenLogprobs
+from ..requests.prompt_report import TokenLogprobs
+from ..requests.request import Request
 from ..scheduler.schedule import NOT_FINITE, StepOutput
 from .dry import DryHistory
 from .logits_edits import LogitsEdits, StepEdits

@@ -12,6 +12,7 @@ EOS) then finishes with "stop". max_tokens and stop strings may end an output be
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -30,18 +31,18 @@ from ..errors import CheckpointError, RequestError
 from ..requests.request import Request
 from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import StepOutput
+from ..structural_tag import NAME, grammars_of
 from ..text.tokenizer import Tokenizer
 from .grammar_limits import check_grammar, library_limits
-from .structural_grammar import StructuralGrammar, quoted
+from .library_grammar import library_grammar
 
 MAX_CACHED = 64  # compiled grammars
 MAX_CACHED_CHARACTERS = 2**20  # of their texts together; a compiled text takes up to 1,000 times its size
 COMPILE_TIMEOUT_S = 10.0
+MAX_EXAMINED = 256  # parts of a refused structural tag in which the error is looked for
 # The library follows chains of rules by recursion, where a stack overflow would end the process. All rules
 # that fit MAX_CHARACTERS need less than this; stack that is not touched takes no memory.
 COMPILE_STACK_BYTES = 512 * 2**20
-# One space, or a line break and indentation. Without a bound, a model may write blanks forever.
-WHITESPACE = r"[ ]|\n[ ]{0,32}"
 WORD_BITS = 32
 _EXCERPT = re.compile(r"^ *(\d+ \|.*|\^) *$", re.MULTILINE)
 
@@ -139,17 +140,30 @@ def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
 
     matcher = LLMatcher(
         vocabulary.tokens,
-        _library_grammar(kind, text, vocabulary.special),
+        library_grammar(kind, text, vocabulary.special),
         log_level=0,
         limits=library_limits(text),
     )
     # Compute the first mask here too, as it may be slow.
     possible = not matcher.is_error() and vocabulary.allowed(matcher).any()
     if matcher.is_error() or not possible:
+        if kind == "structural_tag":
+            _check_parts(json.loads(text)["format"], vocabulary)
         error = _error(matcher, with_excerpt=kind == "grammar")
         nothing = not error or error.startswith("NoExtension")
         raise ValueError("nothing in this model's vocabulary matches it" if nothing else error)
     return matcher
+
+
+def _check_parts(tag: Mapping[str, Any], vocabulary: _Vocabulary) -> None:
+    """Raise RequestError for a part of a refused tag that is refused also by itself, and name the part."""
+    for path, part in itertools.islice(grammars_of(tag), MAX_EXAMINED):
+        whole = {"type": NAME, "format": part}
+        if part != tag:
+            try:
+                _compile(NAME, json.dumps(whole), vocabulary)
+            except (RequestError, ValueError) as error:
+                raise RequestError(f"{path.removeprefix(NAME + '.')}: {error}", param=path) from error
 
 
 def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
@@ -160,20 +174,6 @@ def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
 
 def _one_line(message: str) -> str:
     return " ".join(message.split())[:500]
-
-
-def _library_grammar(kind: str, text: str, special: Mapping[str, int]) -> Any:
-    from llguidance import LLMatcher, grammar_from
-
-    if kind == "json":
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
-    if kind == "structural_tag":
-        return StructuralGrammar(special, WHITESPACE).grammar(json.loads(text)["format"])
-    if kind == "choice":
-        # As one terminal, so that thousands of strings are as fast as a few.
-        strings = " | ".join(quoted(s) for s in json.loads(text))
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
-    return grammar_from("regex" if kind == "regex" else "grammar", text)
 
 
 def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
@@ -198,7 +198,11 @@ def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
         ) from error
     except BaseException as error:
         if result.done():
-            raise RequestError(f"structured_outputs {kind} is refused: {_one_line(str(error))}") from error
+            param = error.param if isinstance(error, RequestError) else None
+            raise RequestError(
+                f"structured_outputs {kind} is refused: {_one_line(str(error))}",
+                param=param and f"structured_outputs.{param}",
+            ) from error
         raise  # an interrupt of the caller
 
 

@@ -73,6 +73,14 @@ class Preemption:
         victim.protected = victim.metrics.num_preemptions >= self._max_preemptions
         self.wait_again(victim)
 
+    def compute_anew(self, request: Request) -> None:
+        """Queue a running request whose K and V have become other ones: see `RequestInputs.long_from`."""
+        self.free(request)
+        request.blocks = self._manager.open(request.token_ids, request.namespace)
+        request.num_computed_tokens = 0
+        self._running.remove(request)
+        self.wait_again(request)
+
     def free(self, request: Request) -> None:
         """Free a request's blocks; the full ones stay in the prefix cache."""
         self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)

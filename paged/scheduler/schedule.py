@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..blocks.manager import Copy
-from ..requests.request import PromptReport, Request, TokenLogprobs
+from ..requests.prompt_report import PromptReport, TokenLogprobs
+from ..requests.request import Request
 from .histogram import SECONDS_OF_STEP, TOKENS_OF_STEP, Histogram
 
 

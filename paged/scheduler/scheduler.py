@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
-from ..requests.request import Request, RequestStatus
+from ..requests.request import TIMEOUT_MESSAGE, Request, RequestStatus
 from .deadlines import Deadlines
 from .policies import FirstComeFirstServed, Policy
 from .preemption import Preemption
@@ -268,6 +268,8 @@ class Scheduler:
             if len(token_ids) >= request.alert_at or token in request.stop_ids:
                 request.on_token(token, now)
                 num_finished += request.finish_reason is not None
+                if request.has_just_grown_long:
+                    self.preemption.compute_anew(request)
         self.counters.count(schedule, now)
         if num_finished or reported:
             self.release_finished()
@@ -310,7 +312,7 @@ class Scheduler:
         # The last token is only sampled, never computed.
         assert self.block_manager.fits(request.inputs.max_total_tokens - 1), "a request that can never fit"
         assert 1 + len(request.siblings) <= self.max_num_seqs, "more samples than can run at once"
-        request.blocks = self.block_manager.open(request.token_ids, request.inputs.namespace)
+        request.blocks = self.block_manager.open(request.token_ids, request.namespace)
         self._enter(request)
         self._queue.push(request)
 
@@ -323,7 +325,8 @@ class Scheduler:
             raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
         # Its own copy of the last block must not be one of the reserved blocks.
         spare = self.block_manager.pool.num_available > self._running.num_reserved_blocks()
-        if not (request.ready and self._running.num_seats > 0 and spare):
+        can_share = request.ready and child.namespace == request.namespace
+        if not (can_share and self._running.num_seats > 0 and spare):
             self.add(child)
             return
         self._enter(child)
@@ -351,10 +354,7 @@ class Scheduler:
 
     def abort(self, request: Request, message: str | None = None) -> None:
         """End a request, running or waiting, and free its blocks."""
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        else:
-            self._queue.remove(request)
+        (self._running if request.status is RequestStatus.RUNNING else self._queue).remove(request)
         for ended in (request, *request.siblings):
             ended.finish("abort", self.clock(), message)
         self.block_manager.release(request.blocks)
@@ -363,7 +363,7 @@ class Scheduler:
         """Abort and return the requests whose deadline has passed."""
         expired = self._deadlines.take_expired(self.clock())
         for request in expired:
-            self.abort(request, message="timeout_s has passed")
+            self.abort(request, message=TIMEOUT_MESSAGE)
         return expired
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes, longest: int = 1) -> int:

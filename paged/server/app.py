@@ -77,6 +77,8 @@ class App:
             raise
         else:
             front.end(exchange, exchange.status or 200, exchange.error)
+        finally:
+            exchange.end()
 
     def _check_key(self, exchange: Exchange) -> None:
         if not self._keys or exchange.route in OPEN_PATHS:

@@ -31,7 +31,7 @@ class EngineConnection(asyncio.Protocol):
 
     load: tokens of its unfinished requests, prompt and output so far.
     loop: the event loop that reads and writes; None before `attach`.
-    heard_at: time of the last heartbeat, on the clock time.monotonic.
+    heard_at: when it last sent something, on the clock time.monotonic. Heartbeats come every second.
     step: the number of steps begun, as of the last heartbeat.
     """
 
@@ -68,7 +68,7 @@ class EngineConnection(asyncio.Protocol):
         while data := self._socket.recv(2**16):
             for report in self._reader.feed(data):
                 if isinstance(report, frames.Refused):
-                    raise error_of(report.kind, report.message)
+                    raise error_of(report)
                 if isinstance(report, frames.Ready):  # heartbeats may follow it
                     self._stats = report.stats
                     return report
@@ -77,6 +77,7 @@ class EngineConnection(asyncio.Protocol):
     async def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read and write in this event loop from now on."""
         self.loop, self._is_closed = loop, loop.create_future()
+        self.heard_at = time.monotonic()  # what was sent before waits in the socket
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
     def send(self, order: frames.Order, inbox: Inbox | None = None) -> None:
@@ -114,6 +115,11 @@ class EngineConnection(asyncio.Protocol):
         """Abort a request whose reader waits for its last output."""
         if key in self._inboxes and self.dead is None:
             self.send(frames.Abort(key))
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last sent something; 0 if it has ended."""
+        return 0.0 if self.dead is not None else time.monotonic() - self.heard_at
 
     def check(self) -> None:
         """Raise EngineDeadError if the process has ended."""
@@ -161,6 +167,7 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Hand the outputs of whole frames to their inboxes."""
+        self.heard_at = time.monotonic()
         for report in self._reader.feed(data):
             self._take(report)
 
@@ -182,14 +189,14 @@ class EngineConnection(asyncio.Protocol):
                     if (inbox := self._forget(key)) is not None:
                         inbox.put_result(result)
             case frames.Heartbeat(step=step, stats=stats):
-                self.step, self._stats, self.heard_at = step, stats, time.monotonic()
+                self.step, self._stats = step, stats
             case frames.Answer(key=key, stats=stats):
                 self._stats = stats
                 if (answer := self._answers.get(key)) is not None and not answer.done():
                     answer.set_result(stats)
             case frames.Refused(key=int() as key):
                 if (inbox := self._forget(key)) is not None:
-                    inbox.fail(error_of(report.kind, report.message))
+                    inbox.fail(error_of(report))
             case frames.Dead(message=message):
                 self._die(_caused(message, RuntimeError(message)))
             case _:
@@ -249,10 +256,10 @@ def _caused(message: str, cause: BaseException) -> EngineDeadError:
     return error
 
 
-def error_of(kind: str, message: str) -> Exception:
+def error_of(refused: frames.Refused) -> Exception:
     """Return the error that an engine process describes."""
     known: Mapping[str, Any] = vars(errors)
-    error = known.get(kind)
+    error = known.get(refused.kind)
     if isinstance(error, type) and issubclass(error, PagedError):
-        return error(message)
-    return RuntimeError(message)
+        return error(refused.message, param=refused.param)
+    return RuntimeError(refused.message)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import sys
 import weakref
 from collections.abc import Sequence, Sized
 from dataclasses import replace
@@ -13,10 +11,16 @@ from typing import Any, Self
 
 from ..arguments import show_arguments_of
 from ..config import EngineConfig
-from ..engine.async_options import MOST_AT_ONCE, STREAM_INTERVAL_S, check_interval
+from ..engine.async_options import (
+    MOST_AT_ONCE,
+    STREAM_INTERVAL_S,
+    OnPlace,
+    check_interval,
+    ignore_place,
+)
 from ..engine.embedding import EmbeddingRequestOutput, Pooling, check_pooling
 from ..engine.model_text import ModelText
-from ..engine.scoring import ScoreOutput
+from ..engine.scoring import ScoreOutput, names_of_scores
 from ..errors import ConfigError, EngineDeadError, RequestError, UsageError, reject_unknown
 from ..model.hf_config import read_config
 from ..model.hub import resolve
@@ -31,6 +35,7 @@ from . import frames
 from .client_stream import ClientStream, RequestTerms, SentRequest
 from .connection import EngineConnection
 from .inbox import Inbox
+from .start_options import sendable_options
 
 
 class EngineClient:
@@ -68,7 +73,7 @@ class EngineClient:
         new_router(router, 16)  # before anything starts
         directory = resolve(config.model, config.revision)  # downloaded once, for all processes
         model_config = read_config(directory)
-        sent = {"model": model, **_sendable(config, options, replicas)}
+        sent = {"model": model, **sendable_options(config, options, replicas)}
         self._connections: list[EngineConnection] = []
         self._finalizer = weakref.finalize(self, _close, self._connections)
         try:
@@ -157,13 +162,16 @@ class EngineClient:
         normalize: bool = True,
         priority: float = 0.0,
         tenant: str = "",
+        timeout_s: float | None = None,
+        on_place: OnPlace = ignore_place,
     ) -> EmbeddingRequestOutput:
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests."""
         check_pooling(pooling, normalize)
         parsed = await self._parse(prompt)
         name = self._id(request_id)
-        arguments = (name, parsed.token_ids, parsed.namespace, pooling, normalize, priority, tenant)
-        (output,) = await self._report([frames.Embed(next(self._keys), *arguments)], parsed)
+        arguments = (name, parsed.token_ids, parsed.namespace, pooling, normalize)
+        order = frames.Embed(next(self._keys), *arguments, priority, tenant, timeout_s)
+        (output,) = await self._report([order], parsed, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
 
@@ -177,19 +185,18 @@ class EngineClient:
         *,
         priority: float = 0.0,
         tenant: str = "",
+        timeout_s: float | None = None,
+        on_place: OnPlace = ignore_place,
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does."""
         await self.attach()
         parsed, wholes = await asyncio.to_thread(self.prompts.parse_continued, prompt, continuations)
-        name, first = self._id(request_id), len(parsed.token_ids)
-        names = [name] if len(wholes) == 1 else [f"{name}-{i}" for i in range(len(wholes))]
+        terms = (len(parsed.token_ids), priority, tenant, timeout_s)
         orders = [
-            frames.ScoreTokens(
-                next(self._keys), name, whole.token_ids, whole.namespace, first, priority, tenant
-            )
-            for name, whole in zip(names, wholes, strict=True)
+            frames.ScoreTokens(next(self._keys), name, whole.token_ids, whole.namespace, *terms)
+            for name, whole in zip(names_of_scores(self._id(request_id), len(wholes)), wholes, strict=True)
         ]
-        return await self._report(orders, parsed)
+        return await self._report(orders, parsed, on_place)
 
     async def stats(self) -> EngineStats:
         """Return current counts of requests, blocks and tokens, and totals so far, of all engines."""
@@ -230,6 +237,12 @@ class EngineClient:
     def dead_error(self) -> EngineDeadError | None:
         """The error that calls raise; None while requests are served."""
         return None if self.is_running else self._connections[0].dead
+
+    async def silent_s(self) -> list[float]:
+        """Return for how many seconds each process has sent nothing; 0 for one that has ended."""
+        await self.attach()
+        await asyncio.sleep(0)  # what the sockets hold is read first
+        return [connection.silent_s for connection in self._connections]
 
     async def __aenter__(self) -> Self:
         await self.attach()
@@ -329,7 +342,10 @@ class EngineClient:
         self._streams[inbox.request_id] = connection, order.key
 
     async def _report(
-        self, orders: Sequence[frames.Embed | frames.ScoreTokens], prompt: ParsedPrompt
+        self,
+        orders: Sequence[frames.Embed | frames.ScoreTokens],
+        prompt: ParsedPrompt,
+        on_place: OnPlace,
     ) -> list[Any]:
         """Compute prompts for their reports alone, in one process, as they share a prefix."""
         connection, inboxes = self._choose(prompt.token_ids), list[Inbox]()
@@ -338,6 +354,7 @@ class EngineClient:
                 inbox = Inbox(order.request_id, None, order.token_ids, RequestOutputKind.FINAL_ONLY)
                 self._send(connection, order, inbox)
                 inboxes.append(inbox)
+                on_place(order.request_id, connection.replica)
             for inbox in inboxes:
                 await inbox.wait()
             return [inbox.result for inbox in inboxes]
@@ -366,20 +383,3 @@ def _is_short(prompt: Any) -> bool:
     """Return whether parsing the prompt is so quick that it may block the event loop."""
     parts = [*prompt.values()] if isinstance(prompt, dict) else [prompt]
     return sum(len(part) for part in parts if isinstance(part, Sized)) <= MOST_AT_ONCE
-
-
-def _sendable(config: EngineConfig, options: dict[str, Any], replicas: int) -> dict[str, Any]:
-    """Return options of an engine as plain values. Raises ConfigError for what cannot be sent."""
-    if not isinstance(config.scheduling_policy, str):
-        policy = shown(config.scheduling_policy)
-        raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")
-    # With device "auto" each process finds out, as does one on another system than Linux.
-    is_shared = replicas > 1 and config.device == "cpu" and sys.platform == "linux"
-    if is_shared and replicas > (cores := len(os.sched_getaffinity(0))):
-        raise ConfigError(f"{replicas} replicas need as many CPU cores; there are {cores}")
-    if replicas > 1 and ":" in config.device:
-        raise ConfigError(f"{replicas} replicas have a GPU each; give device 'cuda', got {config.device!r}")
-    sent = dict(options)
-    if "dtype" in sent:
-        sent["dtype"] = config.dtype  # the name of torch's
-    return sent

@@ -26,8 +26,9 @@ from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
 from ..engine.request_factory import RequestSpec
 from ..engine.scoring import score_output
-from ..errors import ConfigError, EngineDeadError, PagedError
-from ..requests.request import PromptReport, Request, RequestOutput
+from ..errors import ConfigError, EngineDeadError, PagedError, QueueFullError
+from ..requests.prompt_report import PromptReport
+from ..requests.request import Request, RequestOutput
 from ..sampling_params import SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
@@ -142,6 +143,7 @@ class EngineServer:
         self.stats, self._stats_at = EngineStats.of(engine.scheduler), time.monotonic()
         self._outboxes: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
         self._preparing = ThreadPoolExecutor(MOST_PREPARED, "paged-prepare")
+        self._to_prepare: set[FrameOutbox] = set()  # the requests that the pool has not prepared yet
 
     def run(self) -> None:
         """Serve until a step raises. The thread that reads ends the process with the front end."""
@@ -236,7 +238,7 @@ class EngineServer:
             engine.prompts.check_parsed(prompt)
             terms = (order.request_id, prompt, report, order.priority, order.tenant)
             # Set before a step may finish it.
-            outbox.request = engine.core.add_report(*terms, outbox)
+            outbox.request = engine.core.add_report(*terms, outbox, order.timeout_s)
 
         self._submit(add, outbox)
 
@@ -247,9 +249,17 @@ class EngineServer:
         except PagedError as error:
             outbox.fail(error)
             return
+        most = self.engine.config.max_waiting
         if _is_short(params):
             self._prepare(order, params, outbox)
+        elif most is not None and len(self._to_prepare) >= most:
+            outbox.fail(
+                QueueFullError(
+                    f"{most} requests wait for their grammars and max_waiting is {most}; try again later"
+                )
+            )
         else:
+            self._to_prepare.add(outbox)
             self._preparing.submit(self._prepare, order, params, outbox)
 
     def _prepare(self, order: frames.Generate, params: SamplingParams, outbox: FrameOutbox) -> None:
@@ -261,6 +271,8 @@ class EngineServer:
         except Exception as error:  # told to the front end, whose request it is
             outbox.fail(error)
             return
+        finally:
+            self._to_prepare.discard(outbox)
         self._submit(lambda engine: engine.core.add(order.request_id, spec, outbox), outbox)
 
     def _fork(self, order: frames.Fork) -> None:
@@ -298,12 +310,12 @@ def _is_short(params: SamplingParams) -> bool:
     return sum(map(len, (*params.stop, *params.bad_words))) <= MOST_AT_ONCE
 
 
-def described(error: BaseException) -> tuple[str, str]:
-    """Return an error's kind and message, as `frames.Refused` holds them."""
+def described(error: BaseException) -> tuple[str, str, str | None]:
+    """Return an error's kind, message and param, as `frames.Refused` holds them."""
     if isinstance(error, PagedError):
-        return type(error).__name__, str(error)
+        return type(error).__name__, str(error), error.param
     logger.error("unexpected error", exc_info=error)
-    return "RuntimeError", f"{type(error).__name__}: {error}"
+    return "RuntimeError", f"{type(error).__name__}: {error}", None
 
 
 def check_affinity() -> None:

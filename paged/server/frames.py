@@ -94,6 +94,7 @@ class Embed(Frame):
     normalize: bool
     priority: float
     tenant: str
+    timeout_s: float | None
 
 
 class ScoreTokens(Frame):
@@ -106,6 +107,7 @@ class ScoreTokens(Frame):
     first: int
     priority: float
     tenant: str
+    timeout_s: float | None
 
 
 class Abort(Frame):
@@ -135,11 +137,15 @@ class Ready(Frame):
 
 
 class Refused(Frame):
-    """An error: of a request with its key, else of the start. `kind` is the name of its class."""
+    """An error: of a request with its key, else of the start. `kind` is the name of its class.
+
+    param: what of the request it is about; see `PagedError`.
+    """
 
     key: int | None
     kind: str
     message: str
+    param: str | None = None
 
 
 class Completion(msgspec.Struct, array_like=True):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import EngineDeadError, QueueFullError
@@ -15,8 +15,9 @@ from ..protocol.calls.call import Call
 from ..protocol.chat_output.chat_format import ChatFormat
 from ..protocol.endpoints import parse_call
 from ..protocol.limits import Limits
+from ..requests.seeds import derived_seed
 from ..sampling_params import MAX_SEED, SamplingParams
-from .http.body_budget import MAX_BODY_BYTES_AT_ONCE, BodyBudget
+from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
@@ -43,7 +44,7 @@ class FrontEnd:
     created: when the server started, in seconds since 1970.
     metrics: what GET /metrics says.
     observers: are told of each request.
-    body_budget: of the bodies that are being read and parsed.
+    body_budget: of the bodies of requests in progress.
     is_stopping: whether the server ends, so that new requests are refused.
     """
 
@@ -80,10 +81,11 @@ class FrontEnd:
             ),
         )
         self.keep_alive = KeepAlive()
-        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_AT_ONCE, options.max_request_bytes))
+        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, options.max_request_bytes))
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, which were logged
         self._num_open = 0  # requests that are being answered
+        self._num_preparing = 0
         self.is_stopping = False
 
     def check_model(self, name: str | None) -> None:
@@ -102,6 +104,20 @@ class FrontEnd:
             raise EngineDeadError(STOPPING)
         if self.engine.dead_error is not None:
             raise self.engine.dead_error
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count a request that is rendered or tokenized. Raises QueueFullError if max_waiting are already."""
+        most = self.engine.config.max_waiting
+        if most is not None and self._num_preparing >= most:
+            raise QueueFullError(
+                f"{most} requests are being tokenized already and max_waiting is {most}; try again later"
+            )
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
 
     async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
         """Return the call that a request's body makes.
@@ -172,9 +188,7 @@ class FrontEnd:
 
         It is chosen here, so that the request can be repeated by another engine.
         """
-        text = f"{self.engine.config.seed}/{request_id}"
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        return int.from_bytes(digest[:8], "little") & MAX_SEED
+        return derived_seed(self.engine.config.seed, request_id) & MAX_SEED
 
     def stop(self) -> None:
         """Refuse new requests, and end those that are being answered."""
@@ -185,10 +199,12 @@ class FrontEnd:
 
     async def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
         """Return the response for an error."""
-        num_waiting = await self._num_waiting() if isinstance(error, QueueFullError) else 1
+        seconds = 1  # where no queue has to move
+        if isinstance(error, QueueFullError):
+            seconds = self._rate.seconds_for(max(1, await self._num_waiting()))
         if isinstance(error, EngineDeadError):
             error = self._unavailable(error)
-        return failure_of(error, self._rate.seconds_for(max(1, num_waiting)), request_id)
+        return failure_of(error, seconds, request_id)
 
     async def _num_waiting(self) -> int:
         try:

@@ -13,10 +13,14 @@ from typing import Any, Literal
 from ..arguments import strict
 from ..errors import ConfigError
 from ..protocol.chat_output.chat_format import check_parsers
+from ..protocol.limits import MAX_PROMPTS
 from ..routing.router import ROUTERS
 from ..sampling_params import MAX_LOGPROBS
 from ..validation import check_bool, check_int, shown
 
+# Of each engine, by default. The MAX_PROMPTS prompts of one body must fit an idle engine's queue, or it would
+# be refused each time; beside it there is room for those of another one, or of as many clients.
+MAX_WAITING = 2 * MAX_PROMPTS
 LOG_FORMATS = ("text", "json")
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 _OPTIONAL_TEXTS = (

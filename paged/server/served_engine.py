@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from ..config import EngineConfig
+from ..engine.async_options import OnPlace, ignore_place
 from ..engine.embedding import EmbeddingRequestOutput, Pooling
 from ..engine.model_text import ModelText
 from ..engine.scoring import ScoreOutput
@@ -92,6 +93,8 @@ class ServedEngine(Protocol):
         normalize: bool = True,
         priority: float = 0.0,
         tenant: str = "",
+        timeout_s: float | None = None,
+        on_place: OnPlace = ignore_place,
     ) -> EmbeddingRequestOutput:
         """Embed a prompt."""
 
@@ -103,6 +106,8 @@ class ServedEngine(Protocol):
         *,
         priority: float = 0.0,
         tenant: str = "",
+        timeout_s: float | None = None,
+        on_place: OnPlace = ignore_place,
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt."""
 
@@ -114,6 +119,9 @@ class ServedEngine(Protocol):
 
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return the stats of each engine process, perhaps a second old."""
+
+    async def silent_s(self) -> list[float]:
+        """Return for how many seconds each engine process has sent nothing."""
 
     def shutdown(self) -> None:
         """Abort all requests and end the engines."""

@@ -27,6 +27,7 @@ MAX_PATTERN = 4096  # characters; the longest known pattern has 1,200
 MAX_REPEAT = 64  # of an item of bounded length
 MAX_WAYS = 64  # to match the bounded items of an alternative: all may be tried at each place
 
+_RUNS = (["item"], ["item", "quantifier"])
 _TOKEN = re.compile(
     r"""
     (?P<open>\((?:\?:|\?i:)?(?!\?)) | (?P<close>\)) | (?P<bar>\|)
@@ -120,6 +121,15 @@ def _is_simple(alternative: str) -> bool:
         ways *= (bars + 1 if is_group else 1) * (1 if most is None else most - least + 1)
         bars = 0
     return ways <= MAX_WAYS and depth == 0
+
+
+def matches_runs(pattern: str) -> bool:
+    """Return whether each match is a run of one item, such as ` {2,}`.
+
+    Cutting a text then changes the matches at the cut alone.
+    """
+    alternatives = [_tokens(each) or [] for each in _alternatives(pattern) or [""]]
+    return all([token.lastgroup for token in each] in _RUNS for each in alternatives)
 
 
 def matches_nothing(pattern: str) -> bool:

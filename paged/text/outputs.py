@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, overload
 
-from ..requests.request import CompletionOutput, Logprob, Request, RequestGroup, RequestOutput, TokenLogprobs
+from ..requests.prompt_report import TokenLogprobs
+from ..requests.request import CompletionOutput, Logprob, Request, RequestGroup, RequestOutput
 from ..sampling_params import RequestOutputKind
 from .tokenizer import Tokenizer
 from .transcript import Transcript

@@ -13,6 +13,7 @@ from ..requests.prompts import Prompt
 from ..validation import check_bool, shown
 from .tokenizer import Tokenizer
 
+MAX_CONTINUED_TOKENS = 2**22  # of a prompt times its continuations: the engine gets it with each of them
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
 
 
@@ -33,6 +34,8 @@ class PromptParser:
 
     def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.model_config, self.tokenizer, self.max_model_len = model_config, tokenizer, max_model_len
+        long = model_config.for_context(max_model_len).long_context
+        self.long_from = None if long is None else long.num_tokens  # see RequestInputs
         self._placeholders = dict(model_config.placeholders)
 
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
@@ -99,8 +102,12 @@ class PromptParser:
     def namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
         """Return what a prompt's KV depends on besides its tokens."""
         rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
-        # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
-        stretched = num_prompt_tokens if rope.type == "dynamic" and num_prompt_tokens > trained else None
+        stretched: int | str | None = None
+        if rope.type == "dynamic" and num_prompt_tokens > trained:
+            # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
+            stretched = num_prompt_tokens
+        elif self.long_from is not None and num_prompt_tokens >= self.long_from:
+            stretched = "long"
         if salt is None and stretched is None:
             return b""
         return repr((salt, stretched)).encode("utf-8", "surrogatepass")
@@ -119,6 +126,11 @@ class PromptParser:
             )
         if not continuations:
             raise RequestError("continuations must have at least one entry, got []")
+        if (num_tokens := len(parsed.token_ids) * len(continuations)) > MAX_CONTINUED_TOKENS:
+            raise RequestError(
+                f"continuations has {len(continuations):,} entries, each with the {len(parsed.token_ids):,} "
+                f"tokens of the prompt, which makes {num_tokens:,}; {MAX_CONTINUED_TOKENS:,} is the most"
+            )
         wholes = []
         for i, continuation in enumerate(continuations):
             name = f"continuations[{i}]"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, RequestError
 from .direct_tokenizer import DirectTokenizer
+from .linear_regex import matches_runs
 from .remote_tokenizer import RemoteTokenizer
 from .token_bytes import TokenBytes
 from .tokenizer_bounds import parts_of, why_unbounded
@@ -185,11 +186,24 @@ def _damaged(directory: Path, error: BaseException) -> BaseException:
 def _is_local(parts: Mapping[str, Any]) -> bool:
     """Return whether the first tokens of a text do not depend on text far after them.
 
-    They may if a regular expression removes text.
+    They may if a regular expression removes text that is more than a run of blanks or the like.
 
     parts: empty if unknown.
     """
     if not parts:
         return False
-    normalizer, splitter = (json.dumps(parts[name]) for name in ("normalizer", "pre_tokenizer"))
-    return '"Regex"' not in normalizer and not ('"Regex"' in splitter and '"Removed"' in splitter)
+    removing = [parts["normalizer"]]
+    if '"Removed"' in json.dumps(parts["pre_tokenizer"]):
+        removing.append(parts["pre_tokenizer"])
+    return all(map(matches_runs, _expressions(removing)))
+
+
+def _expressions(part: Any) -> Iterator[str]:
+    """Yield all regular expressions of a part."""
+    if isinstance(part, list):
+        for each in part:
+            yield from _expressions(each)
+    elif isinstance(part, dict):
+        if isinstance(expression := part.get("Regex"), str):
+            yield expression
+        yield from _expressions([*part.values()])

@@ -26,7 +26,8 @@ OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Classes that take their tokens from tokenizer.json, and are made in this process if that is bounded.
 KNOWN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizer", "LlamaTokenizer", "CodeLlamaTokenizer",
-                 "Qwen2Tokenizer", "GPT2Tokenizer", "GemmaTokenizer", "T5Tokenizer")  # fmt: skip
+                 "Qwen2Tokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "GemmaTokenizer",
+                 "T5Tokenizer")  # fmt: skip
 WAY_OUT = "give another tokenizer with tokenizer=, or do without one: skip_tokenizer_init=True"
 
 

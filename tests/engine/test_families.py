@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from paged import CheckpointError, ConfigError, SamplingParams
+from paged import ConfigError, SamplingParams
 from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts
 
 FAMILIES = [
@@ -15,12 +15,20 @@ FAMILIES = [
 LENGTHS = [1, 30, 61, 8, 44, 63]
 
 
-def run(engine, prompts):
+SWAP = {"preemption_mode": "swap", "swap_space": 0.01}
+KINDS = {
+    "float32": {},
+    "int8": {"kv_cache_dtype": "int8", "quantization": "int8"},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
+
+
+def run(engine, prompts, max_tokens=24, **sampling):
     """Return tokens and log-probabilities, which are equal only if the logits are bitwise equal."""
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
-    results = engine.generate(prompts, params, use_tqdm=False)
+    sampling = {"temperature": 0.0, "logprobs": 1, "ignore_eos": True, **sampling}
+    results = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, **sampling), use_tqdm=False)
     assert_all_free(engine)
-    outputs = [result.outputs[0] for result in results]
+    outputs = [output for result in results for output in result.outputs]
     bits = [(o.token_ids, [{t: p.logprob for t, p in d.items()} for d in o.logprobs]) for o in outputs]
     return bits, results
 
@@ -33,7 +41,7 @@ def test_bits_do_not_depend_on_company(name):
     alone = new_engine(checkpoint(name), enable_prefix_caching=False)
     expected = [run(alone, [prompt])[0][0] for prompt in prompts]
     num_groups = len(alone.model_config.layer_groups)
-    for options in ({}, {"preemption_mode": "swap", "swap_space": 0.01}):
+    for options in ({}, SWAP):
         crowded = new_engine(
             checkpoint(name), num_blocks=7 * num_groups, max_num_batched_tokens=24, **options
         )
@@ -45,6 +53,35 @@ def test_bits_do_not_depend_on_company(name):
     bits, results = run(roomy, prompts)
     assert bits == expected
     assert all(results[i].num_cached_tokens for i in (2, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_samples_have_the_bits_of_prompts(name, kind):
+    """Samples share their prompt's blocks, copy the last, are swapped; a prompt may hit the prefix cache.
+
+    No request is beyond the trained context of longrope: there a prompt is rotated otherwise than its start.
+    """
+    prompts = ragged_prompts([20, 40])
+    alone = new_engine(checkpoint(name), **KINDS[kind])
+    num_blocks = 7 * len(alone.model_config.layer_groups)
+    small = {"num_blocks": num_blocks, "max_num_batched_tokens": 24}
+    crowded = new_engine(checkpoint(name), **small, **SWAP, **KINDS[kind])
+    _, results = run(crowded, prompts, n=2, temperature=1.0, seed=0, logprobs=0)
+    assert crowded.stats().num_swap_preemptions
+    for prompt, result in zip(prompts, results, strict=True):
+        assert [len(output.token_ids) for output in result.outputs] == [24, 24]
+        assert result.outputs[0].token_ids != result.outputs[1].token_ids
+        for output in result.outputs:
+            text = prompt + output.token_ids
+            computed, (whole,) = run(alone, [text], 1, prompt_logprobs=0)
+            for token, sampled, row in zip(
+                output.token_ids, output.logprobs, whole.prompt_logprobs[len(prompt) :], strict=True
+            ):
+                assert sampled[token].logprob == row[token].logprob
+            found, (again,) = run(alone, [text], 1)
+            assert again.num_cached_tokens
+            assert found == computed
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -68,15 +105,49 @@ def test_bfloat16_is_as_close_as_that_of_transformers(name):
     assert (narrow - wide).norm() < 1.2 * (theirs - wide).norm()
 
 
-def test_prefixes_of_other_longrope_factors_are_refused(tmp_path):
-    """Keys rotated with the long factors are useless to queries rotated with the short ones."""
-    (prompt,) = ragged_prompts([40])
-    long = new_engine(checkpoint("phi3-longrope"))
-    run(long, [prompt])
-    assert long.save_prefix(tmp_path / "kv")
-    assert new_engine(checkpoint("phi3-longrope"), max_model_len=400).load_prefix(tmp_path / "kv")
-    with pytest.raises(CheckpointError, match="fingerprint"):
-        new_engine(checkpoint("phi3-longrope"), max_model_len=64).load_prefix(tmp_path / "kv")
+def test_longrope_keeps_the_prefixes_of_long_requests_apart(tmp_path):
+    """Keys rotated with the long factors are useless to queries rotated with the short ones.
+
+    A request that grows long finds what a long prompt left, and the other way round. Files keep them apart.
+    """
+    (prompt,) = ragged_prompts([100])
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def cached(engine, length: int, params: SamplingParams = greedy) -> int:
+        (output,) = engine.generate([prompt[:length]], params, use_tqdm=False)
+        return output.num_cached_tokens
+
+    engine = new_engine(checkpoint("phi3-longrope"))
+    assert [cached(engine, n) for n in (48, 49, 100, 100, 70)] == [0, 48, 0, 96, 64]
+    assert engine.save_prefix(tmp_path / "kv")
+    other = new_engine(checkpoint("phi3-longrope"), max_model_len=400)
+    assert other.load_prefix(tmp_path / "kv")
+    assert [cached(other, n) for n in (49, 100)] == [48, 96]
+    short = new_engine(checkpoint("phi3-longrope"), max_model_len=64)
+    assert short.load_prefix(tmp_path / "kv")
+    assert cached(short, 49) == 48
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_longrope_request_that_grows_long_is_forked_and_goes_on(n):
+    """Its fork, a request that goes on from its tokens, and its n samples have its tokens."""
+    (prompt,) = ragged_prompts([58])
+    params = SamplingParams(temperature=1e-9, max_tokens=16, ignore_eos=True, n=n)
+    engine = new_engine(checkpoint("phi3-longrope"))
+    (output,) = engine.generate([prompt], params, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    assert all(sample.token_ids == tokens for sample in output.outputs)
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    for num_steps in range(4, 11):
+        engine.add_request("a", prompt, greedy)
+        for _ in range(num_steps):
+            engine.step()
+        engine.fork("a", "b")
+        engine.add_request("c", prompt, greedy, generated_token_ids=tokens[:num_steps])
+        finished = {}
+        while engine.has_unfinished_requests():
+            finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        assert [finished[i] for i in "abc"] == [tokens] * 3
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm", "granite"))])

@@ -8,7 +8,8 @@ import torch
 from paged.blocks.manager import BlockManager
 from paged.kernels.attention_options import AttentionPlan
 from paged.model.batch import Batch, BatchBuilder, Queries
-from paged.requests.request import PromptReport, Request, RequestInputs
+from paged.requests.prompt_report import PromptReport
+from paged.requests.request import Request, RequestInputs
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases

@@ -27,6 +27,8 @@ SIZES = {
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
 }
+# So large that a quarter of a head is rotated.
+OWN_SIZES = {"GPTNeoXForCausalLM": {"hidden_size": 512}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # Keys of config.json besides the sizes.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -98,7 +100,9 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
         pytest.skip("transformers lets rope_scaling replace rope_parameters")
     if architecture in (*BY_LAYER_TYPE, *GEMMA4) and variant in ONE_SCALED_ROPE:
         pytest.skip("transformers ignores or misreads a scaled rope that is not by layer type")
-    hf = known | SIZES | VARIANTS[variant]
+    if architecture == "GPT2LMHeadModel" and any("rope" in key for key in VARIANTS[variant]):
+        pytest.skip("GPT-2 has no rope, and transformers objects")
+    hf = known | SIZES | OWN_SIZES.get(architecture, {}) | VARIANTS[variant]
     try:
         whole = completed(hf)
     except StrictDataclassError:  # Phi-3 has but one way to scale its rope, Gemma 4 always a window
@@ -106,6 +110,42 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
             from_hf(hf)
         return
     assert from_hf(json.loads(json.dumps(hf))) == from_hf(whole)
+
+
+OWN_KEYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "GPT2LMHeadModel": (
+        {"vocab_size": 211, "n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 99, "n_inner": 50,
+         "scale_attn_weights": False, "layer_norm_epsilon": 1e-3, "activation_function": "gelu"},
+        {"hidden_size": 64, "num_layers": 3, "num_heads": 2, "head_dim": 32, "max_context": 99,
+         "intermediate_size": 50, "attention_scale": 1.0, "rms_norm_eps": 1e-3, "activation": "gelu"},
+    ),
+    "GPTNeoXForCausalLM": (
+        {**SIZES, "hidden_size": 512, "rotary_pct": 0.5, "rotary_emb_base": 500, "layer_norm_eps": 1e-3,
+         "hidden_act": "gelu_new", "use_parallel_residual": False, "attention_bias": False},
+        {"parallel_residual": False, "qkv_bias": False, "output_bias": False, "mlp_bias": True,
+         "rms_norm_eps": 1e-3, "activation": "gelu_tanh"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", OWN_KEYS)
+def test_keys_of_their_own_are_as_in_transformers(architecture):
+    values, expected = OWN_KEYS[architecture]
+    known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+    hf = known | values
+    config = from_hf(hf)
+    assert config == from_hf(completed(hf))
+    assert {name: getattr(config, name) for name in expected} == expected
+    if "rotary_pct" in values:
+        assert (config.rope.theta, config.rope.rotary_dim) == (500, 8)
+
+
+def test_gpt2_has_defaults_where_others_must_say():
+    hf = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **SIZES, "num_key_value_heads": 2}
+    config = from_hf(hf)
+    # As transformers, which knows neither intermediate_size nor num_key_value_heads here.
+    assert (config.intermediate_size, config.num_kv_heads) == (512, 32)
+    assert (config.learned_positions, config.max_context) == (True, 1024)
 
 
 @pytest.mark.parametrize("scaling", [{}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {"mscale": 2.0}])
@@ -269,6 +309,19 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"partial_rotary_factor": 0.01},
         "partial_rotary_factor 0.01 rotates 1 of 128",
     ),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 0}, "n_embd must be from 1 to 131072, got 0"),
+    "gpt2-missing": ("GPT2LMHeadModel", {"hidden_size": None}, "n_embd is missing"),
+    "gpt2-heads": ("GPT2LMHeadModel", {"n_head": 5}, "n_embd 128 does not divide among 5 heads"),
+    "gpt2-inner": (
+        "GPT2LMHeadModel",
+        {"n_inner": "x"},
+        "n_inner must be an int, from 1 to 1048576, got 'x'",
+    ),
+    "neox-eps": (
+        "GPTNeoXForCausalLM",
+        {"layer_norm_eps": 0, "hidden_size": 512},
+        "layer_norm_eps must be above 0",
+    ),
     "glm4-none": ("Glm4ForCausalLM", {"partial_rotary_factor": 0.0}, "partial_rotary_factor must be above 0"),
 }
 
@@ -310,24 +363,58 @@ def test_unsupported_values_are_named(kind):
         from_hf(LLAMA | values)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("enable_moe_block", True),
-        ("use_bidirectional_attention", "all"),
-        ("per_layer_config", {"5": {"intermediate_size": 8}}),
-        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
-    ],
-)
-def test_unsupported_values_of_gemma4_are_named(key, value):
-    hf = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", **SIZES}
-    with pytest.raises(UnsupportedModelError, match=f"{key} .*is not supported"):
-        from_hf(hf | {key: value})
+UNSUPPORTED_IN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "layers-scaled": (
+        "GPT2LMHeadModel",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx True is not supported",
+    ),
+    "cross-attention": ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention True"),
+    "gpt2-relu": (
+        "GPT2LMHeadModel",
+        {"activation_function": "relu"},
+        "activation_function 'relu' is not supported; only gelu, gelu_python, gelu_pytorch_tanh, gelu_new",
+    ),
+    "gemma4-experts": (
+        "Gemma4ForCausalLM",
+        {"enable_moe_block": True},
+        "enable_moe_block True .* is not sup",
+    ),
+    "gemma4-both-ways": (
+        "Gemma4ForCausalLM",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention 'all' is not supported",
+    ),
+    "gemma4-layer-s-mlp": (
+        "Gemma4ForCausalLM",
+        {"per_layer_config": {"5": {"intermediate_size": 8}}},
+        "per_layer_config with 'intermediate_size' is not supported; num_key_value_heads and head_dim are",
+    ),
+    "gemma4-one-rope": (
+        "Gemma4ForCausalLM",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling is not supported in Gemma 4",
+    ),
+    "neox-list": ("GPTNeoXForCausalLM", {"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not supported"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED_IN)
+def test_unsupported_values_of_a_family_are_named(kind):
+    architecture, values, message = UNSUPPORTED_IN[kind]
+    known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+    with pytest.raises(UnsupportedModelError, match=message):
+        from_hf(known | SIZES | values)
 
 
 @pytest.mark.parametrize("is_written_by_layer", [False, True])
 def test_what_layers_of_gemma4_read(is_written_by_layer):
-    hf = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", **SIZES, "num_hidden_layers": 12}
+    hf = {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        **SIZES,
+        "num_hidden_layers": 12,
+    }
     hf |= {"head_dim": 48, "global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
     hf |= {"num_kv_shared_layers": 4}
     config = from_hf(json.loads(json.dumps(completed(hf))) if is_written_by_layer else hf)
@@ -357,6 +444,8 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
         "olmo3",
         "smollm3",
         "glm4",
+        "gpt2",
+        "gpt_neox",
     ],
 )
 def test_tokenizer_is_the_one_of_transformers(model_type, kind, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged import CheckpointError, LLMEngine, SamplingParams, UnsupportedModelError
+from paged import CheckpointError, ConfigError, LLMEngine, SamplingParams, UnsupportedModelError
 from paged.model.config import DEMO
 from paged.model.generation_config import read_eos_token_ids
 from paged.model.hf_config import read_config
@@ -97,6 +97,58 @@ def test_checkpoint_of_transformers_4(tmp_path):
     old_buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}
     save_file(load_file(file) | old_buffers, file)
     assert generated(tmp_path) == expected("llama-llama3")
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_old_checkpoints_of_gpt2(prefix, tmp_path):
+    """Without the head's prefix, with a head that is the embedding, and with masks."""
+    shutil.copytree(checkpoint("gpt2"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = {prefix + name.removeprefix("transformer."): x for name, x in load_file(file).items()}
+    masks = {f"{prefix}h.{i}.attn.bias": torch.ones(1, 1, 8, 8) for i in range(2)}
+    masks |= {f"{prefix}h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
+    save_file(tensors | masks | {"lm_head.weight": tensors[f"{prefix}wte.weight"].clone()}, file)
+    assert generated(tmp_path) == expected("gpt2")
+
+
+def test_old_checkpoints_of_gpt_neox(tmp_path):
+    """With masks of a dtype that no parameter has, keys of config.json from before transformers 5."""
+    shutil.copytree(checkpoint("gpt_neox"), tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", rope_parameters=None, rotary_pct=0.6, rotary_emb_base=10000)
+    file = tmp_path / "model.safetensors"
+    tensors, layers = load_file(file), [f"gpt_neox.layers.{i}.attention." for i in range(2)]
+    assert "embed_out.weight" in tensors
+    masks = {f"{layer}bias": torch.ones(1, 1, 8, 8, dtype=torch.bool) for layer in layers}
+    masks |= {f"{layer}masked_bias": torch.tensor(-1e9) for layer in layers}
+    masks |= {f"{layer}rotary_emb.inv_freq": torch.ones(6) for layer in layers}
+    save_file(tensors | masks, file)
+    assert generated(tmp_path) == expected("gpt_neox")
+    tensors["lm_head.weight"] = tensors.pop("embed_out.weight")  # as transformers calls it now
+    save_file(tensors, file)
+    assert generated(tmp_path) == expected("gpt_neox")
+
+
+def test_names_of_a_family_are_in_errors(tmp_path):
+    shutil.copytree(checkpoint("gpt2"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors, name = load_file(file), "transformer.h.1.attn.c_proj.weight"
+    save_file({key: x for key, x in tensors.items() if key != name}, file)
+    load_raises(tmp_path, f"{name} is missing")
+    save_file(tensors | {name: torch.ones(3)}, file)
+    load_raises(tmp_path, f"{name} has shape [3], but config.json makes it [80, 80]")
+    save_file(tensors | {"transformer.h.1.attn.q_attn.weight": torch.ones(3)}, file)
+    load_raises(tmp_path, "transformer.h.1.attn.q_attn.weight is not part of the model")
+    save_file(tensors | {"transformer.wqe.weight": torch.ones(3)}, file)
+    load_raises(tmp_path, "transformer.wqe.weight is not part of the model")
+
+
+def test_positions_end_where_their_table_does():
+    with pytest.raises(ConfigError, match="max_model_len 513 is more than the 512 of the model"):
+        new_engine(checkpoint("gpt2"), max_model_len=513)
+    engine = new_engine(checkpoint("gpt2"), max_model_len=512)
+    params = SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True)
+    (output,) = engine.generate(ragged_prompts([508]), params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
 
 
 def test_old_name_of_the_rope_type(tmp_path):

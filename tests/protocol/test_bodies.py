@@ -35,6 +35,11 @@ def parsed(url, limits=TRUSTING, **fields):
             {"max_tokens": 16, "logprobs": 2, "prompt_logprobs": 2},
         ),
         (COMPLETIONS, {"echo": True, "max_tokens": 0}, {"max_tokens": 1}),
+        (
+            COMPLETIONS,
+            {"echo": True, "logprobs": -1, "prompt_logprobs": 3},
+            {"max_tokens": 16, "logprobs": -1, "prompt_logprobs": -1},
+        ),
         (CHAT, {}, {}),
         (CHAT, {"max_completion_tokens": 5}, {"max_tokens": 5}),
         (CHAT, {"logprobs": True}, {"logprobs": 0}),
@@ -68,6 +73,10 @@ def test_fields_are_sampling_parameters(text, url, body, params):
     assert parsed(url, **body).params(text) == wanted
 
 
+def test_a_single_prompt_may_have_large_parameters():
+    parsed(COMPLETIONS, prompt="a", allowed_token_ids=[*range(10_000)], bad_words=["a" * 2**24])
+
+
 def test_streams_ask_for_deltas(text):
     for url, stream, kind in (
         (CHAT, True, RequestOutputKind.DELTA),
@@ -90,6 +99,8 @@ def test_every_sampling_parameter_is_a_field():
         assert set(SAMPLING_NAMES) <= names
 
 
+OLDER_TAG = {"type": "structural_tag", "structures": [{"begin": "(", "schema": {}, "end": ")"}]}
+LARGE_SCHEMA = {"schema": {"type": "object", "title": "x" * 9000}}
 # Bodies that are refused: the fields, the field in `param`, and a part of the message.
 WRONG = [
     (CHAT, {"messages": None}, "messages", "messages is missing"),
@@ -164,8 +175,31 @@ WRONG = [
     (
         CHAT,
         {"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "\ud800"}}}},
-        "structured_outputs.structural_tag",
+        "structured_outputs.structural_tag.format",
         "structural_tag.format.value is not valid Unicode",
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {"structural_tag": '{"format": {}, "format": {}}'}},
+        "structured_outputs.structural_tag",
+        "'format' is given twice",
+    ),
+    (
+        CHAT,
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "format": {"type": "or", "elements": [{"type": "x"}]},
+            }
+        },
+        "response_format.format.elements[0]",
+        "must be an object whose type is one of const_string",
+    ),
+    (
+        CHAT,
+        {"response_format": {**OLDER_TAG, "triggers": ["<"]}},
+        "response_format.structures[0].begin",
+        "must begin with exactly one of the triggers",
     ),
     (
         CHAT,
@@ -180,6 +214,24 @@ WRONG = [
         {"logit_bias": {"x": 1}},
         "logit_bias",
         "a token id in logit_bias must be an int, at least 0, got 'x'",
+    ),
+    (
+        COMPLETIONS,
+        {"logit_bias": {str(i): 1 for i in range(16_385)}},
+        "logit_bias",
+        "logit_bias has 16,385 entries; 16,384 is the most",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": ["a"] * 2048, "allowed_token_ids": [5] * 2048, "stop": "a"},
+        "allowed_token_ids",
+        "allowed_token_ids is too large for 2,048 prompts",
+    ),
+    (
+        GENERATE,
+        {"prompts": ["a"] * 2000, "response_format": {"type": "json_schema", "json_schema": LARGE_SCHEMA}},
+        "response_format",
+        "response_format is too large for 2,000 prompts",
     ),
     (EMBEDDINGS, {"input": []}, "input", "input must have at least 1 entry"),
     (EMBEDDINGS, {"input": ""}, "input", "input must be a non-empty string"),

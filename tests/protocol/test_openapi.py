@@ -1,5 +1,7 @@
 """/openapi.json: valid, and its schemas take what the tables parse and what the answers are."""
 
+from contextlib import nullcontext
+
 import jsonschema
 import pytest
 
@@ -76,3 +78,39 @@ def test_a_null_stands_for_a_field_that_is_not_given():
                 assert validator(url).is_valid(given) or field.effect.value == "refused"
     with pytest.raises(PagedError, match="messages is missing"):
         parse_call(CHAT, {"messages": None})
+
+
+def tag(**more):
+    return {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>", **more}
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {}}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<"], "tags": [tag()]}
+TAGS = [
+    ({"format": {"type": "sequence", "elements": [SCHEMA, {"type": "star", "content": SCHEMA}]}}, True),
+    ({"format": {"type": "json_schema", "json_schema": True, "style": "json"}}, True),
+    ({"format": {"type": "json_schema", "json_schema": False}}, False),
+    ({"format": {"type": "json_schema", "json_schema": {}, "style": "xml"}}, False),
+    ({"format": {**TRIGGERED, "tags": [{"begin": "<", "content": SCHEMA, "end": ""}]}}, True),
+    ({"format": {**TRIGGERED, "tags": [SCHEMA]}}, False),
+    ({"format": {**TRIGGERED, "at_least_one": 1}}, False),
+    ({"format": {"type": "or", "elements": [{"type": "optional", "content": {"type": "regexp"}}]}}, False),
+    ({"format": tag(wrong=1)}, False),
+    ({"format": {"type": "regex"}}, False),
+    ({"structures": [{"begin": "<", "schema": {}, "end": ">"}], "triggers": ["<"]}, True),
+    ({"structures": [{"begin": "<", "schema": {}}], "triggers": ["<"]}, False),
+    ({"format": SCHEMA, "structures": [{"begin": "<", "schema": {}, "end": ">"}]}, False),
+]
+
+
+@pytest.mark.parametrize(("given", "is_valid"), TAGS, ids=str)
+def test_the_schema_knows_the_formats_of_structural_tags(given, is_valid):
+    for name, value in (
+        ("structured_outputs", {"structural_tag": given}),
+        ("response_format", {"type": "structural_tag", **given}),
+    ):
+        body = {**BODIES[CHAT], name: value}
+        assert validator(CHAT).is_valid(body) == is_valid
+        with nullcontext() if is_valid else pytest.raises(PagedError) as refused:
+            parse_call(CHAT, body)
+        assert is_valid or refused.value.param.startswith(name)

@@ -12,9 +12,12 @@ import pytest
 from benchmarks.schemas import closed
 from paged import ConfigError, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from paged.errors import PagedError
+from paged.protocol.calls.chat import CHAT_TABLE, ChatCall
 from paged.protocol.chat_output.chat_format import ChatFormat, family_of
 from paged.protocol.chat_output.parts import ChatOutput, delta_of
 from paged.protocol.chat_output.plan import ToolPlan
+from paged.protocol.endpoints import parse_call
+from paged.protocol.limits import Limits
 from tests.support.chat_checkpoints import SPECIAL_TAGS, chat_checkpoint
 from tests.support.checkpoints import new_engine
 from tests.text.test_chat_template import CHATML, LLAMA_3
@@ -34,6 +37,7 @@ def named(name: str) -> dict[str, Any]:
 
 
 TOOLS = [tool("weather", PLACE), tool("draw", POINT), tool("stop")]
+CHAT, HELLO = "/v1/chat/completions", [{"role": "user", "content": "Hi"}]
 STRICT = [tool("weather", PLACE, strict=True), tool("draw", POINT, strict=True), tool("stop", strict=True)]
 WEATHER = named("weather")
 ONLY_DRAW = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("draw")]}}
@@ -56,6 +60,12 @@ FORMATS = {
     "mistral list": chat_format("mistral", template="[TOOL_CALLS] [{}]"),
     "none": chat_format(None),
 }
+
+
+def chat_call(**fields: Any) -> ChatCall:
+    call = parse_call(CHAT, {"messages": HELLO, **fields}, Limits(chat_format=FORMATS["hermes"]))
+    assert isinstance(call, ChatCall)
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -239,39 +249,97 @@ def test_messages_and_deltas_have_the_form_of_openai():
     assert arguments == [{"tool_calls": [{"index": 0, "function": {"arguments": '{"at": [true]}'}}]}]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tools": {}}, "tools must be a list"),
-        ({"tools": [tool("a")] * 2}, r"tools\[1\] has the same name"),
-        ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools has 129 entries; 128 is the most"),
-        ({"tools": [{"type": "retrieval"}]}, r'tools\[0\] must be \{"type": "function"'),
-        ({"tools": [tool("a b")]}, r"tools\[0\].function.name must be 1 to 64 letters"),
-        ({"tools": [tool("a" * 65)]}, r"tools\[0\].function.name must be"),
-        ({"tools": [tool("a", {"type": "array"})]}, "parameters must be a JSON schema of type object"),
-        ({"tools": [tool("a", strict=1)]}, r"tools\[0\].function.strict must be True or False"),
-        ({"tools": [tool("a", paramters={})]}, "did you mean 'parameters'"),
-        ({"tool_choice": "required"}, "tool_choice 'required' needs tools"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice must be 'none', 'auto', 'required'"),
-        (
-            {"tools": TOOLS, "tool_choice": tool("draw")},
-            "tool_choice.function got an unknown argument 'description'",
-        ),
-        (
-            {
-                "tools": TOOLS,
-                "tool_choice": {**ONLY_DRAW, "allowed_tools": {**ONLY_DRAW["allowed_tools"], "x": 1}},
-            },
-            "tool_choice.allowed_tools got an unknown argument 'x'",
-        ),
-        ({"tools": TOOLS, "tool_choice": named("other")}, "tool_choice names 'other', which is not one of"),
-        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, r'allowed_tools must be \{"mode"'),
-        ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls must be True or False"),
-    ],
-)
-def test_wrong_fields_are_named(fields, message):
-    with pytest.raises(PagedError, match=message):
-        ToolPlan.of(FORMATS["hermes"], **fields)
+FUNCTION = "tools[0].function"
+NAMED = "tool_choice.allowed_tools.tools[0].function"
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": {}}, "tools", "tools must be a list"),
+    ({"tools": [tool("a")] * 2}, "tools[1].function.name", "is that of another tool, too: 'a'"),
+    ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "tools has 129 entries; 128 is the most"),
+    (
+        {"tools": [tool("a"), {"type": "retrieval"}]},
+        "tools[1].type",
+        "tools[1].type must be one of 'function'",
+    ),
+    ({"tools": [{"type": "function"}]}, FUNCTION, "tools[0].function is missing"),
+    ({"tools": [tool("a b")]}, f"{FUNCTION}.name", "must be 1 to 64 letters"),
+    ({"tools": [tool("a" * 65)]}, f"{FUNCTION}.name", "must be 1 to 64 letters"),
+    (
+        {"tools": [tool("a"), tool("b", {"type": "array"})]},
+        "tools[1].function.parameters",
+        "tools[1].function.parameters must be a JSON schema of type object",
+    ),
+    ({"tools": [tool("a", {"a": "\ud800"})]}, f"{FUNCTION}.parameters", "parameters.a is not valid Unicode"),
+    ({"tools": [tool("a", strict=1)]}, f"{FUNCTION}.strict", "strict must be True or False"),
+    ({"tools": [tool("a", paramters={})]}, f"{FUNCTION}.paramters", "did you mean 'parameters'"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice 'required' needs tools"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", 'tool_choice must be "none" | "auto"'),
+    (
+        {"tools": TOOLS, "tool_choice": tool("draw")},
+        "tool_choice.function.description",
+        "tool_choice.function got an unknown argument 'description'",
+    ),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {**ONLY_DRAW, "allowed_tools": {"mode": "auto", "tools": [], "x": 1}},
+        },
+        "tool_choice.allowed_tools.tools",
+        "must have at least 1 entry",
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": named("other")},
+        "tool_choice.function.name",
+        "tool_choice names 'other', which is not one of the tools weather, draw, stop",
+    ),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {**ONLY_DRAW, "allowed_tools": {"mode": "auto", "tools": [named("x")]}},
+        },
+        f"{NAMED}.name",
+        "allowed_tools.tools[0] names 'x'",
+    ),
+    ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), WRONG, ids=lambda value: str(value)[:60])
+def test_wrong_fields_are_named(fields, param, message):
+    with pytest.raises(PagedError) as refused:
+        chat_call(**fields)
+    assert message in str(refused.value)
+    assert refused.value.param == param
+    validator = jsonschema.Draft202012Validator(CHAT_TABLE.schema())
+    # Names that must agree are no part of a schema.
+    is_valid = validator.is_valid({"messages": HELLO, **fields})
+    assert is_valid == any(words in message for words in ("needs tools", "names ", "another tool", "Unicode"))
+
+
+def test_the_template_sees_the_tools_as_they_are_given():
+    given = [tool("a", PLACE, strict=True), tool("b")]
+    del given[1]["function"]["description"]
+    given[1]["function"]["parameters"] = None
+    (prompt,) = (plan.template_tools for plan in [chat_call(tools=given)._plan])
+    assert prompt == [given[0], {"type": "function", "function": {"name": "b"}}]
+
+
+@pytest.mark.parametrize("reasoning", [None, "qwen3"])
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_an_impossible_schema_is_named_by_its_path(engine, reasoning, choice):
+    """Fewer tools may be called than the request has. Their schemas are parts of one grammar."""
+    tools = [
+        tool("a", POINT, strict=True),
+        tool("b", PLACE, strict=True),
+        tool("c", {"not": {}}, strict=True),
+    ]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": choice, "tools": [named("b"), named("c")]}}
+    limits = Limits(chat_format=chat_format("hermes", reasoning), trust_chat_template=True)
+    body = {"messages": HELLO, "tools": tools, "tool_choice": allowed, "chat_template": "Hi{{ x }}"}
+    call = parse_call(CHAT, body, limits)
+    with pytest.raises(RequestError, match=r"refused: format\..*json_schema: .*not") as refused:
+        engine.add_request("r", call.prompts(engine.text)[0], call.params(engine.text))
+    assert refused.value.param.startswith("structured_outputs.structural_tag.format.")
+    assert call.param_of(refused.value) == "tools[2].function.parameters"
 
 
 def test_an_impossible_schema_is_an_error_of_its_request(engine):

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from paged import LLMEngine, SamplingParams
+from paged.runner import sizes
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
 
 # Of 16 tokens each; one sequence may fill all of them.
@@ -55,6 +56,15 @@ def test_queries_have_factors_only_where_positions_need_them():
         table = engine.runner.model.rotary[0]._table
         assert table is not None
         assert (table.query_factors is not None) == has_factors
+
+
+def test_tokens_are_the_same_without_it(monkeypatch):
+    """With factors of queries, which each step then computes."""
+    expected = tokens_of(new_engine(checkpoint("ministral3")))
+    monkeypatch.setattr(sizes, "MAX_ROPE_TABLE_BYTES", 0)
+    engine = new_engine(checkpoint("ministral3"))
+    assert table_of(engine) is None
+    assert tokens_of(engine) == expected
 
 
 def test_its_values_do_not_depend_on_its_length():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from paged.errors import ConfigError
 from paged.kernels.gpu import unpack_step as kernel
 from paged.kernels.gpu.target import in_interpreter
 from paged.model.batch import Batch, BatchBuilder, Queries
+from paged.model.config import LongContext
 from paged.model.transfers import Transfers
-from paged.requests.request import PromptReport
+from paged.requests.prompt_report import PromptReport
 from paged.runner.seated_batches import ALL_KEPT, SeatedBatches
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
@@ -25,14 +27,21 @@ MAX_NUM_SEQS, MAX_LEN = 6, 100
 WITH_WINDOW = (None, 12)
 
 
-def new_seated(num_groups: int = 1) -> SeatedBatches:
+# How positions depend on a request's length: dynamic rope, and longrope from 30 tokens on.
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"with_rope_lens": True},
+    "longrope": {"long_context": LongContext(30, 1000)},
+}
+
+
+def new_seated(num_groups: int = 1, rope: str = "dynamic") -> SeatedBatches:
     return SeatedBatches(
         cases.BLOCK_SIZE,
         DEVICE,
         num_groups=num_groups,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_LEN,
-        with_rope_lens=True,
+        **ROPES[rope],
     )
 
 
@@ -48,8 +57,11 @@ def batch_of(seated: SeatedBatches, schedule: Schedule) -> Batch:
 
 
 def assert_equal(batch: Batch, expected: Batch) -> None:
-    for name in ("token_ids", "positions", "rope_lens", "output_rows"):
+    for name in ("token_ids", "positions", "output_rows"):
         assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
+    assert (batch.rope_lens is None) is (expected.rope_lens is None)
+    if batch.rope_lens is not None and expected.rope_lens is not None:
+        assert batch.rope_lens.tolist() == expected.rope_lens.tolist()
     for got, wanted in zip(batch.slot_mapping, expected.slot_mapping, strict=True):
         assert got.tolist() == wanted.tolist()
     assert (batch.num_logits, batch.is_decode) == (expected.num_logits, expected.is_decode)
@@ -72,8 +84,10 @@ def assert_equal_queries(got: Queries, expected: Queries) -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), WITH_WINDOW], ids=["full", "windowed"])
-@pytest.mark.parametrize("num_host_blocks", [0, 40], ids=["recompute", "swap"])
-def test_equals_the_batches_of_the_builder(windows, num_host_blocks):
+@pytest.mark.parametrize(
+    ("num_host_blocks", "rope"), [(0, "dynamic"), (40, "dynamic"), (0, "longrope")], ids=str
+)
+def test_equals_the_batches_of_the_builder(windows, num_host_blocks, rope):
     """While requests are chunked, fork, grow, are preempted both ways, changed and reported on, and end."""
     rng = random.Random(len(windows) + num_host_blocks)
     manager = BlockManager(
@@ -86,7 +100,7 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks):
         long_prefill_token_threshold=11,
         swap_pays=(lambda _: True) if num_host_blocks else None,
     )
-    seated, is_decode = new_seated(len(windows)), []
+    seated, is_decode = new_seated(len(windows), rope), []
     for i in range(9):
         request = cases.new_request(str(i), prompt_len=1 + 5 * i % 37, max_tokens=12 + 7 * i % 40)
         if i % 3 == 0:
@@ -101,7 +115,7 @@ def test_equals_the_batches_of_the_builder(windows, num_host_blocks):
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
         if schedule.requests:
-            builder = BatchBuilder(cases.BLOCK_SIZE, torch.device("cpu"), with_rope_lens=True)
+            builder = BatchBuilder(cases.BLOCK_SIZE, torch.device("cpu"), **ROPES[rope])
             assert_equal(batch_of(seated, schedule), builder.build(schedule))
             is_decode.append(schedule.is_decode)
         cases.updated(scheduler, schedule)

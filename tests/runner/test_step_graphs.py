@@ -15,6 +15,7 @@ from paged.kernels.cpu.launch.graph import Graph, NotRecordableError, Recorder, 
 from paged.kernels.cpu.launch.machine_code import MachineCode
 from paged.kernels.cpu.launch.tasks import Launch, Task
 from paged.kernels.cpu.simd.vectors import HAS_DOT
+from paged.model.decoder import Decoder
 from tests.support.checkpoints import (
     SHAPE,
     assert_all_free,
@@ -44,6 +45,8 @@ CASES = {
     "gemma4-unified": {"num_blocks": 96},
     "smollm3": {"num_blocks": 48},
     "glm4": {},
+    "gpt2": {},
+    "gpt_neox": {"quantization": "int8"},
 }
 if HAS_DOT:  # elsewhere bfloat16 is left to torch in part
     CASES |= {name: {"dtype": "bfloat16", "deterministic": True} for name in ("demo", "qwen2")}
@@ -123,11 +126,28 @@ def test_other_number_of_threads(name):
     assert len(graphs_of(engine)) >= 2
 
 
-def test_what_torch_computes_is_not_recorded():
-    """Dynamic rope is computed by torch, so its steps run without a recording."""
-    engine = new_engine(checkpoint("llama-dynamic"))
-    run(engine, ragged_prompts([5, 30]), SamplingParams(temperature=0.0, max_tokens=6, logprobs=1))
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("llama-dynamic", {}, "the angles of its rotary embedding"),
+        ("llama", {"dtype": "float16"}, "a part of its linear layers in torch.float16"),
+    ],
+)
+def test_a_model_that_torch_computes_in_part_says_so_at_start(name, options, reason, monkeypatch, caplog):
+    """Where it does not say so, each shape of step is tried once, and a warning follows."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
+    engine = new_engine(checkpoint(name), **options)
+    assert engine.runner.graphs is None
+    assert f"steps are not recorded, because torch computes {reason}" in caplog.text
+    expected = run(engine, ragged_prompts([5, 30]), params)
+    monkeypatch.setattr(Decoder, "obstacle_to_recording", None)
+    engine = new_engine(checkpoint(name), **options)
+    assert run(engine, ragged_prompts([5, 30]), params) == expected
     assert not graphs_of(engine)
+    assert caplog.text.count("a step is not recorded") == 1
+
+
+def test_what_torch_computes_is_not_recorded():
     x = torch.rand(3, 32)
     with Recorder():
         numba_kernels.silu_and_mul(x.view(6, 16)).flatten()

@@ -14,7 +14,8 @@ from paged import RequestError, RequestOutput, SamplingParams
 from paged.kernels.backend import Kernels, load_kernels
 from paged.kernels.reference import token_logprobs as by_sorting
 from paged.model.transfers import Transfers
-from paged.requests.request import PromptReport, Request, RequestInputs, TokenLogprobs
+from paged.requests.prompt_report import PromptReport, TokenLogprobs
+from paged.requests.request import Request, RequestInputs
 from paged.sampling import reporter
 from paged.sampling.logprobs import AskedLogprobs
 from paged.scheduler.schedule import AskedRows

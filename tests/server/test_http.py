@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from paged.errors import EngineDeadError
 from paged.server.http import connection, exchange
 from tests.support.served import eventually, serving
 
@@ -172,6 +173,9 @@ def test_a_full_queue_says_when_to_come_back(served):
     front = served.front
     failure = asyncio.run(front.failure_of(ValueError("a secret"), "id"))
     assert failure.body["error"]["message"] == "the server failed; its log has the error of request id"
+    front._rate._finished.extend([time.monotonic() - 100] * 2)  # it was idle, which delays nothing
+    unavailable = asyncio.run(front.failure_of(EngineDeadError("ended"), "id"))
+    assert (b"retry-after", b"1") in unavailable.headers
     rate = type(front._rate)()
     assert rate.seconds_for(1000) == 1  # nothing is known yet
     rate._finished.extend([time.monotonic() - 19.8, time.monotonic() - 10])

@@ -11,6 +11,7 @@ import pytest
 from paged.protocol.calls.completions import CompletionCall
 from paged.server.http import exchange
 from paged.text.tokenizer import Tokenizer
+from tests.server.test_refusals import LONG, posted
 from tests.support.served import eventually, serving
 
 COMPLETION = "/v1/completions"
@@ -84,25 +85,31 @@ def test_encoding_in_pieces():
     assert exchange.encode_in_pieces(value) == exchange.encode_json(value)
 
 
-def test_large_bodies_that_are_read_at_once_are_bounded(engine):
-    def head(size: int) -> bytes:
-        return (
-            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n" % size
-        )
-
+def test_bodies_of_requests_in_progress_are_bounded(engine):
+    """While they are read, and until their responses end; small ones are not kept out by large ones."""
+    json_type = {"content-type": "application/json"}
+    large = json.dumps({"prompt": "a", "max_tokens": 1}).encode().ljust(150_000)
     with serving(engine) as served:
         budget = served.front.body_budget
-        budget.max_bytes = 200_000
-        large = json.dumps({"prompt": "a", "max_tokens": 1, "user": "b"}).encode().ljust(200_000)
-        with served.connect() as client:
-            client.sendall(head(300_000) + b" " * 250_000)
-            eventually(lambda: budget.num_bytes == 250_000 - 2**16)
-            json_type = {"content-type": "application/json"}
+        budget.max_bytes = 300_000
+
+        def check_refused() -> None:
             status, headers, data = served.request("POST", COMPLETION, large, json_type)
             assert (status, headers["retry-after"]) == (503, "1")
-            assert b"200,000 bytes" in data
-            served.post(COMPLETION, prompt="a", max_tokens=1)  # small ones are not kept out
+            assert b"300,000 bytes" in data
+            served.post(COMPLETION, prompt="a", max_tokens=1)
+
+        with served.connect() as client:  # one that is being read
+            client.sendall(posted({})[:-2].replace(b": 2", b": 250000") + b" " * 200_000)
+            eventually(lambda: budget.num_bytes == 200_000)
+            check_refused()
+        eventually(lambda: budget.num_bytes == 0)
+        with served.connect() as client:  # one that is being answered
+            client.sendall(posted({**LONG, "bad_words": ["x" * 80_000] * 2}))
+            eventually(lambda: served.num_requests == 1)
+            assert budget.num_bytes > 150_000
+            check_refused()
         eventually(lambda: budget.num_bytes == 0)
         assert served.request("POST", COMPLETION, large, json_type)[0] == 200
+        assert served.request("POST", COMPLETION, large.replace(b'"prompt"', b'"promt"'), json_type)[0] == 400
         eventually(lambda: budget.num_bytes == 0)

@@ -6,19 +6,49 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
 
 from paged import AsyncLLMEngine
 from paged.errors import EngineDeadError
-from tests.support.served import eventually, serving
+from paged.protocol.limits import MAX_PROMPTS
+from paged.server.engine_client import EngineClient
+from paged.server.options import MAX_WAITING
+from paged.text import prompt_parser
+from tests.support.served import Served, eventually, serving
 
 COMPLETION = "/v1/completions"
 LONG = {"prompt": "a", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
 
 
-def posted(body: dict) -> bytes:
+def posted(body: dict, path: str = COMPLETION) -> bytes:
     data = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    head = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n" % path.encode()
     return head + b"content-length: %d\r\n\r\n%b" % (len(data), data)
+
+
+ENGINES = [AsyncLLMEngine, EngineClient]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=["in this process", "in another process"])
+def narrow(request) -> Iterator[Served]:
+    """Yield a server that answers one request at a time."""
+    engine = request.param("demo", device="cpu", num_threads=1, num_blocks=512, max_num_seqs=1)
+    with serving(engine, closes=True) as served:
+        yield served
+
+
+@pytest.fixture
+def busy(narrow) -> Iterator[Served]:
+    """Yield a server that is answering a long request, so that others wait."""
+    eventually(lambda: narrow.num_requests == 0)
+    with narrow.connect() as client:
+        client.sendall(posted(LONG))
+        eventually(lambda: narrow.num_requests == 1)
+        yield narrow
 
 
 def stats(engine, name: str) -> int:
@@ -60,6 +90,94 @@ def test_timeout_s_counts_from_the_arrival(served):
         time.sleep(0.25)
         client.sendall(sent[-9:])
         assert client.recv(100).startswith(b"HTTP/1.1 504 ")
+
+
+VECTORS = {
+    "/v1/embeddings": {"input": ["a", "b"]},
+    "/v1/score": {"prompt": "a", "continuations": ["b", "c"]},
+}
+
+
+@pytest.mark.parametrize("path", VECTORS)
+def test_timeout_s_ends_embeddings_and_scores_that_wait(path, busy):
+    status, headers, data = busy.request("POST", path, {**VECTORS[path], "timeout_s": 0.05})
+    assert (status, headers["x-should-retry"]) == (504, "false"), data
+    assert json.loads(data)["error"]["message"] == "timeout_s has passed"
+    assert busy.num_requests == 1
+    assert busy.request("POST", path, {**VECTORS[path], "timeout_s": 0})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": [[5], [4096]]}, "input"),
+        ("/v1/score", {"prompt": [4096], "continuations": [[5]]}, "prompt"),
+        ("/v1/score", {"prompt": [5], "continuations": [[5], [4096]]}, "continuations"),
+        ("/v1/score", {"prompt": [5] * 600, "continuations": [[5]] * 2}, "continuations"),
+        ("/v1/score", {"prompt": "a", "continuations": ["b"], "priority": 1}, "priority"),
+    ],
+)
+def test_errors_of_the_engine_name_the_field(path, body, param, served_by_either, monkeypatch):
+    monkeypatch.setattr(prompt_parser, "MAX_CONTINUED_TOKENS", 1000)
+    status, _, data = served_by_either.request("POST", path, body)
+    assert (status, json.loads(data)["error"]["param"]) == (400, param)
+
+
+def test_what_is_prepared_is_bounded_like_what_waits():
+    """Conversations that are rendered, texts that are tokenized, and grammars that are compiled."""
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "chat_template": "{{ 1 }}"}
+    with serving(
+        EngineClient("demo", device="cpu", num_threads=1, num_blocks=512, max_waiting=2),
+        closes=True,
+        trust_request_chat_template=True,
+    ) as served:
+        for num_preparing, status in ((2, 429), (1, 200)):
+            served.front._num_preparing = num_preparing
+            for path, body in (("/v1/chat/completions", chat), ("/tokenize", {"prompt": "a"})):
+                assert served.request("POST", path, body)[0] == status
+        served.front._num_preparing = 0
+
+        def compiled(i: int) -> bytes:
+            schema = {"enum": [f"{i} {j}" for j in range(100)]}
+            return served.request(
+                "POST", COMPLETION, {"prompt": "a", "structured_outputs": {"json": schema}}
+            )[2]
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = [*pool.map(compiled, range(16))]
+        refused = [answer for answer in answers if b"2 requests wait for their grammars" in answer]
+        assert 0 < len(refused) < 16
+        eventually(lambda: served.num_requests == 0)
+
+
+def test_a_flood_is_refused_by_default():
+    """Two bodies with the most prompts wait. Of the third nearly all are refused, as few have ended."""
+    engine = AsyncLLMEngine(
+        "demo", device="cpu", num_threads=1, num_blocks=512, max_num_seqs=1, max_waiting=MAX_WAITING
+    )
+    flood = {**LONG, "prompts": [[5]] * MAX_PROMPTS, "stream": True}
+    del flood["prompt"]
+    with serving(engine, closes=True) as served, ExitStack() as stack:
+        clients = [stack.enter_context(served.connect()) for _ in range(3)]
+        for i, client in enumerate(clients[:2], start=1):
+            client.sendall(posted(flood, "/generate/batch"))
+            eventually(lambda i=i: served.num_requests >= i * MAX_PROMPTS - 20)
+        clients[2].sendall(posted(flood, "/generate/batch"))
+        answer = b""
+        while answer.count(b"4096 requests wait already") < MAX_PROMPTS - 20:
+            answer += clients[2].recv(2**16)
+        assert b"rate_limit_error" in answer
+        assert MAX_WAITING - 20 < served.stats().num_waiting <= MAX_WAITING
+
+
+def test_scores_have_their_usage(served_by_either):
+    asked = {"prompt": [5, 6, 7], "continuations": [[8], [9, 10]], "timeout_s": 60}
+    assert served_by_either.post("/v1/score", **asked)["usage"] == {
+        "prompt_tokens": 3 + 1 + 3 + 2,
+        "completion_tokens": 0,
+        "total_tokens": 9,
+        "prompt_tokens_details": None,
+    }
 
 
 def test_what_failed_inside_is_for_the_log(served, caplog):

@@ -61,6 +61,7 @@ def test_flags_override_the_environment_and_this_the_file(run, started, tmp_path
     assert engine == {
         "model": "from-file",
         "seed": 3,
+        "max_waiting": 4096,  # by default
         "max_model_len": 128,
         "enforce_eager": True,
         "tenant_weights": {"x": 2},

@@ -13,8 +13,12 @@ from paged.protocol.endpoints import ENDPOINTS
 from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, STREAM_OPTIONS, TEMPLATE_FIELDS
 from paged.protocol.fields.messages import MESSAGE_TABLE
 from paged.protocol.fields.sampling import CONSTRAINTS, RESPONSE_FORMAT, SAMPLING_FIELDS, SCHEMA_TABLE
+from paged.protocol.fields.structural_tags import STRUCTURE_TABLE, kind_of
 from paged.protocol.fields.table import Effect, Field, FieldTable
+from paged.protocol.fields.tools import ALLOWED_TABLE, CHOICE_TABLES, FUNCTION_TABLE, TOOL_TABLE
 from paged.strict_json import MAX_JSON_DEPTH
+from paged.structural_tag import TAG_FORMATS
+from paged.text.prompt_parser import MAX_CONTINUED_TOKENS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -149,6 +153,12 @@ NESTED: dict[str, FieldTable] = {
     "`structured_outputs`": CONSTRAINTS,
     "`response_format.json_schema`": SCHEMA_TABLE,
     "`response_format` of type structural_tag": RESPONSE_FORMAT.tables["structural_tag"],
+    "An entry of `structures`": STRUCTURE_TABLE,
+    "An entry of `tools`": TOOL_TABLE,
+    "`function` of a tool": FUNCTION_TABLE,
+    "`tool_choice` of type function": CHOICE_TABLES["function"],
+    "`tool_choice` of type allowed_tools": CHOICE_TABLES["allowed_tools"],
+    "`tool_choice.allowed_tools`": ALLOWED_TABLE,
 }
 _INTRO = f"""# Fields of request bodies
 
@@ -163,7 +173,11 @@ that a field is not given. Errors name the field in `param`.
 | samples of a prompt (`n`, `best_of`) | {limits.MAX_N} |
 | prompts, or inputs to embed | {limits.MAX_PROMPTS:,} |
 | prompts times `n` or `best_of` | {limits.MAX_CHOICES:,} |
+| characters of the parameters, with four for each entry of a list, times the prompts of a body with several \
+| {limits.MAX_PARAMETER_SIZE:,} |
+| tokens of a prompt times its continuations to score | {MAX_CONTINUED_TOKENS:,} |
 | stop strings | {limits.MAX_STOP_STRINGS} |
+| entries of `logit_bias` | {limits.MAX_LOGIT_BIASES:,} |
 | messages | {limits.MAX_MESSAGES:,} |
 | continuations to score | {limits.MAX_CONTINUATIONS:,} |
 | `top_logprobs` | {limits.MAX_TOP_LOGPROBS} |
@@ -195,7 +209,21 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n{also}{''.join(_rows(own))}")
     for title, table in NESTED.items():
         parts.append(f"\n## {title}\n\n{''.join(_rows(table.fields))}")
+    parts.append(f"\n## A format of a structural tag\n\n{''.join(_format_rows())}")
     return "".join(parts)
+
+
+def _format_rows() -> Iterator[str]:
+    yield "`type` says which; the fields marked `*` must be given.\n\n"
+    yield "| type | what it matches | field | value | meaning |\n|---|---|---|---|---|\n"
+    for name, (meaning, own, _) in TAG_FORMATS.items():
+        first = f"| `{name}` | {meaning} |"
+        for field_name, field in own.items():
+            star = "" if field.kind == "switch" else "*"
+            yield f"{first} `{field_name}`{star} | {kind_of(field)} | {field.meaning} |\n"
+            first = "| | |"
+        if not own:
+            yield f"{first} | | |\n"
 
 
 def _rows(fields: Sequence[Field]) -> Iterator[str]:

@@ -24,6 +24,8 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     Gemma4VisionConfig,
     Glm4Config,
+    GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -54,7 +56,7 @@ POISON = {torch.int8: 99}
 VOCAB_SIZE = 211  # a prime: no tile or vector divides it
 # Rope scaling for contexts longer than max_position_embeddings, shorter than that times the factor.
 STRETCHED = ("llama-linear", "llama-dynamic", "llama-yarn")
-# Rope with other frequencies beyond the trained context, which an engine of longer contexts uses throughout.
+# Rope with other frequencies for requests beyond the trained context of 64 tokens.
 LONG = ("phi3-longrope",)
 
 # head_dim is 16 where hidden_size / num_heads is 12, as a model may choose it freely.
@@ -72,6 +74,14 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
+}
+
+
+# Heads divide hidden_size.
+OLD_SHAPE: dict[str, Any] = {
+    key: value
+    for key, value in {**SHAPE, "hidden_size": 80}.items()
+    if key not in ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps")
 }
 
 
@@ -239,6 +249,17 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         mlp_bias=True,
     ),
     "glm4": lambda: Glm4Config(**SHAPE, attention_bias=True),
+    "gpt2": lambda: GPT2Config(**{**OLD_SHAPE, "tie_word_embeddings": True}, n_inner=72),
+    "gpt2-unscaled": lambda: GPT2Config(**OLD_SHAPE, activation_function="gelu", scale_attn_weights=False),
+    "gpt_neox": lambda: GPTNeoXConfig(**OLD_SHAPE, intermediate_size=72, rotary_pct=0.6),
+    "gpt_neox-serial": lambda: GPTNeoXConfig(
+        **{**OLD_SHAPE, "tie_word_embeddings": True},
+        intermediate_size=72,
+        hidden_act="gelu_fast",
+        use_parallel_residual=False,
+        attention_bias=False,
+        **_rope("linear", factor=2.0, partial_rotary_factor=1.0),
+    ),
 }
 
 
@@ -281,7 +302,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or "ln_" in name:
                 parameter.copy_(1 + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)

@@ -31,7 +31,7 @@ SCALARS: list[Any] = [
     None, "x", b"x", [1], {}, math.nan, math.inf, -1, -1.0, 0, 2, 0.5, 2**31, 2**64, HUGE, -HUGE, 1j, True,
     False, np.float32(0.5), np.int64(1), np.ones(2), object, torch.float64,
 ]  # fmt: skip
-FLAGS = ("unit_offset", "add", "pairs", "gated", "panels.gated")
+FLAGS = ("unit_offset", "add", "tanh", "pairs", "gated", "panels.gated")
 INTS = (
     "max_seqlen_q", "min_seqlen_q", "max_decode_q", "shared_prefix_len", "sliding_window", "num_top",
     "panels.out_features",
@@ -99,6 +99,9 @@ def _required(call: Call) -> tuple[str, ...]:
         "take_rows": ("table", "indices"),
         "rms_norm": ("x", "weight", "eps"),
         "rms_norm_into": ("x", "weight", "eps", "out"),
+        "layer_norm": ("x", "weight", "bias", "eps"),
+        "gelu": ("x", "tanh"),
+        "add": ("x", "out"),
         "scale_and_cap": ("x", "factor"),
         "scale_rows": ("x", "factors"),
         "rotary_store_kv": ("qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping"),

@@ -120,6 +120,21 @@ def assert_norm(got: Tensor, exact: Tensor, *, unit_offset: bool = False) -> Non
     assert_within(got, exact, (allowed + 2 * U32 * unit_offset) * exact.abs())
 
 
+def assert_layer_norm(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
+    """Compare (x - mean) / sqrt(var + eps) * weight + bias with float64.
+
+    The mean is off as the sum in `norm_error` is. What is off in the difference is divided and multiplied
+    with it.
+    """
+    x, weight, bias = x.double(), weight.double(), bias.double()
+    centred = x - x.mean(-1, keepdim=True)
+    factor = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+    exact = centred * factor + bias
+    mean_error = norm_error(x.shape[-1]) * x.abs().mean(-1, keepdim=True)
+    in_float32 = (mean_error + (norm_error(x.shape[-1]) + 3 * U32) * centred.abs()) * factor.abs()
+    assert_within(got, exact, in_float32 + (U32 + unit_roundoff(got.dtype)) * exact.abs())
+
+
 def assert_rotated(got: Tensor, exact: Tensor, *, norm: bool, unit_offset: bool = False) -> None:
     """Heads after rotary and maybe a norm: [..., head_dim].
 
@@ -150,6 +165,11 @@ def assert_gelu_and_mul(got: Tensor, x: Tensor, exact: Tensor, name: str) -> Non
     roundings = 2 if name == "torch" else 1
     gate, up = x.double().abs().chunk(2, dim=-1)
     assert_within(got, exact, roundings * unit_roundoff(got.dtype) * exact.abs() + 4 * U32 * gate * up)
+
+
+def assert_gelu(got: Tensor, x: Tensor, exact: Tensor) -> None:
+    """x Φ(x), where Φ is off by a few u."""
+    assert_within(got, exact, unit_roundoff(got.dtype) * exact.abs() + 4 * U32 * x.double().abs())
 
 
 def assert_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:

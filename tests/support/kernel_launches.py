@@ -186,6 +186,10 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
     kernels.rms_norm_into(heads, torch.empty(256, dtype=dtype), 1e-6, heads)  # Gemma 4's norm of V
     for unit_offset in (False, True):
         kernels.rms_norm_into(hidden, weight, 1e-6, residual, unit_offset=unit_offset, add=True)
+    for added in (None, torch.empty_like(hidden)):
+        kernels.layer_norm(hidden, weight, torch.empty_like(weight), 1e-6, added)
+    for tanh in (False, True):
+        kernels.gelu(torch.empty(num_tokens, 4 * size, dtype=dtype), tanh=tanh)
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     kernels.gelu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     ups = torch.empty(num_tokens, 30 * 256, dtype=dtype)  # of all layers

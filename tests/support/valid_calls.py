@@ -97,6 +97,32 @@ def _gelu_and_mul(kernels: Kernels, generator: random.Random) -> Call:
     return Call("gelu_and_mul", kernels.gelu_and_mul, arguments, expected=reference.gelu_and_mul)
 
 
+def _layer_norm(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, shape = _dtype(generator), (generator.randint(1, 4), generator.choice([16, 37, 256]))
+    arguments: dict[str, Any] = {
+        "x": torch.randn(shape).to(dtype),
+        "weight": torch.randn(shape[1]).to(dtype),
+        "bias": torch.randn(shape[1]).to(dtype),
+        "eps": generator.choice([1e-5, 1]),
+    }
+    if generator.random() < 0.5:
+        arguments["residual"] = torch.randn(shape).to(dtype)
+    written = ("residual",)
+    return Call("layer_norm", kernels.layer_norm, arguments, written, written, expected=reference.layer_norm)
+
+
+def _gelu(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), generator.choice([1, 16, 37])).to(_dtype(generator))
+    arguments = {"x": x, "tanh": generator.random() < 0.5}
+    return Call("gelu", kernels.gelu, arguments, ("x",), expected=reference.gelu)
+
+
+def _add(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, shape = _dtype(generator), (generator.randint(1, 4), generator.choice([1, 16, 37]))
+    arguments = {name: torch.randn(shape).to(dtype) for name in ("x", "out")}
+    return Call("add", kernels.add, arguments, ("out",), expected=reference.add)
+
+
 def _rms_norm_into(kernels: Kernels, generator: random.Random) -> Call:
     heads = generator.choice([(), (1,), (3,)])
     dtype, shape = _dtype(generator), (generator.randint(1, 4), *heads, generator.choice([16, 37, 256]))
@@ -313,8 +339,9 @@ def _filter_logits(_: Kernels, generator: random.Random) -> Call:
 
 
 _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
-    _take_rows, _rms_norm, _rms_norm_into, _silu_and_mul, _gelu_and_mul, _scale_and_cap, _scale_rows,
-    _rotary_store_kv, _copy_blocks, _attention, _greedy, _token_logprobs, _apply_penalties, _sample_tokens,
+    _take_rows, _rms_norm, _rms_norm_into, _layer_norm, _silu_and_mul, _gelu_and_mul, _gelu, _add,
+    _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _token_logprobs,
+    _apply_penalties, _sample_tokens,
 ]  # fmt: skip
 
 

@@ -241,7 +241,14 @@ def test_the_cache_of_the_hub_is_read_through_its_links(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "PreTrainedTokenizer"],
+    [
+        "LlamaTokenizerFast",
+        "LlamaTokenizer",
+        "Qwen2TokenizerFast",
+        "GPT2Tokenizer",
+        "GPTNeoXTokenizerFast",
+        "PreTrainedTokenizer",
+    ],
 )
 def test_classes_that_checkpoints_name_are_loaded_in_this_process(tmp_path, name):
     tokenizer = Tokenizer(write(tmp_path, settings={"tokenizer_class": name}))
@@ -400,7 +407,7 @@ def test_an_interrupt_passes(monkeypatch):
         tokenizer.encode("x")
 
 
-def test_a_remote_tokenizer_is_equal_to_that_of_transformers(tmp_path):
+def test_a_remote_tokenizer_is_equal_to_that_of_transformers(tmp_path, monkeypatch):
     """Here it is only the pattern that sends the demo's tokenizer to the worker."""
     shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "tokenizer.json"
@@ -418,3 +425,8 @@ def test_a_remote_tokenizer_is_equal_to_that_of_transformers(tmp_path):
         assert [ours.token_text(i) for i in ids] == [theirs.token_text(i) for i in ids]
     with pytest.raises(RequestError, match="lone surrogate"):
         ours.encode("\ud800")
+    # A text that is far too long is refused before it is sent as a whole.
+    sizes, ask = list[int](), RemoteTokenizer._ask
+    monkeypatch.setattr(RemoteTokenizer, "_ask", lambda self, r: sizes.append(len(str(r))) or ask(self, r))
+    assert ours.least_tokens("def f(x): " * 100_000, 100) > 100
+    assert sum(sizes) < 10_000

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from paged import CompletionOutput, LLMEngine, RequestError, RequestOutputKind, SamplingParams
 from paged.model.config import DEMO
-from paged.requests.request import Request, RequestGroup, RequestInputs, TokenLogprobs
+from paged.requests.prompt_report import TokenLogprobs
+from paged.requests.request import Request, RequestGroup, RequestInputs
 from paged.requests.stop_strings import StopStrings, stop_strings
 from paged.text.outputs import OutputProcessor
 from paged.text.tokenizer import Tokenizer

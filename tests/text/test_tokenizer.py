@@ -16,7 +16,8 @@ from tokenizers import Tokenizer as Backend
 
 from paged.errors import CheckpointError, RequestError
 from paged.model.config import DEMO
-from paged.requests.request import Request, RequestGroup, RequestInputs, TokenLogprobs
+from paged.requests.prompt_report import TokenLogprobs
+from paged.requests.request import Request, RequestGroup, RequestInputs
 from paged.sampling_params import SamplingParams
 from paged.text.detokenizer import REPLACEMENT, Detokenizer
 from paged.text.outputs import OutputProcessor
@@ -263,6 +264,13 @@ SWALLOWED = {
     "blanks": ({"pre_tokenizer": pre_tokenizers.WhitespaceSplit()}, " " * BLANK + "a a"),
     "stripped": ({"normalizer": normalizers.Strip()}, "a" + "\n" * BLANK),
     "one-word": ({}, "b" * BLANK),
+    "joined": (
+        {
+            "normalizer": normalizers.Replace(Regex(r" {2,}|\n+"), " "),
+            "pre_tokenizer": pre_tokenizers.WhitespaceSplit(),
+        },
+        "a" + " " * BLANK + "\n" * BLANK + "a",
+    ),
     "far-behind": (
         {
             "normalizer": normalizers.Replace(Regex("<[^>]*>"), ""),
@@ -290,6 +298,20 @@ def test_text_that_the_tokenizer_swallows_is_not_too_long(case, tmp_path):
     tokenizer = words(tmp_path, **parts)
     assert 0 < len(tokenizer.encode(text)) < 3
     assert tokenizer.least_tokens(text, 10) == 0
+
+
+@pytest.mark.parametrize("behavior", ["normalizer", "splitter"])
+def test_text_with_runs_of_blanks_is_seen_at_its_beginning(behavior, tmp_path):
+    blanks = Regex(r"\s+")
+    parts = {
+        "normalizer": {
+            "normalizer": normalizers.Replace(blanks, " "),
+            "pre_tokenizer": pre_tokenizers.Whitespace(),
+        },
+        "splitter": {"pre_tokenizer": pre_tokenizers.Split(blanks, "removed")},
+    }
+    tokenizer = words(tmp_path, **parts[behavior])
+    assert 10 < tokenizer.least_tokens("a  " * 100_000, 10) < 100_000
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"], ids=ascii)

@@ -1,22 +1,32 @@
-"""The gated activation gelu(gate) * up, with GELU's tanh approximation."""
+"""GELU, and the gated activation gelu(gate) * up with its tanh approximation."""
 
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from ...arguments import check_gelu_and_mul
+from ...arguments import check_gelu, check_gelu_and_mul
 from ...checks import KERNEL_DTYPES, is_trusted
 from ...plain import ops as torch_ops
 from ..launch.tasks import Task, addresses
+from ..simd import vectors
 from ..simd.memory import some_of
 from ..simd.numbers import ITEM_SIZES, KINDS
-from ..simd.vectors import LANES, fma, function, gated_by, multiply, splat
+from ..simd.vectors import LANES, fma, function, gated_by, inlined, multiply, splat
 from .row_kernel import by_kind, rows_of_unit, units_of_rows
 
 GELU_AND_MUL = Task(
     ("x", "up", "out"), ("kind", "num_rows", "size", "x_stride", "up_stride", "rows_per_unit")
 )
+GELU = Task(("x",), ("kind", "tanh", "num_rows", "size", "x_stride", "rows_per_unit"))
+
+
+@inlined
+def gelu_by_tanh(x):
+    """Return x / 2 (1 + tanh z): (1 + tanh z) / 2 is the sigmoid of 2 z."""
+    # 2 sqrt(2 / pi), and that times 0.044715.
+    linear, cubic = splat(np.float32(1.5957691216057308)), splat(np.float32(0.07135481627159256))
+    return gated_by(x, multiply(x, fma(multiply(x, x), cubic, linear)))
 
 
 @by_kind
@@ -25,17 +35,13 @@ def _gelu_and_mul_row(kind: int) -> Any:
 
     @function
     def gelu_and_mul_row(args, row):
-        """(1 + tanh z) / 2 is the sigmoid of 2 z."""
         size = args.size
         gate, ups = args.x + row * args.x_stride, args.up + row * args.up_stride
         out = args.out + row * size * size_of
-        # 2 sqrt(2 / pi), and that times 0.044715.
-        linear, cubic = splat(np.float32(1.5957691216057308)), splat(np.float32(0.07135481627159256))
         for i in range(0, size, LANES):
             at, left = i * size_of, size - i
             x, up = load(gate + at, left), load(ups + at, left)
-            inner = multiply(x, fma(multiply(x, x), cubic, linear))
-            store(out + at, multiply(gated_by(x, inner), up), left)
+            store(out + at, multiply(gelu_by_tanh(x), up), left)
 
     return gelu_and_mul_row
 
@@ -71,3 +77,46 @@ def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_toke
         per_unit,
     )
     return out
+
+
+@by_kind
+def _gelu_row(kind: int) -> Any:
+    size_of, (load, store) = ITEM_SIZES[kind], some_of(kind)
+
+    @function
+    def gelu_row(args, row):
+        x = args.x + row * args.x_stride
+        for i in range(0, args.size, LANES):
+            at, left = i * size_of, args.size - i
+            number = load(x + at, left)
+            store(x + at, gelu_by_tanh(number) if args.tanh else vectors.gelu(number), left)
+
+    return gelu_row
+
+
+@GELU.each_unit
+def _gelu_unit(args, unit):
+    for row in rows_of_unit(args, unit):
+        _gelu_row(args, row)
+
+
+def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
+    """Apply GELU to x in place; see `reference.gelu`."""
+    if not is_trusted():
+        check_gelu(x, tanh=tanh)
+    regular = x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
+    if not regular:
+        torch_ops.gelu(x, tanh=tanh)
+        return
+    num_rows, size = x.shape
+    num_units, per_unit = units_of_rows(num_rows, size)
+    GELU.run(
+        num_units,
+        *addresses(x),
+        KINDS[x.dtype],
+        tanh,
+        num_rows,
+        size,
+        x.stride(0) * x.itemsize,
+        per_unit,
+    )

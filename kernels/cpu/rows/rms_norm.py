@@ -10,14 +10,10 @@ from ...arguments import check_rms_norm, check_rms_norm_into
 from ...checks import KERNEL_DTYPES, is_trusted
 from ...plain import ops as torch_ops
 from ..launch.tasks import Task, addresses, is_plain
-from ..simd.memory import LINE, some_of
+from ..simd.memory import some_of
 from ..simd.numbers import FLOAT32, ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, add, fma, function, multiply, splat, total
-from .row_kernel import by_kind, rows_of_unit, units_of_rows
-
-# Rows that start whole pages apart share few sets of the L1 cache, where a product reads many of them
-# together: if there are more than FEW_ROWS of them, they are padded by a cache line.
-PAGE_BYTES, FEW_ROWS = 4096, 64
+from .row_kernel import by_kind, padded_width, rows_of_unit, units_of_rows
 
 RMS_NORM = Task(
     ("x", "weight", "residual", "out"),
@@ -95,7 +91,7 @@ def rms_norm(
 ) -> Tensor:  # [..., size]
     """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given; see `reference.rms_norm`.
 
-    More than FEW_ROWS rows of whole pages are padded: the result is not contiguous.
+    Many rows of whole pages are padded, see `padded_width`: the result is not contiguous.
     """
     if not is_trusted():
         check_rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
@@ -112,9 +108,7 @@ def rms_norm(
     if not regular:
         return torch_ops.rms_norm(x, weight, eps, residual, unit_offset=unit_offset)
     num_rows = rows.shape[0]
-    width = size
-    if x.dim() == 2 and num_rows > FEW_ROWS and size * x.itemsize % PAGE_BYTES == 0:
-        width += LINE // x.itemsize
+    width = padded_width(num_rows, size, x.itemsize) if x.dim() == 2 else size
     out = x.new_empty(num_rows, width)[:, :size].view(x.shape)
     num_units, per_unit = units_of_rows(num_rows, size)
     RMS_NORM.run(

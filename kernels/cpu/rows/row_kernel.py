@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from ..simd.memory import LINE
 from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32
 from ..simd.vectors import function
 
 UNIT_NUMBERS = 16384  # of a unit: work for a few microseconds
+# Rows that start whole pages apart share few sets of the L1 cache, where a product reads many of them
+# together: if there are more than FEW_ROWS of them, they are padded by a cache line.
+PAGE_BYTES, FEW_ROWS = 4096, 64
 
 
 def by_kind(make: Callable[[int], Any]) -> Any:
@@ -32,6 +36,12 @@ def units_of_rows(num_rows: int, size: int) -> tuple[int, int]:
     """Return how many units there are, and how many rows of `size` numbers each has."""
     rows = max(1, UNIT_NUMBERS // max(1, size))
     return -(-num_rows // rows), rows
+
+
+def padded_width(num_rows: int, size: int, itemsize: int) -> int:
+    """Return the numbers from one row of a norm's output to the next."""
+    is_padded = num_rows > FEW_ROWS and size * itemsize % PAGE_BYTES == 0
+    return size + LINE // itemsize if is_padded else size
 
 
 @function

@@ -184,6 +184,12 @@ def gated_by(builder: Any, x: Any, gate: Any) -> Any:
 
 
 @operation(vector, vector)
+def gelu(builder: Any, x: Any) -> Any:
+    """Return x Φ(x), Φ being the normal distribution function."""
+    return emit.gelu(builder, x)
+
+
+@operation(vector, vector)
 def exp2_of_negative(builder: Any, x: Any) -> Any:
     """Return 2^x of -127 to 0, in fewer instructions than `exp2`."""
     return emit.power_of_two(builder, x, x)

@@ -136,7 +136,9 @@ def _shapes(hf: Config, layer_types: tuple[str, ...]) -> tuple[KVShape, ...]:
     layers = range(len(layer_types))
     names = {str(layer).zfill(width): layer for layer in layers for width in range(5)}  # as in "05"
     if extra := set(given) - set(names):
-        raise CheckpointError(f"per_layer_config must be of layers 0 to {layers[-1]}, got {shown(min(extra))}")
+        raise CheckpointError(
+            f"per_layer_config must be of layers 0 to {layers[-1]}, got {shown(min(extra))}"
+        )
     by_layer = {names[name]: own for name, own in given.items()}
     return tuple(_shape({**usual, **by_layer.get(layer, {})}, layer, num_heads) for layer in layers)
 

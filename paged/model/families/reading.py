@@ -30,6 +30,12 @@ CEILINGS = {
     "hidden_size_per_layer_input": 2**17,
     "vocab_size_per_layer_input": 2**24,
 }
+# What transformers calls each activation; those of one entry are the same formula.
+ACTIVATIONS = {
+    "silu": ("silu",),
+    "gelu": ("gelu", "gelu_python"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+}
 MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6  # of multipliers, divisors and caps
 
 
@@ -52,6 +58,14 @@ def factor(hf: Config, name: str) -> float:
 def optional_factor(hf: Config, name: str) -> float | None:
     """Return a positive number, or None where config.json has null."""
     return None if hf[name] is None else factor(hf, name)
+
+
+def activation_of(hf: Config, name: str, supported: tuple[str, ...]) -> str:
+    """Return which of the supported activations config.json names."""
+    names = {theirs: ours for ours in supported for theirs in ACTIVATIONS[ours]}
+    if hf[name] not in [*names]:  # a list, as any JSON value may come, hashable or not
+        raise UnsupportedModelError(f"{name} {shown(hf[name])} is not supported; only {', '.join(names)}")
+    return names[hf[name]]
 
 
 def head_dim_of(hf: Config) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
 from ..config import NO_ROPE, LayerNorms
 from .gemma4 import GEMMA4, GEMMA4_UNIFIED, gemma4
+from .gpt import GPT2, GPT2_KEYS, GPT_NEOX, GPT_NEOX_KEYS, gpt2, gpt_neox
 from .reading import (
     MAX_FACTOR,
     Config,
@@ -209,12 +210,16 @@ def _gemma3(hf: Config) -> dict[str, Any]:
 
 
 class Architecture(NamedTuple):
-    """One entry of ARCHITECTURES: a family of models that the one decoder computes."""
+    """One entry of ARCHITECTURES: a family of models that the one decoder computes.
+
+    keys: what the family's config.json calls keys of Llama's; None: the family has no such key.
+    """
 
     model_type: str
     defaults: Config  # for keys of config.json, beside COMMON
     declare: Callable[[Config], dict[str, Any]]  # the fields of ModelConfig that the families differ in
     models: str  # which this is, for people
+    keys: Mapping[str, str | None] = {}
 
 
 ARCHITECTURES = {
@@ -238,4 +243,8 @@ ARCHITECTURES = {
     ),
     "SmolLM3ForCausalLM": Architecture("smollm3", _SMOLLM3, _smollm3, "SmolLM3"),
     "Glm4ForCausalLM": Architecture("glm4", _GLM4, _glm4, "GLM-4-0414"),
+    "GPT2LMHeadModel": Architecture("gpt2", GPT2, gpt2, "GPT-2, DistilGPT2", GPT2_KEYS),
+    "GPTNeoXForCausalLM": Architecture(
+        "gpt_neox", GPT_NEOX, gpt_neox, "Pythia, GPT-NeoX-20B, Dolly 2, RedPajama-INCITE", GPT_NEOX_KEYS
+    ),
 }

@@ -1,1 +1,1 @@
-"""Parts of layers that one family has."""
+"""Parts of a decoder layer of which there are several kinds, chosen by the ModelConfig."""

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
 from ..config import ModelConfig
-from ..layers import Embedding, RMSNorm
+from ..layers import Embedding
 from ..linear import Linear
+from .norms import RMSNorm
 
 # Modules have the names that their weights have in a checkpoint.
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...engine.embedding import EmbeddingRequestOutput
 from ...engine.scoring import ScoreOutput
 from ...errors import EngineDeadError, PagedError, QueueFullError, RequestError, UnknownArgumentError
-from ...requests.request import RequestOutput
+from ...requests.request import TIMEOUT_MESSAGE, RequestOutput
 
 BAD_REQUEST, NOT_FOUND, TOO_MANY, FAILED, UNAVAILABLE, TIMED_OUT = 400, 404, 429, 500, 503, 504
 # The `type` of an error by its status; of others below 500 it is invalid_request_error.
@@ -21,6 +21,8 @@ _TYPES = {
 }
 MODEL_NOT_FOUND = "model_not_found"  # the `code` of a wrong model
 Failure = tuple[int, str]  # status and message
+# What ends an embedding or a score, and the reason; other errors are failures.
+_ABORTS = {"abort": None, TIMEOUT_MESSAGE: TIMEOUT_MESSAGE}
 
 
 def error_body(
@@ -58,7 +60,7 @@ def failure_of(
         else:
             error = output.error if isinstance(output, ScoreOutput) else output.outputs.error
             if error is not None:
-                return _aborted(None) if error == "abort" else (FAILED, error)
+                return _aborted(_ABORTS[error]) if error in _ABORTS else (FAILED, error)
     return None
 
 

@@ -145,6 +145,9 @@ RESPONSES: dict[str, Schema] = {
                     }
                 )
             ),
+            "usage": _object(
+                {"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER}
+            ),
         }
     ),
     "Tokens": _object(

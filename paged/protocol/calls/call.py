@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...errors import PagedError, RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
-from ...sampling_params import RequestOutputKind, SamplingParams
+from ...sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from ..answers.chunks import Chunks
-from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of
+from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of, field_of_part
 from ..fields.table import FieldTable
-from ..limits import MAX_CHOICES, Limits
+from ..limits import MAX_CHOICES, MAX_PARAMETER_SIZE, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +95,7 @@ class GenerationCall(Call):
         check_most_logprobs("prompt_logprobs", values.get("prompt_logprobs"), limits.max_logprobs)
         # The field that the engine's structured_outputs come from, for errors.
         self.constraint_field = "response_format" if "response_format" in values else "structured_outputs"
+        self._has_structures = "structures" in values.get("response_format", {})  # which become a format
         constraint = constraint_of(values)
         if constraint is not None:
             self.sampling["structured_outputs"] = constraint
@@ -102,7 +103,15 @@ class GenerationCall(Call):
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""
         param = super().param_of(error)
-        return self.constraint_field if param == "structured_outputs" else param
+        name, _, part = (param or "").partition(".")
+        return self.field_of_constraint(part or None) if name == "structured_outputs" else param
+
+    def field_of_constraint(self, part: str | None) -> str:
+        """Return the field of the body from which a part of the engine's structured_outputs comes.
+
+        part: its path, such as structural_tag.format.elements[1]; None stands for the whole.
+        """
+        return field_of_part(self.constraint_field, None if self._has_structures else part)
 
     @abstractmethod
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
@@ -134,6 +143,27 @@ class GenerationCall(Call):
                 f"choices; {MAX_CHOICES:,} is the most",
                 param=name,
             )
+        sizes = {name: _size(value) for name, value in self.sampling.items()}
+        if num_prompts > 1 and num_prompts * sum(sizes.values()) > MAX_PARAMETER_SIZE:
+            largest = max(sizes, key=sizes.__getitem__)
+            name = self.constraint_field if largest == "structured_outputs" else largest
+            raise RequestError(
+                f"{name} is too large for {num_prompts:,} prompts, each of which has all parameters: "
+                f"{num_prompts * sum(sizes.values()):,} characters, an entry of a list counted as four; "
+                f"{MAX_PARAMETER_SIZE:,} is the most. Send fewer prompts in one body",
+                param=name,
+            )
+
+
+def _size(value: Any) -> int:
+    """Return about how many characters a parameter has, an entry of a list counting as four."""
+    if isinstance(value, StructuredOutputsParams):
+        return _size(getattr(value, value.kind))
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Sequence | Mapping):
+        return 4 * len(value) + sum(len(part) for part in value if isinstance(part, str))
+    return 4
 
 
 class AnswerCall(GenerationCall):

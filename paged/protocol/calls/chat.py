@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
+from ...sampling_params import StructuredOutputsParams
+from ...structural_tag import grammars_of
 from ..answers.chats import ChatChunks, ChatForm, chat_body
 from ..answers.chunks import Head
 from ..chat_output.parts import OutputParser
 from ..chat_output.plan import ToolPlan
-from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS, TOOLS
-from ..fields.kinds import Boolean, Choice, Integer, JSONObject, OneOf
+from ..chat_output.tools import tools_of
+from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
+from ..fields.kinds import Boolean, Integer
 from ..fields.messages import MESSAGES
 from ..fields.sampling import SAMPLING_FIELDS, check_most_logprobs
 from ..fields.table import Field, FieldTable, ignored, refused
+from ..fields.tools import TOOL_FIELDS
 from ..limits import MAX_TOP_LOGPROBS, Limits
 from .call import AnswerCall
 from .conversation import Conversation
@@ -42,14 +47,7 @@ CHAT_TABLE = FieldTable(
             "report this many most likely tokens at each position, too; needs logprobs",
         ),
         Field("return_prompt_text", Boolean(), "return the rendered conversation as prompt_text"),
-        TOOLS,
-        Field(
-            "tool_choice",
-            OneOf((Choice(("none", "auto", "required")), JSONObject('{"type": "function", ...}'))),
-            'whether tools are called: "none", "auto", "required", a named function or allowed_tools; "auto" '
-            "needs --enable-auto-tool-choice",
-        ),
-        Field("parallel_tool_calls", Boolean(), "whether an answer may have several calls, by default true"),
+        *TOOL_FIELDS,
         Field("include_reasoning", Boolean(), "return the reasoning before the answer, by default true"),
         *TEMPLATE_FIELDS,
         ADD_SPECIAL_TOKENS,
@@ -91,18 +89,18 @@ class ChatCall(AnswerCall):
         elif values.get("top_logprobs", 0):
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         self.conversation = Conversation(values, limits)
-        with self.naming_field():
-            self._plan = ToolPlan.of(
-                limits.chat_format,
-                tools=values.get("tools"),
-                tool_choice=values.get("tool_choice"),
-                parallel_tool_calls=values.get("parallel_tool_calls"),
-                continues_answer=values.get("continue_final_message", False),
-            )
+        self._plan = ToolPlan.of(
+            limits.chat_format,
+            tools=values.get("tools"),
+            tool_choice=values.get("tool_choice"),
+            parallel_tool_calls=values.get("parallel_tool_calls", True),
+            continues_answer=values.get("continue_final_message", False),
+        )
         self.conversation.tools = self._plan.template_tools
-        if self._plan.tools and not values.keys() & {"structured_outputs", "response_format"}:
+        if self._plan.tools and "structured_outputs" not in sampling:
             self.constraint_field = "tools"
         self._prompt: str | None = None
+        self._constraint: StructuredOutputsParams | None = None  # the plan's, if it is not the body's own
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the rendered conversation."""
@@ -117,10 +115,23 @@ class ChatCall(AnswerCall):
         if not plan.parses:
             return given
         assert self._prompt is not None, "prompts() was not called"
-        constraint = plan.structured_outputs(self._prompt, given.get("structured_outputs"))
+        wanted = given.get("structured_outputs")
+        constraint = plan.structured_outputs(self._prompt, wanted)
+        self._constraint = None if constraint is wanted else constraint
         if not plan.skip_special_tokens:  # the parser reads them
             given["skip_special_tokens"] = False
         return {**given, "structured_outputs": constraint}
+
+    def field_of_constraint(self, part: str | None) -> str:
+        """Return the field of the body from which a part of the engine's structured_outputs comes."""
+        if self._constraint is None:
+            return super().field_of_constraint(part)
+        assert isinstance(self._constraint.structural_tag, str)
+        schema = dict(grammars_of(json.loads(self._constraint.structural_tag)["format"])).get(part or "", {})
+        for i, tool in enumerate(tools_of(self.values.get("tools", ()))):
+            if schema.get("json_schema") == tool.parameters:
+                return f"tools[{i}].function.parameters"
+        return self.constraint_field
 
     def _new_parser(self) -> OutputParser:
         assert self._prompt is not None, "prompts() was not called"

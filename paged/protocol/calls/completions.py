@@ -66,8 +66,8 @@ class CompletionCall(AnswerCall):
         check_most_logprobs("logprobs", values.get("logprobs"), limits.max_logprobs)
         if self._echoes and "logprobs" in values:
             # A body may ask for more candidates of the prompt, which are then in both places.
-            most = max(values["logprobs"], values.get("prompt_logprobs", 0))
-            sampling["prompt_logprobs"] = most
+            asked = values["logprobs"], values.get("prompt_logprobs", 0)
+            sampling["prompt_logprobs"] = -1 if -1 in asked else max(asked)
         self._echo_only = values.get("max_tokens") == 0
         if self._echo_only:
             if not self._echoes:

@@ -11,7 +11,7 @@ from ...engine.embedding import POOLINGS, EmbeddingRequestOutput
 from ...engine.scoring import ScoreOutput
 from ...errors import RequestError
 from ...requests.prompts import Prompt
-from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PRIORITY
+from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, ENCODING_FORMAT, PRIORITY, REQUEST_TIMEOUT
 from ..fields.kinds import Boolean, Choice, Integer, ListOf, OneOf, Text, TokenIds
 from ..fields.sampling import CACHE_SALT
 from ..fields.table import Field, FieldTable, refused
@@ -37,6 +37,7 @@ EMBEDDING_TABLE = FieldTable(
         ),
         Field("normalize", Boolean(), "scale each vector to a Euclidean norm of 1, by default true"),
         PRIORITY,
+        REQUEST_TIMEOUT,
         CACHE_SALT,
         ADD_SPECIAL_TOKENS,
         *refused("truncate_prompt_tokens truncation_side", "cut the prompt's token ids", -1),
@@ -58,6 +59,7 @@ SCORE_TABLE = FieldTable(
         ),
         *BASE_FIELDS,
         PRIORITY,
+        REQUEST_TIMEOUT,
         CACHE_SALT,
         ADD_SPECIAL_TOKENS,
         *refused(
@@ -159,8 +161,20 @@ class ScoreCall(Call):
                     "is_greedy": output.is_greedy,
                 }
             )
-        shared = {"id": f"score-{identity}", "object": "list", "created": created, "model": model}
-        return {**shared, "data": data}
+        num_tokens = sum(output.num_prompt_tokens + output.num_tokens for output in outputs)
+        return {
+            "id": f"score-{identity}",
+            "object": "list",
+            "created": created,
+            "model": model,
+            "data": data,
+            "usage": {
+                "prompt_tokens": num_tokens,
+                "completion_tokens": 0,
+                "total_tokens": num_tokens,
+                "prompt_tokens_details": None,
+            },
+        }
 
 
 def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, Any]:

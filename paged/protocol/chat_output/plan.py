@@ -9,7 +9,6 @@ from typing import Any
 
 from ...errors import RequestError
 from ...sampling_params import StructuredOutputsParams
-from ...validation import check_bool
 from .chat_format import ChatFormat
 from .parts import ContentDelta, OutputParser, Part
 from .reasoning import END_THINK, THINK, ReasoningMachine
@@ -54,27 +53,26 @@ class ToolPlan:
         cls,
         chat: ChatFormat,
         *,
-        tools: Any = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: Any = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         continues_answer: bool = False,
     ) -> ToolPlan:
-        """Validate the fields of a request; None is one that is not given.
+        """Return the plan for the fields of a request, as their tables parse them.
 
-        Raises RequestError or UnknownArgumentError naming the field.
+        Raises RequestError naming the field for those that do not go together.
         """
         known = [] if tools is None else tools_of(tools)
         choice = tool_choice_of(tool_choice, known)
-        if parallel_tool_calls is not None and not check_bool(
-            RequestError, "parallel_tool_calls", parallel_tool_calls
-        ):
+        if not parallel_tool_calls:
             choice = ToolChoice(choice.mode, choice.names, is_single=True)
         if choice.mode == "none":
             return cls(chat=chat, choice=choice, continues_answer=continues_answer)
         if choice.mode == "auto" and not (chat.auto_tool_choice and chat.tools is not None):
             raise RequestError(
                 "tool_choice 'auto' needs a server started with --enable-auto-tool-choice and "
-                "--tool-call-parser; 'required', a named tool and 'none' work without"
+                "--tool-call-parser; 'required', a named tool and 'none' work without",
+                param="tool_choice",
             )
         return cls(
             chat=chat,
@@ -133,7 +131,8 @@ class ToolPlan:
             if content is not None:
                 raise RequestError(
                     "tool_choice demands a tool call, and response_format or structured_outputs something "
-                    "else; leave one of them out"
+                    "else; leave one of them out",
+                    param="tool_choice",
                 )
             return self._format.calls(self.tools, is_single=is_single)
         if content is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..chat_output.tools import MAX_TOOLS
 from ..limits import MAX_NAME_LENGTH, MAX_REQUEST_ID_LENGTH
 from .kinds import Boolean, Choice, JSONObject, ListOf, Number, PrintableText, Text
 from .table import Field, FieldTable, ObjectOf, ignored, refused
@@ -39,6 +38,11 @@ BASE_FIELDS = [
     *refused("lora_request", "LoRA adapters are not supported yet"),
 ]
 PRIORITY = Field("priority", Number(), 'the lowest number goes first; only for scheduling_policy "priority"')
+REQUEST_TIMEOUT = Field(
+    "timeout_s",
+    Number(0.0, above=True),
+    "seconds from the arrival of the request after which it is aborted; null sets no limit",
+)
 # In the bodies that generate in OpenAI's form.
 ANSWER_FIELDS = [
     Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
@@ -55,9 +59,6 @@ ANSWER_FIELDS = [
     *ignored("moderation", "nothing is moderated"),
 ]
 _EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh", "max"))
-TOOLS = Field(
-    "tools", ListOf(JSONObject('{"type": "function", ...}'), longest=MAX_TOOLS), "functions to call"
-)
 # In the bodies with a conversation.
 TEMPLATE_FIELDS = [
     Field("add_generation_prompt", Boolean(), "end the prompt with the header of an answer"),

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ...errors import RequestError
 from ...sampling_params import biases_of
@@ -21,11 +21,15 @@ class Kind(ABC):
     types: the Python types of JSON values that may be of this kind.
     """
 
-    types: tuple[type, ...] = ()
+    types: ClassVar[tuple[type, ...]] = ()
 
     @abstractmethod
     def parse(self, name: str, value: Any) -> Any:
         """Return a JSON value as the code takes it. Raises RequestError naming the field."""
+
+    def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
+        """Return what `parse` does, and the names of the fields within that have no effect."""
+        return self.parse(name, value), []
 
     @abstractmethod
     def schema(self) -> Schema:
@@ -213,8 +217,13 @@ class ListOf(Kind):
 
     def parse(self, name: str, value: Any) -> list[Any]:
         """Return the parsed values."""
+        return self.parts(name, value)[0]
+
+    def parts(self, name: str, value: Any) -> tuple[list[Any], list[str]]:
+        """Return the parsed values, and the names of the fields within that have no effect."""
         check_length(name, value, self.shortest, self.longest)
-        return [self.item.parse(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        found = [self.item.parts(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        return [part for part, _ in found], [ignored for _, names in found for ignored in names]
 
     def schema(self) -> Schema:
         """Return the JSON schema."""
@@ -273,9 +282,13 @@ class OneOf(Kind):
 
     def parse(self, name: str, value: Any) -> Any:
         """Return the value as the kind parses it."""
+        return self.parts(name, value)[0]
+
+    def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
+        """Return the value as the kind parses it, and the names of the fields within that have no effect."""
         for kind in self.kinds:
             if type(value) in kind.types and (kind is self.kinds[-1] or _may_be(kind, value)):
-                return kind.parse(name, value)
+                return kind.parts(name, value)
         raise RequestError(f"{name} must be {self}, got {shown(value)}")
 
     def schema(self) -> Schema:
@@ -338,23 +351,31 @@ class JSONObject(Kind):
 
 @dataclass(frozen=True, slots=True)
 class LogitBias(Kind):
-    """An object of token ids, written as strings, and biases from -100 to 100."""
+    """An object of at most `most` token ids, written as strings, and biases from -100 to 100."""
 
     types = (dict,)
+    most: int
 
     def parse(self, name: str, value: Any) -> dict[int, float]:
         """Return the biases by token id."""
         if not isinstance(value, Mapping):
             raise RequestError(f'{name} must be an object such as {{"50": -100}}, got {shown(value)}')
+        if len(value) > self.most:
+            raise RequestError(f"{name} has {len(value):,} entries; {self.most:,} is the most")
         return biases_of(value.items())
 
     def schema(self) -> Schema:
         """Return the JSON schema."""
         bias = {"type": "number", "minimum": -100, "maximum": 100}
-        return {"type": "object", "patternProperties": {"^[0-9]{1,19}$": bias}, "additionalProperties": False}
+        return {
+            "type": "object",
+            "patternProperties": {"^[0-9]{1,19}$": bias},
+            "additionalProperties": False,
+            "maxProperties": self.most,
+        }
 
     def __str__(self) -> str:
-        return "object of token ids and numbers from -100 to 100"
+        return f"object of at most {self.most:,} token ids and numbers from -100 to 100"
 
 
 def nullable(schema: Schema) -> Schema:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...arguments import field_texts
-from ...errors import RequestError
+from ...errors import PagedError, RequestError
 from ...from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, Neutral
 from ...sampling_params import (
     MAX_BAD_WORDS,
@@ -20,7 +20,7 @@ from ...sampling_params import (
     StructuredOutputsParams,
 )
 from ...validation import shown
-from ..limits import MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
+from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS
 from .kinds import (
     Boolean,
     Choice,
@@ -34,6 +34,7 @@ from .kinds import (
     Text,
     TokenIds,
 )
+from .structural_tags import FORM_FIELDS, TAG_FORMS, StructuralTag
 from .table import Field, FieldTable, ObjectOf, Tagged, ignored, refused
 
 _TEXT = Text(1)
@@ -56,7 +57,7 @@ SAMPLING_KINDS: dict[str, Kind] = {
     "dry_allowed_length": Integer(1),
     "dry_sequence_breakers": ListOf(_TEXT, longest=MAX_BAD_WORDS),
     "dry_penalty_last_n": Integer(-1),
-    "logit_bias": LogitBias(),
+    "logit_bias": LogitBias(MAX_LOGIT_BIASES),
     "allowed_token_ids": TokenIds(1, MAX_TOKEN_IDS),
     "bad_words": ListOf(_TEXT, longest=MAX_BAD_WORDS),
     "min_tokens": Integer(0),
@@ -92,7 +93,7 @@ _CONSTRAINT_KINDS: dict[str, Kind] = {
     "choice": ListOf(_TEXT, 1),
     "grammar": _TEXT,
     "json_object": Boolean(),
-    "structural_tag": OneOf((_TEXT, JSONObject('{"type": "structural_tag", "format": {...}}'))),
+    "structural_tag": StructuralTag(),
 }
 
 
@@ -124,9 +125,9 @@ SCHEMA_TABLE = FieldTable(
 )
 
 
-def _format(tag: str, *fields: Field) -> FieldTable:
+def _format(tag: str, *fields: Field, one_of: Sequence[str] = ()) -> FieldTable:
     kind = Field("type", Choice((tag,)), "what the answer is", required=True)
-    return FieldTable("response_format", [kind, *fields])
+    return FieldTable("response_format", [kind, *fields], one_of=one_of)
 
 
 RESPONSE_FORMAT = Tagged(
@@ -138,12 +139,7 @@ RESPONSE_FORMAT = Tagged(
             "json_schema",
             Field("json_schema", ObjectOf(SCHEMA_TABLE), "the schema and its name", required=True),
         ),
-        "structural_tag": _format(
-            "structural_tag",
-            Field("format", JSONObject(), "the format of the text, in the newer form"),
-            Field("structures", ListOf(JSONObject(), 1), "what follows the triggers, in the older form"),
-            Field("triggers", ListOf(_TEXT, 1), "texts after which a structure follows, in the older form"),
-        ),
+        "structural_tag": _format("structural_tag", *FORM_FIELDS, one_of=TAG_FORMS),
     },
 )
 _MEANINGS = {"prompt_logprobs": "log-probabilities of the prompt's tokens and of this many most likely ones"}
@@ -206,9 +202,21 @@ def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
         return None
     try:
         return StructuredOutputsParams(**constraint)
-    except RequestError as error:
-        error.param = name
+    except PagedError as error:
+        error.param = field_of_part(name, error.param)
         raise
+
+
+def field_of_part(name: str, part: str | None) -> str:
+    """Return the path in a body of a part of a constraint.
+
+    name: of the field that the constraint comes from.
+    part: its path in StructuredOutputsParams, such as structural_tag.format; None if it is not known.
+    """
+    if part is None:
+        return name
+    # The object response_format is the structural tag itself.
+    return f"{name}.{part}" if name == "structured_outputs" else name + part.removeprefix("structural_tag")
 
 
 def _constraint_of(form: Mapping[str, Any]) -> dict[str, Any]:

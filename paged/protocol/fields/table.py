@@ -6,7 +6,7 @@ import difflib
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ...errors import PagedError, RequestError, UnknownArgumentError
 from ...validation import shown
@@ -58,7 +58,7 @@ def refused(names: str, reason: str, *neutral: Any) -> Iterator[Field]:
 class FieldTable:
     """The fields of a JSON object.
 
-    owner: its name in messages.
+    owner: its name in messages about an object that is not part of another one.
     is_open: whether other fields are passed on as they are.
     one_of: fields of which exactly one is given.
     """
@@ -100,11 +100,8 @@ class FieldTable:
                 continue
             elif field.effect is Effect.HONOURED:
                 try:
-                    if isinstance(field.kind, ObjectOf | Tagged):
-                        values[name], nested = field.kind.parts(path + name, value)
-                        without_effect += nested
-                    else:
-                        values[name] = field.kind.parse(path + name, value)
+                    values[name], nested = field.kind.parts(path + name, value)
+                    without_effect += nested
                 except PagedError as error:
                     error.param = error.param or path + name
                     raise
@@ -117,7 +114,8 @@ class FieldTable:
             if name not in values:
                 raise RequestError(f"{path}{name} is missing", param=path + name)
         if self._one_of and (num_given := sum(name in values for name in self._one_of)) != 1:
-            message = f"either {' or '.join(self._one_of)} must be given, got {num_given} of them"
+            choices = " or ".join(path + name for name in self._one_of)
+            message = f"either {choices} must be given, got {num_given} of them"
             raise RequestError(message, param=path + self._one_of[0])
         return values, without_effect
 
@@ -125,7 +123,8 @@ class FieldTable:
         known = [field.name for field in self.fields if field.effect is not Effect.REFUSED]
         close = difflib.get_close_matches(name, known, n=1) if len(name) <= MAX_COMPARED else []
         hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-        message = f"{self.owner} got an unknown argument {shown(name)}; {hint}"
+        owner = path.removesuffix(".") or self.owner
+        message = f"{owner} got an unknown argument {shown(name)}; {hint}"
         return UnknownArgumentError(message, param=path + name if len(name) <= MAX_COMPARED else None)
 
     def schema(self) -> Schema:
@@ -149,7 +148,7 @@ class FieldTable:
 class ObjectOf(Kind):
     """An object with the fields of a table."""
 
-    types = (dict,)
+    types: ClassVar[tuple[type, ...]] = (dict,)
     table: FieldTable
 
     def parse(self, name: str, value: Any) -> dict[str, Any]:

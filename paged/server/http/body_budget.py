@@ -1,27 +1,32 @@
-"""BodyBudget: bounds the memory of request bodies that are being read and parsed."""
+"""BodyBudget: bounds the memory of the bodies of requests in progress."""
 
 from __future__ import annotations
 
-MAX_BODY_BYTES_AT_ONCE = 64 * 2**20  # of bodies at once; parsed, a body takes up to fifteen times its size
-FREE_BYTES = 2**16  # of each body are not counted, so that large bodies keep no small ones out
+# Of the bodies of all requests that are being read, parsed and answered. Parsed, a body takes up to fifteen
+# times its size: token ids do, text takes about its size.
+MAX_BODY_BYTES_IN_PROGRESS = 128 * 2**20
+SMALL_BYTES = 2**16  # a body of at most this size is small
+SMALL_BODIES_BYTES = 2**26  # more, for small bodies alone, so that large ones do not keep them out
 
 
 class BodyBudget:
-    """Bytes of bodies that may be read and parsed at the same time.
+    """Bytes of bodies of requests in progress.
 
+    max_bytes: of all bodies, where small ones may use SMALL_BODIES_BYTES more.
     num_bytes: in use.
     """
 
-    def __init__(self, max_bytes: int = MAX_BODY_BYTES_AT_ONCE) -> None:
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES_IN_PROGRESS) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
 
-    def take(self, num_bytes: int) -> bool:
-        """Use bytes of the budget, or return False if there are not as many."""
-        if self.num_bytes + num_bytes > self.max_bytes:
+    def grow(self, num_before: int, num_after: int) -> bool:
+        """Use bytes for a body that grows, or return False if there are not as many."""
+        most = self.max_bytes + (SMALL_BODIES_BYTES if num_after <= SMALL_BYTES else 0)
+        if self.num_bytes + num_after - num_before > most:
             return False
-        self.num_bytes += num_bytes
+        self.num_bytes += num_after - num_before
         return True
 
     def give_back(self, num_bytes: int) -> None:
-        """Return bytes that `take` used."""
+        """Return the bytes of a body."""
         self.num_bytes -= num_bytes

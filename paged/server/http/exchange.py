@@ -16,12 +16,13 @@ from starlette.types import Receive, Scope, Send
 from ...requests.request import RequestOutput
 from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
-from .body_budget import FREE_BYTES, BodyBudget
+from .body_budget import BodyBudget
 from .failures import Header, HttpError
 
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
+LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before it begins
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
 PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
@@ -82,6 +83,12 @@ class Exchange:
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
+    def time_left(self, timeout_s: float | None) -> float | None:
+        """Return what is left of a request's timeout_s, which counts from its arrival; None without one."""
+        if timeout_s is None:
+            return None
+        return max(timeout_s - (time.monotonic() - self.received), LEAST_TIMEOUT_S)
+
     def on_output(self, output: RequestOutput, replica: int) -> None:
         """Record an output of an engine."""
         if self.record is not None:
@@ -92,15 +99,17 @@ class Exchange:
 
         parse: runs in a thread if the body is long.
 
-        Raises HttpError if it is too large, too slow, of another type, or if too many large bodies are being
-        read; RequestError if it is no JSON; the errors of `parse`.
+        Raises HttpError if it is too large, too slow, of another type, or if too many bytes of bodies are in
+        progress; RequestError if it is no JSON; the errors of `parse`.
         """
         self._check_type()
-        try:
-            body = await self.read_body()
-            return await in_thread_if(self.has_large_body, lambda: parse(parse_json(body)))
-        finally:
-            self._budget.give_back(max(0, self.num_body_bytes - FREE_BYTES))
+        body = await self.read_body()
+        return await in_thread_if(self.has_large_body, lambda: parse(parse_json(body)))
+
+    def end(self) -> None:
+        """Give back what the body used, once the request has ended."""
+        self._budget.give_back(self.num_body_bytes)
+        self.num_body_bytes = 0
 
     @property
     def has_large_body(self) -> bool:
@@ -133,11 +142,11 @@ class Exchange:
             size = self.num_body_bytes + len(body)
             if size > self.max_body_bytes:
                 raise self._too_large()
-            if not self._budget.take(max(0, size - FREE_BYTES) - max(0, self.num_body_bytes - FREE_BYTES)):
+            if not self._budget.grow(self.num_body_bytes, size):
                 raise HttpError(
                     503,
-                    "large bodies of other requests are being read, which together may have "
-                    f"{self._budget.max_bytes:,} bytes; send the request again",
+                    "the bodies of the requests in progress may have "
+                    f"{self._budget.max_bytes:,} bytes together; send the request again when some have ended",
                     headers=((b"connection", b"close"),),
                 )
             self.num_body_bytes = size

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ...requests.prompts import Prompt
     from ..served_engine import OutputStream
 
-LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before it begins
 BYTES_OF_PART = 16  # of a body, which may be echoed: about as much work as a token of an answer
 
 
@@ -106,7 +105,8 @@ async def _begin(
     identity = front.identity_of(exchange, call)
     # Another process renders a conversation.
     is_long = isinstance(call, ChatCall) or exchange.has_large_body
-    prompts, params = await in_thread_if(is_long, _requests, front, exchange, call, identity)
+    with front.preparing():
+        prompts, params = await in_thread_if(is_long, _requests, front, exchange, call, identity)
     front.begin(exchange, call, num_requests=len(prompts), params=params[0])
     generate, tenant = front.engine.generate, call.tenant
     engine_id = front.engine_id_of(call, identity)
@@ -127,8 +127,7 @@ def _requests(
     if call.priority is not None:
         given["priority"] = call.priority
     if call.timeout_s is not None:
-        # It counts from the arrival of the request.
-        given["timeout_s"] = max(call.timeout_s - (time.monotonic() - exchange.received), LEAST_TIMEOUT_S)
+        given["timeout_s"] = exchange.time_left(call.timeout_s)
     if given:
         params = replace(params, **given)
     if params.seed is not None or params.temperature == 0:

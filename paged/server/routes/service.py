@@ -12,6 +12,8 @@ from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
 from ..telemetry.metrics import CONTENT_TYPE
 
+SILENT_S = 10.0  # without ten heartbeats a process hangs, and is not just slow
+
 
 class ModelsRoute:
     """The names of the model, with the longest context."""
@@ -52,7 +54,7 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
 
 
 class HealthRoute:
-    """Whether the engine runs: 200, or 503 with the reason."""
+    """Whether the engine runs: 200, or 503 if it has stopped, or one of its processes is silent."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -60,6 +62,13 @@ class HealthRoute:
     async def __call__(self, exchange: Exchange) -> None:
         if self._front.engine.dead_error is not None:
             raise self._front.engine.dead_error
+        for replica, seconds in enumerate(await self._front.engine.silent_s()):
+            if seconds > SILENT_S:
+                raise HttpError(
+                    503,
+                    f"engine process {replica} has sent nothing for {seconds:.0f} s, and it sends a "
+                    "heartbeat every second: it hangs, or the machine is overloaded",
+                )
         await exchange.respond_json(200, {"status": "ok"})
 
 

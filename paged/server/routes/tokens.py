@@ -23,8 +23,9 @@ class TokenizeRoute:
         """Answer a request."""
         front = self._front
         call = await front.read_call(exchange, self._path, TokenizeCall)
-        engine = front.engine
-        await exchange.respond(200, await asyncio.to_thread(_answer, call, engine))
+        with front.preparing():
+            answer = await asyncio.to_thread(_answer, call, front.engine)
+        await exchange.respond(200, answer)
 
 
 class DetokenizeRoute:
@@ -35,9 +36,11 @@ class DetokenizeRoute:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request."""
-        call = await self._front.read_call(exchange, self._path, DetokenizeCall)
-        engine = self._front.engine
-        await exchange.respond(200, await asyncio.to_thread(_answer, call, engine))
+        front = self._front
+        call = await front.read_call(exchange, self._path, DetokenizeCall)
+        with front.preparing():
+            answer = await asyncio.to_thread(_answer, call, front.engine)
+        await exchange.respond(200, answer)
 
 
 def _answer(call: TokenizeCall | DetokenizeCall, engine: ServedEngine) -> bytes:

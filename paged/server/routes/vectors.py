@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from ...engine.embedding import EmbeddingRequestOutput
+from ...engine.scoring import names_of_scores
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.vectors import EmbeddingCall, ScoreCall
 from ...requests.prompts import Prompt
@@ -30,14 +31,18 @@ class EmbeddingRoute:
             identity = front.identity_of(exchange, call)
             engine_id = front.engine_id_of(call, identity)
             record = front.begin(exchange, call, num_requests=len(prompts))
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._embed(prompt, f"{engine_id}-{i}", call, record))
-                        for i, prompt in enumerate(prompts)
-                    ]
-            except BaseExceptionGroup as errors:  # all others are cancelled
-                raise errors.exceptions[0] from None
+            timeout_s = exchange.time_left(call.timeout_s)
+            with call.naming_field():
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [
+                            group.create_task(
+                                self._embed(prompt, f"{engine_id}-{i}", call, record, timeout_s)
+                            )
+                            for i, prompt in enumerate(prompts)
+                        ]
+                except BaseExceptionGroup as errors:  # all others are cancelled
+                    raise errors.exceptions[0] from None
             outputs = [task.result() for task in tasks]
             created, model = int(time.time()), front.names[0]
             await exchange.answer(
@@ -46,7 +51,12 @@ class EmbeddingRoute:
             )
 
     async def _embed(
-        self, prompt: Prompt, request_id: str, call: EmbeddingCall, record: RequestRecord
+        self,
+        prompt: Prompt,
+        request_id: str,
+        call: EmbeddingCall,
+        record: RequestRecord,
+        timeout_s: float | None,
     ) -> EmbeddingRequestOutput:
         output = await self._front.engine.encode(
             prompt,
@@ -55,6 +65,8 @@ class EmbeddingRoute:
             normalize=call.normalize,
             priority=call.priority or 0.0,
             tenant=call.tenant,
+            timeout_s=timeout_s,
+            on_place=record.on_place,
         )
         if failure := failure_of([output]):
             raise HttpError(*failure)
@@ -82,13 +94,20 @@ class ScoreRoute:
             identity = front.identity_of(exchange, call)
             engine_id = front.engine_id_of(call, identity)
             record = front.begin(exchange, call, num_requests=len(call.continuations))
-            outputs = await front.engine.score(
-                prompt, call.continuations, engine_id, priority=call.priority or 0.0, tenant=call.tenant
-            )
-            if failure := failure_of(outputs):
-                raise HttpError(*failure)
-            for i, output in enumerate(outputs):
-                record.on_result(f"{engine_id}-{i}", num_prompt_tokens=output.num_tokens)
+            with call.naming_field():
+                outputs = await front.engine.score(
+                    prompt,
+                    call.continuations,
+                    engine_id,
+                    priority=call.priority or 0.0,
+                    tenant=call.tenant,
+                    timeout_s=exchange.time_left(call.timeout_s),
+                    on_place=record.on_place,
+                )
+                if failure := failure_of(outputs):
+                    raise HttpError(*failure)
+            for name, output in zip(names_of_scores(engine_id, len(outputs)), outputs, strict=True):
+                record.on_result(name, num_prompt_tokens=output.num_prompt_tokens + output.num_tokens)
             created, model = int(time.time()), front.names[0]
             await exchange.answer(
                 lambda: call.body(outputs, identity, created, model),

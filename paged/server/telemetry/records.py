@@ -132,10 +132,12 @@ class RequestRecord:
         num_cached_tokens: int | None = None,
         times: RequestMetrics | None = None,
         reason: str = "stop",
-        engine: int = 0,
     ) -> None:
-        """Record the result of a request that generates no tokens: an embedding or a score."""
-        progress = self._progress_of(request_id, engine)
+        """Record the result of a request that generates no tokens: an embedding or a score.
+
+        Its engine is that of `on_place`.
+        """
+        progress = self._progress_of(request_id, 0)
         progress.num_prompt_tokens, progress.num_cached_tokens = num_prompt_tokens, num_cached_tokens or 0
         progress.times, progress.finish_reasons = times, (reason,)
         progress.finished_at = time.monotonic()

@@ -306,6 +306,9 @@ def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
         "rms_norm_into",
         "silu_and_mul",
         "gelu_and_mul",
+        "layer_norm",
+        "gelu",
+        "add",
         "scale_and_cap",
         "scale_rows",
         "rotary_store_kv",
@@ -313,6 +316,9 @@ def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
         monkeypatch.delattr(torch_ops, name)
     numba_kernels.rms_norm_into(x, weight, 1e-6, x.clone())
     numba_kernels.gelu_and_mul(x)
+    numba_kernels.layer_norm(x, weight, weight, 1e-6, x.clone())
+    numba_kernels.gelu(x.clone(), tanh=False)
+    numba_kernels.add(x, x.clone())
     numba_kernels.scale_and_cap(x.clone(), 2.0, 3.0)
     numba_kernels.scale_rows(x.clone(), angles[:, 0].contiguous())
     numba_kernels.rms_norm(x, weight, 1e-6, x.clone())

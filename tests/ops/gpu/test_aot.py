@@ -37,7 +37,7 @@ def test_nothing_spills_and_everything_fits(compiled, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]}
-    norms, activations = {"rms_norm", "rms_norm_into"}, {"silu_and_mul", "gelu_and_mul"}
+    norms, activations = {"rms_norm", "rms_norm_into", "layer_norm"}, {"silu_and_mul", "gelu_and_mul", "gelu"}
     others = {"rotary_store_kv", "scale_and_cap", "scale_rows", "copy_blocks"} | norms | activations
     assert kernels == {"prefill", "decode", "plan", "merge"} | others | SAMPLING | UNPACK
 
@@ -117,6 +117,8 @@ LEAST_BLOCKS = {
     "rotary_store_kv float32": (4, 4),  # 8 KB
     "rms_norm": (6, 6),  # of 4096: 8 KB, or 16 with the residual
     "rms_norm_into": (6, 6),  # of 4096: 8 KB, or 16 with what it is added to
+    "layer_norm": (6, 6),  # as rms_norm
+    "gelu": (8, 8),  # 4 KB, and an exponential or erf on their way
     "gelu_and_mul": (8, 8),  # 8 KB, and an exponential on their way
     "scale_and_cap": (8, 8),  # 4 KB of embeddings, or 8 of logits
     "scale_rows": (8, 8),  # 4 KB
@@ -172,8 +174,8 @@ def test_decode_hides_latency_with_several_blocks_an_sm(compiled, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_only_moves_bytes_moves_16_at_a_time(compiled, target):
-    """A slot, or the pair of blocks to copy, is the only thing that a thread loads by itself."""
-    scalars = {"rotary_store_kv": 1, "copy_blocks": 2}
+    """A thread loads by itself only a slot, a row's factor, or the pair of blocks to copy."""
+    scalars = {"rotary_store_kv": 1, "scale_rows": 1, "copy_blocks": 2}
     for row in compiled[target]:
         if row["kernel"] in {"prefill", "decode", "plan", "merge"} | SAMPLING | UNPACK:
             continue

@@ -28,7 +28,7 @@ def found():
     return json.loads(run_compiler("tests.support.bound_launches"))
 
 
-@pytest.mark.parametrize(("target", "num_calls", "num_launches"), [("sm_90", 71, 253), ("gfx942", 68, 244)])
+@pytest.mark.parametrize(("target", "num_calls", "num_launches"), [("sm_90", 71, 257), ("gfx942", 68, 248)])
 def test_later_calls_launch_what_triton_would_without_asking_it(found, target, num_calls, num_launches):
     """The same kernels, grids, streams, tensors, descriptors, numbers and constants, for every launcher."""
     expected = {"calls": num_calls, "launches": num_launches, "dispatched": 0, "differ": []}
@@ -84,6 +84,10 @@ def valid():
         },
         "silu_and_mul": {"x": x},
         "gelu_and_mul": {"x": x},
+        "layer_norm": {
+            "x": x, "weight": weight, "bias": weight.clone(), "eps": 1e-6, "residual": x.clone(),
+        },
+        "gelu": {"x": x.clone(), "tanh": False},
         "scale_and_cap": {"x": x.clone(), "factor": 2.0, "softcap": 3.0},
         "scale_rows": {"x": x.clone(), "factors": angles[:, 0].contiguous()},
         "copy_blocks": {"cache": caches, "pairs": torch.tensor([[0, 1]], device=DEVICE)},
@@ -113,6 +117,7 @@ OTHERS = {
     "eps": [True, None, [], "1e-6", -1.0],
     "unit_offset": [0, 1, None, []],
     "add": [0, 1, None, []],
+    "tanh": [0, 1, None, []],
     "factor": [True, None, [], "1", 0.0],
     "softcap": [True, [], "1", 0.0],
 }
@@ -122,6 +127,8 @@ VALID = {
     "rms_norm_into": [],
     "silu_and_mul": ["x more"],
     "gelu_and_mul": ["x more"],
+    "layer_norm": [],
+    "gelu": ["x more"],
     "scale_and_cap": ["x more"],
     "scale_rows": [],
     "copy_blocks": ["cache more", "pairs more"],
@@ -140,7 +147,7 @@ def test_a_later_call_that_does_not_fit_is_refused(name):
                 wrong = {damage: change(value) for damage, change in DAMAGES.items()}
             else:
                 wrong = {str(i): other for i, other in enumerate(OTHERS.get(argument, []))}
-            if name in ("silu_and_mul", "gelu_and_mul", "scale_and_cap"):
+            if name in ("silu_and_mul", "gelu_and_mul", "gelu", "scale_and_cap"):
                 wrong.pop("device", None)  # the only tensor, and the interpreter has no current device
             for damage, other in wrong.items():
                 try:

@@ -1,0 +1,57 @@
+"""Model: what the runner asks of a model. `Decoder` is the native implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.backend import Kernels
+from .batch import Batch
+from .cache.kv_cache import KVCache
+from .weight_forms import Forms
+
+
+class Model(Protocol):
+    """A model that computes ragged batches over the paged cache.
+
+    A step is `forward`. It is divided into `compute_kv` and `attend_last`, because only the former has shapes
+    that depend on nothing but the number of tokens, so that it can be recorded.
+    """
+
+    kernels: Kernels
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return the destination of each tensor of a Hugging Face checkpoint, by name. Call before `load`."""
+
+    def load(
+        self, device: torch.device, forms: Forms, read_into: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        """Load the weights of a model that was made on the meta device.
+
+        read_into: copies the checkpoint's tensors of these names into these tensors.
+        """
+
+    def prepare(self, num_positions: int) -> None:
+        """Make tables for so many positions, 0 for none. Call once, after `load`."""
+
+    @property
+    def obstacle_to_recording(self) -> str | None:
+        """What keeps the launches of a step from being recorded; None: they can be. Known after `prepare`."""
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Compute the batch's new tokens, and write their K and V into the cache.
+
+        Returns [num_output_rows, hidden_size]: the final hidden states of `batch.output_rows`.
+        """
+
+    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+        """Write the K and V of all layers. Return what `attend_last` needs, with a row for each token."""
+
+    def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Compute the rest of `forward`, for `batch.output_rows` only. state: what `compute_kv` returned."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the output head: [n, hidden_size], from `forward` -> f32[n, vocab_size]."""

@@ -1,0 +1,46 @@
+"""The norms of a decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.backend import Kernels
+from ..config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation, see `kernels.rms_norm`."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps, self.unit_offset = eps, unit_offset
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps, residual, unit_offset=self.unit_offset)
+
+    def into(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """Write the norm of x into `out`, or add it, see `kernels.rms_norm_into`."""
+        self.kernels.rms_norm_into(x, self.weight, self.eps, out, unit_offset=self.unit_offset, add=add)
+
+
+class LayerNorm(nn.Module):
+    """Normalisation to mean 0 and variance 1, see `kernels.layer_norm`."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps, self.kernels = eps, kernels
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, residual)
+
+
+def new_norm(config: ModelConfig, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
+    """Make a norm over the hidden size."""
+    if config.layer_norm:
+        return LayerNorm(config.hidden_size, eps, kernels)
+    return RMSNorm(config.hidden_size, eps, kernels, unit_offset=config.norm_unit_offset)

@@ -1,0 +1,100 @@
+"""The fields of a chat that describe tools, and which of them to call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import RequestError
+from ...validation import shown
+from ..chat_output.tools import MAX_FUNCTION_NAME, MAX_TOOLS
+from .kinds import Boolean, Choice, JSONObject, ListOf, OneOf, Schema, Text
+from .table import Field, FieldTable, ObjectOf, Tagged
+
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_FUNCTION_NAME}}}")
+
+
+class _FunctionName(Text):
+    """The name of a function."""
+
+    def parse(self, name: str, value: Any) -> str:
+        """Return the name."""
+        if not isinstance(value, str) or not _NAME.fullmatch(value):
+            raise RequestError(
+                f"{name} must be 1 to {MAX_FUNCTION_NAME} letters, digits, underscores or hyphens, "
+                f"got {shown(value)}"
+            )
+        return value
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+
+    def __str__(self) -> str:
+        return f"1 to {MAX_FUNCTION_NAME} letters, digits, underscores or hyphens"
+
+
+class _ArgumentsSchema(JSONObject):
+    """The JSON schema of a function's arguments."""
+
+    def parse(self, name: str, value: Any) -> Mapping[str, Any]:
+        """Return the schema."""
+        if not isinstance(value, Mapping) or value.get("type", "object") != "object":
+            raise RequestError(f"{name} must be a JSON schema of type object, got {shown(value)}")
+        return super().parse(name, value)
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "object", "properties": {"type": {"const": "object"}}}
+
+    def __str__(self) -> str:
+        return "JSON schema of type object"
+
+
+_NAME_FIELD = Field("name", _FunctionName(), "the name of the function", required=True)
+_TYPE_FIELD = Field("type", Choice(("function",)), "what the tool is", required=True)
+FUNCTION_TABLE = FieldTable(
+    "a function",
+    [
+        _NAME_FIELD,
+        Field("description", Text(), "what it does, for the model"),
+        Field("parameters", _ArgumentsSchema(), "the schema of its arguments; by default it has none"),
+        Field("strict", Boolean(), "demand arguments that match the schema also where the model chooses"),
+    ],
+)
+TOOL_TABLE = FieldTable(
+    "a tool", [_TYPE_FIELD, Field("function", ObjectOf(FUNCTION_TABLE), "the function", required=True)]
+)
+TOOLS = Field("tools", ListOf(ObjectOf(TOOL_TABLE), longest=MAX_TOOLS), "functions to call")
+_NAMED_FIELD = Field(
+    "function", ObjectOf(FieldTable("a named function", [_NAME_FIELD])), "the function", required=True
+)
+_NAMED_TOOL = ObjectOf(FieldTable("a named tool", [_TYPE_FIELD, _NAMED_FIELD]))
+ALLOWED_TABLE = FieldTable(
+    "allowed_tools",
+    [
+        Field("mode", Choice(("auto", "required")), "whether one of them must be called", required=True),
+        Field("tools", ListOf(_NAMED_TOOL, 1, MAX_TOOLS), "the tools that may be called", required=True),
+    ],
+)
+CHOICE_TABLES = {
+    "function": FieldTable("tool_choice", [_TYPE_FIELD, _NAMED_FIELD]),
+    "allowed_tools": FieldTable(
+        "tool_choice",
+        [
+            Field("type", Choice(("allowed_tools",)), "what the choice is", required=True),
+            Field("allowed_tools", ObjectOf(ALLOWED_TABLE), "the mode and the tools", required=True),
+        ],
+    ),
+}
+TOOL_FIELDS = [
+    TOOLS,
+    Field(
+        "tool_choice",
+        OneOf((Choice(("none", "auto", "required")), Tagged("type", CHOICE_TABLES))),
+        'whether tools are called: "none", "auto", "required", a named function or allowed_tools; "auto" '
+        "needs --enable-auto-tool-choice",
+    ),
+    Field("parallel_tool_calls", Boolean(), "whether an answer may have several calls, by default true"),
+]

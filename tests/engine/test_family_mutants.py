@@ -1,0 +1,33 @@
+"""Every part of a model family has a bug in `tests.support.family_bugs`, and a test that notices it."""
+
+from dataclasses import fields
+from datetime import date
+
+from paged.model.config import ModelConfig
+from paged.model.families.rope import ROPE_TYPES
+from tests.aot import run_compiler
+from tests.family_mutants import SHARES
+from tests.mutants import planted
+from tests.support.family_bugs import MUTANTS
+
+# The fields of ModelConfig that every family has: a test of any of them fails without one.
+SIZES = {
+    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+    "num_kv_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "rope", "dtype",
+}  # fmt: skip
+OF_ROPE = {"rotary_dim", "interleaved", "attention_factor", "query_scaling_beta", *ROPE_TYPES} - {"default"}
+
+
+def test_every_part_has_a_mutant():
+    parts = {field.name for field in fields(ModelConfig)} - SIZES | OF_ROPE
+    assert {mutant.part for mutant in MUTANTS} == parts
+    for mutant in MUTANTS:
+        planted(mutant.file, mutant.name, mutant.old, mutant.new)  # fails for a text that is not there
+
+
+def test_todays_share_is_caught():
+    """Each day another of SHARES; `make mutants` tries them all."""
+    share = date.today().toordinal() % SHARES
+    printed = run_compiler("tests.family_mutants", "--share", str(share))  # fails if one survives
+    num_mutants = len(MUTANTS[share::SHARES])
+    assert printed.endswith(f"{num_mutants} of {num_mutants} caught\n")
