@@ -110,7 +110,8 @@ class DecoderLayer(nn.Module):
         self.attention.finish_loading()
         if self.scalar is not None:
             factor = self.scalar.item()
-            self.factor = check_number(CheckpointError, "layer_scalar", factor, 0, MAX_SCALAR, above=True)
+            name = f"layer_scalar of layer {self.attention.layer}"
+            self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
 
 
 class ParallelLayer(DecoderLayer):

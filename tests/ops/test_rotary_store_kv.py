@@ -113,9 +113,8 @@ def test_caches_of_any_strides(name):
 def test_queries_alone(name, dtype, norm):
     """The same bits as beside keys and values, as for a layer that reads those of another."""
     case = make_case((3, 29, 2, 96, 8), dtype, norm=norm)
-    rotary_store_kv, nothing = load_kernels(name).rotary_store_kv, {"key_norm_weight": None}
-    alone = case["qkv"][:, :29].clone()
-    nothing |= {cache: None for cache in ("key_cache", "value_cache", "slot_mapping")}
+    rotary_store_kv, alone = load_kernels(name).rotary_store_kv, case["qkv"][:, :29].clone()
+    nothing = dict.fromkeys(("key_cache", "value_cache", "slot_mapping", "key_norm_weight"))
     query = rotary_store_kv(**{**case, **nothing, "qkv": alone})
     assert query.data_ptr() == alone.data_ptr()
     assert torch.equal(query, rotary_store_kv(**case))

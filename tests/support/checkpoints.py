@@ -276,6 +276,14 @@ def _mistral3(text: str) -> PreTrainedConfig:
     )
 
 
+def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
+    tokens = ("image_token_id", "boi_token_id", "eoi_token_id", "audio_token_id", "boa_token_id",
+              "eoa_token_index", "video_token_id")  # fmt: skip
+    config = CONFIGS[text]()
+    config.pad_token_id = 0  # which it computes images' tokens with
+    return whole(text_config=config, **{name: IMAGE - i for i, name in enumerate(tokens)}, **parts)
+
+
 # Models with a vision part, of which only the text part is loaded.
 MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3-vision": lambda: Gemma3Config(
@@ -286,6 +294,20 @@ MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         boi_token_index=IMAGE - 1,
         eoi_token_index=IMAGE - 2,
     ),
+    "gemma4-vision": lambda: _gemma4(
+        "gemma4",
+        Gemma4Config,
+        vision_config=Gemma4VisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            position_embedding_size=16,
+        ),
+    ),
+    "gemma4-unified-vision": lambda: _gemma4("gemma4-unified", Gemma4UnifiedConfig),
     "mistral-vision": lambda: _mistral3("mistral"),
     "ministral3-vision": lambda: _mistral3("ministral3"),
 }
