@@ -161,10 +161,9 @@ def scaled_frequencies(
     frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), rotary_dim)
     if rope.type == "none":
         return torch.zeros_like(frequencies)
-    if rope.type == "linear":
-        return frequencies / rope.factor
     if rope.type == "proportional":
         frequencies[int(rope.rotated_part * rotary_dim // 2) :] = 0
+    if rope.type in ("linear", "proportional"):
         return frequencies / rope.factor
     if rope.type == "longrope":
         factors = rope.long_factors if is_long else rope.short_factors
