@@ -45,8 +45,8 @@ def _rms_norm_into_kernel(
         out_ptr += row * stride_out + offs[None, :]
     # [BLOCK_ROWS, BLOCK_SIZE]
     x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-    # Loaded here: after the sum they would be a second wait for memory.
-    weight = tl.load(weight_ptr + offs, mask=offs < SIZE, other=0.0)[None, :]
+    # Loaded here: after the sum they would be a second wait for memory. And for every row, 16 bytes a thread.
+    weight = tl.load(weight_ptr + offs[None, :], mask=mask, other=0.0)
     dtype = out_ptr.dtype.element_ty
     if ADD:
         before = tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32)
