@@ -187,6 +187,7 @@ class ModelConfig:
     transposed_weights: bool = False  # projections are stored as [in_features, out_features]
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
+    attention_sinks: bool = False  # each head has a learned logit that takes a share of the softmax
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a sublayer adds to the residual
     layer_scalars: bool = False  # the checkpoint has a number for each layer, which multiplies its output

@@ -234,6 +234,9 @@ class Attention(nn.Module):
         # Where dimensions of a head are rotated in other pairs than by the kernels.
         self.dim_order = rotated_order(config.layer_ropes[layer], self.head_dim)
         self.norm_by_head = config.qk_norm == "head"
+        # float32 in a model of any dtype, as the kernels take them.
+        sinks = torch.empty(self.num_heads, dtype=torch.float32)
+        self.sinks = nn.Parameter(sinks, requires_grad=False) if config.attention_sinks else None
         self.keys_as_values = layer in config.keys_as_values
         self.query_norm = self.key_norm = self.value_norm = None
         eps, unit_offset = config.rms_norm_eps, config.norm_unit_offset
@@ -289,6 +292,7 @@ class Attention(nn.Module):
             min_seqlen_q=queries.min_seqlen_q,
             sliding_window=self.window,
             softcap=self.softcap,
+            sinks=self.sinks,
             key_scales=key_scales,
             value_scales=value_scales,
         )
@@ -314,6 +318,8 @@ class Attention(nn.Module):
             tensors["self_attn.q_norm.weight"] = self.query_norm.weight
         if self.key_norm is not None:
             tensors["self_attn.k_norm.weight"] = self.key_norm.weight
+        if self.sinks is not None:
+            tensors["self_attn.sinks"] = self.sinks
         return tensors
 
     def finish_loading(self) -> None:

@@ -231,6 +231,11 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         "rope_theta must be above 1 for yarn",
     ),
+    "granite-swa-length": (
+        "GraniteSWAForCausalLM",
+        {"layer_rope_theta": [1e4]},
+        r"layer_rope_theta must be \d+ numbers, got \[10000.0\]",
+    ),
     "granite": ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier must be above 0"),
     "granite-eps": (
         "GraniteForCausalLM",
@@ -440,6 +445,7 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
         "qwen3",
         "phi3",
         "granite",
+        "granite_swa",
         "olmo2",
         "olmo3",
         "smollm3",

@@ -37,6 +37,7 @@ CASES = {
     "phi3": {},
     "phi3-longrope": {},
     "granite": {},
+    "granite-swa": {"num_blocks": 96},
     "olmo3": {"num_blocks": 96},
     "gemma2": {"num_blocks": 72},
     "gemma3": {"num_blocks": 120},

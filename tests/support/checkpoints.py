@@ -27,6 +27,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -164,6 +165,13 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         logits_scaling=6.0,
         attention_bias=True,
         mlp_bias=True,
+    ),
+    "granite-swa": lambda: GraniteSWAConfig(
+        **{**SHAPE, "hidden_size": 64, "num_hidden_layers": 4},
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
+        sliding_window=24,
+        layer_rope_theta=[1e4, 0, 5e5, 1e4],
     ),
     "olmo2": lambda: Olmo2Config(**{**SHAPE, "hidden_size": 64}, attention_bias=True),
     "olmo3": lambda: Olmo3Config(

@@ -206,6 +206,10 @@ BUGS = {
             "return False and",
         ),
     ],
+    matches("granite-swa"): [
+        ("attention_sinks", "sinks are ignored", LAYERS, "sinks=self.sinks,", ""),
+        ("layer_ropes", "bases of layers are ignored", TABLE, "replace(rope, theta=float(theta))", "rope"),
+    ],
     matches("granite"): [
         ("residual_multiplier", "outputs are not multiplied", DECODER, "/ config.residual_multiplier", ""),
         (

@@ -23,7 +23,7 @@ from .reading import (
     window_of,
     windows_of,
 )
-from .rope import by_layer_type, own_rope, read_rope, ropes_by_type
+from .rope import MAX_ROPE_THETA, by_layer_type, own_rope, read_rope, ropes_by_type
 
 # The defaults of transformers' classes, for keys that config.json leaves out.
 COMMON = {
@@ -53,6 +53,8 @@ _PHI3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window"
          "original_max_position_embeddings": 4096}  # fmt: skip
 _GRANITE = {**_LLAMA, "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
             "logits_scaling": 1.0}  # fmt: skip
+_GRANITE_SWA = {**_GRANITE, "max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": True, "sliding_window": 128, "layer_rope_theta": None}  # fmt: skip
 _OLMO2 = {"max_position_embeddings": 2048, "attention_bias": False, "rms_norm_eps": 1e-5}
 _OLMO3 = {**_OLMO2, "sliding_window": 4096}
 _SMOLLM3 = {**_LLAMA, "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
@@ -129,6 +131,24 @@ def _granite(hf: Config) -> dict[str, Any]:
         "residual_multiplier": factor(hf, "residual_multiplier"),
         "logits_divisor": factor(hf, "logits_scaling"),
         "exceeds_float16": True,  # as the residual is stored divided by its multiplier
+    }
+
+
+def _granite_swa(hf: Config) -> dict[str, Any]:
+    num_layers, rope, thetas = size(hf, "num_hidden_layers"), read_rope(hf), hf["layer_rope_theta"]
+    if thetas is None:
+        thetas = [rope.theta] * num_layers
+    if not isinstance(thetas, list) or len(thetas) != num_layers:
+        raise CheckpointError(f"layer_rope_theta must be {num_layers} numbers, got {shown(thetas)}")
+    for theta in thetas:
+        check_number(CheckpointError, "layer_rope_theta", theta, 0, MAX_ROPE_THETA)
+    kinds = tuple("sliding_attention" if layer % 4 else "full_attention" for layer in range(num_layers))
+    return {
+        **_granite(hf),
+        "rope": rope,
+        "layer_ropes": tuple(replace(rope, theta=float(theta)) if theta else NO_ROPE for theta in thetas),
+        "layer_windows": windows_of(layer_types_of(hf, kinds), window_of(hf)),
+        "attention_sinks": True,
     }
 
 
@@ -233,6 +253,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture("qwen3", _QWEN3, _qwen3, "Qwen 3"),
     "Phi3ForCausalLM": Architecture("phi3", _PHI3, _phi3, "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
     "GraniteForCausalLM": Architecture("granite", _GRANITE, _granite, "Granite 3"),
+    "GraniteSWAForCausalLM": Architecture("granite_swa", _GRANITE_SWA, _granite_swa, "Granite Swash"),
     "Olmo2ForCausalLM": Architecture("olmo2", _OLMO2, _olmo2, "OLMo 2"),
     "Olmo3ForCausalLM": Architecture("olmo3", _OLMO3, _olmo3, "OLMo 3"),
     "Gemma2ForCausalLM": Architecture("gemma2", _GEMMA2, _gemma2, "Gemma 2"),
