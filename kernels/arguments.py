@@ -73,8 +73,11 @@ def check_rms_norm(
 def check_rms_norm_into(
     x: Tensor, weight: Tensor, eps: float, out: Tensor, *, unit_offset: bool, add: bool
 ) -> None:
-    """Raise ValueError unless x is [num_tokens, size], weight [size], and `out` like x, or x itself."""
-    check_shape("x", x, (None, None))
+    """Raise ValueError unless x is [num_tokens, size] or [num_tokens, num_heads, size], weight [size], and
+    `out` like x, or x itself.
+    """
+    check_tensor("x", x)
+    check_shape("x", x, (None,) * (3 if x.dim() == 3 else 2))
     check_rms_norm(x, weight, eps, None, unit_offset=unit_offset)
     check_flag("add", add)
     check_shape("out", out, x.shape, x.dtype)
@@ -102,7 +105,15 @@ def check_silu_and_mul(x: Tensor) -> None:
     check_multiple("x.shape[1]", x.shape[1], "the two halves", 2)
 
 
-check_gelu_and_mul = check_silu_and_mul
+def check_gelu_and_mul(x: Tensor, up: Tensor | None) -> None:
+    """Raise ValueError unless x is [num_tokens, 2 * size], or [num_tokens, size] as is `up`."""
+    if up is None:
+        check_silu_and_mul(x)
+        return
+    check_shape("x", x, (None, None))
+    check_dtype("x", x)
+    check_shape("up", up, x.shape, x.dtype)
+    check_device("up", up, x.device)
 
 
 def check_gelu(x: Tensor, *, tanh: bool) -> None:
@@ -149,9 +160,9 @@ def check_rotary_store_kv(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
+    key_cache: Tensor | None,
+    value_cache: Tensor | None,
+    slot_mapping: Tensor | None,
     query_norm_weight: Tensor | None,
     key_norm_weight: Tensor | None,
     eps: float,
@@ -163,30 +174,36 @@ def check_rotary_store_kv(
     check_shape("qkv", qkv, (None, None, None))
     check_dtype("qkv", qkv)
     num_tokens, num_all_heads, head_dim = qkv.shape
-    check_shape("key_cache", key_cache, (None, None, None, head_dim))
-    check_scales(key_cache, key_scales, value_scales, qkv.dtype)
-    _, block_size, num_kv_heads, _ = key_cache.shape
     check_positive("head_dim", head_dim)
     check_multiple("head_dim", head_dim, "the two halves", 2)
-    check_positive("block_size", block_size)
     check_eps(eps)
     check_flag("unit_offset", unit_offset)
-    if num_kv_heads < 1 or num_all_heads <= 2 * num_kv_heads:
-        raise ValueError(
-            f"qkv must have more than twice key_cache's heads, got {num_all_heads} and {num_kv_heads}"
-        )
     for name, angles in {"cos": cos, "sin": sin}.items():
         check_shape(name, angles, (num_tokens, head_dim // 2), torch.float32)
-    check_shape("value_cache", value_cache, key_cache.shape, key_cache.dtype)
-    check_shape("slot_mapping", slot_mapping, (num_tokens,), torch.int64)
+    of_keys = value_cache, slot_mapping, key_norm_weight, key_scales, value_scales
+    if key_cache is None and any(tensor is not None for tensor in of_keys):
+        raise ValueError("without key_cache there must be no other tensor of keys or values")
     read: dict[str, Tensor | None] = {"cos": cos, "sin": sin, "slot_mapping": slot_mapping}
-    if (query_norm_weight is None) != (key_norm_weight is None):
-        raise ValueError("query_norm_weight and key_norm_weight must both be given or both be None")
+    if key_cache is not None:
+        if value_cache is None or slot_mapping is None:
+            raise ValueError("with key_cache there must be value_cache and slot_mapping")
+        check_shape("key_cache", key_cache, (None, None, None, head_dim))
+        check_scales(key_cache, key_scales, value_scales, qkv.dtype)
+        _, block_size, num_kv_heads, _ = key_cache.shape
+        check_positive("block_size", block_size)
+        if num_kv_heads < 1 or num_all_heads <= 2 * num_kv_heads:
+            raise ValueError(
+                f"qkv must have more than twice key_cache's heads, got {num_all_heads} and {num_kv_heads}"
+            )
+        check_shape("value_cache", value_cache, key_cache.shape, key_cache.dtype)
+        check_shape("slot_mapping", slot_mapping, (num_tokens,), torch.int64)
+        if (query_norm_weight is None) != (key_norm_weight is None):
+            raise ValueError("query_norm_weight and key_norm_weight must both be given or both be None")
     for name, weight in {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}.items():
         if weight is not None:
             check_shape(name, weight, (head_dim,), qkv.dtype)
             read[name] = weight
-    written = {"qkv": qkv, "key_cache": key_cache, "value_cache": value_cache}
+    written: dict[str, Tensor | None] = {"qkv": qkv, "key_cache": key_cache, "value_cache": value_cache}
     for name, tensor in (*read.items(), *written.items()):
         if tensor is not None:
             check_device(name, tensor, qkv.device)
@@ -195,8 +212,9 @@ def check_rotary_store_kv(
         if tensor is not None:
             check_apart(name, tensor)
     if must_read_contents(qkv.device):
-        check_indices("slot_mapping", slot_mapping, "the cache's slots", len(key_cache) * block_size)
-        check_once("slot_mapping", slot_mapping)
+        if key_cache is not None and slot_mapping is not None:
+            check_indices("slot_mapping", slot_mapping, "the cache's slots", len(key_cache) * block_size)
+            check_once("slot_mapping", slot_mapping)
         check_alone({**written, **scales}, read)
 
 

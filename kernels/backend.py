@@ -69,9 +69,9 @@ class Kernels(Protocol):
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
+        key_cache: Tensor | None,
+        value_cache: Tensor | None,
+        slot_mapping: Tensor | None,
         *,
         query_norm_weight: Tensor | None = None,
         key_norm_weight: Tensor | None = None,
@@ -83,7 +83,7 @@ class Kernels(Protocol):
 
     def silu_and_mul(self, x: Tensor) -> Tensor: ...
 
-    def gelu_and_mul(self, x: Tensor) -> Tensor: ...
+    def gelu_and_mul(self, x: Tensor, up: Tensor | None = None) -> Tensor: ...
 
     def gelu(self, x: Tensor, *, tanh: bool) -> None: ...
 

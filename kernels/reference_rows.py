@@ -33,7 +33,7 @@ def rms_norm(
 
 
 def rms_norm_into(
-    x: Tensor,  # [num_tokens, size]
+    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
     weight: Tensor,  # [size]
     eps: float,
     out: Tensor,  # like x, or x itself; written in place
@@ -76,12 +76,12 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
-    """Return gelu(gate) * up, where x is gate and up side by side (Shazeer 2020).
+def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
+    """Return gelu(gate) * up (Shazeer 2020). x is gate and up side by side, or the gate where `up` is given.
 
     gelu(g) is g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g³))) (Hendrycks & Gimpel 2016).
     """
-    gate, up = upcast(x).chunk(2, dim=-1)
+    gate, up = upcast(x).chunk(2, dim=-1) if up is None else (upcast(x), upcast(up))
     return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 

@@ -22,8 +22,10 @@ def sigmoid(x):
 @triton.jit
 def _gelu_and_mul_kernel(
     x_ptr,
+    up_ptr,  # None: behind the gate in x
     out_ptr,
     stride_x: tl.constexpr,
+    stride_up: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -31,33 +33,47 @@ def _gelu_and_mul_kernel(
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
     gate = tl.load(x_ptr + token * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + token * stride_x + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
+    if up_ptr is None:
+        up = tl.load(x_ptr + token * stride_x + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
+    else:
+        up = tl.load(up_ptr + token * stride_up + offs, mask=mask, other=0.0).to(tl.float32)
     # (1 + tanh z) / 2 is the sigmoid of 2 z, and 2 sqrt(2 / pi) is 1.5957691216.
     out = gate * sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)) * up
     tl.store(out_ptr + token * SIZE + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
-    """Return gelu(gate) * up, where x is gate and up side by side, with GELU's tanh approximation.
+def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
+    """Return gelu(gate) * up, with GELU's tanh approximation.
+
+    x: gate and up side by side, [num_tokens, 2 * size], or the gate alone where `up` is given.
 
     Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
     does not fit.
     """
-    launch, size = _launches.find(combination((x,)), x)
+    launch, size = _launches.find(combination((x, up)), x, up)
     out = x.new_empty(size)
-    launch(x, out)
+    launch(x, up, out)
     return out
 
 
-def _bind(x: Tensor) -> tuple[BoundLaunch, tuple[int, int]]:
+def _bind(x: Tensor, up: Tensor | None) -> tuple[BoundLaunch, tuple[int, int]]:
     """Check the arguments. Return the launch, and the size of the output."""
-    check_gelu_and_mul(x)
+    check_gelu_and_mul(x, up)
     check_last_dim_contiguous("x", x)
     check_launchable("x", x)
-    num_tokens, size = x.shape[0], x.shape[1] // 2
-    grid = (num_tokens, triton.cdiv(size, _BLOCK))
+    num_tokens, size = x.shape
+    if up is None:
+        size //= 2
+    else:
+        check_last_dim_contiguous("up", up)
     launch = BoundLaunch(
-        _gelu_and_mul_kernel, grid, stride_x=x.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
+        _gelu_and_mul_kernel,
+        (num_tokens, triton.cdiv(size, _BLOCK)),
+        stride_x=x.stride(0),
+        stride_up=0 if up is None else up.stride(0),
+        SIZE=size,
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
     return launch, (num_tokens, size)
 

@@ -1,5 +1,7 @@
 """RMS norm into a tensor that is there: norms of Q and K in place, and norms before a residual addition."""
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +23,10 @@ def _rms_norm_into_kernel(
     num_rows,
     eps,
     stride_x: tl.constexpr,
+    stride_x_head: tl.constexpr,
     stride_out: tl.constexpr,
+    stride_out_head: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     ADD: tl.constexpr,
     SIZE: tl.constexpr,
@@ -31,11 +36,17 @@ def _rms_norm_into_kernel(
     row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     offs = tl.arange(0, BLOCK_SIZE)
     mask = (row < num_rows) & (offs < SIZE)[None, :]
-    out_ptr += row * stride_out + offs[None, :]
+    if NUM_HEADS > 1:
+        token, head = row // NUM_HEADS, row % NUM_HEADS
+        x_ptr += token * stride_x + head * stride_x_head + offs[None, :]
+        out_ptr += token * stride_out + head * stride_out_head + offs[None, :]
+    else:
+        x_ptr += row * stride_x + offs[None, :]
+        out_ptr += row * stride_out + offs[None, :]
     # [BLOCK_ROWS, BLOCK_SIZE]
-    x = tl.load(x_ptr + row * stride_x + offs[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Loaded here: after the sum they would be a second wait for memory.
-    weight = tl.load(weight_ptr + offs, mask=offs < SIZE, other=0.0)[None, :]
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    # Loaded here: after the sum they would be a second wait for memory. And for every row, 16 bytes a thread.
+    weight = tl.load(weight_ptr + offs[None, :], mask=mask, other=0.0)
     dtype = out_ptr.dtype.element_ty
     if ADD:
         before = tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -48,7 +59,7 @@ def _rms_norm_into_kernel(
 
 
 def rms_norm_into(
-    x: Tensor,  # [num_tokens, size]
+    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
     weight: Tensor,  # [size]
     eps: float,
     out: Tensor,  # like x, or x itself; written in place
@@ -71,7 +82,9 @@ def _bind(x: Tensor, weight: Tensor, eps: float, out: Tensor, unit_offset: bool,
     check_launchable("x", x)
     for name, tensor in {"x": x, "weight": weight, "out": out}.items():
         check_last_dim_contiguous(name, tensor)
-    num_rows, size = x.shape
+    num_tokens, *heads, size = x.shape
+    num_heads = math.prod(heads)
+    num_rows = num_tokens * num_heads
     block_size = triton.next_power_of_2(size)
     block_rows = max(1, _TILE // block_size)
     return BoundLaunch(
@@ -80,7 +93,10 @@ def _bind(x: Tensor, weight: Tensor, eps: float, out: Tensor, unit_offset: bool,
         num_rows=num_rows,
         eps=float(eps),
         stride_x=x.stride(0),
+        stride_x_head=x.stride(-2),
         stride_out=out.stride(0),
+        stride_out_head=out.stride(-2),
+        NUM_HEADS=num_heads,
         UNIT_OFFSET=unit_offset,
         ADD=add,
         SIZE=size,

@@ -76,7 +76,7 @@ def _rotary_store_kv_kernel(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
-    key_cache_ptr,
+    key_cache_ptr,  # None, like those of V and of slots, where there are query heads only
     value_cache_ptr,
     key_scale_ptr,  # None where the cache is not quantised
     value_scale_ptr,
@@ -108,7 +108,8 @@ def _rotary_store_kv_kernel(
     is_query = head < NUM_HEADS
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-    slot = tl.load(slot_mapping_ptr + token)
+    if slot_mapping_ptr is not None:
+        slot = tl.load(slot_mapping_ptr + token)
     qkv_ptr += token * stride_qkv_token
     offs = head[:, None] * stride_qkv_head + offs_d
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & mask_d
@@ -134,24 +135,26 @@ def _rotary_store_kv_kernel(
     mask = is_query[:, None] & mask_d
     tl.store(qkv_ptr + offs, x1, mask=mask)
     tl.store(qkv_ptr + offs + HALF, x2, mask=mask)
-    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-    offs_cache = slot // BLOCK_SIZE * stride_cache_block + slot % BLOCK_SIZE * stride_cache_slot
-    offs_cache += kv_head[:, None] * stride_cache_head + offs_d
-    if key_scale_ptr is not None:
-        offs_scale = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        key_scale_ptr += offs_scale
-        value_scale_ptr += offs_scale
-    _store_kv(key_cache_ptr + offs_cache, key_scale_ptr, x1, x2, is_key, mask_d, HALF, LARGEST)
-    _store_kv(value_cache_ptr + offs_cache, value_scale_ptr, value1, value2, is_value, mask_d, HALF, LARGEST)
+    if key_cache_ptr is not None:
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        offs_cache = slot // BLOCK_SIZE * stride_cache_block + slot % BLOCK_SIZE * stride_cache_slot
+        offs_cache += kv_head[:, None] * stride_cache_head + offs_d
+        if key_scale_ptr is not None:
+            offs_scale = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+            key_scale_ptr += offs_scale
+            value_scale_ptr += offs_scale
+        value_ptr = value_cache_ptr + offs_cache
+        _store_kv(key_cache_ptr + offs_cache, key_scale_ptr, x1, x2, is_key, mask_d, HALF, LARGEST)
+        _store_kv(value_ptr, value_scale_ptr, value1, value2, is_value, mask_d, HALF, LARGEST)
 
 
 def rotary_store_kv(
     qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
     sin: Tensor,  # f32[num_tokens, head_dim // 2]
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
-    value_cache: Tensor,  # like key_cache, written in place
-    slot_mapping: Tensor,  # i64[num_tokens]
+    key_cache: Tensor | None,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor | None,  # like key_cache, written in place
+    slot_mapping: Tensor | None,  # i64[num_tokens]
     *,
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
@@ -168,9 +171,11 @@ def rotary_store_kv(
     after the norm's weight, and after the rotation. unit_offset: the norm is Gemma 3's, see `rms_norm`.
 
     The query is rotated in place and returned as a view of qkv, which is still in the L2 cache; the key heads
-    of qkv are undefined afterwards. Two tokens must not share a slot. A quantised cache holds every head
-    divided by a scale of its own: its largest absolute value over the largest of the dtype (int8: rounded to
-    nearest, halves up). A plain cache has qkv's dtype, or float16 or bfloat16 where that is float32.
+    of qkv are undefined afterwards. Without caches qkv has query heads only, and key_norm_weight is None.
+
+    Two tokens must not share a slot. A quantised cache holds every head divided by a scale of its own: its
+    largest absolute value over the largest of the dtype (int8: rounded to nearest, halves up). A plain cache
+    has qkv's dtype, or float16 or bfloat16 where that is float32.
 
     Raises ValueError for a shape, dtype, stride or device that does not fit, and in debug mode (see `checks`)
     for a slot outside the cache or named twice.
@@ -182,6 +187,8 @@ def rotary_store_kv(
     for name, keys, values in (("cache", key_cache, value_cache), ("scales", *scales)):
         if keys is not None and values is not None and keys.data_ptr() == values.data_ptr() and keys.numel():
             raise ValueError(f"key_{name} and value_{name} are both written, and must not be the same memory")
+    if key_cache is None:
+        weights = query_norm_weight, query_norm_weight  # the kernel has both or neither
     launch(qkv, cos, sin, key_cache, value_cache, *scales, slot_mapping, *weights)
     return qkv[:, :num_heads]
 
@@ -190,9 +197,9 @@ def _bind(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
+    key_cache: Tensor | None,
+    value_cache: Tensor | None,
+    slot_mapping: Tensor | None,
     weights: tuple[Tensor | None, Tensor | None],
     eps: float,
     unit_offset: bool,
@@ -202,22 +209,28 @@ def _bind(
     tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
     check_rotary_store_kv(*tensors, *weights, eps, unit_offset, *scales)
     check_launchable("qkv", qkv)
-    check_target(key_cache.dtype, current_target())
     num_tokens, num_all_heads, head_dim = qkv.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
+    block_size, num_kv_heads, cache_dtype = 1, 0, qkv.dtype
+    strides: tuple[int, ...] = (0, 0, 0)
+    names = (
+        "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "query_norm_weight",
+        "key_norm_weight",
+    )  # fmt: skip
+    for name, tensor in zip(names, (*tensors, *weights), strict=True):
+        if tensor is not None:
+            check_last_dim_contiguous(name, tensor)
+    check_span("qkv", qkv)
+    if key_cache is not None and value_cache is not None:
+        check_span("key_cache", key_cache)
+        check_span("value_cache", value_cache)
+        if value_cache.stride() != key_cache.stride():
+            raise ValueError(
+                f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
+            )
+        _, block_size, num_kv_heads, _ = key_cache.shape
+        strides, cache_dtype = key_cache.stride()[:3], key_cache.dtype
+    check_target(cache_dtype, current_target())
     num_heads, half = num_all_heads - 2 * num_kv_heads, head_dim // 2
-    names = "qkv", "cos", "sin", "key_cache", "value_cache", "slot_mapping"
-    for name, tensor in zip(names, tensors, strict=True):
-        check_last_dim_contiguous(name, tensor)
-    for name, weight in zip(("query_norm_weight", "key_norm_weight"), weights, strict=True):
-        if weight is not None:
-            check_last_dim_contiguous(name, weight)
-    for name, tensor in {"qkv": qkv, "key_cache": key_cache, "value_cache": value_cache}.items():
-        check_span(name, tensor)
-    if value_cache.stride() != key_cache.stride():
-        raise ValueError(
-            f"value_cache must have key_cache's strides {key_cache.stride()}, got {value_cache.stride()}"
-        )
     # Whatever the model, two warps move a tile 16 bytes a thread, on AMD too. In a smaller one two threads
     # would own a pair, and one could read a query that the other had already written.
     block_half = triton.next_power_of_2(half)
@@ -230,16 +243,16 @@ def _bind(
         stride_qkv_head=qkv.stride(1),
         stride_cos=cos.stride(0),
         stride_sin=sin.stride(0),
-        stride_cache_block=key_cache.stride(0),
-        stride_cache_slot=key_cache.stride(1),
-        stride_cache_head=key_cache.stride(2),
+        stride_cache_block=strides[0],
+        stride_cache_slot=strides[1],
+        stride_cache_head=strides[2],
         BLOCK_SIZE=block_size,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        LARGEST=QUANTIZED_DTYPES.get(key_cache.dtype, 1.0),
+        LARGEST=QUANTIZED_DTYPES.get(cache_dtype, 1.0),
         UNIT_OFFSET=unit_offset,
         num_warps=2,
     )

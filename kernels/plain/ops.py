@@ -61,7 +61,7 @@ def rms_norm(
 
 
 def rms_norm_into(
-    x: Tensor,  # [num_tokens, size]
+    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
     weight: Tensor,  # [size]
     eps: float,
     out: Tensor,  # like x, or x itself; written in place
@@ -102,11 +102,11 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     return F.silu(gate).mul_(up)
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
-    """Return gelu(gate) * up, where x is gate and up side by side; see `reference.gelu_and_mul`."""
+def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
+    """Return gelu(gate) * up, of x or of x and `up`; see `reference.gelu_and_mul`."""
     if not is_trusted():
-        check_gelu_and_mul(x)
-    gate, up = x.chunk(2, dim=-1)
+        check_gelu_and_mul(x, up)
+    gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
@@ -142,9 +142,9 @@ def rotary_store_kv(
     qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
     sin: Tensor,  # f32[num_tokens, head_dim // 2]
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
-    value_cache: Tensor,  # like key_cache, written in place
-    slot_mapping: Tensor,  # i64[num_tokens]
+    key_cache: Tensor | None,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor | None,  # like key_cache, written in place
+    slot_mapping: Tensor | None,  # i64[num_tokens]
     *,
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
@@ -158,17 +158,17 @@ def rotary_store_kv(
         tensors = qkv, cos, sin, key_cache, value_cache, slot_mapping
         weights = query_norm_weight, key_norm_weight
         check_rotary_store_kv(*tensors, *weights, eps, unit_offset, key_scales, value_scales)
-    num_kv_heads = key_cache.shape[2]
+    num_kv_heads = 0 if key_cache is None else key_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     # Query and key heads go together: half the calls, which take most of the time of a decode.
     heads, value = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     query: Tensor = heads[:, :num_heads]
     half1, half2 = heads.chunk(2, dim=-1)
-    if query_norm_weight is not None and key_norm_weight is not None:
+    if query_norm_weight is not None:
         x32 = heads.float()
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
         numbers = (query_norm_weight, num_heads), (key_norm_weight, num_kv_heads)
-        weight = torch.cat([weight.expand(n, -1) for weight, n in numbers])
+        weight = torch.cat([weight.expand(n, -1) for weight, n in numbers if weight is not None])
         x1, x2 = _weighted(x32 * scale, weight, qkv.dtype, unit_offset).float().chunk(2, dim=-1)
     else:
         x1, x2 = half1.float(), half2.float()
@@ -177,8 +177,9 @@ def rotary_store_kv(
     rotated2 = (x2 * cos).add_(x1 * sin)
     half1.copy_(rotated1)
     half2.copy_(rotated2)
-    _store(heads[:, num_heads:], key_cache, slot_mapping, key_scales)
-    _store(value, value_cache, slot_mapping, value_scales)
+    if key_cache is not None and value_cache is not None and slot_mapping is not None:
+        _store(heads[:, num_heads:], key_cache, slot_mapping, key_scales)
+        _store(value, value_cache, slot_mapping, value_scales)
     return query
 
 

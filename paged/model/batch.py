@@ -30,8 +30,9 @@ class Queries:
     cu_seqlens_q: Tensor  # i32[num_seqs + 1], exclusive prefix sum of the number of these tokens
     max_seqlen_q: int
     min_seqlen_q: int
-    # By a layer's `plan_key` and the width of its block table; made by the first such layer
-    plans: dict[tuple[int | None, int, int], AttentionPlan] = field(default_factory=dict)
+    # By a layer's `plan_key`, the stride of its queries and the width of its block table; made by the first
+    # such layer
+    plans: dict[tuple[int | None, int, int, int], AttentionPlan] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ class RopeConfig:
     rotary_dim: int | None = None  # the first dimensions of a head, which are rotated; None: all
     interleaved: bool = False  # pairs are neighbours in the checkpoint, not half a rotary_dim apart
     attention_factor: float = 1.0  # multiplies cos and sin
+    rotated_part: float = 1.0  # of proportional's frequencies, the first ones; the others are 0
     beta_fast: float = 32.0  # yarn's rotations within the trained context above which a dimension is kept
     beta_slow: float = 1.0  # and below which it is interpolated
     truncate: bool = True  # whether yarn rounds the bounds between these to whole dimensions
@@ -107,6 +108,16 @@ class TensorNames:
         """Return whether a tensor may be a parameter of the decoder."""
         return not (name.startswith(self.skipped) or name.endswith(self.ignored))
 
+    def around(self, text: TensorNames) -> TensorNames:
+        """Return the names of this checkpoint, if its decoder has those of `text` as well."""
+        skipped = tuple(
+            theirs + name[len(ours) :]
+            for theirs, ours in self.prefixes
+            for name in text.skipped
+            if name.startswith(ours)
+        )
+        return replace(self, skipped=self.skipped + skipped)
+
     def in_decoder(self, name: str) -> str | None:
         """Return the name in a checkpoint of the decoder alone, or None for a tensor of nothing known."""
         found = _with_other_start(name, self.prefixes)
@@ -157,6 +168,10 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig, ...]  # each layer's; `rope` is that of layers with full attention
     layer_kv: tuple[KVShape, ...] = ()  # of each layer; empty: num_kv_heads of head_dim everywhere
     layer_sources: tuple[int, ...] = ()  # the layer whose K and V each layer reads; empty: its own
+    layer_mlps: tuple[int, ...] = ()  # the inner size of each layer's MLP; empty: intermediate_size
+    # Layers whose V is made of what W_k makes; their checkpoints have no W_v.
+    keys_as_values: tuple[int, ...] = ()
+    value_norm: bool = False  # each head of V is normalised, without a weight
     norms: LayerNorms = LayerNorms()
     norm_unit_offset: bool = False  # norms multiply by 1 + weight
     layer_norm: bool = False  # norms subtract the mean and have a bias
@@ -173,6 +188,9 @@ class ModelConfig:
     attention_sinks: bool = False  # each head has a learned logit that takes a share of the softmax
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a sublayer adds to the residual
+    layer_scalars: bool = False  # the checkpoint has a number for each layer, which multiplies its output
+    layer_input_size: int = 0  # of the vector that each layer gets of a token besides the residual; 0: none
+    layer_input_vocab_size: int = 0  # the number of tokens that have such vectors
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
     context_is_scaled: bool = False  # max_position_embeddings includes the factor of linear rope
@@ -216,6 +234,11 @@ class ModelConfig:
         """The layer whose K and V each layer reads."""
         return self.layer_sources or tuple(range(self.num_layers))
 
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """The inner size of each layer's MLP."""
+        return self.layer_mlps or (self.intermediate_size,) * self.num_layers
+
     def for_context(self, max_model_len: int) -> ModelConfig:
         """Return the model of an engine with sequences of up to so many tokens."""
         for rope in self.layer_ropes:
@@ -248,7 +271,8 @@ class ModelConfig:
     def num_layer_params(self) -> int:
         """The number of weights in all layers, without embedding, head, norms and biases."""
         num_mlp = 3 if self.gated_mlp else 2
-        width, numbers = self.hidden_size, num_mlp * self.intermediate_size * self.num_layers
+        width, numbers = self.hidden_size, num_mlp * sum(self.mlp_sizes)
+        numbers += 3 * self.layer_input_size * self.num_layers
         for layer, (shape, source) in enumerate(zip(self.kv_shapes, self.kv_sources, strict=True)):
             numbers += self.num_heads * (shape.key_dim + shape.value_dim)  # Q and O
             numbers += sum(shape.part_sizes) * (source == layer)

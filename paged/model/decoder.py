@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import CheckpointError
 from ..kernels.backend import Kernels
+from ..validation import check_number
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig
 from .layers import Angles, Attention, Embedding, RotaryEmbedding
 from .linear import Linear
+from .parts.layer_inputs import LayerInput, LayerInputs
 from .parts.mlp import MLP, PlainMLP
 from .parts.norms import LayerNorm, RMSNorm, new_norm
 from .weight_forms import Forms
+
+MAX_SCALAR = 1e6  # of a layer
 
 
 class DecoderLayer(nn.Module):
@@ -39,7 +45,11 @@ class DecoderLayer(nn.Module):
             eps = config.residual_eps if place.startswith("before") else config.rms_norm_eps
             self.register_module(place, new_norm(config, eps, kernels) if name else None)
         self.attention = Attention(config, layer, kernels)
-        self.mlp = (MLP if config.gated_mlp else PlainMLP)(config, kernels)
+        self.mlp = (MLP if config.gated_mlp else PlainMLP)(config, layer, kernels)
+        self.input = LayerInput(config, layer, kernels) if config.layer_input_size else None
+        # Multiplies the residual after the layer.
+        self.scalar = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scalars else None
+        self.factor = 1.0
 
     def project(
         self,
@@ -53,13 +63,22 @@ class DecoderLayer(nn.Module):
         hidden = add_and_norm(hidden, residual, self.before_attention)
         return self.attention.project(hidden, angles, batch, kv_cache)
 
-    def attend(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor | None:
+    def attend(
+        self, query: Tensor, residual: Tensor, inputs: Tensor | None, queries: Queries, kv_cache: KVCache
+    ) -> Tensor | None:
         """Run the layer from attention on. Return what is left to add to the residual, which is updated in
-        place.
+        place. inputs: see LayerInputs.
         """
         hidden = self.attention.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
-        return self._normed(self.mlp(hidden), residual, self.after_mlp)
+        left = self._normed(self.mlp(hidden), residual, self.after_mlp)
+        if self.input is not None:
+            assert left is None, "a sublayer follows one whose output is not normalised"
+            self.input(inputs, residual)
+        if self.factor != 1.0:
+            assert left is None, "the residual is multiplied after the addition of an output"
+            self.kernels.scale_and_cap(residual, self.factor)
+        return left
 
     def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:
         """Add the norm of a sublayer's output to the residual; return the output if there is no norm."""
@@ -79,14 +98,30 @@ class DecoderLayer(nn.Module):
         sublayers = {**self.attention.hf_tensors(), **self.mlp.hf_tensors()}
         if self.transposed:
             sublayers = {name: x.t() if x.dim() == 2 else x for name, x in sublayers.items()}
-        return {**norms, **sublayers}
+        tensors = {**norms, **sublayers}
+        if self.input is not None:
+            tensors |= self.input.named_parameters()
+        if self.scalar is not None:
+            tensors["layer_scalar"] = self.scalar
+        return tensors
+
+    def finish_loading(self) -> None:
+        """Make of the loaded weights what the kernels take. Raises CheckpointError."""
+        self.attention.finish_loading()
+        if self.scalar is not None:
+            factor = self.scalar.item()
+            name = f"layer_scalar of layer {self.attention.layer}"
+            self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
 
 
 class ParallelLayer(DecoderLayer):
     """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
 
-    def attend(self, query: Tensor, residual: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
+    def attend(
+        self, query: Tensor, residual: Tensor, inputs: Tensor | None, queries: Queries, kv_cache: KVCache
+    ) -> Tensor:
         """Run the layer as `DecoderLayer.attend` does."""
+        assert inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
         self.kernels.add(self.attention.attend(query, queries, kv_cache), residual)
         out: Tensor = self.mlp(normed)
@@ -112,6 +147,7 @@ class Decoder(nn.Module):
         self.positions = None
         if config.learned_positions:
             self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.inputs = LayerInputs(config, kernels) if config.layer_input_size else None
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         dims = [shape.key_dim for shape in config.kv_shapes]
@@ -119,6 +155,8 @@ class Decoder(nn.Module):
         new_layer = ParallelLayer if config.parallel_residual else DecoderLayer
         layers = nn.ModuleList(new_layer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)
+        # Those behind it read K and V of others, and are needed for output rows only.
+        self.last_kv = max(layer for layer, source in enumerate(config.kv_sources) if source == layer)
         self.norm = new_norm(config, config.residual_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         # The residual is kept divided by the multiplier of what is added to it: see residual_eps.
@@ -134,37 +172,49 @@ class Decoder(nn.Module):
 
         Returns [num_output_rows, hidden_size]: the hidden states of `batch.output_rows` after the final norm.
         """
-        return self.attend_last(*self.compute_kv(batch, kv_cache), batch, kv_cache)
+        return self.attend_last(self.compute_kv(batch, kv_cache), batch, kv_cache)
 
-    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Run the model up to the last layer's K and V, which is all that later tokens need.
+    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
+        """Run the model up to the last K and V, which is all that later tokens need.
 
-        Returns the last layer's queries [num_tokens, num_heads, head_dim], and the residual
-        [num_tokens, hidden_size].
+        Returns the queries of the last layer with K and V of its own [num_tokens, num_heads, head_dim], the
+        residual [num_tokens, hidden_size], and the inputs of layers, if there are any.
         """
         residual: Tensor = self.embedding(batch.token_ids)
         if self.embedding_factor != 1.0:
             self.kernels.scale_and_cap(residual, self.embedding_factor)
+        inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
         by_rope = [rotary(batch) for rotary in self.rotary]
         angles = [by_rope[rope] for rope in self.rope_of]
         # Added to the embeddings by the first norm.
         hidden: Tensor | None = None if self.positions is None else self.positions(batch.positions)
-        *layers, last = self.layers
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(self.layers[: self.last_kv]):
             query = layer.project(hidden, residual, angles[i], batch, kv_cache)
-            hidden = layer.attend(query, residual, batch.queries, kv_cache)
-        return last.project(hidden, residual, angles[-1], batch, kv_cache), residual
+            hidden = layer.attend(query, residual, inputs, batch.queries, kv_cache)
+        last = self.layers[self.last_kv]
+        query = last.project(hidden, residual, angles[self.last_kv], batch, kv_cache)
+        return (query, residual) if inputs is None else (query, residual, inputs)
 
-    def attend_last(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+    def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
         """Run what remains after `compute_kv`, for `batch.output_rows` only: few tokens of most prompts."""
-        if batch.output_queries is None:
+        query, residual, *rest = state
+        inputs, queries = rest[0] if rest else None, batch.output_queries
+        if queries is None:
             return residual[:0]
+        last, *readers = range(self.last_kv, len(self.layers))
+        by_rope = [rotary(batch) for rotary in self.rotary] if readers else []
         if not batch.is_decode:
             # Not torch's indexing, whose threads go on looking for work for milliseconds.
-            rows, take_rows = batch.output_rows, self.kernels.take_rows
-            query = take_rows(query.flatten(1), rows).view(-1, *query.shape[1:])
-            residual = take_rows(residual, rows)
-        hidden = self.layers[-1].attend(query, residual, batch.output_queries, kv_cache)
+            take = partial(self.kernels.take_rows, indices=batch.output_rows)
+            query = take(query.flatten(1)).view(-1, *query.shape[1:])
+            residual = take(residual)
+            inputs = take(inputs) if inputs is not None else None
+            by_rope = [angles.of_rows(take) for angles in by_rope]
+        hidden = self.layers[last].attend(query, residual, inputs, queries, kv_cache)
+        for i in readers:
+            layer, angles = self.layers[i], by_rope[self.rope_of[i]]
+            query = layer.project(hidden, residual, angles, batch, kv_cache)
+            hidden = layer.attend(query, residual, inputs, queries, kv_cache)
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
@@ -188,10 +238,10 @@ class Decoder(nn.Module):
             _allocate(part, device)
             read_into(_with_prefix(prefix, part))
             if isinstance(part, DecoderLayer):
-                part.attention.order_rows()
-            if isinstance(part, Embedding):
-                part.take_form(forms.embedding if part is self.embedding else forms.positions)
+                part.finish_loading()
             for module in part.modules():
+                if isinstance(module, Embedding):
+                    module.take_form(forms.embedding if module is self.embedding else forms.table)
                 if isinstance(module, Linear):
                     form = forms.gated if module.gated else forms.layers
                     module.take_form(forms.head if module is self.head else form)
@@ -217,7 +267,7 @@ class Decoder(nn.Module):
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the destination of each tensor of a Hugging Face checkpoint, by name. Call before `load`.
 
-        The destinations are views that cover the parameters exactly.
+        The destinations are views that cover the parameters, but for what `finish_loading` fills.
         """
         tensors: dict[str, Tensor] = {}
         for prefix, part in self._parts().items():
@@ -227,6 +277,8 @@ class Decoder(nn.Module):
     def _parts(self) -> dict[str, nn.Module]:
         """Return the parts that are loaded one by one, by the prefix of their Hugging Face names."""
         parts: dict[str, nn.Module] = {"model.embed_tokens.": self.embedding, "model.norm.": self.norm}
+        if self.inputs is not None:
+            parts["model."] = self.inputs
         if not self.config.tie_word_embeddings:
             parts["lm_head."] = self.head
         if self.positions is not None:

@@ -146,8 +146,8 @@ def _text_alone(hf: Config, architecture: str, known: Multimodal) -> ModelConfig
         text = from_hf(text_of(known, hf))
     except (UnsupportedModelError, CheckpointError) as error:
         raise type(error)(f"text_config: {error}") from None
-    placeholders = placeholders_of(known, hf)
-    return replace(text, architecture=architecture, tensor_names=known.names, placeholders=placeholders)
+    names, placeholders = known.names.around(text.tensor_names), placeholders_of(known, hf)
+    return replace(text, architecture=architecture, tensor_names=names, placeholders=placeholders)
 
 
 def require_supported(hf: Config) -> str:

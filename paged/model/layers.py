@@ -47,6 +47,11 @@ class Angles(NamedTuple):
     sin: Tensor  # like cos
     query_factors: Tensor | None  # f32[num_tokens, 1]
 
+    def of_rows(self, take: Callable[[Tensor], Tensor]) -> Angles:
+        """Return those of some tokens, whose rows `take` takes out of a tensor."""
+        factors = self.query_factors
+        return Angles(take(self.cos), take(self.sin), None if factors is None else take(factors))
+
 
 class RotaryEmbedding(nn.Module):
     """The angles of every token's position, computed once per step for all layers with these frequencies."""
@@ -162,7 +167,9 @@ def scaled_frequencies(
     frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), rotary_dim)
     if rope.type == "none":
         return torch.zeros_like(frequencies)
-    if rope.type == "linear":
+    if rope.type == "proportional":
+        frequencies[int(rope.rotated_part * rotary_dim // 2) :] = 0
+    if rope.type in ("linear", "proportional"):
         return frequencies / rope.factor
     if rope.type == "longrope":
         factors = rope.long_factors if is_long else rope.short_factors
@@ -224,8 +231,10 @@ class Attention(nn.Module):
         # Layers that agree in these share the plan of a step.
         self.plan_key = self.window, config.kv_shapes.index(shape)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.split_sizes = [q_size, kv_size, kv_size]
-        self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
+        # Whether the layer has K and V of its own; it reads another layer's otherwise.
+        self.has_kv = config.kv_sources[layer] == layer
+        self.split_sizes = [q_size, kv_size, kv_size] if self.has_kv else [q_size]
+        self.qkv = Linear(config.hidden_size, sum(self.split_sizes), bias=config.qkv_bias)
         self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
         self.fused, self.by_head = config.fused_qkv, config.qkv_by_head
         # Where dimensions of a head are rotated in other pairs than by the kernels.
@@ -234,45 +243,47 @@ class Attention(nn.Module):
         # float32 in a model of any dtype, as the kernels take them.
         sinks = torch.empty(self.num_heads, dtype=torch.float32)
         self.sinks = nn.Parameter(sinks, requires_grad=False) if config.attention_sinks else None
-        self.query_norm = self.key_norm = None
+        self.keys_as_values = layer in config.keys_as_values
+        self.query_norm = self.key_norm = self.value_norm = None
+        eps, unit_offset = config.rms_norm_eps, config.norm_unit_offset
         if config.qk_norm is not None:
-            sizes = (self.head_dim,) * 2 if self.norm_by_head else (q_size, kv_size)
-            self.query_norm, self.key_norm = (
-                RMSNorm(size, config.rms_norm_eps, kernels, unit_offset=config.norm_unit_offset)
-                for size in sizes
-            )
+            q_size, kv_size = (self.head_dim,) * 2 if self.norm_by_head else (q_size, kv_size)
+            self.query_norm = RMSNorm(q_size, eps, kernels, unit_offset=unit_offset)
+            if self.has_kv:
+                self.key_norm = RMSNorm(kv_size, eps, kernels, unit_offset=unit_offset)
+        if config.value_norm and self.has_kv:
+            self.value_norm = RMSNorm(self.head_dim, eps, kernels)
 
     def project(
         self, hidden: Tensor, angles: Angles, batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache. Return their queries."""
+        """Write K and V of the new tokens into the cache, if the layer has its own. Return their queries."""
         qkv: Tensor = self.qkv(hidden)
-        by_head: dict[str, Any] = {}
-        if self.query_norm is not None and self.key_norm is not None:
+        options: dict[str, Any] = {}
+        if self.query_norm is not None:
             if self.norm_by_head:
-                by_head = {
+                options = {
                     "query_norm_weight": self.query_norm.weight,
-                    "key_norm_weight": self.key_norm.weight,
+                    "key_norm_weight": self.key_norm.weight if self.key_norm is not None else None,
                     "eps": self.query_norm.eps,
                     "unit_offset": self.query_norm.unit_offset,
                 }
             else:
-                query, key, _ = torch.split(qkv, self.split_sizes, dim=1)
+                query, *others = torch.split(qkv, self.split_sizes, dim=1)
                 self.query_norm.into(query, query)
-                self.key_norm.into(key, key)
-        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
-        query = self.kernels.rotary_store_kv(
-            qkv,
-            angles.cos,
-            angles.sin,
-            key_cache,
-            value_cache,
-            batch.slot_mapping[kv_cache.group_of[self.layer]],
-            key_scales=key_scales,
-            value_scales=value_scales,
-            **by_head,
-        )
+                if self.key_norm is not None:
+                    key, _ = others
+                    self.key_norm.into(key, key)
+        qkv = qkv.view(-1, sum(self.split_sizes) // self.head_dim, self.head_dim)
+        if self.value_norm is not None:
+            values = qkv[:, -self.num_kv_heads :]
+            self.value_norm.into(values, values)
+        caches: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
+        if self.has_kv:
+            key_cache, value_cache, key_scales, value_scales = kv_cache.layer(self.layer)
+            options |= {"key_scales": key_scales, "value_scales": value_scales}
+            caches = key_cache, value_cache, batch.slot_mapping[kv_cache.group_of[self.layer]]
+        query = self.kernels.rotary_store_kv(qkv, angles.cos, angles.sin, *caches, **options)
         if angles.query_factors is not None:
             self.kernels.scale_rows(query.view(len(query), -1), angles.query_factors.view(-1))
         return query
@@ -292,7 +303,7 @@ class Attention(nn.Module):
             value_scales=value_scales,
         )
         inputs = (query, key_cache, value_cache, table, queries.seq_lens, queries.cu_seqlens_q, options)
-        plan = queries.plans.get(key := (*self.plan_key, table.shape[1]))
+        plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))
         if plan is None:
             plan = queries.plans[key] = self.kernels.plan_attention(*inputs)
         attended = self.kernels.paged_attention(*inputs, plan)
@@ -301,23 +312,35 @@ class Attention(nn.Module):
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters under their Hugging Face names, relative to the layer."""
-        names, sizes = [f"self_attn.{part}_proj" for part in "qkv"], self.split_sizes
+        sizes = self.split_sizes
+        names = [f"self_attn.{part}_proj" for part in "qkv"[: len(sizes)]]
         if self.fused:
             names, sizes = ["self_attn.qkv_proj"], [sum(sizes)]
         output = split_rows(["self_attn.o_proj"], self.output, [self.output.out_features])
         tensors = {**split_rows(names, self.qkv, sizes), **output}
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.keys_as_values:
+            tensors = {name: x for name, x in tensors.items() if ".v_proj." not in name}
+        if self.query_norm is not None:
             tensors["self_attn.q_norm.weight"] = self.query_norm.weight
+        if self.key_norm is not None:
             tensors["self_attn.k_norm.weight"] = self.key_norm.weight
         if self.sinks is not None:
             tensors["self_attn.sinks"] = self.sinks
         return tensors
 
-    def order_rows(self) -> None:
-        """Order the loaded weights as the kernels take them: Q, K, V, and dimensions of Q and K as rotated.
+    def finish_loading(self) -> None:
+        """Fill the weights that the checkpoint lacks, and order the others as the kernels take them: Q, K, V,
+        and dimensions of Q and K as rotated.
 
         Q Kᵀ is the same in any order of its dimensions.
         """
+        if self.value_norm is not None:
+            self.value_norm.weight.fill_(1.0)
+        if self.keys_as_values:
+            for fused in (self.qkv.weight, self.qkv.bias):
+                if fused is not None:
+                    _, key, value = torch.split(fused.detach(), self.split_sizes)
+                    value.copy_(key)
         if self.by_head:
             for stored in (self.qkv.weight, self.qkv.bias):
                 if stored is not None:
@@ -326,7 +349,7 @@ class Attention(nn.Module):
         if self.dim_order is None:
             return
         order = self.dim_order.to(self.qkv.weight.device)
-        num_rotated = (self.num_heads + self.num_kv_heads) * self.head_dim
+        num_rotated = sum(self.split_sizes[:2])
         ordered = [x.detach()[:num_rotated] for x in (self.qkv.weight, self.qkv.bias) if x is not None]
         ordered += [norm.weight.detach() for norm in (self.query_norm, self.key_norm) if norm is not None]
         for x in ordered:

@@ -47,11 +47,11 @@ class Model(Protocol):
         Returns [num_output_rows, hidden_size]: the final hidden states of `batch.output_rows`.
         """
 
-    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
+    def compute_kv(self, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         """Write the K and V of all layers. Return what `attend_last` needs, with a row for each token."""
 
-    def attend_last(self, query: Tensor, residual: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Compute the rest of `forward`, for `batch.output_rows` only."""
+    def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Compute the rest of `forward`, for `batch.output_rows` only. state: what `compute_kv` returned."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head: [n, hidden_size], from `forward` -> f32[n, vocab_size]."""

@@ -24,7 +24,7 @@ class Forms(NamedTuple):
     gated: Callable[[Tensor], WeightForm]  # of the fused gate and up projections
     head: Callable[[Tensor], WeightForm]
     embedding: Callable[[Tensor], TableForm]
-    positions: Callable[[Tensor], TableForm]  # of a table that is only looked up
+    table: Callable[[Tensor], TableForm]  # of weights that are only looked up
     group_size: int | None = None  # inputs of `layers` that share a scale, if in groups
 
 

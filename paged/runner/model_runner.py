@@ -164,8 +164,8 @@ class ModelRunner:
             logits, tokens, highest = self.graphs.run(self._next_logits, batch, self.kv_cache)
             return logits, (tokens, highest), None
         else:  # record only the part whose shapes do not depend on the number of output rows
-            query, residual = self.graphs.run(self.model.compute_kv, batch, self.kv_cache)
-            hidden = self.model.attend_last(query, residual, batch, self.kv_cache)
+            state = self.graphs.run(self.model.compute_kv, batch, self.kv_cache)
+            hidden = self.model.attend_last(state, batch, self.kv_cache)
         num_logits = batch.num_logits
         logits = self.model.logits(hidden[:num_logits]) if num_logits else hidden
         return logits, None, hidden[num_logits:] if batch.num_output_rows > num_logits else None

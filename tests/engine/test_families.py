@@ -86,22 +86,22 @@ def test_samples_have_the_bits_of_prompts(name, kind):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_as_close_as_that_of_transformers(name):
-    """Log-probabilities of a prompt, against those in float32."""
-    (prompt,) = ragged_prompts([80])
+    """Log-probabilities of prompts, against those in float32."""
+    prompts = ragged_prompts([80] * 4)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = []
     for dtype in ("float32", "bfloat16"):
         engine = new_engine(checkpoint(name), dtype=dtype)
-        (output,) = engine.generate([prompt], params, use_tqdm=False)
-        rows = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
-        found.append(torch.tensor([row[token].logprob for row, token in rows]))
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        rows = [zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True) for o in outputs]
+        found.append(torch.tensor([[row[token].logprob for row, token in each] for each in rows]))
     wide, narrow = found
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint(name), dtype=torch.bfloat16, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
-        logprobs = oracle(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
-    theirs = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        logprobs = oracle(torch.tensor(prompts)).logits[:, :-1].float().log_softmax(-1)
+    theirs = logprobs.gather(2, torch.tensor(prompts)[:, 1:, None])[..., 0]
     assert (narrow - wide).norm() < 1.2 * (theirs - wide).norm()
 
 

@@ -9,12 +9,12 @@ import sys
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import StrictDataclassClassValidationError
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paged.errors import CheckpointError, UnsupportedModelError
-from paged.model.config import DEMO
+from paged.model.config import DEMO, KVShape
 from paged.model.families.table import ARCHITECTURES
 from paged.model.hf_config import from_hf, read_config
 from paged.text.tokenizer import Tokenizer
@@ -60,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # Whose rope_parameters are objects by type of layer, with variants of their own.
 BY_LAYER_TYPE = ("Olmo3ForCausalLM", "Gemma3ForCausalLM")
+GEMMA4 = ("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM")  # which ignore what is not by layer type
 ONE_SCALED_ROPE = ("null-in-rope", "old-linear", "both-names", "llama3", "llama3-trained-on-less")
 BY_LAYER_TYPE_VARIANTS: dict[str, dict[str, Any]] = {
     "old": {"rope_theta": 2e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -95,15 +96,17 @@ def completed(hf: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
     known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
-    if architecture in BY_LAYER_TYPE and variant in ONE_SCALED_ROPE:
+    if architecture in GEMMA4 and variant == "old-names":
+        pytest.skip("transformers lets rope_scaling replace rope_parameters")
+    if architecture in (*BY_LAYER_TYPE, *GEMMA4) and variant in ONE_SCALED_ROPE:
         pytest.skip("transformers ignores or misreads a scaled rope that is not by layer type")
     if architecture == "GPT2LMHeadModel" and any("rope" in key for key in VARIANTS[variant]):
         pytest.skip("GPT-2 has no rope, and transformers objects")
     hf = known | SIZES | OWN_SIZES.get(architecture, {}) | VARIANTS[variant]
     try:
         whole = completed(hf)
-    except StrictDataclassClassValidationError:  # Phi-3 has but one way to scale its rope
-        with pytest.raises(UnsupportedModelError):
+    except StrictDataclassError:  # Phi-3 has but one way to scale its rope, Gemma 4 always a window
+        with pytest.raises((UnsupportedModelError, CheckpointError)):
             from_hf(hf)
         return
     assert from_hf(json.loads(json.dumps(hf))) == from_hf(whole)
@@ -247,6 +250,60 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "gemma3": ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern must be from 1"),
     "gemma3-rope": ("Gemma3ForCausalLM", {"rope_parameters": 3}, "rope_parameters must be an object, got 3"),
+    "gemma4-all-shared": (
+        "Gemma4ForCausalLM",
+        {"num_kv_shared_layers": 36},
+        "num_kv_shared_layers must be from 0 to 35, got 36",
+    ),
+    "gemma4-no-donor": (
+        "Gemma4ForCausalLM",
+        {"num_kv_shared_layers": 31},
+        "num_kv_shared_layers 31 leaves no layer of full_attention whose K and V layer 5 could read",
+    ),
+    "gemma4-groups": (
+        "Gemma4ForCausalLM",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 5},
+        "32 query heads do not divide among the 5 KV heads of layer 5",
+    ),
+    "gemma4-wide": ("Gemma4ForCausalLM", {"global_head_dim": 514}, "global_head_dim must be from 1 to 512"),
+    "gemma4-odd": ("Gemma4ForCausalLM", {"global_head_dim": 33}, "head_dim of layer 5 must be even, got 33"),
+    "gemma4-layer-types": (
+        "Gemma4ForCausalLM",
+        {"layer_types": ["full_attention"] * 35},
+        "layer_types must be 36 of full_attention or sliding_attention",
+    ),
+    "gemma4-layers": (
+        "Gemma4ForCausalLM",
+        {"per_layer_config": {"36": {"head_dim": 64}}},
+        "per_layer_config must be of layers 0 to 35, got '36'",
+    ),
+    "gemma4-layer": (
+        "Gemma4ForCausalLM",
+        {"per_layer_config": {"5": [64]}},
+        "per_layer_config must be an object of objects",
+    ),
+    "gemma4-a-layer-s-heads": (
+        "Gemma4ForCausalLM",
+        {"per_layer_config": {"5": {"head_dim": 0}}},
+        "head_dim of layer 5 must be from 2 to 512, got 0",
+    ),
+    "gemma4-a-reader-s-heads": (
+        "Gemma4ForCausalLM",
+        {"num_kv_shared_layers": 1, "per_layer_config": {"35": {"head_dim": 64}}},
+        "per_layer_config gives layer 35 other heads than layer 29, whose K and V it reads",
+    ),
+    "gemma4-inputs": (
+        "Gemma4ForCausalLM",
+        {"vocab_size_per_layer_input": 210},
+        "vocab_size_per_layer_input 210 must be at least vocab_size 211",
+    ),
+    "gemma4-window": ("Gemma4ForCausalLM", {"sliding_window": None}, "sliding_window must be"),
+    "gemma4-eps": ("Gemma4ForCausalLM", {"rms_norm_eps": 0.01}, "rms_norm_eps must be above 0 and at most"),
+    "gemma4-rope": (
+        "Gemma4ForCausalLM",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+        "partial_rotary_factor must be at least 0 and at most 1, got 2",
+    ),
     "smollm3": (
         "SmolLM3ForCausalLM",
         {"no_rope_layers": [1, 2]},
@@ -323,6 +380,26 @@ UNSUPPORTED_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"activation_function": "relu"},
         "activation_function 'relu' is not supported; only gelu, gelu_python, gelu_pytorch_tanh, gelu_new",
     ),
+    "gemma4-experts": (
+        "Gemma4ForCausalLM",
+        {"enable_moe_block": True},
+        "enable_moe_block True .* is not sup",
+    ),
+    "gemma4-both-ways": (
+        "Gemma4ForCausalLM",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention 'all' is not supported",
+    ),
+    "gemma4-layer-s-mlp": (
+        "Gemma4ForCausalLM",
+        {"per_layer_config": {"5": {"intermediate_size": 8}}},
+        "per_layer_config with 'intermediate_size' is not supported; num_key_value_heads and head_dim are",
+    ),
+    "gemma4-one-rope": (
+        "Gemma4ForCausalLM",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling is not supported in Gemma 4",
+    ),
     "neox-list": ("GPTNeoXForCausalLM", {"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not supported"),
 }
 
@@ -333,6 +410,26 @@ def test_unsupported_values_of_a_family_are_named(kind):
     known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
     with pytest.raises(UnsupportedModelError, match=message):
         from_hf(known | SIZES | values)
+
+
+@pytest.mark.parametrize("is_written_by_layer", [False, True])
+def test_what_layers_of_gemma4_read(is_written_by_layer):
+    hf = {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        **SIZES,
+        "num_hidden_layers": 12,
+    }
+    hf |= {"head_dim": 48, "global_head_dim": 64, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    hf |= {"num_kv_shared_layers": 4}
+    config = from_hf(json.loads(json.dumps(completed(hf))) if is_written_by_layer else hf)
+    sliding, full = KVShape(4, 48, 48), KVShape(2, 64, 64)
+    assert config.kv_shapes == ((sliding,) * 5 + (full,)) * 2
+    assert config.kv_sources == (*range(8), 7, 7, 7, 5)
+    assert config.keys_as_values == (5,)
+    assert config.tensor_names.skipped[-4:] == tuple(
+        f"model.layers.11.self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
 
 
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", None])
@@ -353,6 +450,9 @@ def test_unsupported_values_of_a_family_are_named(kind):
         "olmo3",
         "smollm3",
         "glm4",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_unified_text",
         "gpt2",
         "gpt_neox",
     ],

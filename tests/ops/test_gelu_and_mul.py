@@ -12,8 +12,10 @@ from tests.support.kernel_cases import DEVICE, IMPLEMENTATIONS
 def test_matches_float64(name, dtype, shape):
     num_tokens, size = shape
     x = torch.randn(num_tokens, 2 * size, dtype=dtype, device=DEVICE) * 4
-    got = load_kernels(name).gelu_and_mul(x)
-    assert_gelu_and_mul(got, x, reference.gelu_and_mul(x.double()), name)
+    kernels, exact = load_kernels(name), reference.gelu_and_mul(x.double())
+    assert_gelu_and_mul(kernels.gelu_and_mul(x), x, exact, name)
+    gate, wide = x[:, :size].clone(), torch.cat([x, x], 1)
+    assert_gelu_and_mul(kernels.gelu_and_mul(gate, wide[:, size : 2 * size]), x, exact, name)
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
@@ -33,3 +35,5 @@ def test_reference_is_the_formula():
 def test_wrong_inputs_are_named():
     with pytest.raises(ValueError, match=r"x.shape\[1\] must be a multiple of the two halves, got 3 and 2"):
         load_kernels("triton").gelu_and_mul(torch.randn(2, 3))
+    with pytest.raises(ValueError, match=r"up must have shape \[2, 3\], got \[2, 4\]"):
+        load_kernels("triton").gelu_and_mul(torch.randn(2, 3), torch.randn(2, 4))

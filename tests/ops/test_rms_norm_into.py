@@ -23,6 +23,19 @@ def test_in_place_in_a_wider_tensor(name, dtype, shape, unit_offset):
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_heads_in_place(name, dtype, num_heads):
+    """As the norm of V; the heads before and what is between stay as they are."""
+    wide = torch.randn(5, num_heads + 4, 50, dtype=dtype, device=DEVICE)
+    weight, before, x = torch.ones(48, dtype=dtype, device=DEVICE), wide.clone(), wide[:, 4:, :48]
+    exact = reference.rms_norm(x.double(), weight.double(), 1e-5)
+    load_kernels(name).rms_norm_into(x, weight, 1e-5, x)
+    assert_norm(x, exact)
+    assert torch.equal(wide[:, :4], before[:, :4])
+    assert torch.equal(wide[..., 48:], before[..., 48:])
+
+
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize("unit_offset", [False, True])
 def test_adds_with_one_rounding(name, dtype, unit_offset):
     x, residual = torch.randn(2, 5, 257, dtype=dtype, device=DEVICE)

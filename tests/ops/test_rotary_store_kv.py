@@ -108,6 +108,26 @@ def test_caches_of_any_strides(name):
     torch.testing.assert_close(*queries, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_queries_alone(name, dtype, norm):
+    """The same bits as beside keys and values, as for a layer that reads those of another."""
+    case = make_case((3, 29, 2, 96, 8), dtype, norm=norm)
+    rotary_store_kv, alone = load_kernels(name).rotary_store_kv, case["qkv"][:, :29].clone()
+    nothing = dict.fromkeys(("key_cache", "value_cache", "slot_mapping", "key_norm_weight"))
+    query = rotary_store_kv(**{**case, **nothing, "qkv": alone})
+    assert query.data_ptr() == alone.data_ptr()
+    assert torch.equal(query, rotary_store_kv(**case))
+
+
+def test_keys_without_a_cache_are_refused():
+    case = make_case(SHAPES[0], torch.float32, norm="norm")
+    with pytest.raises(ValueError, match="without key_cache there must be no other tensor of keys"):
+        load_kernels("triton").rotary_store_kv(**{**case, "key_cache": None})
+    with pytest.raises(ValueError, match="with key_cache there must be value_cache and slot_mapping"):
+        load_kernels("triton").rotary_store_kv(**{**case, "value_cache": None})
+
+
 def test_keys_and_values_that_would_overwrite_each_other_are_refused():
     case = make_case(SHAPES[0], torch.float32, norm="")
     with pytest.raises(ValueError, match="key_cache and value_cache must not share memory"):

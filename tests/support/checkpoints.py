@@ -18,6 +18,11 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedTextConfig,
+    Gemma4VisionConfig,
     Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -83,6 +88,10 @@ OLD_SHAPE: dict[str, Any] = {
 
 def _rope(kind: str, **values: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+def _layer_types(initials: str) -> list[str]:
+    return [{"s": "sliding_attention", "f": "full_attention"}[initial] for initial in initials]
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -197,6 +206,48 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    # As E2B: layers have inputs, the last ones read K and V of others and have wide MLPs.
+    "gemma4": lambda: Gemma4TextConfig(
+        **{**SHAPE, "num_hidden_layers": 7, "tie_word_embeddings": True, "rms_norm_eps": 0.003},
+        layer_types=_layer_types("ssfsfsf"),
+        sliding_window=24,
+        global_head_dim=40,
+        hidden_size_per_layer_input=12,
+        vocab_size_per_layer_input=VOCAB_SIZE + 6,
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=3.0,
+    ),
+    # As 31B: layers with full attention have other heads, and V of what W_k makes.
+    "gemma4-keys-as-values": lambda: Gemma4TextConfig(
+        **{**SHAPE, "num_hidden_layers": 5},
+        layer_types=_layer_types("sfssf"),
+        sliding_window=24,
+        global_head_dim=40,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        attention_bias=True,
+        hidden_size_per_layer_input=0,
+        use_bidirectional_attention="vision",
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.55,
+                "factor": 2.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
+    "gemma4-unified": lambda: Gemma4UnifiedTextConfig(
+        **{**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        layer_types=_layer_types("sfsf"),
+        sliding_window=24,
+        global_head_dim=32,
+        num_kv_shared_layers=1,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+    ),
     "smollm3": lambda: SmolLM3Config(
         **{**SHAPE, "hidden_size": 64},
         no_rope_layers=[1, 0],
@@ -233,6 +284,14 @@ def _mistral3(text: str) -> PreTrainedConfig:
     )
 
 
+def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
+    tokens = ("image_token_id", "boi_token_id", "eoi_token_id", "audio_token_id", "boa_token_id",
+              "eoa_token_index", "video_token_id")  # fmt: skip
+    config = CONFIGS[text]()
+    config.pad_token_id = 0  # which it computes images' tokens with
+    return whole(text_config=config, **{name: IMAGE - i for i, name in enumerate(tokens)}, **parts)
+
+
 # Models with a vision part, of which only the text part is loaded.
 MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3-vision": lambda: Gemma3Config(
@@ -243,6 +302,20 @@ MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         boi_token_index=IMAGE - 1,
         eoi_token_index=IMAGE - 2,
     ),
+    "gemma4-vision": lambda: _gemma4(
+        "gemma4",
+        Gemma4Config,
+        vision_config=Gemma4VisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            position_embedding_size=16,
+        ),
+    ),
+    "gemma4-unified-vision": lambda: _gemma4("gemma4-unified", Gemma4UnifiedConfig),
     "mistral-vision": lambda: _mistral3("mistral"),
     "ministral3-vision": lambda: _mistral3("ministral3"),
 }
@@ -266,6 +339,9 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
             else:
                 gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
                 parameter.copy_(noise * gain / math.sqrt(parameter.shape[1]))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
     return model
 
 

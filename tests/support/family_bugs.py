@@ -5,6 +5,7 @@ from typing import NamedTuple
 TABLE, LAYERS, DECODER, ROPE = "model/families/table", "model/layers", "model/decoder", "model/families/rope"
 CONFIG, MULTIMODAL = "model/config", "model/families/multimodal"
 MLP, NORMS = "model/parts/mlp", "model/parts/norms"
+GEMMA4, INPUTS = "model/families/gemma4", "model/parts/layer_inputs"
 
 
 class Mutant(NamedTuple):
@@ -335,6 +336,88 @@ BUGS = {
             "by_head.reshape",
         ),
         ("activation", "GELU is approximated", MLP, "tanh=self.tanh", "tanh=not self.tanh"),
+    ],
+    matches("gemma4"): [
+        ("value_norm", "V is not normalised", LAYERS, "self.value_norm.into(values, values)", "pass"),
+        (
+            "layer_sources",
+            "layers read the first one of their type",
+            GEMMA4,
+            "{kind: layer for layer, kind in enumerate(layer_types[:num_own])}",
+            "{kind: layer_types.index(kind) for kind in layer_types[:num_own]}",
+        ),
+        (
+            "layer_sources",
+            "rows that are left have the angles of others",
+            DECODER,
+            "angles.of_rows(take) for angles in by_rope",
+            "angles for angles in by_rope",
+        ),
+        ("layer_mlps", "MLPs are not wide", GEMMA4, "inner * (1 + (is_wide and layer in shared))", "inner"),
+        ("layer_scalars", "scalars are ignored", DECODER, "if self.factor != 1.0:", "if False:"),
+        ("proportional", "all is rotated", LAYERS, "int(rope.rotated_part * rotary_dim // 2)", "rotary_dim"),
+        ("layer_input_size", "inputs are ignored", DECODER, "self.input(inputs, residual)", "pass"),
+        (
+            "layer_input_size",
+            "layers have the input of the first one",
+            INPUTS,
+            "slice(layer * size, (layer + 1) * size)",
+            "slice(size)",
+        ),
+        (
+            "layer_input_size",
+            "embeddings of inputs are not multiplied",
+            INPUTS,
+            "self.kernels.scale_and_cap(inputs, self.factor)",
+            "pass",
+        ),
+        (
+            "layer_input_size",
+            "eps of inputs is not scaled",
+            INPUTS,
+            "config.rms_norm_eps * config.hidden_size",
+            "config.rms_norm_eps",
+        ),
+        (
+            "layer_input_size",
+            "eps of what is made of inputs is not scaled",
+            INPUTS,
+            "2 * config.rms_norm_eps",
+            "config.rms_norm_eps",
+        ),
+        (
+            "layer_input_vocab_size",
+            "the table has as many tokens as the model",
+            INPUTS,
+            "config.layer_input_vocab_size",
+            "config.vocab_size",
+        ),
+    ],
+    matches("gemma4-keys-as-values"): [
+        ("keys_as_values", "V is not made of what W_k makes", LAYERS, "value.copy_(key)", "pass"),
+        (
+            "layer_kv",
+            "all layers have one number of KV heads",
+            GEMMA4,
+            "**by_layer.get(layer, {})",
+            '**by_layer.get(layer, {}), "num_key_value_heads": 2',
+        ),
+        (
+            "proportional",
+            "rope is not stretched",
+            LAYERS,
+            'in ("linear", "proportional")',
+            'in ("linear",)',
+        ),
+    ],
+    "tests/engine/test_gemma4.py::test_tensors_that_layers_do_not_use_are_skipped[gemma4-vision]": [
+        (
+            "tensor_names",
+            "the text model's own names are forgotten",
+            CONFIG,
+            "skipped=self.skipped + skipped)",
+            "skipped=self.skipped)",
+        ),
     ],
 }
 MUTANTS = [Mutant(test, *bug) for test, bugs in BUGS.items() for bug in bugs]

@@ -182,6 +182,8 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
         kernels.rms_norm(hidden, torch.empty(size, dtype=dtype), 1e-6, unit_offset=unit_offset)
     weight, residual = torch.empty(size, dtype=dtype), torch.empty_like(hidden)
     kernels.rms_norm_into(hidden, weight, 1e-6, hidden)  # OLMo's norms of Q and K
+    heads = torch.empty(num_tokens, 12, 256, dtype=dtype)[:, 8:]
+    kernels.rms_norm_into(heads, torch.empty(256, dtype=dtype), 1e-6, heads)  # Gemma 4's norm of V
     for unit_offset in (False, True):
         kernels.rms_norm_into(hidden, weight, 1e-6, residual, unit_offset=unit_offset, add=True)
     for added in (None, torch.empty_like(hidden)):
@@ -190,6 +192,13 @@ def launch_others(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) -> 
         kernels.gelu(torch.empty(num_tokens, 4 * size, dtype=dtype), tanh=tanh)
     kernels.silu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
     kernels.gelu_and_mul(torch.empty(num_tokens, 2 * 14336, dtype=dtype))
+    ups = torch.empty(num_tokens, 30 * 256, dtype=dtype)  # of all layers
+    kernels.gelu_and_mul(torch.empty(num_tokens, 256, dtype=dtype), ups[:, 512:768])
+    angles = torch.empty(num_tokens, 256)
+    queries = torch.empty(num_tokens, 8, 512, dtype=dtype)  # of a layer that reads K and V of another
+    kernels.rotary_store_kv(
+        queries, angles, angles, None, None, None, query_norm_weight=torch.empty(512, dtype=dtype)
+    )
     kernels.scale_and_cap(hidden, 12.0)
     kernels.scale_and_cap(torch.empty(num_tokens, VOCAB_SIZE), 1.0, 30.0)
     kernels.scale_rows(torch.empty(num_tokens, 6144, dtype=dtype)[:, :size], torch.empty(num_tokens))

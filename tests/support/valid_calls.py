@@ -91,7 +91,10 @@ def _silu_and_mul(kernels: Kernels, generator: random.Random) -> Call:
 
 def _gelu_and_mul(kernels: Kernels, generator: random.Random) -> Call:
     x = torch.randn(generator.randint(1, 4), 2 * generator.choice([1, 16, 37])).to(_dtype(generator))
-    return Call("gelu_and_mul", kernels.gelu_and_mul, {"x": x}, expected=reference.gelu_and_mul)
+    arguments = {"x": x}
+    if generator.random() < 0.5:
+        arguments["up"] = torch.randn(x.shape).to(x.dtype)
+    return Call("gelu_and_mul", kernels.gelu_and_mul, arguments, expected=reference.gelu_and_mul)
 
 
 def _layer_norm(kernels: Kernels, generator: random.Random) -> Call:
@@ -121,10 +124,11 @@ def _add(kernels: Kernels, generator: random.Random) -> Call:
 
 
 def _rms_norm_into(kernels: Kernels, generator: random.Random) -> Call:
-    dtype, shape = _dtype(generator), (generator.randint(1, 4), generator.choice([16, 37, 256]))
+    heads = generator.choice([(), (1,), (3,)])
+    dtype, shape = _dtype(generator), (generator.randint(1, 4), *heads, generator.choice([16, 37, 256]))
     arguments: dict[str, Any] = {
         "x": torch.randn(shape).to(dtype),
-        "weight": torch.randn(shape[1]).to(dtype),
+        "weight": torch.randn(shape[-1]).to(dtype),
         "eps": generator.choice([1e-5, 0, 1]),
         "out": torch.randn(shape).to(dtype),
         "unit_offset": generator.random() < 0.3,

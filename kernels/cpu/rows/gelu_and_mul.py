@@ -15,7 +15,9 @@ from ..simd.numbers import ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, fma, function, gated_by, inlined, multiply, splat
 from .row_kernel import by_kind, rows_of_unit, units_of_rows
 
-GELU_AND_MUL = Task(("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"))
+GELU_AND_MUL = Task(
+    ("x", "up", "out"), ("kind", "num_rows", "size", "x_stride", "up_stride", "rows_per_unit")
+)
 GELU = Task(("x",), ("kind", "tanh", "num_rows", "size", "x_stride", "rows_per_unit"))
 
 
@@ -34,10 +36,11 @@ def _gelu_and_mul_row(kind: int) -> Any:
     @function
     def gelu_and_mul_row(args, row):
         size = args.size
-        gate, out = args.x + row * args.x_stride, args.out + row * size * size_of
+        gate, ups = args.x + row * args.x_stride, args.up + row * args.up_stride
+        out = args.out + row * size * size_of
         for i in range(0, size, LANES):
             at, left = i * size_of, size - i
-            x, up = load(gate + at, left), load(gate + size * size_of + at, left)
+            x, up = load(gate + at, left), load(ups + at, left)
             store(out + at, multiply(gelu_by_tanh(x), up), left)
 
     return gelu_and_mul_row
@@ -49,23 +52,28 @@ def _gelu_and_mul_unit(args, unit):
         _gelu_and_mul_row(args, row)
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
-    """Return gelu(gate) * up, where x is gate and up side by side; see `reference.gelu_and_mul`."""
+def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
+    """Return gelu(gate) * up, of x or of x and `up`; see `reference.gelu_and_mul`."""
     if not is_trusted():
-        check_gelu_and_mul(x)
-    num_rows, size = x.shape[0], x.shape[1] // 2
-    regular = x.is_cpu and x.shape[1] % 2 == 0 and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
-    if not regular:
-        return torch_ops.gelu_and_mul(x)
+        check_gelu_and_mul(x, up)
+    regular = x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
+    if up is not None:
+        regular = regular and up.shape == x.shape and up.dtype == x.dtype and up.is_cpu and up.stride(1) == 1
+    elif x.shape[1] % 2 == 0:
+        x, up = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+    if not regular or up is None:
+        return torch_ops.gelu_and_mul(x, up)
+    num_rows, size = x.shape
     out = x.new_empty(num_rows, size)
     num_units, per_unit = units_of_rows(num_rows, 2 * size)
     GELU_AND_MUL.run(
         num_units,
-        *addresses(x, out),
+        *addresses(x, up, out),
         KINDS[x.dtype],
         num_rows,
         size,
         x.stride(0) * x.itemsize,
+        up.stride(0) * x.itemsize,
         per_unit,
     )
     return out

@@ -1,5 +1,6 @@
 """RMSNorm, with the addition to the residual stream before it."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from .row_kernel import by_kind, padded_width, rows_of_unit, units_of_rows
 
 RMS_NORM = Task(
     ("x", "weight", "residual", "out"),
-    ("kind", "unit_offset", "adds", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit"),
+    (
+        "kind", "unit_offset", "adds", "num_rows", "num_heads", "size",
+        "x_stride", "x_head_stride", "out_stride", "out_head_stride", "rows_per_unit",
+    ),
     ("eps",),
 )  # fmt: skip
 
@@ -62,9 +66,10 @@ def _rms_norm_row(kind: int) -> Any:
 
     @function
     def rms_norm_row(args, row):
-        x, row_bytes = args.x + row * args.x_stride, args.size * size_of
-        residual = args.residual + row * row_bytes if args.residual else 0
-        out = args.out + row * args.out_stride
+        token, head = row // args.num_heads, row % args.num_heads
+        x = args.x + token * args.x_stride + head * args.x_head_stride
+        residual = args.residual + row * args.size * size_of if args.residual else 0
+        out = args.out + token * args.out_stride + head * args.out_head_stride
         normalize(x, residual, args.weight, args.unit_offset, args.adds, out, args.size, args.eps)
 
     return rms_norm_row
@@ -113,9 +118,12 @@ def rms_norm(
         unit_offset,
         False,
         num_rows,
+        1,
         size,
         rows.stride(0) * x.itemsize,
+        0,
         width * x.itemsize,
+        0,
         per_unit,
         eps,
     )
@@ -123,7 +131,7 @@ def rms_norm(
 
 
 def rms_norm_into(
-    x: Tensor,  # [num_tokens, size]
+    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
     weight: Tensor,  # [size]
     eps: float,
     out: Tensor,  # like x, or x itself; written in place
@@ -134,11 +142,13 @@ def rms_norm_into(
     """Write the norm of x into `out`, or add it; see `reference.rms_norm_into`."""
     if not is_trusted():
         check_rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
-    (num_rows, size), dtype = x.shape, x.dtype
+    num_tokens, *heads, size = x.shape
+    num_heads, dtype = math.prod(heads), x.dtype
     regular = (
         dtype in KERNEL_DTYPES
         and x.is_cpu
-        and x.stride(1) == out.stride(1) == 1
+        and x.dim() in (2, 3)
+        and x.stride(-1) == out.stride(-1) == 1
         and out.shape == x.shape
         and out.dtype == dtype
         and is_plain(weight, dtype, size)
@@ -146,6 +156,7 @@ def rms_norm_into(
     if not regular:
         torch_ops.rms_norm_into(x, weight, eps, out, unit_offset=unit_offset, add=add)
         return
+    num_rows = num_tokens * num_heads
     num_units, per_unit = units_of_rows(num_rows, size)
     RMS_NORM.run(
         num_units,
@@ -154,9 +165,10 @@ def rms_norm_into(
         unit_offset,
         add,
         num_rows,
+        num_heads,
         size,
-        x.stride(0) * x.itemsize,
-        out.stride(0) * out.itemsize,
+        *(x.stride(dim) * x.itemsize for dim in (0, -2)),
+        *(out.stride(dim) * out.itemsize for dim in (0, -2)),
         per_unit,
         eps,
     )

@@ -127,6 +127,8 @@ _store_row_as = _make_store(_store_head_as)
 def _rotary_store_kv_unit(args, unit):
     for row in rows_of_unit(args, unit):
         _rotary_row(args, row)
+        if not args.key_cache:
+            continue
         if args.kind == args.cache_kind:
             _store_row(args, row)
         else:
@@ -146,13 +148,18 @@ def _has_its_scales(cache: Tensor, scales: Tensor | None) -> bool:
     )
 
 
+def _byte_strides(cache: Tensor) -> tuple[int, ...]:
+    """Return how many bytes apart blocks, tokens and heads are."""
+    return tuple(stride * cache.itemsize for stride in cache.stride()[:3])
+
+
 def rotary_store_kv(
     qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
     sin: Tensor,  # f32[num_tokens, head_dim // 2]
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
-    value_cache: Tensor,  # like key_cache, written in place
-    slot_mapping: Tensor,  # i64[num_tokens]
+    key_cache: Tensor | None,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor | None,  # like key_cache, written in place
+    slot_mapping: Tensor | None,  # i64[num_tokens]
     *,
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
@@ -167,28 +174,37 @@ def rotary_store_kv(
         weights = query_norm_weight, key_norm_weight
         check_rotary_store_kv(*tensors, *weights, eps, unit_offset, key_scales, value_scales)
     num_tokens, num_rows, head_dim = qkv.shape
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    num_heads = num_rows - 2 * num_kv_heads
+    block_size, num_kv_heads, cache_dtype = 0, 0, qkv.dtype
+    strides: tuple[int, ...] = (0,) * 6
     dtype, angles = qkv.dtype, num_tokens * (head_dim // 2)
     regular = (
         dtype in KERNEL_DTYPES
-        and block_size > 0
         and qkv.is_cpu
-        and key_cache.is_cpu
-        and value_cache.is_cpu
-        and key_cache.dtype == value_cache.dtype
-        and _has_its_scales(key_cache, key_scales)
-        and _has_its_scales(value_cache, value_scales)
-        and qkv.stride(2) == key_cache.stride(3) == value_cache.stride(3) == 1
-        and head_dim == key_cache.shape[3]
-        and key_cache.shape == value_cache.shape
+        and qkv.stride(2) == 1
         and is_plain(cos, torch.float32, angles)
         and is_plain(sin, torch.float32, angles)
-        and is_plain(slot_mapping, torch.int64, num_tokens)
-        and (query_norm_weight is None) == (key_norm_weight is None)
         and (query_norm_weight is None or is_plain(query_norm_weight, dtype, head_dim))
         and (key_norm_weight is None or is_plain(key_norm_weight, dtype, head_dim))
     )
+    if key_cache is not None and value_cache is not None and slot_mapping is not None:
+        block_size, num_kv_heads, cache_dim = key_cache.shape[1:]
+        cache_dtype = key_cache.dtype
+        strides = *_byte_strides(key_cache), *_byte_strides(value_cache)
+        regular = (
+            regular
+            and block_size > 0
+            and key_cache.is_cpu
+            and value_cache.is_cpu
+            and cache_dtype == value_cache.dtype
+            and _has_its_scales(key_cache, key_scales)
+            and _has_its_scales(value_cache, value_scales)
+            and key_cache.stride(3) == value_cache.stride(3) == 1
+            and head_dim == cache_dim
+            and key_cache.shape == value_cache.shape
+            and is_plain(slot_mapping, torch.int64, num_tokens)
+            and (query_norm_weight is None) == (key_norm_weight is None)
+        )
+    num_heads = num_rows - 2 * num_kv_heads
     if head_dim % 2 or not regular:
         return torch_ops.rotary_store_kv(
             qkv,
@@ -209,11 +225,10 @@ def rotary_store_kv(
         num_units,
         *addresses(qkv, cos, sin, key_cache, value_cache, slot_mapping),
         *addresses(query_norm_weight, key_norm_weight, key_scales, value_scales),
-        *(KINDS[dtype], KINDS[key_cache.dtype], unit_offset),
+        *(KINDS[dtype], KINDS[cache_dtype], unit_offset),
         *(num_tokens, num_heads, num_kv_heads, head_dim, block_size),
         *(stride * qkv.itemsize for stride in qkv.stride()[:2]),
-        *(stride * key_cache.itemsize for stride in key_cache.stride()[:3]),
-        *(stride * value_cache.itemsize for stride in value_cache.stride()[:3]),
+        *strides,
         per_unit,
         eps,
     )

@@ -64,6 +64,25 @@ _LLAVA = TensorNames(
         "model.multi_modal_projector.",
     ),
 )
+_GEMMA4 = TensorNames(
+    prefixes=(("model.language_model.", "model."), ("lm_head.", "lm_head.")),
+    skipped=(
+        "model.vision_tower.",
+        "model.vision_embedder.",
+        "model.embed_vision.",
+        "model.audio_tower.",
+        "model.embed_audio.",
+    ),
+)
+_GEMMA4_TOKENS = {
+    "image_token_id": 258880,
+    "boi_token_id": 255999,
+    "eoi_token_id": 258882,
+    "audio_token_id": 258881,
+    "boa_token_id": 256000,
+    "eoa_token_index": 258883,
+    "video_token_id": 258884,
+}
 MULTIMODAL = {
     "Gemma3ForConditionalGeneration": Multimodal(
         "gemma3",
@@ -71,6 +90,20 @@ MULTIMODAL = {
         _LLAVA,
         {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000},
         "Gemma 3 4B, 12B and 27B (text)",
+    ),
+    "Gemma4ForConditionalGeneration": Multimodal(
+        "gemma4",
+        {"gemma4_text": TextPart("Gemma4ForCausalLM", _sizes(262144, 2304, 9216, 30, 8))},
+        _GEMMA4,
+        _GEMMA4_TOKENS,
+        "Gemma 4 E2B, E4B and 31B (text)",
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Multimodal(
+        "gemma4_unified",
+        {"gemma4_unified_text": TextPart("Gemma4UnifiedForCausalLM", _sizes(262144, 2304, 9216, 30, 8))},
+        _GEMMA4,
+        _GEMMA4_TOKENS,
+        "Gemma 4 12B (text)",
     ),
     "Mistral3ForConditionalGeneration": Multimodal(
         "mistral3",

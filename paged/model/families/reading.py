@@ -25,6 +25,10 @@ CEILINGS = {
     "query_pre_attn_scalar": 2**20,
     "sliding_window_pattern": 1024,
     "no_rope_layer_interval": 1024,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 1024,
+    "hidden_size_per_layer_input": 2**17,
+    "vocab_size_per_layer_input": 2**24,
 }
 # What transformers calls each activation; those of one entry are the same formula.
 ACTIVATIONS = {
@@ -81,13 +85,11 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
     if hf["layer_types"] is None and default:
         return default
     num_layers, layer_types = size(hf, "num_hidden_layers"), hf["layer_types"]
+    wanted = f"layer_types must be {num_layers} of full_attention or sliding_attention"
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise CheckpointError(f"layer_types must be a list of {num_layers}, got {shown(layer_types)}")
-    for kind in layer_types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModelError(
-                f"layer_types has {shown(kind)}; supported are full_attention and sliding_attention"
-            )
+        raise CheckpointError(f"{wanted}, got {shown(layer_types)}")
+    if not all(kind in ("full_attention", "sliding_attention") for kind in layer_types):
+        raise UnsupportedModelError(f"{wanted}, got {shown(layer_types)}")
     return tuple(layer_types)
 
 

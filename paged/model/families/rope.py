@@ -22,6 +22,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 
@@ -54,8 +55,13 @@ def read_rope(
         )
     if missing := [key for key in ROPE_TYPES[kind] if key not in rope]:
         raise CheckpointError(f"rope_type {kind!r} needs {', '.join(missing)}")
+    more: dict[str, Any] = {}
+    if kind == "proportional":
+        part = rope.pop("partial_rotary_factor", 1.0)
+        more["rotated_part"] = check_number(CheckpointError, "partial_rotary_factor", part, 0, 1)
     rotary_dim = _rotary_dim(hf, rope, partial)
-    needed = [*ROPE_TYPES[kind], *(NUMBERS if kind == "yarn" else ())]
+    optional = {"yarn": NUMBERS, "proportional": ("factor",)}
+    needed = [*ROPE_TYPES[kind], *optional.get(kind, ())]
     values = {key: _number(rope, key) for key in NUMBERS if key in needed and key in rope}
     if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
         raise CheckpointError(
@@ -66,7 +72,6 @@ def read_rope(
         raise CheckpointError(f"factor of rope must be at least 1, got {values['factor']:g}")
     trained, most = "original_max_position_embeddings", size(hf, "max_position_embeddings")
     known = size(rope, trained) if rope.get(trained) else most
-    more: dict[str, Any] = {}
     if kind == "yarn":
         more = _yarn(rope, values)
     elif kind == "longrope":

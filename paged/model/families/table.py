@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
 from ..config import NO_ROPE, LayerNorms
+from .gemma4 import GEMMA4, GEMMA4_UNIFIED, gemma4
 from .gpt import GPT2, GPT2_KEYS, GPT_NEOX, GPT_NEOX_KEYS, gpt2, gpt_neox
 from .reading import (
     MAX_FACTOR,
@@ -257,6 +258,10 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": Architecture("olmo3", _OLMO3, _olmo3, "OLMo 3"),
     "Gemma2ForCausalLM": Architecture("gemma2", _GEMMA2, _gemma2, "Gemma 2"),
     "Gemma3ForCausalLM": Architecture("gemma3_text", _GEMMA3, _gemma3, "Gemma 3 270M and 1B"),
+    "Gemma4ForCausalLM": Architecture("gemma4_text", GEMMA4, gemma4, "Gemma 4 (text alone)"),
+    "Gemma4UnifiedForCausalLM": Architecture(
+        "gemma4_unified_text", GEMMA4_UNIFIED, gemma4, "Gemma 4 without encoders (text alone)"
+    ),
     "SmolLM3ForCausalLM": Architecture("smollm3", _SMOLLM3, _smollm3, "SmolLM3"),
     "Glm4ForCausalLM": Architecture("glm4", _GLM4, _glm4, "GLM-4-0414"),
     "GPT2LMHeadModel": Architecture("gpt2", GPT2, gpt2, "GPT-2, DistilGPT2", GPT2_KEYS),

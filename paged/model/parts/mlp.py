@@ -15,9 +15,9 @@ class MLP(nn.Module):
     Gate and up are one product, which may include silu(gate) * up.
     """
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
-        inner = config.intermediate_size
+        inner = config.mlp_sizes[layer]
         self.split_sizes = [inner, inner]
         self.fused, is_silu = config.fused_gate_up, config.activation == "silu"
         self.activate = kernels.silu_and_mul if is_silu else kernels.gelu_and_mul
@@ -41,11 +41,12 @@ class MLP(nn.Module):
 class PlainMLP(nn.Module):
     """down(gelu(up(x))): an MLP without a gate."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
         self.kernels, self.tanh = kernels, config.activation == "gelu_tanh"
-        self.up = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        inner = config.mlp_sizes[layer]
+        self.up = Linear(config.hidden_size, inner, bias=config.mlp_bias)
+        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.up(hidden)

@@ -1,0 +1,194 @@
+"""Read the config.json of Gemma 4's text models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...validation import check_int, check_number, shown
+from ..config import KVShape, LayerNorms, TensorNames
+from .reading import CEILINGS, Config, every, flag, head_dim_of, layer_types_of, optional_factor, size
+from .rope import by_layer_type, ropes_by_type
+
+GEMMA4_UNIFIED = {
+    "max_position_embeddings": 262144,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "sliding_window": 1024,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": None,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "per_layer_config": None,
+}
+GEMMA4 = {
+    **GEMMA4_UNIFIED,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+}
+_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+_NORMS = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+def gemma4(hf: Config) -> dict[str, Any]:
+    """Return the fields of ModelConfig."""
+    _refuse(hf)
+    bias, num_layers = flag(hf, "attention_bias"), size(hf, "num_hidden_layers")
+    # Whatever its type is said to be, transformers gives the last layer full attention.
+    layer_types = (*layer_types_of(hf, every(6, hf))[:-1], "full_attention")
+    shapes = _shapes(hf, layer_types)
+    sources = _sources(hf, layer_types, shapes)
+    shared = [layer for layer, source in enumerate(sources) if layer != source]
+    inner, is_wide = size(hf, "intermediate_size"), flag(hf, "use_double_wide_mlp")
+    has_no_values = flag(hf, "attention_k_eq_v")
+    return {
+        **by_layer_type(hf, layer_types, _ropes(hf)),
+        **_layer_inputs(hf),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": False,
+        "qk_norm": "head",
+        "value_norm": True,
+        "norms": _NORMS,
+        "layer_scalars": True,
+        "activation": "gelu_tanh",
+        "exceeds_float16": True,
+        "context_is_scaled": True,
+        "attention_scale": 1.0,
+        "logits_softcap": optional_factor(hf, "final_logit_softcapping"),
+        "embedding_multiplier": size(hf, "hidden_size") ** 0.5,
+        "layer_kv": shapes,
+        "layer_sources": sources,
+        "layer_mlps": tuple(inner * (1 + (is_wide and layer in shared)) for layer in range(num_layers)),
+        "keys_as_values": tuple(
+            layer
+            for layer, kind in enumerate(layer_types)
+            if has_no_values and kind == "full_attention" and layer not in shared
+        ),
+        # Checkpoints have tensors that these layers do not use.
+        "tensor_names": TensorNames(
+            skipped=tuple(
+                f"model.layers.{layer}.self_attn.{name}."
+                for layer in shared
+                for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+            )
+        ),
+    }
+
+
+def _refuse(hf: Config) -> None:
+    """Raise UnsupportedModelError for what the decoder does not compute."""
+    if hf["use_bidirectional_attention"] not in (None, "vision"):  # in text "vision" is causal
+        raise UnsupportedModelError(
+            f"use_bidirectional_attention {shown(hf['use_bidirectional_attention'])} is not supported; "
+            "null and 'vision' are"
+        )
+    if "enable_moe_block" in hf and flag(hf, "enable_moe_block"):
+        raise UnsupportedModelError("enable_moe_block True (a mixture of experts) is not supported")
+    size(hf, "sliding_window")  # unlike in other families never null
+    if hf.get("rope_scaling"):
+        raise UnsupportedModelError("rope_scaling is not supported in Gemma 4; rope_parameters is")
+
+
+def _ropes(hf: Config) -> Any:
+    given = hf.get("rope_parameters") or {}
+    if isinstance(given, dict):
+        given = {**_ROPES, **given}
+    outer = ("rope_theta", "partial_rotary_factor")  # which transformers does not read in Gemma 4
+    own = {key: value for key, value in hf.items() if key not in outer}
+    return ropes_by_type({**own, "rope_parameters": given}, rope_theta=1e4, local_theta=1e4)
+
+
+def _shapes(hf: Config, layer_types: tuple[str, ...]) -> tuple[KVShape, ...]:
+    """Return what each layer reads of a token.
+
+    transformers 5 writes what differs from head_dim and num_key_value_heads into per_layer_config. Other
+    checkpoints have keys for the layers with full attention.
+    """
+    num_heads = size(hf, "num_attention_heads")
+    usual = {"num_key_value_heads": size(hf, "num_key_value_heads"), "head_dim": head_dim_of(hf)}
+    in_full = {"head_dim": size(hf, "global_head_dim")}
+    if flag(hf, "attention_k_eq_v") and hf["num_global_key_value_heads"] is not None:
+        in_full["num_key_value_heads"] = size(hf, "num_global_key_value_heads")
+    given = hf["per_layer_config"]
+    if given is None:
+        given = {str(layer): in_full for layer, kind in enumerate(layer_types) if kind == "full_attention"}
+    if not isinstance(given, dict) or not all(isinstance(own, dict) for own in given.values()):
+        raise CheckpointError(f"per_layer_config must be an object of objects, got {shown(given)}")
+    if unknown := {key for own in given.values() for key in own} - set(usual):
+        raise UnsupportedModelError(
+            f"per_layer_config with {shown(min(unknown))} is not supported; {' and '.join(usual)} are"
+        )
+    layers = range(len(layer_types))
+    names = {str(layer).zfill(width): layer for layer in layers for width in range(5)}  # as in "05"
+    if extra := set(given) - set(names):
+        raise CheckpointError(
+            f"per_layer_config must be of layers 0 to {layers[-1]}, got {shown(min(extra))}"
+        )
+    by_layer = {names[name]: own for name, own in given.items()}
+    return tuple(_shape({**usual, **by_layer.get(layer, {})}, layer, num_heads) for layer in layers)
+
+
+def _shape(own: Config, layer: int, num_heads: int) -> KVShape:
+    """Return the shape of a layer that has these keys of config.json."""
+    most = CEILINGS["global_head_dim"]
+    head_dim = check_int(CheckpointError, f"head_dim of layer {layer}", own["head_dim"], 2, most)
+    name = f"num_key_value_heads of layer {layer}"
+    num_kv_heads = check_int(CheckpointError, name, own["num_key_value_heads"], 1, num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim of layer {layer} must be even, got {head_dim}")
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{num_heads} query heads do not divide among the {num_kv_heads} KV heads of layer {layer}"
+        )
+    return KVShape(num_kv_heads, head_dim, head_dim)
+
+
+def _sources(hf: Config, layer_types: tuple[str, ...], shapes: tuple[KVShape, ...]) -> tuple[int, ...]:
+    """Return the layer whose K and V each layer reads: of the last ones, the last of its type before them."""
+    num_layers, name = len(layer_types), "num_kv_shared_layers"
+    num_own = num_layers - check_int(CheckpointError, name, hf[name], 0, num_layers - 1)
+    last = {kind: layer for layer, kind in enumerate(layer_types[:num_own])}
+    for layer in range(num_own, num_layers):
+        kind = layer_types[layer]
+        if kind not in last:
+            raise CheckpointError(
+                f"{name} {num_layers - num_own} leaves no layer of {kind} whose K and V layer {layer} "
+                "could read"
+            )
+        if shapes[layer] != shapes[last[kind]]:
+            raise CheckpointError(
+                f"per_layer_config gives layer {layer} other heads than layer {last[kind]}, "
+                "whose K and V it reads"
+            )
+    return (*range(num_own), *(last[kind] for kind in layer_types[num_own:]))
+
+
+def _layer_inputs(hf: Config) -> dict[str, Any]:
+    """Return the fields for what layers get besides the residual, which the smaller models have."""
+    name = "hidden_size_per_layer_input"
+    if hf.get(name, 0) in (0, None):
+        return {}
+    inner, vocab_size = size(hf, name), size(hf, "vocab_size_per_layer_input")
+    if vocab_size < size(hf, "vocab_size"):
+        raise CheckpointError(
+            f"vocab_size_per_layer_input {vocab_size} must be at least vocab_size {hf['vocab_size']}"
+        )
+    # A norm of a projection takes the projection's factor, 1 / sqrt(hidden_size), into its eps.
+    most = 1 / size(hf, "hidden_size")
+    check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, most, above=True)
+    return {"layer_input_size": inner, "layer_input_vocab_size": vocab_size}

@@ -1,0 +1,60 @@
+"""What layers of Gemma 4 get of a token besides the residual: a vector for each layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.backend import Kernels
+from ..config import ModelConfig
+from ..layers import Embedding
+from ..linear import Linear
+from .norms import RMSNorm
+
+# Modules have the names that their weights have in a checkpoint.
+
+
+class LayerInputs(nn.Module):
+    """The vectors of all layers for each token: an embedding of its own, plus a projection of the usual one.
+
+    transformers multiplies the projection by hidden_size ** -0.5 before its norm, which is taken into the
+    norm's eps, and the sum by 2 ** -0.5, which is left to the norm in `LayerInput`.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels, self.size = kernels, config.layer_input_size
+        width = config.num_layers * self.size
+        self.embed_tokens_per_layer = Embedding(config.layer_input_vocab_size, width)
+        self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
+        eps = config.rms_norm_eps * config.hidden_size
+        self.per_layer_projection_norm = RMSNorm(self.size, eps, kernels)
+        dtype = self.per_layer_projection_norm.weight.dtype
+        self.factor = float(torch.tensor(self.size**0.5, dtype=dtype, device="cpu"))
+
+    def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+        """Return [num_tokens, num_layers * size]. embedded: [num_tokens, hidden_size], already multiplied."""
+        inputs: Tensor = self.embed_tokens_per_layer(token_ids)
+        self.kernels.scale_and_cap(inputs, self.factor)
+        projected: Tensor = self.per_layer_model_projection(embedded)
+        by_layer = projected.view(-1, self.size)
+        self.per_layer_projection_norm.into(by_layer, inputs.view(-1, self.size), add=True)
+        return inputs
+
+
+class LayerInput(nn.Module):
+    """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token."""
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels, size = kernels, config.layer_input_size
+        self.columns = slice(layer * size, (layer + 1) * size)
+        self.per_layer_input_gate = Linear(config.hidden_size, size, bias=False)
+        self.per_layer_projection = Linear(size, config.hidden_size, bias=False)
+        # x comes multiplied by 2 ** 0.5: see LayerInputs.
+        self.post_per_layer_input_norm = RMSNorm(config.hidden_size, 2 * config.rms_norm_eps, kernels)
+
+    def forward(self, inputs: Tensor, residual: Tensor) -> None:
+        """Update the residual [num_tokens, hidden_size] in place. inputs: of all layers."""
+        gated = self.kernels.gelu_and_mul(self.per_layer_input_gate(residual), inputs[:, self.columns])
+        self.post_per_layer_input_norm.into(self.per_layer_projection(gated), residual, add=True)

@@ -1,0 +1,74 @@
+"""What only Gemma 4 has: layers that read K and V of others, and a number for each layer."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paged import CheckpointError, SamplingParams
+from paged.kernels.cpu.attention.units import SPLIT_KEYS
+from paged.model.layers import Attention
+from tests.engine.test_families import run
+from tests.engine.test_matches_transformers import assert_matches, greedy
+from tests.support.checkpoints import CONFIGS, checkpoint, new_engine, ragged_prompts, random_model, reference
+
+
+def changed(name, directory, **tensors):
+    """Copy a checkpoint, with other tensors of layer 5; __ in a name is a dot."""
+    shutil.copytree(checkpoint(name), directory, dirs_exist_ok=True)
+    file = directory / "model.safetensors"
+    found = load_file(file)
+    (norm,) = [name for name in found if name.endswith("layers.5.input_layernorm.weight")]
+    layer = norm.removesuffix("input_layernorm.weight")
+    found |= {layer + name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file(found, file)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-vision"])
+def test_tensors_that_layers_do_not_use_are_skipped(name, tmp_path, monkeypatch):
+    """As those of layers that read K and V of others, in Google's checkpoints."""
+    unused = {f"self_attn__{part}__weight": torch.ones(3) for part in ("k_proj", "v_proj", "k_norm")}
+    engine = new_engine(changed(name, tmp_path, **unused))
+    assert_matches(engine, reference(name), ragged_prompts([30], vocab_size=200), 2, monkeypatch)
+    with pytest.raises(CheckpointError, match=r"layers.5.self_attn.x_proj.weight is not part of the model"):
+        new_engine(changed(name, tmp_path, self_attn__x_proj__weight=torch.ones(3)))
+
+
+@pytest.mark.parametrize("scalar", [0.0, float("nan")])
+def test_a_layer_s_number_must_be_positive(scalar, tmp_path):
+    with pytest.raises(CheckpointError, match="layer_scalar of layer 5 must be"):
+        new_engine(changed("gemma4", tmp_path, layer_scalar=torch.tensor([scalar])))
+
+
+def test_layers_that_write_nothing_compute_output_rows_only(monkeypatch):
+    rows, project = {}, Attention.project
+
+    def noted(attention, hidden, *others):
+        rows.setdefault(attention.layer, []).append(len(hidden))
+        return project(attention, hidden, *others)
+
+    monkeypatch.setattr(Attention, "project", noted)
+    engine = new_engine(checkpoint("gemma4"), enforce_eager=True)
+    engine.generate(ragged_prompts([40, 30]), greedy(2), use_tqdm=False)
+    assert rows == {layer: [70 if layer < 3 else 2, 2] for layer in range(7)}
+    rows.clear()
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    engine.generate(ragged_prompts([40], seed=1), params, use_tqdm=False)
+    assert {counts[0] for layer, counts in rows.items() if layer > 2} == {40}
+
+
+def test_recorded_steps_over_a_split(tmp_path):
+    """Each of two shapes of heads has a plan of its own, whose results are merged."""
+    config = CONFIGS["gemma4"]()
+    config.max_position_embeddings = 2 * SPLIT_KEYS + 64
+    random_model(config).save_pretrained(tmp_path)
+    prompts, found = ragged_prompts([2 * SPLIT_KEYS - 6, SPLIT_KEYS - 3]), []
+    for eager in (True, False):
+        engine = new_engine(tmp_path, num_blocks=1000, enforce_eager=eager, attention_backend="numba")
+        found.append(run(engine, prompts, max_tokens=12)[0])
+    assert found[0] == found[1]
+    assert sum(graph is not None for graph in engine.runner.graphs._graphs.values()) >= 2
