@@ -15,26 +15,8 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig, RopeConfig
-from .linear import Linear, TableForm, split_rows
+from .linear import Linear, split_rows
 from .parts.norms import RMSNorm
-
-
-class Embedding(nn.Module):
-    """Lookup of token ids in a table. Like `Linear`, it is loaded and then takes a form."""
-
-    form: TableForm
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
-
-    def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, hidden_size]
-        return self.form.rows(token_ids)
-
-    def take_form(self, form: Callable[[Tensor], TableForm]) -> None:
-        """Replace the loaded weight by its form."""
-        self.form = form(self.weight.detach())
-        del self.weight
 
 
 class Angles(NamedTuple):
