@@ -18,8 +18,7 @@ from paged.model.config import DEMO
 from paged.model.generation_config import read_eos_token_ids
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
-from paged.model.linear import Embedding
-from paged.model.linear import Linear
+from paged.model.linear import Embedding, Linear
 from paged.model.weights import read_header
 from tests.support.checkpoints import (
     CONFIGS,
