@@ -186,7 +186,7 @@ class RequestFactory:
         inputs = self._inputs(request_id, prepared, params, inherited.tenant, deadline)
         same_stops = params.stop == inherited.params.stop
         num_unstopped = inherited.num_unstopped_tokens if same_stops else parent.num_output_tokens
-        inputs = replace(inputs, num_unstopped_tokens=num_unstopped, long_namespace=inherited.long_namespace)
+        inputs = replace(inputs, num_unstopped_tokens=num_unstopped)
         if inputs.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
@@ -264,10 +264,7 @@ class RequestFactory:
         deadline: float,
         generates: bool = True,
     ) -> RequestInputs:
-        prompt, long_from = prepared.prompt, self.prompts.long_from
-        long_namespace = b""
-        if long_from is not None:
-            long_namespace = self.prompts.namespace(params.cache_salt, long_from)
+        prompt = prepared.prompt
         return RequestInputs(
             request_id=request_id,
             prompt=prompt.text,
@@ -281,8 +278,7 @@ class RequestFactory:
             priority=params.priority,
             tenant=tenant,
             namespace=prompt.namespace,
-            long_from=long_from,
-            long_namespace=long_namespace,
+            long_from=self.prompts.long_from,
             deadline=deadline,
         )
 

@@ -41,10 +41,10 @@ NO_ROPE = RopeConfig("none", 1.0)
 
 
 class LongContext(NamedTuple):
-    """From how many tokens on longrope rotates all tokens of a request by other frequencies.
+    """The length from which longrope rotates a request by its long factors.
 
-    K and V of a request that grows so long are computed anew. Its positions are higher by `offset`, for all
-    rotary embeddings of the model, which selects these frequencies.
+    A request that reaches num_tokens is recomputed, with `offset` added to its positions. The offset selects
+    the rows of long requests in the tables of all rotary embeddings.
     """
 
     num_tokens: int
@@ -65,7 +65,7 @@ class KVShape:
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """The numbers of K, and those of V unless it lies in K."""
+        """How many numbers a token has in K, and in V unless V lies in K."""
         key, value = self.num_kv_heads * self.key_dim, self.num_kv_heads * self.value_dim
         return (key,) if self.value_in_key else (key, value)
 
@@ -92,11 +92,10 @@ class LayerNorms:
 class TensorNames:
     """The names of tensors in a checkpoint that holds more than the decoder.
 
-    prefixes: how names of the decoder's tensors begin, and how they do in a checkpoint of the decoder alone.
-    parts: how names within a layer begin, and how Llama's do.
-    skipped: how names of tensors begin that are not loaded: of other parts, of layers that predict further
-        tokens.
-    ignored: how names of tensors end that are no parameters.
+    prefixes: pairs of a prefix in this checkpoint and the prefix in a checkpoint of the decoder alone.
+    parts: pairs of a prefix within a layer and that of Llama.
+    skipped: prefixes of tensors that are not loaded: those of other parts, and of multi-token prediction.
+    ignored: suffixes of tensors that are not parameters.
     """
 
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
@@ -251,9 +250,9 @@ class ModelConfig:
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """The layers with K and V of their own by window and shape, in groups that take about equal bytes.
 
-        One pool's blocks fit every group. A block has room for the set of layers that needs the least, and
-        for one layer of any set. Larger sets are divided. Where that leaves a rest, and where a group takes
-        less than the largest one, the blocks of a group have unused space.
+        One pool's blocks fit every group. A block is as large as the smallest set of layers, and at least as
+        large as the largest layer. Larger sets are divided into groups of that size. Smaller groups leave
+        space in their blocks unused.
         """
         sets: dict[tuple[int | None, KVShape], list[int]] = {}
         for layer, source in enumerate(self.kv_sources):

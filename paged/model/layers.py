@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from .parts.norms import RMSNorm
 
 
 class Angles(NamedTuple):
-    """What the positions of tokens mean for their queries and keys.
+    """The cosines and sines that rotate each token's query and key, and the factor of its query.
 
     query_factors: multiply each token's queries; None: all of them are 1.
     """
@@ -67,7 +68,7 @@ class RotaryEmbedding(nn.Module):
         positions = torch.arange(num_positions, device=self.inv_freq.device)
         angles = self._angles(positions, self.inv_freq)
         if self.long_offset:
-            angles = _apart(angles, self._angles(positions, self.long_inv_freq), self.long_offset)
+            angles = _with_long_rows(angles, self._angles(positions, self.long_inv_freq), self.long_offset)
         if num_positions <= self.rope.original_max_position_embeddings:
             angles = angles._replace(query_factors=None)
         self._table = angles
@@ -97,7 +98,7 @@ class RotaryEmbedding(nn.Module):
         return Angles(cos, sin, self._query_factors(positions))
 
     def _query_factors(self, positions: Tensor) -> Tensor | None:
-        """Compute what sharpens the attention of distant tokens (as in Llama 4)."""
+        """Compute the factors of queries, which grow with the position and sharpen attention (Llama 4)."""
         beta, trained = self.rope.query_scaling_beta, self.rope.original_max_position_embeddings
         if not beta:
             return None
@@ -111,13 +112,34 @@ class RotaryEmbedding(nn.Module):
         preemption and other requests do not change the result.
         """
         assert batch.rope_lens is not None, "dynamic rope needs the lengths of the sequences"
-        length = batch.rope_lens.clamp(min=self.max_position_embeddings)
-        stretch = self.rope.factor * length / self.max_position_embeddings - (self.rope.factor - 1)
-        base = self.rope.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
-        return inverse_frequencies(base[:, None], self.rotary_dim)
+        trained = self.max_position_embeddings
+        lengths = batch.rope_lens.clamp(min=trained)
+        if lengths.is_cuda:
+            return inverse_frequencies(
+                dynamic_base(self.rope, self.rotary_dim, trained, lengths[:, None]), self.rotary_dim
+            )
+        # On a CPU the last bit of torch's powers depends on where a number lies in a tensor.
+        rows = (_dynamic_row(self.rope, self.rotary_dim, trained, length) for length in lengths.tolist())
+        return torch.stack([*rows])
 
 
-def _apart(short: Angles, long: Angles, offset: int) -> Angles:
+Length = TypeVar("Length", Tensor, float)
+
+
+def dynamic_base(rope: RopeConfig, rotary_dim: int, trained: int, length: Length) -> Length:
+    """Return the base of dynamic rope for sequences of a length, which is at least the trained one."""
+    stretch = rope.factor * length / trained - (rope.factor - 1)
+    base: Length = rope.theta * stretch ** (rotary_dim / (rotary_dim - 2))
+    return base
+
+
+@lru_cache(maxsize=1024)
+def _dynamic_row(rope: RopeConfig, rotary_dim: int, trained: int, length: int) -> Tensor:
+    base = dynamic_base(rope, rotary_dim, trained, float(length))
+    return inverse_frequencies(torch.tensor([base], dtype=torch.float32), rotary_dim)
+
+
+def _with_long_rows(short: Angles, long: Angles, offset: int) -> Angles:
     """Return one table with the rows of `long` from `offset` on. Nothing reads the rows between."""
 
     def joined(first: Tensor, second: Tensor) -> Tensor:
@@ -169,10 +191,10 @@ def scaled_frequencies(
 
 
 def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """Return to what part each frequency is kept rather than interpolated (Peng et al., YaRN, 2023)."""
+    """Return the share of each frequency that is kept; the rest is interpolated (Peng et al., YaRN, 2023)."""
 
     def dimension(rotations: float) -> float:
-        """Return the dimension that rotates so often within the trained context."""
+        """Return the dimension whose frequency makes so many rotations within the trained context."""
         wavelength = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -180,7 +202,7 @@ def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
     return 1 - ramp.clamp(0.0, 1.0)
 
 

@@ -18,6 +18,7 @@ from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_SEAT = -1
+LONG = b" long"  # ends the namespace of what longrope rotates by its long factors
 TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose deadline has passed
 
 
@@ -78,8 +79,8 @@ class RequestInputs:
     num_given_tokens: number of output tokens that another engine made. Deltas leave them out.
     generates: False for a report on the prompt alone, with an empty output.
     namespace: what determines the KV besides the tokens.
-    long_from, long_namespace: from so many tokens on, the KV of all tokens is another one, in this
-        namespace: the request is computed anew when it has grown so long. None: it never is.
+    long_from: the length at which longrope changes the KV of all tokens, so that the request is recomputed.
+        None: it never changes.
     deadline: on the scheduler's clock.
     """
 
@@ -98,7 +99,6 @@ class RequestInputs:
     tenant: str = ""
     namespace: bytes = b""
     long_from: int | None = None
-    long_namespace: bytes = b""
     deadline: float = math.inf
     is_greedy: bool = field(init=False)  # temperature 0, logits unchanged, no log-probabilities
     wants_logprobs: bool = field(init=False)  # of the output
@@ -189,14 +189,15 @@ class Request:
 
     @property
     def namespace(self) -> bytes:
-        """What determines the KV besides the tokens."""
+        """What determines the KV besides the tokens. That of a long prompt says so itself."""
         inputs = self.inputs
-        is_long = inputs.long_from is not None and len(self.token_ids) >= inputs.long_from
-        return inputs.long_namespace if is_long else inputs.namespace
+        if inputs.long_from is None or not self.num_prompt_tokens < inputs.long_from <= len(self.token_ids):
+            return inputs.namespace
+        return inputs.namespace + LONG
 
     @property
     def has_just_grown_long(self) -> bool:
-        """Whether the newest token makes the KV of all tokens another one."""
+        """Whether the newest token brings the request to long_from, so that all KV must be recomputed."""
         return len(self.token_ids) == self.inputs.long_from and self.finish_reason is None
 
     @property

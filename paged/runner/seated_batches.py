@@ -104,12 +104,11 @@ class SeatedBatches:
         ends = np.zeros(len(num_new) + 1, np.int32)
         np.cumsum(num_new, out=ends[1:])
         rope_lens, max_seqlen_q = None, int(num_new.max())
-        if self.with_rope_lens:
-            lens = [request.num_prompt_tokens for request in schedule.requests]
-            rope_lens = upload.put(lens, torch.int32)
-        elif self.long_context is not None:
-            lens = [request.num_tokens for request in schedule.requests]
-            rope_lens = upload.put(lens, torch.int32)
+        if self.with_rope_lens or self.long_context is not None:
+            lengths = [
+                r.num_prompt_tokens if self.with_rope_lens else r.num_tokens for r in schedule.requests
+            ]
+            rope_lens = upload.put(lengths, torch.int32)
         sizes = {
             "num_tokens": int(ends[-1]),
             "max_seq_len": int(seq_lens.max()),

@@ -91,7 +91,9 @@ class StepGraphs:
         except (NotRecordableError, RuntimeError) as error:  # torch has no narrower one for a CPU
             if not self._has_said_why:
                 self._has_said_why = True
-                logger.warning("a step is not recorded, so that few tokens take longer: %s", error)
+                logger.warning(
+                    "a step of few tokens is slower than if it were recorded, which failed: %s", error
+                )
             return None
         graph.use_memory(self._memory)
         return graph

@@ -74,7 +74,7 @@ class Preemption:
         self.wait_again(victim)
 
     def compute_anew(self, request: Request) -> None:
-        """Queue a running request whose K and V have become other ones: see `RequestInputs.long_from`."""
+        """Queue a running request that has reached `RequestInputs.long_from`: all its KV changes."""
         self.free(request)
         request.blocks = self._manager.open(request.token_ids, request.namespace)
         request.num_computed_tokens = 0

@@ -29,7 +29,7 @@ class Scheduler:
 
     When blocks run out, the running request of the highest rank is preempted: it is recomputed or swapped in
     later. After max_preemptions it is protected, and runs again once all blocks that it can ever need are
-    reserved for it. So every request ends after at most (max_preemptions + 1) max_total_tokens steps of its
+    reserved for it. So every request ends after at most (max_preemptions + 2) max_total_tokens steps of its
     own, and every step computes something.
 
     Steps may overlap: `schedule` skips requests in flight, `update` takes steps in order.

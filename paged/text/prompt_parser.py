@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import RequestError, reject_unknown
 from ..model.config import ModelConfig
 from ..requests.prompts import Prompt
+from ..requests.request import LONG
 from ..validation import check_bool, shown
 from .tokenizer import Tokenizer
 
@@ -102,15 +103,12 @@ class PromptParser:
     def namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
         """Return what a prompt's KV depends on besides its tokens."""
         rope, trained = self.model_config.rope, self.model_config.max_position_embeddings
-        stretched: int | str | None = None
-        if rope.type == "dynamic" and num_prompt_tokens > trained:
-            # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
-            stretched = num_prompt_tokens
-        elif self.long_from is not None and num_prompt_tokens >= self.long_from:
-            stretched = "long"
+        # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
+        stretched = num_prompt_tokens if rope.type == "dynamic" and num_prompt_tokens > trained else None
+        is_long = self.long_from is not None and num_prompt_tokens >= self.long_from
         if salt is None and stretched is None:
-            return b""
-        return repr((salt, stretched)).encode("utf-8", "surrogatepass")
+            return LONG * is_long
+        return repr((salt, stretched)).encode("utf-8", "surrogatepass") + LONG * is_long
 
     def parse_continued(self, prompt: Prompt, continuations: Any) -> tuple[ParsedPrompt, list[ParsedPrompt]]:
         """Return the parsed prompt, and the prompt followed by each continuation. Raises RequestError.

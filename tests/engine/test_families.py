@@ -12,6 +12,7 @@ from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint, new_
 FAMILIES = [
     name for name in CONFIGS if not name.startswith(("llama", "mistral", "qwen")) and name != "ministral"
 ]
+FAMILIES += ["llama-dynamic"]  # whose angles each step computes
 LENGTHS = [1, 30, 61, 8, 44, 63]
 
 
@@ -126,6 +127,19 @@ def test_longrope_keeps_the_prefixes_of_long_requests_apart(tmp_path):
     short = new_engine(checkpoint("phi3-longrope"), max_model_len=64)
     assert short.load_prefix(tmp_path / "kv")
     assert cached(short, 49) == 48
+
+
+def test_salts_keep_the_prefixes_of_longrope_apart():
+    """Also where the salt is in the prompt, and the request grows long."""
+    (prompt,) = ragged_prompts([60])
+    engine = new_engine(checkpoint("phi3-longrope"))
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    salted = {"prompt_token_ids": prompt, "cache_salt": "secret"}
+    (output,) = engine.generate([salted], params, use_tqdm=False)
+    whole = [*prompt, *output.outputs[0].token_ids]
+    for salt, num_cached in ({}, 0), ({"cache_salt": "other"}, 0), ({"cache_salt": "secret"}, 80):
+        (output,) = engine.generate([{"prompt_token_ids": whole, **salt}], params, use_tqdm=False)
+        assert output.num_cached_tokens == num_cached
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -22,8 +22,8 @@ class CacheLayout:
 
     A part is the K or the V of one layer for all tokens of a block. If all parts of a model are equally
     large, each has a plane of its own: [num_parts, num_blocks, part]. Otherwise there is one plane, and a
-    block's parts follow each other in it: [1, num_blocks, parts of the largest group]. So a block takes the
-    same bytes in every group, whatever shapes its layers have, and no other block's bytes.
+    block's parts follow each other in it: [1, num_blocks, parts of the largest group]. A block takes the same
+    bytes in every group, and shares none with another block.
     """
 
     groups: tuple[LayerGroup, ...]
