@@ -41,6 +41,61 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 6,
         "vocab_size": 32000,
     },
+    "gemma3-1b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+    },
+    # Phi-3-mini has 32 layers of width 3072.
+    "phi3-1b": {
+        "model_type": "phi3",
+        "hidden_size": 1920,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "vocab_size": 32064,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "sliding_window": 2047,
+    },
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 500,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+SHAPES |= {
+    "gemma3-tiny": {**SHAPES["gemma3-1b"], **TINY, "num_hidden_layers": 6},  # the last has full attention
+    "phi3-tiny": {**SHAPES["phi3-1b"], **TINY, "num_hidden_layers": 2, "num_key_value_heads": 4},
+}
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+)
+# Llamas of the same sizes, which have as many weights in their matrices.
+SHAPES |= {
+    f"{name}-as-llama": {size: SHAPES[name][size] for size in SIZES if size in SHAPES[name]}
+    for name in ("gemma3-1b", "phi3-1b", "gemma3-tiny", "phi3-tiny")
 }
 
 

@@ -33,15 +33,25 @@ def interpreter(system: str, environments: Path = ENVIRONMENTS) -> str:
 
 
 class Worker:
-    """A process with one system."""
+    """A process with one system.
 
-    def __init__(self, system: str, *, threads: int, environments: Path = ENVIRONMENTS) -> None:
+    root: the checkout that it imports `benchmarks` and `paged` from.
+    """
+
+    def __init__(
+        self, system: str, *, threads: int, environments: Path = ENVIRONMENTS, root: Path = ROOT
+    ) -> None:
         command = [interpreter(system, environments), "-m", "benchmarks.peers.worker", system]
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed with the worker)
         self.process = subprocess.Popen(
             command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
+            cwd=root,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(root),
+                "OMP_NUM_THREADS": str(threads),
+                "TOKENIZERS_PARALLELISM": "false",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

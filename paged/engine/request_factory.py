@@ -119,6 +119,12 @@ class RequestFactory:
                 raise RequestError(f"{name}[{i}] is {token_id}, which ends the output")
         sample.inputs = replace(sample.inputs, num_given_tokens=num)
         sample.token_ids += map(int, generated)
+        reports = sample.inputs.params.prompt_logprobs is not None
+        if reports and sample.namespace != sample.inputs.namespace:
+            raise RequestError(
+                f"{name} does not go with prompt_logprobs where prompt and output have {sample.num_tokens} "
+                f"tokens: from {sample.inputs.long_from} on, longrope rotates the prompt otherwise"
+            )
         grammar = sample.sampling.grammar
         if grammar is not None and not grammar.follow(sample):
             raise RequestError(f"{name} is not in the language of structured_outputs")

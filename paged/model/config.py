@@ -28,14 +28,12 @@ class RopeConfig:
     truncate: bool = True  # whether yarn rounds the bounds between these to whole dimensions
     short_factors: tuple[float, ...] = ()  # longrope's divisors of frequencies within the trained context
     long_factors: tuple[float, ...] = ()  # and beyond it
-    long_offset: int = 0  # added to positions where these hold; 0: no request of the engine is so long
     # Queries are multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings))
     query_scaling_beta: float = 0.0
 
-    def for_context(self, max_model_len: int) -> RopeConfig:
-        """Return the rotary embedding of an engine with sequences of up to so many tokens."""
-        grows_long = self.type == "longrope" and max_model_len > self.original_max_position_embeddings
-        return replace(self, long_offset=max_model_len if grows_long else 0)
+    def grows_long(self, max_model_len: int) -> bool:
+        """Return whether sequences of up to so many tokens may need the long factors."""
+        return self.type == "longrope" and max_model_len > self.original_max_position_embeddings
 
 
 LAYERS = "model.layers."  # how the names of tensors of layers begin in a checkpoint of Llama
@@ -45,8 +43,8 @@ NO_ROPE = RopeConfig("none", 1.0)
 class LongContext(NamedTuple):
     """From how many tokens on longrope rotates all tokens of a request by other frequencies.
 
-    K and V of a request that grows so long are computed anew. Its positions are higher by `offset`, which
-    selects these frequencies.
+    K and V of a request that grows so long are computed anew. Its positions are higher by `offset`, for all
+    rotary embeddings of the model, which selects these frequencies.
     """
 
     num_tokens: int
@@ -196,6 +194,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
     context_is_scaled: bool = False  # max_position_embeddings includes the factor of linear rope
+    long_context: LongContext | None = None  # where longrope changes its factors, if requests grow so long
     exceeds_float16: bool = False  # activations may be larger than float16 represents
     tensor_names: TensorNames = LLAMA_NAMES
     # Token ids that stand for images, audio or video, whose part of the model is not loaded; and their names
@@ -226,14 +225,6 @@ class ModelConfig:
         return tuple(dict.fromkeys(zip(self.layer_ropes, dims, strict=True)))
 
     @property
-    def long_context(self) -> LongContext | None:
-        """Where longrope changes its frequencies, if a request of this engine grows so long."""
-        for rope in self.layer_ropes:
-            if rope.long_offset:
-                return LongContext(rope.original_max_position_embeddings + 1, rope.long_offset)
-        return None
-
-    @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What each layer reads of a token."""
         return self.layer_kv or (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
@@ -249,9 +240,12 @@ class ModelConfig:
         return self.layer_mlps or (self.intermediate_size,) * self.num_layers
 
     def for_context(self, max_model_len: int) -> ModelConfig:
-        """Return the model of an engine with sequences of up to so many tokens: see `RopeConfig`."""
-        ropes = tuple(rope.for_context(max_model_len) for rope in self.layer_ropes)
-        return replace(self, rope=self.rope.for_context(max_model_len), layer_ropes=ropes)
+        """Return the model of an engine with sequences of up to so many tokens."""
+        for rope in self.layer_ropes:
+            if rope.grows_long(max_model_len):
+                first_long = rope.original_max_position_embeddings + 1
+                return replace(self, long_context=LongContext(first_long, max_model_len))
+        return self
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:

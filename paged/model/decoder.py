@@ -16,8 +16,8 @@ from ..validation import check_number
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig
-from .layers import Angles, Attention, Embedding, RotaryEmbedding
-from .linear import Linear
+from .layers import Angles, Attention, RotaryEmbedding
+from .linear import Embedding, Linear
 from .parts.layer_inputs import LayerInput, LayerInputs
 from .parts.mlp import MLP, PlainMLP
 from .parts.norms import LayerNorm, RMSNorm, new_norm

@@ -102,7 +102,9 @@ def _read(architecture: str, known: Architecture, hf: Config) -> ModelConfig:
     num_kv_heads = num_heads if hf["num_key_value_heads"] is None else size(hf, "num_key_value_heads")
     head_dim = head_dim_of(hf)
     if num_heads % num_kv_heads:
-        raise CheckpointError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads")
+        raise CheckpointError(
+            f"num_attention_heads {num_heads} do not divide among num_key_value_heads {num_kv_heads}"
+        )
     declared = known.declare(hf)
     _check_activation(hf, declared, known.defaults)
     rope = declared.pop("rope", None) or read_rope(hf)

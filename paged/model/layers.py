@@ -15,26 +15,8 @@ from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .config import ModelConfig, RopeConfig
-from .linear import Linear, TableForm, split_rows
+from .linear import Linear, split_rows
 from .parts.norms import RMSNorm
-
-
-class Embedding(nn.Module):
-    """Lookup of token ids in a table. Like `Linear`, it is loaded and then takes a form."""
-
-    form: TableForm
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
-
-    def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, hidden_size]
-        return self.form.rows(token_ids)
-
-    def take_form(self, form: Callable[[Tensor], TableForm]) -> None:
-        """Replace the loaded weight by its form."""
-        self.form = form(self.weight.detach())
-        del self.weight
 
 
 class Angles(NamedTuple):
@@ -57,7 +39,7 @@ class RotaryEmbedding(nn.Module):
     """The angles of every token's position, computed once per step for all layers with these frequencies."""
 
     inv_freq: Tensor  # f32[rotary_dim // 2]
-    long_inv_freq: Tensor | None  # longrope's for requests beyond the trained context
+    long_inv_freq: Tensor  # like inv_freq, for positions from long_offset on, if that is not 0
 
     def __init__(self, rope: RopeConfig, head_dim: int, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -69,7 +51,8 @@ class RotaryEmbedding(nn.Module):
         # Frequencies are float32 in a model of any dtype.
         with torch.device("cpu"):
             frequencies = scaled_frequencies(rope, self.rotary_dim)
-            long = scaled_frequencies(rope, self.rotary_dim, is_long=True) if rope.long_offset else None
+            long = scaled_frequencies(rope, self.rotary_dim, is_long=True)
+        self.long_offset = config.long_context.offset if config.long_context else 0
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.register_buffer("long_inv_freq", long, persistent=False)
 
@@ -83,8 +66,8 @@ class RotaryEmbedding(nn.Module):
         assert self._table is None, "the table must not move"
         positions = torch.arange(num_positions, device=self.inv_freq.device)
         angles = self._angles(positions, self.inv_freq)
-        if self.long_inv_freq is not None:
-            angles = _apart(angles, self._angles(positions, self.long_inv_freq), self.rope.long_offset)
+        if self.long_offset:
+            angles = _apart(angles, self._angles(positions, self.long_inv_freq), self.long_offset)
         if num_positions <= self.rope.original_max_position_embeddings:
             angles = angles._replace(query_factors=None)
         self._table = angles
@@ -93,11 +76,11 @@ class RotaryEmbedding(nn.Module):
         if self._table is None:
             if self.rope.type == "dynamic":
                 return self._angles(batch.positions, self._dynamic_frequencies(batch))
-            if self.long_inv_freq is None:
+            if not self.long_offset:
                 return self._angles(batch.positions, self.inv_freq)
-            is_long = (batch.positions >= self.rope.long_offset)[:, None]
+            is_long = (batch.positions >= self.long_offset)[:, None]
             frequencies = torch.where(is_long, self.long_inv_freq, self.inv_freq)
-            return self._angles(batch.positions % self.rope.long_offset, frequencies)
+            return self._angles(batch.positions % self.long_offset, frequencies)
         take_rows, positions, (cos, sin, factors) = self.kernels.take_rows, batch.positions, self._table
         if factors is not None:
             factors = take_rows(factors, positions)
@@ -142,7 +125,12 @@ def _apart(short: Angles, long: Angles, offset: int) -> Angles:
         rows[: len(first)], rows[offset:] = first, second
         return rows
 
-    return Angles(joined(short.cos, long.cos), joined(short.sin, long.sin), None)
+    factors = short.query_factors, long.query_factors
+    return Angles(
+        joined(short.cos, long.cos),
+        joined(short.sin, long.sin),
+        None if factors[0] is None or factors[1] is None else joined(factors[0], factors[1]),
+    )
 
 
 def inverse_frequencies(base: Tensor, rotary_dim: int) -> Tensor:  # [..., 1] -> [..., rotary_dim // 2]

@@ -1,4 +1,4 @@
-"""Linear layers, and the interface of the forms that a weight may take. `weight_forms` chooses the form."""
+"""Linear layers, embeddings, and the forms that their weights may take. `weight_forms` chooses the form."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class WeightForm(Protocol):
     @property
     def is_recordable(self) -> bool:
         """Whether it launches our kernels only, which a recorded step can replay."""
+
+    def lay_out(self, bias: Tensor) -> None:  # noqa: ARG002
+        """Prepare for this bias, which every product will add. Most forms have nothing to do."""
+        return
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply [num_tokens, in_features] to [num_tokens, out_features].
@@ -54,9 +58,29 @@ class Linear(nn.Module):
         """Replace the loaded weight by its form."""
         self.form = form(self.weight.detach())
         del self.weight
+        if self.bias is not None:
+            self.form.lay_out(self.bias.detach())
 
 
-class PlainWeight:
+class Embedding(nn.Module):
+    """Lookup of token ids in a table. Like `Linear`, it is loaded and then takes a form."""
+
+    form: TableForm
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, hidden_size]
+        return self.form.rows(token_ids)
+
+    def take_form(self, form: Callable[[Tensor], TableForm]) -> None:
+        """Replace the loaded weight by its form."""
+        self.form = form(self.weight.detach())
+        del self.weight
+
+
+class PlainWeight(TableForm):
     """The weight as it was loaded."""
 
     gated = is_recordable = False

@@ -14,7 +14,7 @@ from ..kernels.cpu.linear.pack_bf12 import pack_bf12
 from ..kernels.cpu.linear.panels import Panels
 from ..kernels.cpu.products.int4 import INT4_GROUP
 from ..kernels.cpu.rows.take_rows import take_panel_rows, take_rows, widen_rows
-from .linear import PlainWeight
+from .linear import PlainWeight, TableForm
 from .quantization import Int8Weight, int4_codes
 
 ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early for most weights that differ
@@ -50,7 +50,7 @@ class Table(PlainWeight):
         return take(self.weight, indices)
 
 
-class PanelWeight:
+class PanelWeight(TableForm):
     """A weight in its dtype, or `narrowed`, large ones in bf12; accumulators are float32.
 
     out_dtype: of its products, by default that of x. gated: the weight [2 * n, in_features] holds gates and
@@ -71,9 +71,13 @@ class PanelWeight:
         """Whether products need no torch: it widens x of 16 bits, unless that is multiplied in pairs."""
         return self.panels.in_pairs or self.dtype == torch.float32
 
+    def lay_out(self, bias: Tensor) -> None:
+        """Order the bias as the panels are."""
+        self._bias = numba_linear.pad(bias, gated=self.gated)
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is not None and self._bias is None:  # it never changes
-            self._bias = numba_linear.pad(bias, gated=self.gated)
+        if bias is not None and self._bias is None:
+            self.lay_out(bias)
         return numba_linear.linear(x, self.panels, None if bias is None else self._bias, self._out_dtype)
 
     def rows(self, indices: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ConfigError
+from .linear import TableForm, WeightForm
 
 # Large enough that Python's 10 µs per tile do not matter, small enough for the caches.
 TILE_ELEMENTS = 2**19
@@ -27,7 +28,7 @@ INT8_KERNEL_ROWS, INT4_KERNEL_ROWS = 16, 32
 TINY = torch.finfo(torch.float32).tiny
 
 
-class Int8Weight:
+class Int8Weight(TableForm):
     """Symmetric int8 with one scale per output: weight[n, k] ≈ scale[n] * codes[n, k]."""
 
     gated = is_recordable = False
@@ -82,7 +83,7 @@ class Int8Weight:
         return out.mul_(self.scale).to(dtype)
 
 
-class Int4Weight:
+class Int4Weight(WeightForm):
     """Int4 with a scale and a zero per output and GROUP of inputs, for torch's kernel.
 
     weight[n, k] ≈ scale[n, g] * (codes[n, k] - 8) + zero[n, g], with codes from 0 to 15 and g = k // GROUP.

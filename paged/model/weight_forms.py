@@ -80,7 +80,7 @@ class Float32Product(PlainWeight):
         return out if bias is None else out.add_(bias)
 
 
-class PackedWeight:
+class PackedWeight(WeightForm):
     """The weight in oneDNN's layout: 2 to 3 times faster up to a few dozen rows. Requires `can_pack`."""
 
     gated = is_recordable = False

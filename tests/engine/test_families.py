@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from paged import ConfigError, SamplingParams
+from paged import ConfigError, RequestError, SamplingParams
 from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts
 
 FAMILIES = [
@@ -148,6 +148,10 @@ def test_a_longrope_request_that_grows_long_is_forked_and_goes_on(n):
         while engine.has_unfinished_requests():
             finished |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
         assert [finished[i] for i in "abc"] == [tokens] * 3
+    reported = SamplingParams(temperature=0.0, max_tokens=16, prompt_logprobs=0)
+    engine.add_request("d", prompt, reported, generated_token_ids=tokens[:6])
+    with pytest.raises(RequestError, match=r"does not go with prompt_logprobs where .* have 65 tokens"):
+        engine.add_request("e", prompt, reported, generated_token_ids=tokens[:7])
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm", "granite"))])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Ministral3Config, Olmo3Config, SmolLM3Config
 
 from paged import LLMEngine, RequestOutput, SamplingParams
 from paged.model.config import DEMO
@@ -22,12 +23,14 @@ from paged.sampling.sampler import Draw
 from tests.support.checkpoints import (
     CONFIGS,
     LONG,
+    SHAPE,
     STRETCHED,
     Reference,
     assert_all_free,
     checkpoint,
     new_engine,
     ragged_prompts,
+    random_model,
     reference,
 )
 
@@ -234,6 +237,38 @@ def test_longrope_matches_transformers(options, lengths, max_tokens, monkeypatch
     """Where no request grows long, where there are few blocks, and by Triton's kernels."""
     engine = new_engine(checkpoint("phi3-longrope"), **options)
     assert_matches(engine, reference("phi3-longrope"), ragged_prompts(lengths), max_tokens, monkeypatch)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0],
+    "original_max_position_embeddings": 64,
+}
+WITH_LONGROPE = {
+    "beside layers without rope": lambda: SmolLM3Config(
+        **{**SHAPE, "hidden_size": 64}, no_rope_layers=[1, 0], rope_parameters=LONGROPE
+    ),
+    "beside another rope": lambda: Olmo3Config(
+        **{**SHAPE, "hidden_size": 64, "num_hidden_layers": 5},
+        sliding_window=24,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": LONGROPE,
+        },
+    ),
+    "with factors of queries": lambda: Ministral3Config(
+        **SHAPE, rope_parameters={**LONGROPE, "llama_4_scaling_beta": 0.4}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LONGROPE)
+def test_longrope_of_some_layers_matches_transformers(name, tmp_path, monkeypatch):
+    random_model(WITH_LONGROPE[name]()).save_pretrained(tmp_path)
+    engine = new_engine(tmp_path, max_model_len=400)
+    assert_matches(engine, Reference(tmp_path), ragged_prompts([100, 66, 5]), 6, monkeypatch)
 
 
 def test_longrope_without_a_table_matches_transformers(monkeypatch):

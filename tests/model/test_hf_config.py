@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"rms_norm_eps": "1e-6"},
         "rms_norm_eps must be a number, above 0, at most 1, got '1e-6'",
     ),
-    "rope-is-a-list": ({"rope_scaling": [1]}, r"rope_parameters must be an object, got \[1\]"),
+    "rope-is-a-list": ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
     "rope-needs-a-factor": ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
     "rope-needs-all": (
         {"rope_scaling": {"type": "llama3", "factor": 8}},
@@ -357,7 +357,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "int8"}, "dtype 'int8' is not supported; supported are float64, float32"),
     "outer-partial-rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "rope-by-layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
-    "rope-type-is-a-list": ({"rope_scaling": {"type": ["linear"]}}, "rope type .* default, linear"),
+    "rope-type-is-a-list": ({"rope_scaling": {"type": ["linear"]}}, "rope_type .* default, linear"),
 }
 
 

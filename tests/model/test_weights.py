@@ -18,8 +18,7 @@ from paged.model.config import DEMO
 from paged.model.generation_config import read_eos_token_ids
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
-from paged.model.layers import Embedding
-from paged.model.linear import Linear
+from paged.model.linear import Embedding, Linear
 from paged.model.weights import read_header
 from tests.support.checkpoints import (
     CONFIGS,
@@ -183,7 +182,7 @@ def test_every_parameter_is_loaded(monkeypatch):
     for module in (Linear, Embedding):
         monkeypatch.setattr(module, "take_form", lambda self, _: setattr(self, "form", None))
     for name in CONFIGS:
-        model = new_engine(checkpoint(name), enforce_eager=True).runner.model
+        model = new_engine(checkpoint(name), enforce_eager=True).runner.model  # recording looks at forms
         views = model.hf_tensors().values()
         parameters = {id(p): p for p in model.parameters()}.values()
         filled = 0  # which no checkpoint has
@@ -342,7 +341,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "config-fewer-layers": (set_config(num_hidden_layers=1), ("model.layers.1.", "not part")),
     "config-other-vocabulary": (set_config(vocab_size=212), ("[211, 48]", "[212, 48]")),
     "config-bias": (set_config(attention_bias=True), ("q_proj.bias", "missing")),
-    "heads-do-not-divide": (set_config(num_attention_heads=3), ("config.json", "3 query heads")),
+    "heads-do-not-divide": (set_config(num_attention_heads=3), ("config.json", "num_attention_heads 3")),
     "odd-head-dim": (set_config(head_dim=15), ("config.json", "head_dim", "15")),
     "vocabulary-of-zero": (set_config(vocab_size=0), ("config.json", "vocab_size")),
     "size-is-text": (set_config(hidden_size="48"), ("config.json", "hidden_size")),

@@ -101,6 +101,13 @@ def test_replay_is_bitwise_equal_to_the_model(name, monkeypatch):
     assert num_replays > 20
 
 
+@pytest.mark.parametrize("name", ["llama-tied-bias", "gpt2", "gpt_neox"])
+def test_the_first_step_of_a_model_with_biases_is_recorded(name):
+    engine = new_engine(checkpoint(name))
+    engine.generate(ragged_prompts([5]), SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+    assert len(graphs_of(engine)) == len(engine.runner.graphs._graphs) == 2
+
+
 def test_lengths_over_a_split(long_checkpoint):
     """A sequence that grows by a split needs a new plan, alone and with others."""
     params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=20)

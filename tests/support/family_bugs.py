@@ -199,7 +199,7 @@ BUGS = {
     matches("phi3-longrope"): [
         ("longrope", "longrope is short", LAYERS, "if is_long else", "if False else"),
         (
-            "longrope",
+            "long_context",
             "a request that grows long keeps its K and V",
             "requests/request",
             "return len(self.token_ids) == self.inputs.long_from and",

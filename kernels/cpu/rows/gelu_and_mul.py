@@ -85,11 +85,15 @@ def _gelu_row(kind: int) -> Any:
 
     @function
     def gelu_row(args, row):
-        x = args.x + row * args.x_stride
-        for i in range(0, args.size, LANES):
-            at, left = i * size_of, args.size - i
-            number = load(x + at, left)
-            store(x + at, gelu_by_tanh(number) if args.tanh else vectors.gelu(number), left)
+        x, size = args.x + row * args.x_stride, args.size
+        if args.tanh:
+            for i in range(0, size, LANES):
+                at, left = i * size_of, size - i
+                store(x + at, gelu_by_tanh(load(x + at, left)), left)
+        else:
+            for i in range(0, size, LANES):
+                at, left = i * size_of, size - i
+                store(x + at, vectors.gelu(load(x + at, left)), left)
 
     return gelu_row
 

@@ -85,13 +85,12 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
     if hf["layer_types"] is None and default:
         return default
     num_layers, layer_types = size(hf, "num_hidden_layers"), hf["layer_types"]
-    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
     wanted = f"layer_types must be {num_layers} of full_attention or sliding_attention"
-    if len(kinds) != num_layers:
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise CheckpointError(f"{wanted}, got {shown(layer_types)}")
-    if not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+    if not all(kind in ("full_attention", "sliding_attention") for kind in layer_types):
         raise UnsupportedModelError(f"{wanted}, got {shown(layer_types)}")
-    return tuple(kinds)
+    return tuple(layer_types)
 
 
 def every(interval: int | str, hf: Config) -> tuple[str, ...]:

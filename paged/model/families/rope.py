@@ -13,6 +13,7 @@ from .reading import Config, head_dim_of, size, window_of, windows_of
 # Beyond these no rotary embedding makes sense, and float32 overflows.
 MAX_ROPE_THETA = 1e12
 MAX_ROPE_FACTOR = 1e4
+MIN_ROPE_NUMBER = 1e-6
 # The keys that each type of rope scaling requires.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -28,9 +29,10 @@ NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_s
 
 def own_rope(hf: Config) -> dict[str, Any]:
     """Return rope_parameters, or rope_scaling as older checkpoints call it."""
-    own = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    own = hf.get(name) or {}
     if not isinstance(own, dict):
-        raise CheckpointError(f"rope_parameters must be an object, got {shown(own)}")
+        raise CheckpointError(f"{name} must be an object, got {shown(own)}")
     return own
 
 
@@ -49,10 +51,10 @@ def read_rope(
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in list(ROPE_TYPES):  # a list, as any JSON value may come, hashable or not
         raise UnsupportedModelError(
-            f"rope type {shown(kind)} is not supported; supported are {', '.join(ROPE_TYPES)}"
+            f"rope_type {shown(kind)} is not supported; supported are {', '.join(ROPE_TYPES)}"
         )
     if missing := [key for key in ROPE_TYPES[kind] if key not in rope]:
-        raise CheckpointError(f"rope type {kind!r} needs {', '.join(missing)}")
+        raise CheckpointError(f"rope_type {kind!r} needs {', '.join(missing)}")
     more: dict[str, Any] = {}
     if kind == "proportional":
         part = rope.pop("partial_rotary_factor", 1.0)
@@ -90,8 +92,9 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
     """
     given = hf.get("rope_parameters") or {}
     own = {"full_attention": hf.get("rope_scaling") or {}, "sliding_attention": {}}
-    if not all(isinstance(value, dict) for value in (given, *own.values())):
-        raise CheckpointError(f"rope_parameters must be an object, got {shown(given)}")
+    for name, value in {"rope_parameters": given, "rope_scaling": own["full_attention"]}.items():
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{name} must be an object, got {shown(value)}")
     bases = {"full_attention": hf.get("rope_theta") or rope_theta, "sliding_attention": local_theta}
     if unknown := [key for key in given if key not in own]:
         raise UnsupportedModelError(
@@ -104,6 +107,12 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
         kind: read_rope({**hf, "rope_theta": bases[kind]}, {**(given.get(kind) or {}), **scaling})
         for kind, scaling in own.items()
     }
+    trained = {rope.original_max_position_embeddings for rope in ropes.values() if rope.type == "longrope"}
+    if len(trained) > 1:
+        raise UnsupportedModelError(
+            f"longrope with two values of original_max_position_embeddings ({min(trained)} and "
+            f"{max(trained)}) is not supported"
+        )
     if "dynamic" in [rope.type for rope in ropes.values()]:
         raise UnsupportedModelError("rope type 'dynamic' is not supported for one type of layer alone")
     return ropes
@@ -164,7 +173,7 @@ def _longrope(hf: Config, rope: Config, trained: int, rotary_dim: int) -> dict[s
         values = rope[key]
         if not isinstance(values, list) or len(values) != rotary_dim // 2:
             raise CheckpointError(f"{key} must be a list of {rotary_dim // 2} numbers, got {shown(values)}")
-        numbers = [check_number(CheckpointError, key, n, 0, MAX_ROPE_FACTOR, above=True) for n in values]
+        numbers = [_positive(key, n) for n in values]
         found[f"{key}s"] = tuple(numbers)
     if rope.get("attention_factor") is not None:
         return {**found, "attention_factor": _number(rope, "attention_factor")}
@@ -179,4 +188,10 @@ def _longrope(hf: Config, rope: Config, trained: int, rotary_dim: int) -> dict[s
 
 
 def _number(rope: Config, name: str, most: float = MAX_ROPE_FACTOR) -> float:
-    return check_number(CheckpointError, name, rope[name], 0, most, above=True)
+    return _positive(name, rope[name], most)
+
+
+def _positive(name: str, value: Any, most: float = MAX_ROPE_FACTOR) -> float:
+    """Return a number whose powers and reciprocals float32 represents."""
+    check_number(CheckpointError, name, value, 0, most, above=True)
+    return check_number(CheckpointError, name, value, MIN_ROPE_NUMBER)

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from ...kernels.backend import Kernels
 from ..config import ModelConfig
-from ..layers import Embedding
-from ..linear import Linear
+from ..linear import Embedding, Linear
 from .norms import RMSNorm
 
 # Modules have the names that their weights have in a checkpoint.
