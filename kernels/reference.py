@@ -84,9 +84,9 @@ def rotary_store_kv(
     qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads
     cos: Tensor,  # f32[num_tokens, head_dim // 2]
     sin: Tensor,  # f32[num_tokens, head_dim // 2]
-    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
-    value_cache: Tensor,  # like key_cache, written in place
-    slot_mapping: Tensor,  # i64[num_tokens]
+    key_cache: Tensor | None,  # [num_blocks, block_size, num_kv_heads, head_dim], written in place
+    value_cache: Tensor | None,  # like key_cache, written in place
+    slot_mapping: Tensor | None,  # i64[num_tokens]
     *,
     query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
     key_norm_weight: Tensor | None = None,
@@ -98,16 +98,19 @@ def rotary_store_kv(
     """Normalise query and key heads if there are weights, rotate them, and store K and V in their slots.
 
     The query is changed in place and returned as a view of qkv, whose key heads are undefined afterwards.
+    Without caches qkv has query heads only, and there is no key_norm_weight.
     """
-    num_kv_heads = key_cache.shape[2]
+    num_kv_heads = 0 if key_cache is None else key_cache.shape[2]
     query, key, value = qkv.tensor_split(
         [qkv.shape[1] - 2 * num_kv_heads, qkv.shape[1] - num_kv_heads], dim=1
     )
-    if query_norm_weight is not None and key_norm_weight is not None:
+    if query_norm_weight is not None:
         query.copy_(rms_norm(query, query_norm_weight, eps, unit_offset=unit_offset))
+    if key_norm_weight is not None:
         key.copy_(rms_norm(key, key_norm_weight, eps, unit_offset=unit_offset))
     rotary(query, key, cos, sin)
-    store_kv(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
+    if key_cache is not None and value_cache is not None and slot_mapping is not None:
+        store_kv(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
     return query
 
 

@@ -113,11 +113,13 @@ def test_caches_of_any_strides(name):
 def test_queries_alone(name, dtype, norm):
     """The same bits as beside keys and values, as for a layer that reads those of another."""
     case = make_case((3, 29, 2, 96, 8), dtype, norm=norm)
-    rotary_store_kv, alone = load_kernels(name).rotary_store_kv, case["qkv"][:, :29].clone()
+    alone = case["qkv"][:, :29].clone()
     nothing = dict.fromkeys(("key_cache", "value_cache", "slot_mapping", "key_norm_weight"))
-    query = rotary_store_kv(**{**case, **nothing, "qkv": alone})
-    assert query.data_ptr() == alone.data_ptr()
-    assert torch.equal(query, rotary_store_kv(**case))
+    for operation in (load_kernels(name).rotary_store_kv, reference.rotary_store_kv):
+        own, beside = alone.clone(), case["qkv"].clone()
+        query = operation(**{**case, **nothing, "qkv": own})
+        assert query.data_ptr() == own.data_ptr()
+        assert torch.equal(query, operation(**{**case, "qkv": beside}))
 
 
 def test_keys_without_a_cache_are_refused():
