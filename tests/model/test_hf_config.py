@@ -263,7 +263,7 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4-groups": (
         "Gemma4ForCausalLM",
         {"attention_k_eq_v": True, "num_global_key_value_heads": 5},
-        "32 query heads do not divide among the 5 KV heads of layer 5",
+        "num_attention_heads 32 do not divide among num_key_value_heads 5 of layer 5",
     ),
     "gemma4-wide": ("Gemma4ForCausalLM", {"global_head_dim": 514}, "global_head_dim must be from 1 to 512"),
     "gemma4-odd": ("Gemma4ForCausalLM", {"global_head_dim": 33}, "head_dim of layer 5 must be even, got 33"),
@@ -316,7 +316,7 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 0}, "n_embd must be from 1 to 131072, got 0"),
     "gpt2-missing": ("GPT2LMHeadModel", {"hidden_size": None}, "n_embd is missing"),
-    "gpt2-heads": ("GPT2LMHeadModel", {"n_head": 5}, "n_embd 128 does not divide among 5 heads"),
+    "gpt2-heads": ("GPT2LMHeadModel", {"n_head": 5}, "n_embd 128 does not divide among n_head 5"),
     "gpt2-inner": (
         "GPT2LMHeadModel",
         {"n_inner": "x"},

@@ -153,7 +153,8 @@ def _shape(own: Config, layer: int, num_heads: int) -> KVShape:
         raise CheckpointError(f"head_dim of layer {layer} must be even, got {head_dim}")
     if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"{num_heads} query heads do not divide among the {num_kv_heads} KV heads of layer {layer}"
+            f"num_attention_heads {num_heads} do not divide among "
+            f"num_key_value_heads {num_kv_heads} of layer {layer}"
         )
     return KVShape(num_kv_heads, head_dim, head_dim)
 

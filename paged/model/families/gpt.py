@@ -72,7 +72,9 @@ _GPT_NEOX_NAMES = TensorNames(
 def _shared(hf: Config) -> dict[str, Any]:
     hidden_size, num_heads = size(hf, "hidden_size"), size(hf, "num_attention_heads")
     if hidden_size % num_heads:
-        raise CheckpointError(f"hidden_size {hidden_size} does not divide among {num_heads} heads")
+        raise CheckpointError(
+            f"hidden_size {hidden_size} does not divide among num_attention_heads {num_heads}"
+        )
     return {
         "qkv_bias": True,
         "output_bias": True,
