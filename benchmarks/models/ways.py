@@ -58,7 +58,11 @@ class Turns:
         """Verify the tokens of all ways, then time them in turns. Return the runs by batch and way."""
         runs: dict[int, dict[str, list[Run]]] = {}
         with ExitStack() as stack:
-            workers = {way: stack.enter_context(self._load(way)) for way in ways}
+            workers: dict[Way, Worker] = {}
+            for way in ways:
+                workers[way] = stack.enter_context(Worker(way.system, threads=self.threads, root=way.root))
+                workers[way].call("load", **self._options_of(way))
+                print(f"{title}, {way.name}: loaded", flush=True)
             self._prove(title, workers)
             for batch in sorted({batch for way in ways for batch in way.batches}):
                 found: dict[str, list[Run]] = {way.name: [] for way in ways if batch in way.batches}
@@ -80,17 +84,16 @@ class Turns:
         # Other ids in every round, so that no prefix cache has them.
         work = self.workload(way, batch, seed=round_ + 1)
         max_tokens = work.max_tokens if round_ >= 0 else [min(4, self.max_tokens)] * batch
-        return worker.call("run", prompts=work.prompts, max_tokens=max_tokens)
+        run: Run = worker.call("run", prompts=work.prompts, max_tokens=max_tokens)
+        return run
 
-    def _load(self, way: Way) -> Worker:
+    def _options_of(self, way: Way) -> dict[str, Any]:
         batch = max(way.batches)
         lengths = [len(prompt) + self.max_tokens for prompt in self.workload(way, batch, 0).prompts]
         # Each layer group has blocks of its own; without room for all of them, requests would wait.
         groups = 1 if way.system != "paged" else len(read_model(way.model).layer_groups)
         blocks = groups * sum(-(-n // BLOCK_SIZE) for n in lengths)
-        worker = Worker(way.system, threads=self.threads, root=way.root)
-        worker.call("load", **self._options(way.model, batch, blocks * BLOCK_SIZE, max(lengths)))
-        return worker
+        return self._options(way.model, batch, blocks * BLOCK_SIZE, max(lengths))
 
     def _options(self, model: str, num_requests: int, num_tokens: int, longest: int) -> dict[str, Any]:
         return {

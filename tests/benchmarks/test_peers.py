@@ -13,11 +13,12 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers.fleet import Fleet, Way, ways_named
 from benchmarks.peers.limit import workload_cost
 from benchmarks.peers.report import summarise
-from benchmarks.peers.worker import Server, in_batches
+from benchmarks.peers.worker import in_batches
 from paged import SamplingParams
 from paged.scheduler.schedule import Schedule, StepOutput
 from paged.simulate.model import read_model
 from tests.support.checkpoints import checkpoint, new_engine, ragged_prompts
+from tests.support.worker_here import WorkerHere
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,31 +138,8 @@ def test_rows_are_medians_and_ratios_of_rounds():
     assert (theirs["paged is faster by"], theirs["range"]) == (1, "1.00-4.00")
 
 
-class Here(Server):
-    """A worker in this process."""
-
-    def __init__(self, system, *, threads):
-        super().__init__(system)
-        self.threads = threads
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def call(self, name, **arguments):
-        return getattr(self, name)(**arguments)
-
-    def send(self, name, **arguments):
-        self.answer = self.call(name, **arguments)
-
-    def receive(self):
-        return self.answer
-
-
 def test_strategies_give_the_same_tokens(monkeypatch, capsys):
-    monkeypatch.setattr(strategies, "Worker", Here)
+    monkeypatch.setattr(strategies, "Worker", WorkerHere)
     args = ["--num-requests", "4", "--batch-size", "2", "--scale", "0.05", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["strategies", *args])
     strategies.main()

@@ -158,6 +158,23 @@ def test_an_engine_generates_without_transformers_and_users_still_get_its_tokeni
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
+def test_a_native_model_with_a_tokenizer_of_transformers_imports_no_model_class(tmp_path):
+    """They take seconds and much memory to import."""
+    (write(tmp_path) / "special_tokens_map.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to(DEMO / "model.safetensors")
+    code = """
+        import sys
+        from paged import LLMEngine, SamplingParams
+        engine = LLMEngine(sys.argv[1], device="cpu", num_blocks=16)
+        engine.generate("def f(x):", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert "transformers" in sys.modules
+        assert "transformers.modeling_utils" not in sys.modules  # which every model class imports
+        from transformers import LlamaForCausalLM
+        assert "transformers.modeling_utils" in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
+
+
 def test_a_tokenizer_of_transformers_is_loaded_once(tmp_path):
     tokenizer = Tokenizer(write(tmp_path, tokenizer_class="LlamaTokenizer"))
     assert tokenizer.hf is tokenizer.hf
