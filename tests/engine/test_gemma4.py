@@ -8,12 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged import CheckpointError, SamplingParams
+from paged import CheckpointError, EngineConfig, SamplingParams
 from paged.kernels.cpu.attention.units import SPLIT_KEYS
 from paged.model.layers import Attention
+from paged.simulate.fleet import Fleet, FleetConfig
 from tests.engine.test_families import run
 from tests.engine.test_matches_transformers import assert_matches, greedy
 from tests.support.checkpoints import CONFIGS, checkpoint, new_engine, ragged_prompts, random_model, reference
+
+NAMES = ["gemma4", "gemma4-keys-as-values"]
 
 
 def changed(name, directory, **tensors):
@@ -72,3 +75,27 @@ def test_recorded_steps_over_a_split(tmp_path):
         found.append(run(engine, prompts, max_tokens=12)[0])
     assert found[0] == found[1]
     assert sum(graph is not None for graph in engine.runner.graphs._graphs.values()) >= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefix_files_hold_the_blocks_of_all_shapes(name, tmp_path):
+    (prompt,) = ragged_prompts([70])
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    engine = new_engine(checkpoint(name))
+    (expected,) = engine.generate([prompt], params, use_tqdm=False)
+    assert engine.save_prefix(tmp_path / "kv")
+    engine = new_engine(checkpoint(name))
+    assert engine.load_prefix(tmp_path / "kv")
+    (output,) = engine.generate([prompt], params, use_tqdm=False)
+    assert (output.num_cached_tokens, output.outputs) == (64, expected.outputs)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_of_blocks(name, dtype):
+    """The simulator counts blocks by them."""
+    runner = new_engine(checkpoint(name), kv_cache_dtype=dtype, num_blocks=10).runner
+    assert runner.kv_cache.num_bytes == 10 * runner.sizes.block_bytes
+    assert runner.kv_cache.tensors["kv"].shape[0] == 1, "parts of several sizes have one plane"
+    options = EngineConfig(model=str(checkpoint(name)), kv_cache_dtype=dtype)
+    assert Fleet(FleetConfig(gpu="H100"), options).num_blocks
