@@ -19,8 +19,8 @@ generates --max-tokens tokens. tokens/s is their number over the time of prompts
                attention (SDPA): one batch, prompts padded on the left to the longest, the same number of
                tokens for each
     before     TinyLlama's shape and that of a Llama of 15 million weights, compared with the checkout
-               --before, whose processes run its own `paged` and `benchmarks.peers.worker`, in twice as many
-               rounds; then the time in which an engine starts
+               --before, whose processes run its own `paged` and `benchmarks.peers.worker`, with prompts half
+               as long, in 2 and 8 times as many rounds; then the time in which an engine starts
     imports    seconds and memory of `import paged` and of a start of the demo model with its tokenizer, and
                what a model class of transformers would add. That none is imported is checked.
 
@@ -51,7 +51,9 @@ from paged.runner.devices import resolve_dtype
 
 SECTIONS = ("llama", "generate", "before", "imports")
 FAMILIES = {"gemma3-1b": "gemma3-tiny", "phi3-1b": "phi3-tiny"}
-EARLIER = {"tinyllama-1.1b": "demo", "llama-15m": "demo"}
+# Times as many rounds and tokens: the target is near 1, and runs of a small model are short.
+EARLIER = {"tinyllama-1.1b": (2, 1), "llama-15m": (8, 2)}
+QUICK_EARLIER = {"demo": (2, 1)}
 # Batches, and the ratio that is wanted.
 BATCHES = {"llama": (1, 4, 16), "generate": (4, 16), "before": (1, 16, 64)}
 QUICK_BATCHES = {"llama": (1, 2), "generate": (2,), "before": (1, 3)}
@@ -94,7 +96,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--before", type=Path, metavar="PATH", help="a checkout of an earlier commit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=0.25, help="factor on the lengths of prompts")
-    parser.add_argument("--max-tokens", type=int, default=32, help="of every request")
+    parser.add_argument("--max-tokens", type=int, default=24, help="of every request")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="tiny shapes and batches, one round")
     args = parser.parse_args(argv)
@@ -143,12 +145,17 @@ def run_family(shape: str, args: argparse.Namespace, turns: Turns, rows: dict[st
 def run_before(args: argparse.Namespace, turns: Turns, rows: dict[str, list[Row]]) -> None:
     """Run the earlier shapes on both checkouts, start both, and add to the rows."""
     roots = {"now": ROOT, "before": args.before}
-    turns = replace(turns, rounds=2 * turns.rounds)  # a target near 1 needs more, and the runs are short
     rows["starts"] = []
-    for shape in dict.fromkeys(EARLIER.values() if args.quick else EARLIER):
+    for shape, (rounds, tokens) in (QUICK_EARLIER if args.quick else EARLIER).items():
         directory = checkpoint(shape)
         ways = [Way(name, directory, batches("before", args), root=root) for name, root in roots.items()]
-        runs = turns.run(shape, ways)
+        longer = replace(
+            turns,
+            rounds=rounds * turns.rounds,
+            scale=turns.scale / 2,
+            max_tokens=tokens * turns.max_tokens,
+        )
+        runs = longer.run(shape, ways)
         rows["before"] += ratio_rows(shape, runs, "now", "before", TARGETS["before"])
         rows["starts"] += start_rows(shape, directory, roots, args)
 
