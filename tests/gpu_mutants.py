@@ -115,16 +115,16 @@ MUTANTS = [
         "a norm is launched twice",
         "base",
         "model/decoder",
-        "        return self._normed(self.mlp(hidden), residual, self.after_mlp)\n",
+        "        left = self._normed(self.mlp(hidden), residual, self.after_mlp)\n",
         "        hidden = add_and_norm(hidden, residual, self.before_mlp)\n"
-        "        return self._normed(self.mlp(hidden), residual, self.after_mlp)\n",
+        "        left = self._normed(self.mlp(hidden), residual, self.after_mlp)\n",
     ),
     Mutant(
         "attention is planned for each layer",
         "base",
         "model/layers",
-        "plan = queries.plans.get(key := (*self.plan_key, table.shape[1]))",
-        "plan = queries.plans.get(key := (self.layer, table.shape[1]))",
+        "plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))",
+        "plan = queries.plans.get(key := (self.layer, query.stride(0), table.shape[1]))",
     ),
 ]
 

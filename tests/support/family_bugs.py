@@ -186,8 +186,8 @@ BUGS = {
             "dynamic",
             "dynamic rope does not know the length",
             LAYERS,
-            "batch.rope_lens.clamp(min=self.max_position_embeddings)",
-            "batch.rope_lens * 0 + self.max_position_embeddings",
+            "batch.rope_lens.clamp(min=trained)",
+            "batch.rope_lens * 0 + trained",
         ),
     ],
     matches("llama-llama3"): [
