@@ -146,7 +146,7 @@ def rotary_store_kv(
     value_cache: Tensor | None,  # like key_cache, written in place
     slot_mapping: Tensor | None,  # i64[num_tokens]
     *,
-    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither
+    query_norm_weight: Tensor | None = None,  # [head_dim]; both or neither, where K is rotated
     key_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     unit_offset: bool = False,

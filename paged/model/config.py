@@ -188,7 +188,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a sublayer adds to the residual
     layer_scalars: bool = False  # the checkpoint has a number for each layer, which multiplies its output
-    layer_input_size: int = 0  # of the vector that each layer gets of a token besides the residual; 0: none
+    layer_input_size: int = 0  # of per-layer embeddings (PLE): see `parts.layer_inputs`; 0: there are none
     layer_input_vocab_size: int = 0  # the number of tokens that have such vectors
     logits_divisor: float = 1.0
     logits_softcap: float | None = None

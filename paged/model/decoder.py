@@ -18,7 +18,7 @@ from .cache.kv_cache import KVCache
 from .config import ModelConfig
 from .layers import Angles, Attention, RotaryEmbedding
 from .linear import Embedding, Linear
-from .parts.layer_inputs import LayerInput, LayerInputs
+from .parts.layer_inputs import PerLayerEmbeddings, PerLayerGate
 from .parts.mlp import MLP, PlainMLP
 from .parts.norms import LayerNorm, RMSNorm, new_norm
 from .weight_forms import Forms
@@ -46,7 +46,7 @@ class DecoderLayer(nn.Module):
             self.register_module(place, new_norm(config, eps, kernels) if name else None)
         self.attention = Attention(config, layer, kernels)
         self.mlp = (MLP if config.gated_mlp else PlainMLP)(config, layer, kernels)
-        self.input = LayerInput(config, layer, kernels) if config.layer_input_size else None
+        self.input = PerLayerGate(config, layer, kernels) if config.layer_input_size else None
         # Multiplies the residual after the layer.
         self.scalar = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scalars else None
         self.factor = 1.0
@@ -67,7 +67,7 @@ class DecoderLayer(nn.Module):
         self, query: Tensor, residual: Tensor, inputs: Tensor | None, queries: Queries, kv_cache: KVCache
     ) -> Tensor | None:
         """Run the layer from attention on. Return what is left to add to the residual, which is updated in
-        place. inputs: see LayerInputs.
+        place. inputs: see PerLayerEmbeddings.
         """
         hidden = self.attention.attend(query, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
@@ -147,7 +147,7 @@ class Decoder(nn.Module):
         self.positions = None
         if config.learned_positions:
             self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
-        self.inputs = LayerInputs(config, kernels) if config.layer_input_size else None
+        self.inputs = PerLayerEmbeddings(config, kernels) if config.layer_input_size else None
         tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         dims = [shape.key_dim for shape in config.kv_shapes]
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
         new_layer = ParallelLayer if config.parallel_residual else DecoderLayer
         layers = nn.ModuleList(new_layer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)
-        # Those behind it read K and V of others, and are needed for output rows only.
+        # Later layers read earlier layers' K and V, so they run for output rows only.
         self.last_kv = max(layer for layer, source in enumerate(config.kv_sources) if source == layer)
         self.norm = new_norm(config, config.residual_eps, kernels)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -129,7 +129,7 @@ def _max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
     from ..kernels.gpu.attention.split_kv import most_partial_bytes
 
     model = sizes.model
-    max_rows = 2 * sizes.config.max_num_seqs  # the last layer may attend twice for a sequence
+    max_rows = 2 * sizes.config.max_num_seqs  # the last layers may attend twice for a sequence
     widest = max(shape.value_dim for shape in model.kv_shapes)
     return most_partial_bytes(max_rows, sizes.max_model_len, model.num_heads, widest, SPLIT)
 

@@ -27,8 +27,8 @@ TMA_TARGETS, TMA_HEAD_DIMS = ("sm_90", "sm_100", "sm_103"), (128, 256)
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
 SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
 # Under a sliding window, sequences may be far longer than the KV cache. Beyond this, each step computes
-# cos and sin of its positions.
-MAX_ROPE_TABLE_BYTES = GIB // 2
+# cos and sin of its positions. Room for Gemma 4 with 256K positions.
+MAX_ROPE_TABLE_BYTES = 3 * GIB // 4
 
 
 class HostRates(NamedTuple):

@@ -215,8 +215,11 @@ class StepCost:
 
 def num_params(model: ModelConfig) -> int:
     """Return the number of weights."""
-    tables = 1 if model.tie_word_embeddings else 2
-    return model.num_layer_params + tables * model.vocab_size * model.hidden_size
+    rows = model.vocab_size * (1 if model.tie_word_embeddings else 2)
+    if model.learned_positions:
+        rows += model.max_position_embeddings
+    per_layer = model.layer_input_vocab_size * model.layer_input_size * model.num_layers
+    return model.num_layer_params + rows * model.hidden_size + per_layer
 
 
 def element_bytes(model: ModelConfig) -> int:

@@ -10,7 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from paged import CheckpointError, EngineConfig, SamplingParams
 from paged.kernels.cpu.attention.units import SPLIT_KEYS
+from paged.kernels.plain import backend as torch_kernels
+from paged.model.decoder import Decoder
+from paged.model.hf_config import read_config
 from paged.model.layers import Attention
+from paged.simulate.cost import num_params
 from paged.simulate.fleet import Fleet, FleetConfig
 from tests.engine.test_families import run
 from tests.engine.test_matches_transformers import assert_matches, greedy
@@ -64,9 +68,10 @@ def test_layers_that_write_nothing_compute_output_rows_only(monkeypatch):
     assert {counts[0] for layer, counts in rows.items() if layer > 2} == {40}
 
 
-def test_recorded_steps_over_a_split(tmp_path):
-    """Each of two shapes of heads has a plan of its own, whose results are merged."""
-    config = CONFIGS["gemma4"]()
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_steps_over_a_split(name, tmp_path):
+    """Layers with 2 KV heads and with 1 have plans of their own, whose results are merged."""
+    config = CONFIGS[name]()
     config.max_position_embeddings = 2 * SPLIT_KEYS + 64
     random_model(config).save_pretrained(tmp_path)
     prompts, found = ragged_prompts([2 * SPLIT_KEYS - 6, SPLIT_KEYS - 3]), []
@@ -99,3 +104,13 @@ def test_bytes_of_blocks(name, dtype):
     assert runner.kv_cache.tensors["kv"].shape[0] == 1, "parts of several sizes have one plane"
     options = EngineConfig(model=str(checkpoint(name)), kv_cache_dtype=dtype)
     assert Fleet(FleetConfig(gpu="H100"), options).num_blocks
+
+
+@pytest.mark.parametrize("name", [*NAMES, "gpt2", "llama", "llama-tied-bias", "gpt_neox"])
+def test_simulator_counts_the_weights(name):
+    """Of matrices and tables: norms and biases are few."""
+    config = read_config(checkpoint(name))
+    with torch.device("meta"):
+        model = Decoder(config, torch_kernels)
+    weights = {id(p): p for p in model.parameters() if p.dim() == 2}.values()
+    assert num_params(config) == sum(p.numel() for p in weights)

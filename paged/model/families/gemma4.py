@@ -160,7 +160,10 @@ def _shape(own: Config, layer: int, num_heads: int) -> KVShape:
 
 
 def _sources(hf: Config, layer_types: tuple[str, ...], shapes: tuple[KVShape, ...]) -> tuple[int, ...]:
-    """Return the layer whose K and V each layer reads: of the last ones, the last of its type before them."""
+    """For each layer, return the layer whose K and V it reads.
+
+    The last num_kv_shared_layers read those of the last earlier layer of their type.
+    """
     num_layers, name = len(layer_types), "num_kv_shared_layers"
     num_own = num_layers - check_int(CheckpointError, name, hf[name], 0, num_layers - 1)
     last = {kind: layer for layer, kind in enumerate(layer_types[:num_own])}
@@ -189,7 +192,7 @@ def _layer_inputs(hf: Config) -> dict[str, Any]:
         raise CheckpointError(
             f"vocab_size_per_layer_input {vocab_size} must be at least vocab_size {hf['vocab_size']}"
         )
-    # A norm of a projection takes the projection's factor, 1 / sqrt(hidden_size), into its eps.
+    # PerLayerEmbeddings multiplies eps by hidden_size; the product must be at most 1.
     most = 1 / size(hf, "hidden_size")
     check_number(CheckpointError, "rms_norm_eps", hf["rms_norm_eps"], 0, most, above=True)
     return {"layer_input_size": inner, "layer_input_vocab_size": vocab_size}

@@ -16,7 +16,7 @@ class TextPart(NamedTuple):
     """A text model inside another architecture.
 
     architecture: a key of ARCHITECTURES.
-    sizes: for keys that text_config leaves out, as a config.json of the text model alone may not.
+    sizes: defaults for keys that text_config may omit and the text model's own config.json may not.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""What layers of Gemma 4 get of a token besides the residual: a vector for each layer."""
+"""Per-layer embeddings (PLE): a vector for each token and layer, gated by the residual and added to it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .norms import RMSNorm
 # Modules have the names that their weights have in a checkpoint.
 
 
-class LayerInputs(nn.Module):
+class PerLayerEmbeddings(nn.Module):
     """The vectors of all layers for each token: an embedding of its own, plus a projection of the usual one.
 
     transformers multiplies the projection by hidden_size ** -0.5 before its norm, which is taken into the
-    norm's eps, and the sum by 2 ** -0.5, which is left to the norm in `LayerInput`.
+    norm's eps, and the sum by 2 ** -0.5, which is left to the norm in `PerLayerGate`.
     """
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
@@ -41,7 +41,7 @@ class LayerInputs(nn.Module):
         return inputs
 
 
-class LayerInput(nn.Module):
+class PerLayerGate(nn.Module):
     """residual += norm(W gelu(G residual) * x), where x is what a layer gets of each token."""
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
@@ -50,7 +50,7 @@ class LayerInput(nn.Module):
         self.columns = slice(layer * size, (layer + 1) * size)
         self.per_layer_input_gate = Linear(config.hidden_size, size, bias=False)
         self.per_layer_projection = Linear(size, config.hidden_size, bias=False)
-        # x comes multiplied by 2 ** 0.5: see LayerInputs.
+        # x comes multiplied by 2 ** 0.5: see PerLayerEmbeddings.
         self.post_per_layer_input_norm = RMSNorm(config.hidden_size, 2 * config.rms_norm_eps, kernels)
 
     def forward(self, inputs: Tensor, residual: Tensor) -> None:
