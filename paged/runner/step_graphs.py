@@ -115,8 +115,12 @@ class _StepGraph(Graph):
         super().__init__(recorder, _inputs(batch), outputs, torch.get_num_threads())
         tables = [table.data_ptr() for table in batch.queries.block_tables]
         self._attends = [self.launches_of(ATTEND, block_tables=table) for table in tables]
-        merges = self.launches_of(MERGE)
-        self._merges = [np.intersect1d(attends + 1, merges) for attends in self._attends]
+        merges = {*self.launches_of(MERGE).tolist()}
+        # Not np.intersect1d, whose first call imports numpy.ma for 5 ms.
+        self._merges = [
+            np.array([at for at in (attends + 1).tolist() if at in merges], np.intp)
+            for attends in self._attends
+        ]
 
     def use(self, plans: list[Plan], batch: Batch) -> None:  # one plan per layer group
         """Replay with these plans and this batch from now on."""

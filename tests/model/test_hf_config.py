@@ -263,10 +263,14 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4-groups": (
         "Gemma4ForCausalLM",
         {"attention_k_eq_v": True, "num_global_key_value_heads": 5},
-        "num_attention_heads 32 do not divide among num_key_value_heads 5 of layer 5",
+        "num_attention_heads 32 do not divide among num_global_key_value_heads of layer 5, 5",
     ),
     "gemma4-wide": ("Gemma4ForCausalLM", {"global_head_dim": 514}, "global_head_dim must be from 1 to 512"),
-    "gemma4-odd": ("Gemma4ForCausalLM", {"global_head_dim": 33}, "head_dim of layer 5 must be even, got 33"),
+    "gemma4-odd": (
+        "Gemma4ForCausalLM",
+        {"global_head_dim": 33},
+        "global_head_dim of layer 5 must be even, got 33",
+    ),
     "gemma4-layer-types": (
         "Gemma4ForCausalLM",
         {"layer_types": ["full_attention"] * 35},

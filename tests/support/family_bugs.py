@@ -399,8 +399,8 @@ BUGS = {
             "layer_kv",
             "all layers have one number of KV heads",
             GEMMA4,
-            "**by_layer.get(layer, {})",
-            '**by_layer.get(layer, {}), "num_key_value_heads": 2',
+            "_shape({**usual, **own},",
+            '_shape({**usual, **own, "num_key_value_heads": 2},',
         ),
         (
             "proportional",

@@ -5,14 +5,14 @@ from typing import Any
 from torch import Tensor
 
 from ...arguments import check_add
-from ...checks import KERNEL_DTYPES, is_trusted
+from ...checks import is_trusted
 from ...plain import ops as torch_ops
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..simd import vectors
 from ..simd.memory import some_of
-from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.numbers import ITEM_SIZES
 from ..simd.vectors import LANES, function
-from .row_kernel import by_kind, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, rows_of_unit, run_on_rows
 
 ADD = Task(("x", "out"), ("kind", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit"))
 
@@ -41,19 +41,7 @@ def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
     """Add x to `out` in place."""
     if not is_trusted():
         check_add(x, out)
-    regular = x.is_cpu and x.stride(1) == out.stride(1) == 1 and x.dtype in KERNEL_DTYPES
-    if not regular:
+    if has_regular_rows(x, out):
+        run_on_rows(ADD, (x, out))
+    else:
         torch_ops.add(x, out)
-        return
-    num_rows, size = x.shape
-    num_units, per_unit = units_of_rows(num_rows, size)
-    ADD.run(
-        num_units,
-        *addresses(x, out),
-        KINDS[x.dtype],
-        num_rows,
-        size,
-        x.stride(0) * x.itemsize,
-        out.stride(0) * out.itemsize,
-        per_unit,
-    )

@@ -13,12 +13,12 @@ from ..simd import vectors
 from ..simd.memory import some_of
 from ..simd.numbers import ITEM_SIZES, KINDS
 from ..simd.vectors import LANES, fma, function, gated_by, inlined, multiply, splat
-from .row_kernel import by_kind, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, rows_of_unit, run_on_rows, units_of_rows
 
 GELU_AND_MUL = Task(
     ("x", "up", "out"), ("kind", "num_rows", "size", "x_stride", "up_stride", "rows_per_unit")
 )
-GELU = Task(("x",), ("kind", "tanh", "num_rows", "size", "x_stride", "rows_per_unit"))
+GELU = Task(("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit", "tanh"))
 
 
 @inlined
@@ -108,19 +108,7 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     """Apply GELU to x in place; see `reference.gelu`."""
     if not is_trusted():
         check_gelu(x, tanh=tanh)
-    regular = x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
-    if not regular:
+    if has_regular_rows(x):
+        run_on_rows(GELU, (x,), tanh)
+    else:
         torch_ops.gelu(x, tanh=tanh)
-        return
-    num_rows, size = x.shape
-    num_units, per_unit = units_of_rows(num_rows, size)
-    GELU.run(
-        num_units,
-        *addresses(x),
-        KINDS[x.dtype],
-        tanh,
-        num_rows,
-        size,
-        x.stride(0) * x.itemsize,
-        per_unit,
-    )

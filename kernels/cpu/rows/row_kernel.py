@@ -3,8 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from ...checks import KERNEL_DTYPES
+from ..launch.tasks import Task, addresses
 from ..simd.memory import LINE
-from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32
+from ..simd.numbers import BFLOAT16, FLOAT16, FLOAT32, KINDS
 from ..simd.vectors import function
 
 UNIT_NUMBERS = 16384  # of a unit: work for a few microseconds
@@ -36,6 +40,26 @@ def units_of_rows(num_rows: int, size: int) -> tuple[int, int]:
     """Return how many units there are, and how many rows of `size` numbers each has."""
     rows = max(1, UNIT_NUMBERS // max(1, size))
     return -(-num_rows // rows), rows
+
+
+def has_regular_rows(*tensors: Tensor) -> bool:
+    """Return whether kernels take the rows of these tensors [num_rows, size]; torch takes others."""
+    return all(x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES for x in tensors)
+
+
+def run_on_rows(
+    task: Task, tensors: tuple[Tensor, ...], *options: float, others: tuple[Tensor, ...] = ()
+) -> None:
+    """Launch a kernel over the rows of tensors [num_rows, size].
+
+    Its fields are the tensors and others; kind, num_rows, size, the stride of each tensor in bytes,
+    rows_per_unit; and the options.
+    """
+    num_rows, size = tensors[0].shape
+    num_units, per_unit = units_of_rows(num_rows, size)
+    strides = [x.stride(0) * x.itemsize for x in tensors]
+    numbers = (KINDS[tensors[0].dtype], num_rows, size, *strides, per_unit, *options)
+    task.run(num_units, *addresses(*tensors, *others), *numbers)
 
 
 def padded_width(num_rows: int, size: int, itemsize: int) -> int:

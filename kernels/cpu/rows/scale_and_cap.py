@@ -6,13 +6,13 @@ import numpy as np
 from torch import Tensor
 
 from ...arguments import check_scale_and_cap
-from ...checks import KERNEL_DTYPES, is_trusted
+from ...checks import is_trusted
 from ...plain import ops as torch_ops
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..simd.memory import some_of
-from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.numbers import ITEM_SIZES
 from ..simd.vectors import LANES, function, gated_by, multiply, splat, subtract
-from .row_kernel import by_kind, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, rows_of_unit, run_on_rows
 
 SCALE_AND_CAP = Task(("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"), ("factor", "softcap"))
 
@@ -50,20 +50,7 @@ def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> Non
     """Multiply x by a factor in place, and cap the product; see `reference.scale_and_cap`."""
     if not is_trusted():
         check_scale_and_cap(x, factor, softcap)
-    regular = x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES
-    if not regular:
+    if has_regular_rows(x):
+        run_on_rows(SCALE_AND_CAP, (x,), factor, softcap or 0.0)
+    else:
         torch_ops.scale_and_cap(x, factor, softcap)
-        return
-    num_rows, size = x.shape
-    num_units, per_unit = units_of_rows(num_rows, size)
-    SCALE_AND_CAP.run(
-        num_units,
-        *addresses(x),
-        KINDS[x.dtype],
-        num_rows,
-        size,
-        x.stride(0) * x.itemsize,
-        per_unit,
-        factor,
-        softcap or 0.0,
-    )

@@ -5,13 +5,13 @@ from typing import Any
 from torch import Tensor
 
 from ...arguments import check_scale_rows
-from ...checks import KERNEL_DTYPES, is_trusted
+from ...checks import is_trusted
 from ...plain import ops as torch_ops
-from ..launch.tasks import Task, addresses
+from ..launch.tasks import Task
 from ..simd.memory import get_float, some_of
-from ..simd.numbers import ITEM_SIZES, KINDS
+from ..simd.numbers import ITEM_SIZES
 from ..simd.vectors import LANES, function, multiply, splat
-from .row_kernel import by_kind, rows_of_unit, units_of_rows
+from .row_kernel import by_kind, has_regular_rows, rows_of_unit, run_on_rows
 
 SCALE_ROWS = Task(("x", "factors"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit"))
 
@@ -40,18 +40,7 @@ def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num
     """Multiply each row of x by its factor, in place; see `reference.scale_rows`."""
     if not is_trusted():
         check_scale_rows(x, factors)
-    regular = x.is_cpu and x.stride(1) == 1 and factors.is_contiguous() and x.dtype in KERNEL_DTYPES
-    if not regular:
+    if has_regular_rows(x) and factors.is_contiguous():
+        run_on_rows(SCALE_ROWS, (x,), others=(factors,))
+    else:
         torch_ops.scale_rows(x, factors)
-        return
-    num_rows, size = x.shape
-    num_units, per_unit = units_of_rows(num_rows, size)
-    SCALE_ROWS.run(
-        num_units,
-        *addresses(x, factors),
-        KINDS[x.dtype],
-        num_rows,
-        size,
-        x.stride(0) * x.itemsize,
-        per_unit,
-    )

@@ -124,8 +124,9 @@ def _shapes(hf: Config, layer_types: tuple[str, ...]) -> tuple[KVShape, ...]:
     in_full = {"head_dim": size(hf, "global_head_dim")}
     if flag(hf, "attention_k_eq_v") and hf["num_global_key_value_heads"] is not None:
         in_full["num_key_value_heads"] = size(hf, "num_global_key_value_heads")
-    given = hf["per_layer_config"]
+    given, in_file = hf["per_layer_config"], dict[str, str]()
     if given is None:
+        in_file = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
         given = {str(layer): in_full for layer, kind in enumerate(layer_types) if kind == "full_attention"}
     if not isinstance(given, dict) or not all(isinstance(own, dict) for own in given.values()):
         raise CheckpointError(f"per_layer_config must be an object of objects, got {shown(given)}")
@@ -140,22 +141,24 @@ def _shapes(hf: Config, layer_types: tuple[str, ...]) -> tuple[KVShape, ...]:
             f"per_layer_config must be of layers 0 to {layers[-1]}, got {shown(min(extra))}"
         )
     by_layer = {names[name]: own for name, own in given.items()}
-    return tuple(_shape({**usual, **by_layer.get(layer, {})}, layer, num_heads) for layer in layers)
+    shapes = []
+    for layer in layers:
+        own = by_layer.get(layer, {})
+        called = {key: f"{in_file.get(key, key) if key in own else key} of layer {layer}" for key in usual}
+        shapes.append(_shape({**usual, **own}, called, num_heads))
+    return tuple(shapes)
 
 
-def _shape(own: Config, layer: int, num_heads: int) -> KVShape:
-    """Return the shape of a layer that has these keys of config.json."""
+def _shape(own: Config, called: dict[str, str], num_heads: int) -> KVShape:
+    """Return the shape of a layer. own: its sizes. called: what errors call their keys."""
     most = CEILINGS["global_head_dim"]
-    head_dim = check_int(CheckpointError, f"head_dim of layer {layer}", own["head_dim"], 2, most)
-    name = f"num_key_value_heads of layer {layer}"
+    head_dim = check_int(CheckpointError, called["head_dim"], own["head_dim"], 2, most)
+    name = called["num_key_value_heads"]
     num_kv_heads = check_int(CheckpointError, name, own["num_key_value_heads"], 1, num_heads)
     if head_dim % 2:
-        raise CheckpointError(f"head_dim of layer {layer} must be even, got {head_dim}")
+        raise CheckpointError(f"{called['head_dim']} must be even, got {head_dim}")
     if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"num_attention_heads {num_heads} do not divide among "
-            f"num_key_value_heads {num_kv_heads} of layer {layer}"
-        )
+        raise CheckpointError(f"num_attention_heads {num_heads} do not divide among {name}, {num_kv_heads}")
     return KVShape(num_kv_heads, head_dim, head_dim)
 
 
@@ -183,7 +186,7 @@ def _sources(hf: Config, layer_types: tuple[str, ...], shapes: tuple[KVShape, ..
 
 
 def _layer_inputs(hf: Config) -> dict[str, Any]:
-    """Return the fields for what layers get besides the residual, which the smaller models have."""
+    """Return the fields of per-layer embeddings, which the smaller models have."""
     name = "hidden_size_per_layer_input"
     if hf.get(name, 0) in (0, None):
         return {}
