@@ -2,7 +2,7 @@
 
     python -m tests.family_mutants             # all of them: a table, and exit code 1 if one survives
     python -m tests.family_mutants rope        # only mutants with one of these words in their parts or names
-    python -m tests.family_mutants --share 3   # one of SHARES shares, as the tests do each day
+    python -m tests.family_mutants --share 3   # one of SHARES shares; the tests try the first
 
 A mutant replaces one text, which must occur exactly once, by another. Its test runs in a process that imports
 the changed module.
