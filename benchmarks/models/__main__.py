@@ -54,6 +54,7 @@ FAMILIES = {"gemma3-1b": "gemma3-tiny", "phi3-1b": "phi3-tiny"}
 # Times as many rounds and tokens: the target is near 1, and runs of a small model are short.
 EARLIER = {"tinyllama-1.1b": (2, 1), "llama-15m": (8, 2)}
 QUICK_EARLIER = {"demo": (2, 1)}
+STARTS = 4  # in each round
 # Batches, and the ratio that is wanted.
 BATCHES = {"llama": (1, 4, 16), "generate": (4, 16), "before": (1, 16, 64)}
 QUICK_BATCHES = {"llama": (1, 2), "generate": (2,), "before": (1, 3)}
@@ -163,12 +164,13 @@ def run_before(args: argparse.Namespace, turns: Turns, rows: dict[str, list[Row]
 def start_rows(shape: str, directory: str, roots: dict[str, Path], args: argparse.Namespace) -> list[Row]:
     """Start an engine of each checkout in turns; return a row for each phase."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in roots}
-    for round_ in range(-1, args.rounds):  # the first one compiles and fills the file cache
+    rounds = args.rounds if args.quick else STARTS * args.rounds
+    for round_ in range(-1, rounds):  # the first one compiles and fills the file cache
         for name in [*roots][:: 1 if round_ % 2 else -1]:
             run = start(directory, roots[name], args.threads)
             if round_ >= 0:
                 found[name].append(run)
-        print(f"{shape}, start {round_ + 1} of {args.rounds}", flush=True)
+        print(f"{shape}, start {round_ + 1} of {rounds}", flush=True)
     seconds = {
         name: [sum(phase["seconds"] for phase in run["phases"]) for run in runs]
         for name, runs in found.items()

@@ -33,6 +33,7 @@ class Way:
 class Turns:
     """How often, and on what, the ways of a comparison run.
 
+    rounds: of 8 requests and more; a run of fewer is shorter and noisier, so it has up to 8 times as many.
     scale: factor on the lengths of prompts, of 16 to 512 ids.
     max_tokens: of every request.
     """
@@ -67,7 +68,8 @@ class Turns:
             for batch in sorted({batch for way in ways for batch in way.batches}):
                 found: dict[str, list[Run]] = {way.name: [] for way in ways if batch in way.batches}
                 runs[batch] = found
-                for round_ in range(-1, self.rounds):  # the first one warms up
+                rounds = self.rounds * max(1, 8 // batch)
+                for round_ in range(-1, rounds):  # the first one warms up
                     # The order rotates: a way that heats the machine must not always precede the same one.
                     turn = (round_ + 1) % len(ways)
                     for way in [way for way in (*ways[turn:], *ways[:turn]) if batch in way.batches]:

@@ -238,9 +238,9 @@ class AsyncLLMEngine:
         """Return the stats of each engine, here of one."""
         return [await self.stats()]
 
-    async def silent_s(self) -> list[float]:
+    async def silent_s(self) -> dict[int, float]:
         """Return 0: this process cannot say that it hangs."""
-        return [0.0]
+        return {0: 0.0}
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if the engine has none."""

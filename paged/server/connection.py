@@ -24,6 +24,7 @@ ENGINE_PROCESS = "paged.server.engine_process"  # the module that it runs
 BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step waits while it is full
 SOON_S = 0.2  # from the end of a process's socket to its own end
 END_S = 5.0  # after which a process that was told to end is killed
+SILENT_S = 10.0  # without ten heartbeats a process hangs, and is not just slow
 
 
 class EngineConnection(asyncio.Protocol):
@@ -118,8 +119,13 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last sent something; 0 if it has ended."""
-        return 0.0 if self.dead is not None else time.monotonic() - self.heard_at
+        """Seconds since it last sent something."""
+        return time.monotonic() - self.heard_at
+
+    @property
+    def hangs(self) -> bool:
+        """Whether heartbeats have not come for SILENT_S."""
+        return self.silent_s > SILENT_S
 
     def check(self) -> None:
         """Raise EngineDeadError if the process has ended."""

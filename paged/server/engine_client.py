@@ -48,7 +48,7 @@ class EngineClient:
     Prompts are tokenized and chats rendered in this process, which does not import torch. Its methods, their
     results and their errors are those of `AsyncLLMEngine`, with the options of `LLMEngine`. Functions cannot
     cross to another process: `call` does not exist, and logits_processors are refused. A process that ends
-    fails its requests with EngineDeadError; new ones go to the processes that are left.
+    fails its requests with EngineDeadError. New ones go to processes that have sent heartbeats lately.
 
     replicas: engine processes, each with a GPU of its own or its share of the cores.
     router: which of them gets a request: "round-robin", "least-loaded" or "prefix-aware".
@@ -238,11 +238,11 @@ class EngineClient:
         """The error that calls raise; None while requests are served."""
         return None if self.is_running else self._connections[0].dead
 
-    async def silent_s(self) -> list[float]:
-        """Return for how many seconds each process has sent nothing; 0 for one that has ended."""
+    async def silent_s(self) -> dict[int, float]:
+        """Return for how many seconds each process that has not ended has sent nothing."""
         await self.attach()
         await asyncio.sleep(0)  # what the sockets hold is read first
-        return [connection.silent_s for connection in self._connections]
+        return {each.replica: each.silent_s for each in self._running()}
 
     async def __aenter__(self) -> Self:
         await self.attach()
@@ -327,13 +327,15 @@ class EngineClient:
         running = self._running()
         if len(self._connections) == 1:
             return running[0]
-        # A router knows replicas by their number; one that has ended is never the least loaded.
-        loads = [c.load if c.dead is None else 2**62 for c in self._connections]
+        # A process that hangs gets requests only if all do.
+        fit = [connection for connection in running if not connection.hangs] or running
+        # A router knows replicas by their number; one that is not fit is never the least loaded.
+        loads = [each.load if each in fit else 2**62 for each in self._connections]
         for _ in self._connections:
             chosen = self._connections[self._router.choose(token_ids, loads)]
-            if chosen.dead is None:
+            if chosen in fit:
                 return chosen
-        return min(running, key=lambda connection: connection.load)
+        return min(fit, key=lambda connection: connection.load)
 
     def _send(self, connection: EngineConnection, order: Any, inbox: Inbox) -> None:
         if self._is_unfinished(inbox.request_id):

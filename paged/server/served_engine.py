@@ -120,8 +120,8 @@ class ServedEngine(Protocol):
     async def stats_by_engine(self) -> list[EngineStats]:
         """Return the stats of each engine process, perhaps a second old."""
 
-    async def silent_s(self) -> list[float]:
-        """Return for how many seconds each engine process has sent nothing."""
+    async def silent_s(self) -> dict[int, float]:
+        """Return for how many seconds each engine process that has not ended has sent nothing."""
 
     def shutdown(self) -> None:
         """Abort all requests and end the engines."""

@@ -114,6 +114,12 @@ WRONG = [
         "messages[0].content",
         "messages[0].content[0] is of type 'image_url'; only parts of type 'text' are supported",
     ),
+    (
+        CHAT,
+        {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]},
+        "messages[1].tool_calls[0].function.name",
+        "messages[1].tool_calls[0].function.name must be a string, got 5",
+    ),
     (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "give one of them"),
     (CHAT, {"top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs: true"),
     (CHAT, {"logprobs": 1}, "logprobs", "logprobs must be True or False, got 1"),

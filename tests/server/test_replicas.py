@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from paged.server import connection
 from paged.server.engine_client import EngineClient
-from paged.server.routes import service
 from tests.server.test_refusals import LONG, posted
 from tests.support.served import Served, eventually, serving
 
@@ -66,17 +66,28 @@ def test_what_a_client_leaves_counts_for_its_engine(pair):
     }
 
 
-def test_a_process_that_hangs_is_noticed_until_it_goes_on(pair, monkeypatch):
-    monkeypatch.setattr(service, "SILENT_S", 2.0)
-    assert pair.request("GET", "/health")[0] == 200
-    pid = pair.front.engine._connections[1]._process.pid
-    os.kill(pid, signal.SIGSTOP)
+def test_a_process_that_hangs_is_noticed_and_gets_no_requests_until_it_goes_on(pair, monkeypatch):
+    monkeypatch.setattr(connection, "SILENT_S", 2.0)
+
+    def status(path: str) -> int:
+        return pair.request("GET", path)[0]
+
+    assert (status("/health"), status("/ready")) == (200, 200)
+    pids = [each._process.pid for each in pair.front.engine._connections]
+    os.kill(pids[1], signal.SIGSTOP)
     try:
-        eventually(lambda: pair.request("GET", "/health")[0] == 503)
+        eventually(lambda: status("/health") == 503)
         _, headers, data = pair.request("GET", "/health")
         assert "engine process 1 has sent nothing for" in json.loads(data)["error"]["message"]
         assert headers["retry-after"] == "1"
-        assert pair.request("GET", "/metrics")[0] == 200
+        assert (status("/ready"), status("/metrics")) == (200, 200)
+        before = finished(pair)
+        pair.post("/v1/embeddings", input=[[8], [9], [10]])  # all by the other one
+        after = finished(pair)
+        assert {key[0]: after[key] - before[key] for key in after if after[key] != before[key]} == {"0": 3}
+        os.kill(pids[0], signal.SIGSTOP)
+        eventually(lambda: status("/ready") == 503)
     finally:
-        os.kill(pid, signal.SIGCONT)
-    eventually(lambda: pair.request("GET", "/health")[0] == 200)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    eventually(lambda: (status("/health"), status("/ready")) == (200, 200))

@@ -11,7 +11,7 @@ from typing import Any
 from paged.protocol import limits
 from paged.protocol.endpoints import ENDPOINTS
 from paged.protocol.fields.common import ANSWER_FIELDS, BASE_FIELDS, STREAM_OPTIONS, TEMPLATE_FIELDS
-from paged.protocol.fields.messages import MESSAGE_TABLE
+from paged.protocol.fields.messages import CALL_TABLE, CALLED_TABLE, MESSAGE_TABLE
 from paged.protocol.fields.sampling import CONSTRAINTS, RESPONSE_FORMAT, SAMPLING_FIELDS, SCHEMA_TABLE
 from paged.protocol.fields.structural_tags import STRUCTURE_TABLE, kind_of
 from paged.protocol.fields.table import Effect, Field, FieldTable
@@ -149,6 +149,8 @@ GROUPS: dict[str, Sequence[Field]] = {
 # The objects within bodies that have a table, by the title of their section.
 NESTED: dict[str, FieldTable] = {
     "A message": MESSAGE_TABLE,
+    "An entry of a message's `tool_calls`": CALL_TABLE,
+    "`function` of a call": CALLED_TABLE,
     "`stream_options`": STREAM_OPTIONS,
     "`structured_outputs`": CONSTRAINTS,
     "`response_format.json_schema`": SCHEMA_TABLE,

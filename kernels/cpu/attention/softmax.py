@@ -22,6 +22,7 @@ from ..simd.vectors import (
     first_lane,
     fma,
     function,
+    gated_by,
     greater,
     inlined,
     lane_numbers,
@@ -100,10 +101,13 @@ def _scale_columns(scores, scales, num_vectors):
 
 
 @function
-def _cap(scores, count, softcap):
-    """Apply softcap to the scores of a row."""
-    for at in range(scores, scores + 4 * count, 4):
-        set_float(at, np.float32(softcap * math.tanh(get_float(at) / softcap)))
+def _cap(scores, num_vectors, softcap):
+    """Apply softcap to the scores of a row: cap tanh(x / cap) is 2 cap sigmoid(2 x / cap) - cap."""
+    cap, twice = splat(softcap), splat(np.float32(2.0) * softcap)
+    inner = splat(np.float32(2.0) / softcap)
+    for i in range(num_vectors):
+        at = scores + i * VECTOR_BYTES
+        store(at, subtract(gated_by(twice, multiply(load(at), inner)), cap))
 
 
 @function
@@ -223,7 +227,7 @@ def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefet
         if args.key_scales:
             _scale_columns(row, state.scales + 2 * TILE_BYTES * head, width // LANES)
         if is_capped:
-            _cap(row, tile.end, args.softcap)
+            _cap(row, width // LANES, np.float32(args.softcap))
         if tile.is_masked:
             end = tile.end
             if args.tree_mask:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...errors import RequestError
 from ...validation import shown
 from ..limits import MAX_MESSAGES
-from .kinds import JSONObject, Kind, ListOf, OneOf, Schema, Text
+from .kinds import Choice, JSONObject, Kind, ListOf, OneOf, Schema, Text
 from .table import Field, FieldTable, ObjectOf, refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -46,6 +46,24 @@ class _PartKind(JSONObject):
         return "text part"
 
 
+_ARGUMENTS = OneOf((Text(), JSONObject('{"city": "Paris"}')))
+CALLED_TABLE = FieldTable(
+    "a called function",
+    [
+        Field("name", Text(), "its name"),
+        Field("arguments", _ARGUMENTS, "its arguments, as text or parsed"),
+    ],
+    is_open=True,
+)
+CALL_TABLE = FieldTable(
+    "a call",
+    [
+        Field("id", Text(), "what the tool_call_id of its answer repeats"),
+        Field("type", Choice(("function",)), "what is called"),
+        Field("function", ObjectOf(CALLED_TABLE), "the function, and with what it was called"),
+    ],
+    is_open=True,
+)
 _NO_MEDIA = "this version takes text alone"
 CONTENT: Kind = OneOf((Text(), ListOf(_PartKind())))
 MESSAGE_TABLE = FieldTable(
@@ -54,7 +72,7 @@ MESSAGE_TABLE = FieldTable(
         Field("role", _Role(1), f"{', '.join(ROLES)}, or a role that the chat template names", required=True),
         Field("content", CONTENT, "text, or parts of type text"),
         Field("name", Text(), "a name, for templates that show it"),
-        Field("tool_calls", ListOf(JSONObject('{"type": "function", ...}')), "calls that the assistant made"),
+        Field("tool_calls", ListOf(ObjectOf(CALL_TABLE)), "calls that the assistant made"),
         Field("tool_call_id", Text(), "the call that a tool's message answers"),
         Field("reasoning", Text(), "the assistant's reasoning"),
         Field("reasoning_content", Text(), "another name of reasoning"),

@@ -7,12 +7,11 @@ from typing import Any
 from ... import __version__
 from ...errors import EngineDeadError
 from ...protocol.openapi import openapi
+from .. import connection
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
 from ..telemetry.metrics import CONTENT_TYPE
-
-SILENT_S = 10.0  # without ten heartbeats a process hangs, and is not just slow
 
 
 class ModelsRoute:
@@ -62,25 +61,33 @@ class HealthRoute:
     async def __call__(self, exchange: Exchange) -> None:
         if self._front.engine.dead_error is not None:
             raise self._front.engine.dead_error
-        for replica, seconds in enumerate(await self._front.engine.silent_s()):
-            if seconds > SILENT_S:
-                raise HttpError(
-                    503,
-                    f"engine process {replica} has sent nothing for {seconds:.0f} s, and it sends a "
-                    "heartbeat every second: it hangs, or the machine is overloaded",
-                )
+        silent = await self._front.engine.silent_s()
+        check_heard({replica: s for replica, s in silent.items() if s > connection.SILENT_S})
         await exchange.respond_json(200, {"status": "ok"})
 
 
 class ReadyRoute:
-    """Whether requests are accepted: 200, or 503 with the reason."""
+    """Whether requests are accepted: 200, or 503 with the reason, such as that all processes are silent."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
         self._front.check_serving()
+        silent = await self._front.engine.silent_s()
+        if min(silent.values()) > connection.SILENT_S:
+            check_heard(silent)
         await exchange.respond_json(200, {"status": "ready"})
+
+
+def check_heard(silent: dict[int, float]) -> None:
+    """Raise HttpError that names the first engine process of those that have been silent for too long."""
+    for replica, seconds in silent.items():
+        raise HttpError(
+            503,
+            f"engine process {replica} has sent nothing for {seconds:.0f} s, and it sends a "
+            "heartbeat every second: it hangs, or the machine is overloaded",
+        )
 
 
 class VersionRoute:
