@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -25,6 +26,12 @@ BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step w
 SOON_S = 0.2  # from the end of a process's socket to its own end
 END_S = 5.0  # after which a process that was told to end is killed
 SILENT_S = 10.0  # without ten heartbeats a process hangs, and is not just slow
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessEndError(ChildProcessError):
+    """How an engine process ended; logged when it did."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -183,8 +190,10 @@ class EngineConnection(asyncio.Protocol):
             self._is_closed.set_result(None)
         if self.dead is None:
             how = self._how_ended()
-            cause = ChildProcessError(how) if error is None else error
-            self._die(_caused(f"{self._name} has ended ({how}); make a new engine", cause))
+            cause = ProcessEndError(how if error is None else repr(error))
+            self._die(
+                _caused(f"{self._name} has ended ({how}); make a new engine, or restart the server", cause)
+            )
 
     def _take(self, report: frames.Report) -> None:
         match report:
@@ -204,7 +213,7 @@ class EngineConnection(asyncio.Protocol):
                 if (inbox := self._forget(key)) is not None:
                     inbox.fail(error_of(report))
             case frames.Dead(message=message):
-                self._die(_caused(message, RuntimeError(message)))
+                self._die(_caused(message, ProcessEndError(message)))
             case _:
                 raise AssertionError(report)
 
@@ -225,6 +234,8 @@ class EngineConnection(asyncio.Protocol):
         if self.dead is not None:
             return
         self.dead = error
+        if error.__cause__ is not None:  # not shut down: at once, as no request may come to find it
+            logger.error("%s", error)
         self._stats = None if self._stats is None else self._stats.at_rest()
         for inbox in self._inboxes.values():
             inbox.fail(error)

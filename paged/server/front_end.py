@@ -17,6 +17,7 @@ from ..protocol.endpoints import parse_call
 from ..protocol.limits import Limits
 from ..requests.seeds import derived_seed
 from ..sampling_params import MAX_SEED, SamplingParams
+from .connection import ProcessEndError
 from .http.body_budget import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
@@ -83,7 +84,7 @@ class FrontEnd:
         self.keep_alive = KeepAlive()
         self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, options.max_request_bytes))
         self._rate = FinishRate()
-        self._deaths: set[str] = set()  # messages of engines that have stopped, which were logged
+        self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
         self._num_open = 0  # requests that are being answered
         self._num_preparing = 0
         self.is_stopping = False
@@ -216,7 +217,7 @@ class FrontEnd:
         """Return an error without what happened inside the engine, which is logged."""
         if self.is_stopping:
             return HttpError(503, STOPPING)
-        if str(error) not in self._deaths:
+        if str(error) not in self._deaths and not isinstance(error.__cause__, ProcessEndError):
             self._deaths.add(str(error))
             logger.error("%s", error, exc_info=error.__cause__)
         return HttpError(503, STOPPED)

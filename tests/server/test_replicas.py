@@ -84,10 +84,29 @@ def test_a_process_that_hangs_is_noticed_and_gets_no_requests_until_it_goes_on(p
         before = finished(pair)
         pair.post("/v1/embeddings", input=[[8], [9], [10]])  # all by the other one
         after = finished(pair)
-        assert {key[0]: after[key] - before[key] for key in after if after[key] != before[key]} == {"0": 3}
+        assert {
+            key[0]: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key)
+        } == {"0": 3}
         os.kill(pids[0], signal.SIGSTOP)
         eventually(lambda: status("/ready") == 503)
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
     eventually(lambda: (status("/health"), status("/ready")) == (200, 200))
+
+
+def test_a_process_that_ends_is_logged_at_once_and_fails_the_health_check(caplog):
+    """Without a request that could find it: the others go on, and the server stays ready."""
+    engine = EngineClient("demo", replicas=2, router="round-robin", **OPTIONS)
+    with serving(engine, closes=True, replicas=2) as served:
+        assert served.request("GET", "/health")[0] == 200
+        os.kill(engine._connections[1]._process.pid, signal.SIGKILL)
+        eventually(lambda: served.request("GET", "/health")[0] == 503)
+        _, _, data = served.request("GET", "/health")
+        assert "an engine process has ended, others run" in json.loads(data)["error"]["message"]
+        assert served.request("GET", "/ready")[0] == 200
+        served.post("/v1/embeddings", input=[[8], [9], [10]])
+    ended = [record.getMessage() for record in caplog.records if "has ended" in record.getMessage()]
+    assert ended == [
+        "engine process 1 has ended (by signal SIGKILL); make a new engine, or restart the server"
+    ]

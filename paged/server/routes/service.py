@@ -53,7 +53,7 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
 
 
 class HealthRoute:
-    """Whether the engine runs: 200, or 503 if it has stopped, or one of its processes is silent."""
+    """Whether all engine processes run: 200, or 503 if one has stopped or is silent."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -61,6 +61,8 @@ class HealthRoute:
     async def __call__(self, exchange: Exchange) -> None:
         if self._front.engine.dead_error is not None:
             raise self._front.engine.dead_error
+        if self._front.engine.errored:
+            raise HttpError(503, "an engine process has ended, others run; the server's log says why")
         silent = await self._front.engine.silent_s()
         check_heard({replica: s for replica, s in silent.items() if s > connection.SILENT_S})
         await exchange.respond_json(200, {"status": "ok"})
