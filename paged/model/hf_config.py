@@ -24,6 +24,8 @@ from .families.rope import read_rope
 from .families.table import ARCHITECTURES, COMMON, Architecture
 
 MAX_JSON_BYTES = 64 * 2**20
+MAX_POINTER_BYTES = 1024
+_POINTER = re.compile(rb"version \S*git-lfs\S*\s")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -41,13 +43,25 @@ def check_file(file: Path, most: int) -> int:
         raise CheckpointError(f"{file}: is not a regular file")
     if status.st_size > most:
         raise CheckpointError(f"{file}: has {status.st_size:,} bytes; at most {most:,} are read")
+    if status.st_size <= MAX_POINTER_BYTES and _POINTER.match(_beginning(file)):
+        raise CheckpointError(f"{file}: is a pointer of Git LFS in place of the file; run `git lfs pull`")
     return status.st_size
+
+
+def _beginning(file: Path) -> bytes:
+    try:
+        return file.read_bytes()[:MAX_POINTER_BYTES]
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file of a checkpoint, of at most 64 MiB. Raises CheckpointError."""
     if not file.exists():
-        raise CheckpointError(f"{file} does not exist; a model directory has config.json and *.safetensors")
+        raise CheckpointError(
+            f"{file} does not exist; a model directory has config.json and *.safetensors"
+            f"{_instead(file.parent)}"
+        )
     check_file(file, MAX_JSON_BYTES)
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -58,6 +72,14 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: must hold a JSON object")
     return value
+
+
+def _instead(directory: Path) -> str:
+    """Return what a directory without config.json has that looks like a model."""
+    if (directory / "adapter_config.json").exists():
+        return ". This one has a LoRA adapter, which is not supported: merge it into its model"
+    gguf = sorted(directory.glob("*.gguf"))
+    return f". This one has {gguf[0].name}, and GGUF is not supported" if gguf else ""
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -155,7 +177,10 @@ def require_supported(hf: Config) -> str:
 
     Raises UnsupportedModelError, which names the nearest supported ones, and CheckpointError.
     """
-    names = hf.get("architectures") or ["(none named)"]
+    names = hf.get("architectures")
+    if not names:
+        kind = f" (its model_type is {shown(hf['model_type'])})" if hf.get("model_type") else ""
+        raise UnsupportedModelError(f"architectures is missing{kind}; `paged models` lists what it may name")
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in NATIVE:
         nearest = ", ".join(get_close_matches(str(name), NATIVE, n=3, cutoff=0.0))
@@ -167,8 +192,12 @@ def require_supported(hf: Config) -> str:
     model_type, expected = hf.get("model_type"), NATIVE[name].model_type
     if model_type != expected:
         raise CheckpointError(f"{name} goes with model_type {expected!r}, got {shown(model_type)}")
-    if hf.get("quantization_config"):
-        raise UnsupportedModelError("quantized checkpoints (quantization_config) are not supported")
+    if quantized := hf.get("quantization_config"):
+        method = quantized.get("quant_method", quantized) if isinstance(quantized, dict) else quantized
+        raise UnsupportedModelError(
+            f"quantized checkpoints (quantization_config of {shown(method)}) are not supported; on a CPU "
+            "quantization='int8' or 'int4' quantizes the unquantized checkpoint while it loads"
+        )
     return name
 
 

@@ -27,6 +27,7 @@ HEADER_CEILING = 100 * 2**20
 MAX_RANK = 8
 COMPARED_BYTES = 64 * 2**20  # of each of two tensors at once
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -100,7 +101,7 @@ def find_tensors(directory: Path, names: TensorNames) -> dict[str, StoredTensor]
 
     Raises CheckpointError, which names file and tensor, for damaged files and for tensors of no known part.
     """
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -132,7 +133,17 @@ def _missing_file(file: Path) -> CheckpointError:
             f"{file.parent}: {pickles[0]} is a pickle, which can run any code when loaded and is refused; "
             f"convert the checkpoint to safetensors (save_pretrained in transformers)"
         )
-    return CheckpointError(f"{file} does not exist")
+    if file.name != "model.safetensors":
+        return CheckpointError(f"{file} does not exist, and {INDEX} says that it has tensors; fetch it again")
+    message = f"{file} does not exist, nor {INDEX}, which names the files of a larger checkpoint"
+    for other in sorted(file.parent.iterdir()):
+        if other.suffix == ".gguf":
+            return CheckpointError(f"{message}; {other.name} is there, but GGUF is not supported")
+        if other.suffix == ".safetensors" and other.is_file():
+            return CheckpointError(
+                f"{message}; {other.name} is there: fetch the index, or rename a single file"
+            )
+    return CheckpointError(f"{message}; only safetensors are read")
 
 
 def read_header(file: Path, names: TensorNames = LLAMA_NAMES) -> dict[str, list[int]]:

@@ -274,7 +274,17 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4-layer-types": (
         "Gemma4ForCausalLM",
         {"layer_types": ["full_attention"] * 35},
-        "layer_types must be 36 of full_attention or sliding_attention",
+        r"layer_types must have one type for each of the 36 layers \(num_hidden_layers\), got 35: ",
+    ),
+    "gpt-neox-part": (
+        "GPTNeoXForCausalLM",
+        {"rotary_pct": 3.0},
+        "rotary_pct must be above 0 and at most 1, got 3.0",
+    ),
+    "gpt-neox-base": (
+        "GPTNeoXForCausalLM",
+        {"rotary_emb_base": -1},
+        "rotary_emb_base must be above 0",
     ),
     "gemma4-layers": (
         "Gemma4ForCausalLM",
@@ -403,6 +413,11 @@ UNSUPPORTED_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         "Gemma4ForCausalLM",
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         "rope_scaling is not supported in Gemma 4",
+    ),
+    "gemma4-layer-type": (
+        "Gemma4ForCausalLM",
+        {"layer_types": ["full_attention"] * 35 + ["linear_attention"]},
+        r"layer_types\[35\] is 'linear_attention'; supported are full_attention and sliding_attention",
     ),
     "neox-list": ("GPTNeoXForCausalLM", {"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not supported"),
 }

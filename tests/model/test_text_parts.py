@@ -51,10 +51,10 @@ def test_text_parts_have_the_defaults_of_transformers(kind):
 
 MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
 WRONG_TEXT_PARTS: dict[str, tuple[dict[str, Any], str]] = {
-    "none": ({}, "text_config must be an object, got None"),
+    "none": ({}, "text_config: must be an object, got None"),
     "unknown": (
         {"text_config": {"model_type": ["llama"]}},
-        r"text_config of model_type \['llama'\] is not supported; supported are mistral, ministral3",
+        r"text_config: model_type \['llama'\] is not supported; supported are mistral, ministral3",
     ),
     "value": ({"text_config": {"head_dim": 257}}, "text_config: head_dim must be from 1 to 256"),
     "quantized": ({"text_config": {"quantization_config": {"bits": 4}}}, "text_config: quantized"),

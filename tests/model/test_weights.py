@@ -316,12 +316,25 @@ def lost_shard(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def only_gguf(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model.gguf")
+    (directory / "config.json").unlink()
+
+
+def pointer(name: str) -> Callable[[Path], Any]:
+    text = "version https://git-lfs.example/spec/v1\noid sha256:0123\nsize 12345\n"
+    return lambda directory: (directory / name).write_text(text)
+
+
 NORM = "model.norm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "no-config": (lambda d: (d / "config.json").unlink(), ("config.json", "does not exist")),
     "config-not-json": (lambda d: (d / "config.json").write_text("{"), ("config.json", "not JSON")),
     "config-not-object": (lambda d: (d / "config.json").write_text("[]"), ("config.json", "object")),
-    "no-weights": (lambda d: (d / "model.safetensors").unlink(), ("model.safetensors", "does not exist")),
+    "no-weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        ("model.safetensors does not exist, nor model.safetensors.index.json", "only safetensors are read"),
+    ),
     "pickle": (pickled, ("pytorch_model.bin", "pickle", "safetensors")),
     "truncated": (truncate, ("model.safetensors", "truncated", "model.norm.weight")),
     "truncated-header": (truncate_header, ("model.safetensors", "truncated")),
@@ -336,7 +349,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "wrong-shape": (change_tensors(model__norm__weight=lambda t: t[:-1].clone()), (NORM, "[47]", "[48]")),
     "wrong-rank": (change_tensors(model__norm__weight=lambda t: t[None]), (NORM, "[1, 48]", "[48]")),
     "index-outside": (outside_index, ("outside",)),
-    "lost-shard": (lost_shard, ("model-00001-of-00002.safetensors", "does not exist")),
+    "lost-shard": (
+        lost_shard,
+        ("model-00001-of-00002.safetensors does not exist, and model.safetensors.index.json says",),
+    ),
+    "lost-index": (
+        lambda d: (d / "model.safetensors").rename(d / "model-00001-of-00001.safetensors"),
+        ("nor model.safetensors.index.json", "; model-00001-of-00001.safetensors is there: fetch the index"),
+    ),
+    "gguf": (
+        lambda d: (d / "model.safetensors").rename(d / "model-Q4_K_M.gguf"),
+        ("; model-Q4_K_M.gguf is there, but GGUF is not supported",),
+    ),
+    "gguf-alone": (only_gguf, ("config.json does not exist", "has model.gguf, and GGUF is not supported")),
+    "adapter": (
+        lambda d: (d / "config.json").rename(d / "adapter_config.json"),
+        ("config.json does not exist", "has a LoRA adapter, which is not supported: merge it"),
+    ),
+    "pointer": (pointer("model.safetensors"), ("model.safetensors", "Git LFS", "`git lfs pull`")),
+    "config-pointer": (pointer("config.json"), ("config.json", "Git LFS", "`git lfs pull`")),
     "config-more-layers": (set_config(num_hidden_layers=3), ("model.layers.2.", "missing")),
     "config-fewer-layers": (set_config(num_hidden_layers=1), ("model.layers.1.", "not part")),
     "config-other-vocabulary": (set_config(vocab_size=212), ("[211, 48]", "[212, 48]")),
@@ -389,7 +420,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"architectures": ["Qwen3NextForCausalLM"]},
         ("Qwen3NextForCausalLM", "Qwen3ForCausalLM", "Qwen2ForCausalLM", "paged models"),
     ),
-    "no-architecture": ({"architectures": None}, ("none named", "paged models")),
+    "no-architecture": (
+        {"architectures": None},
+        ("architectures is missing", "model_type is 'llama'", "paged models"),
+    ),
     "rope": (
         {"rope_parameters": {"rope_type": "ntk", "factor": 2.0, "rope_theta": 1e4}},
         ("ntk", *ROPE_TYPES),
@@ -402,7 +436,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         ("partial_rotary_factor",),
     ),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config",)),
+    "quantized": (
+        {"quantization_config": {"quant_method": "gptq"}},
+        ("quantization_config", "gptq", "quantization='int8'"),
+    ),
     "activation": ({"hidden_act": "gelu"}, ("gelu", "silu")),
 }
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ...validation import shown
+from ...validation import check_number, shown
 from ..config import NO_ROPE, TensorNames
 from .reading import Config, activation_of, flag, size
-from .rope import read_rope
+from .rope import MAX_ROPE_THETA, own_rope, read_rope
 
 GPT2 = {"max_position_embeddings": 1024, "tie_word_embeddings": True, "n_inner": None,
         "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "scale_attn_weights": True,
@@ -107,6 +107,9 @@ def gpt2(hf: Config) -> dict[str, Any]:
 def gpt_neox(hf: Config) -> dict[str, Any]:
     """Declare GPT-NeoX."""
     bias = flag(hf, "attention_bias")
+    for key, most in {} if own_rope(hf) else {"rotary_emb_base": MAX_ROPE_THETA, "rotary_pct": 1}.items():
+        if hf.get(key) is not None:  # under the names of older checkpoints
+            check_number(CheckpointError, key, hf[key], 0, most, above=True)
     rope = {"rope_theta": hf.get("rotary_emb_base"), "partial_rotary_factor": hf.get("rotary_pct", 0.25)}
     return {
         **_shared(hf),

@@ -126,11 +126,11 @@ def text_of(known: Multimodal, hf: Config) -> Config:
     """
     given = hf.get("text_config")
     if not isinstance(given, dict):
-        raise CheckpointError(f"text_config must be an object, got {shown(given)}")
+        raise CheckpointError(f"must be an object, got {shown(given)}")
     kind = given.get("model_type", next(iter(known.text)))
     if kind not in list(known.text):  # a list, as any JSON value may come, hashable or not
         raise UnsupportedModelError(
-            f"text_config of model_type {shown(kind)} is not supported; supported are {', '.join(known.text)}"
+            f"model_type {shown(kind)} is not supported; supported are {', '.join(known.text)}"
         )
     part = known.text[kind]
     dtypes = [config.get(key) for config in (hf, given) for key in ("dtype", "torch_dtype")]

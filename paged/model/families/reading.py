@@ -85,11 +85,18 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
     if hf["layer_types"] is None and default:
         return default
     num_layers, layer_types = size(hf, "num_hidden_layers"), hf["layer_types"]
-    wanted = f"layer_types must be {num_layers} of full_attention or sliding_attention"
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise CheckpointError(f"{wanted}, got {shown(layer_types)}")
-    if not all(kind in ("full_attention", "sliding_attention") for kind in layer_types):
-        raise UnsupportedModelError(f"{wanted}, got {shown(layer_types)}")
+    if not isinstance(layer_types, list):
+        raise CheckpointError(f"layer_types must be a list of {num_layers} types, got {shown(layer_types)}")
+    if len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"layer_types must have one type for each of the {num_layers} layers (num_hidden_layers), "
+            f"got {len(layer_types)}: {shown(layer_types)}"
+        )
+    for layer, kind in enumerate(layer_types):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"layer_types[{layer}] is {shown(kind)}; supported are full_attention and sliding_attention"
+            )
     return tuple(layer_types)
 
 
