@@ -176,10 +176,10 @@ def _check_part(name: str, part: Any) -> dict[str, Any]:
 def _check_calls(name: str, calls: Any) -> list[Any]:
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(f"{name} must be a list of dicts, got {calls!r}")
-    return [_with_parsed_arguments(call) for call in calls]
+    return [_with_parsed_arguments(f"{name}[{i}]", call) for i, call in enumerate(calls)]
 
 
-def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_parsed_arguments(name: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the call with its arguments parsed from JSON: OpenAI sends text, templates expect a dict."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -188,7 +188,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
         arguments = parse_json(function["arguments"] or "{}")
     except RequestError as error:
         raise RequestError(
-            f"the arguments of a tool call must be JSON: {error}; got {shown(function['arguments'])}"
+            f"{name}.function.arguments must be JSON: {error}; got {shown(function['arguments'])}"
         ) from error
     return {**call, "function": {**function, "arguments": arguments}}
 

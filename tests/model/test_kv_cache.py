@@ -175,3 +175,11 @@ def test_fp8_is_refused_on_a_gpu_without_it(monkeypatch):
     with pytest.raises(ConfigError, match="'fp8' is not supported on A100-80G; take 'int8'"):
         Fleet(FleetConfig(gpu="A100-80G"), fp8)
     Fleet(FleetConfig(gpu="L4"), fp8)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("llama", "= 1,024 tokens,"), ("qwen2-mixed", "= at least 512 tokens in 2 layer groups,")],
+)
+def test_the_description_has_the_tokens_that_fit(name, tokens):
+    assert f"64 blocks of 16 {tokens}" in new_engine(checkpoint(name), num_blocks=64).describe()

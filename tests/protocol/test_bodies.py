@@ -120,6 +120,12 @@ WRONG = [
         "messages[1].tool_calls[0].function.name",
         "messages[1].tool_calls[0].function.name must be a string, got 5",
     ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        "messages[0].tool_calls[0].function.name",
+        "messages[0].tool_calls[0].function.name is missing",
+    ),
     (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "give one of them"),
     (CHAT, {"top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs: true"),
     (CHAT, {"logprobs": 1}, "logprobs", "logprobs must be True or False, got 1"),
@@ -390,7 +396,9 @@ def test_roles(text):
 def test_arguments_of_calls_are_json_by_the_rules_of_bodies(text, arguments):
     function = {"name": "f", "arguments": arguments}
     calls = [{"id": "c", "type": "function", "function": function}]
-    with pytest.raises(RequestError, match="the arguments of a tool call must be JSON: ") as refused:
+    with pytest.raises(
+        RequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments must be JSON: "
+    ) as refused:
         parsed(CHAT, messages=[{"role": "assistant", "tool_calls": calls}]).prompts(text)
     assert refused.value.param == "messages"
 

@@ -220,7 +220,7 @@ def test_arguments_of_calls_may_be_text_as_openai_has_them(templates):
     messages = [CALL[0], {"role": "assistant", "tool_calls": [{"type": "function", "function": text}]}]
     assert '"arguments": {"place": "Ås"}}' in templates.render(messages, chat_template="chatml")
     text["arguments"] = "{place"
-    with pytest.raises(RequestError, match="arguments of a tool call must be JSON"):
+    with pytest.raises(RequestError, match=r"messages\[1\].tool_calls\[0\].function.arguments must be JSON"):
         templates.render(messages, chat_template="chatml")
 
 

@@ -126,8 +126,8 @@ class KVCache:
     def describe(self) -> str:
         """Return blocks, tokens and bytes of the cache in one line."""
         tokens = f"{self.num_blocks * self.block_size // self.num_groups:,} tokens"
-        if self.num_groups > 1:
-            tokens += f" of {self.num_groups} layer groups, more where their windows are passed"
+        if self.num_groups > 1:  # windows free the blocks that fall out of them
+            tokens = f"at least {tokens} in {self.num_groups} layer groups"
         text = (
             f"KV cache: {self.num_blocks:,} blocks of {self.block_size} = {tokens}, "
             f"{self.num_bytes / 2**20:,.1f} MiB"

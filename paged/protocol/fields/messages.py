@@ -50,7 +50,7 @@ _ARGUMENTS = OneOf((Text(), JSONObject('{"city": "Paris"}')))
 CALLED_TABLE = FieldTable(
     "a called function",
     [
-        Field("name", Text(), "its name"),
+        Field("name", Text(1), "its name", required=True),
         Field("arguments", _ARGUMENTS, "its arguments, as text or parsed"),
     ],
     is_open=True,

@@ -81,7 +81,8 @@ def failure_of(error: Exception, retry_after_s: int, request_id: str) -> Failure
         status, message = error.status, str(error)
         headers, code = error.headers, error.code
     elif isinstance(error, HTTPException):  # of the router: 405
-        status, message = error.status_code, f"{error.detail.lower()}: see the header allow"
+        allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+        status, message = error.status_code, f"the method is not allowed here, but {allowed}"
         headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
     elif isinstance(error, PagedError):
         status, message = status_of(error), str(error)
