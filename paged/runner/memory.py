@@ -29,7 +29,7 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
 
     run_step: runs one step; on a GPU, where the memory that a step takes is measured.
 
-    Raises ConfigError if no block fits.
+    Raises ConfigError if no token fits.
     """
     if device.type == "cpu":
         free = kv_bytes_on_cpu(sizes.config)
@@ -39,10 +39,11 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
     size = sizes.block_bytes
     # No larger than for this many blocks, although fewer remain.
     free -= sizes.rope_table_bytes(sizes.num_tabulated_positions(max(1, free // size)))
-    if free < size:
+    least = size * len(sizes.model.layer_groups)
+    if free < least:
         raise ConfigError(
-            f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, one block takes "
-            f"{size / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
+            f"no memory for a KV cache: {free / 2**20:,.0f} MiB are left, a block in each layer group "
+            f"takes {least / 2**20:,.2f} MiB; raise {'cpu' if device.type == 'cpu' else 'gpu'}"
             "_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
         )
     return min(free // size, sizes.max_useful_blocks)

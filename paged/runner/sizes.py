@@ -70,6 +70,12 @@ class Sizes:
         config, longest = self.config, self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
+        num_groups = len(self.model.layer_groups)
+        if config.num_blocks is not None and config.num_blocks < num_groups:
+            raise ConfigError(
+                f"num_blocks {config.num_blocks} holds no token: one takes a block in each of the model's "
+                f"{num_groups} layer groups"
+            )
         if self.dtype not in ELEMENT_BYTES:
             raise UnsupportedModelError(
                 f"dtype {self.dtype} is not supported; supported are {', '.join(ELEMENT_BYTES)}"

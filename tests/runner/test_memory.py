@@ -9,6 +9,7 @@ from paged import ConfigError, LLMEngine
 from paged.config import EngineConfig
 from paged.model.batch import Batch
 from paged.runner.memory import kv_bytes_on_cpu, kv_bytes_on_gpu, measure_peak_bytes
+from tests.support.checkpoints import checkpoint, new_engine
 
 GIB = 2**30
 
@@ -73,3 +74,10 @@ def test_error_when_not_one_block_fits(monkeypatch):
     monkeypatch.setattr("paged.runner.memory.kv_bytes_on_cpu", lambda _: 1000)
     with pytest.raises(ConfigError, match="cpu_memory_utilization"):
         LLMEngine("demo", skip_tokenizer_init=True)
+
+
+def test_error_when_not_one_block_of_each_layer_group_fits(monkeypatch):
+    """Gemma 3's five groups of one layer, each with blocks of 4 KiB."""
+    monkeypatch.setattr("paged.runner.memory.kv_bytes_on_cpu", lambda _: 4 * 4096)
+    with pytest.raises(ConfigError, match="a block in each layer group takes 0.02 MiB"):
+        new_engine(checkpoint("gemma3"), num_blocks=None)

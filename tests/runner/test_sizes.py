@@ -111,3 +111,13 @@ def test_simulator_raises_the_errors_of_the_engine():
         with pytest.raises(ConfigError) as of_fleet:
             Fleet(FleetConfig(), EngineConfig(model="demo", **options))
         assert str(of_fleet.value) == str(of_engine.value)
+
+
+def test_a_token_needs_a_block_in_each_layer_group():
+    model = read_model(str(checkpoint("gemma3")))
+    assert len(model.layer_groups) == 5
+    Sizes(EngineConfig(model="x", num_blocks=5), model, "cpu", "float32")
+    with pytest.raises(
+        ConfigError, match=r"num_blocks 4 holds no token: .* each of the model's 5 layer groups"
+    ):
+        Sizes(EngineConfig(model="x", num_blocks=4), model, "cpu", "float32")
