@@ -79,5 +79,5 @@ def test_error_when_not_one_block_fits(monkeypatch):
 def test_error_when_not_one_block_of_each_layer_group_fits(monkeypatch):
     """Gemma 3's five groups of one layer, each with blocks of 4 KiB."""
     monkeypatch.setattr("paged.runner.memory.kv_bytes_on_cpu", lambda _: 4 * 4096)
-    with pytest.raises(ConfigError, match="a block in each layer group takes 0.02 MiB"):
+    with pytest.raises(ConfigError, match=r"a block in each layer group takes 0\.02 MiB"):
         new_engine(checkpoint("gemma3"), num_blocks=None)
