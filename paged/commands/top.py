@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,36 +40,51 @@ def top(
 ) -> int:
     """Show what a server does: requests, tokens per second, latencies, memory. Ctrl-C ends it.
 
-    Rates and latencies are those of the last interval. --once shows latencies since the server's start.
+    Rates and latencies are those of the last interval. --once shows latencies since the server's start. Without
+    a terminal one view after the other is printed.
     The server may also be vLLM's.
     """
     try:
-        from ..server.telemetry.scrape import ScrapeError, metrics_url, scrape
+        from ..server.telemetry.scrape import metrics_url, scrape
     except ImportError as error:
         raise CliError(f"paged top needs {error.name}: pip install 'paged[server]'") from None
-    address = metrics_url(url)
-    before = scrape(address)
-    time.sleep(interval if once else 0)
+    address, console = metrics_url(url), Console()
     if once:
-        Console().print(view(address, before, scrape(address), whole=True))
+        before = scrape(address)
+        time.sleep(interval)
+        console.print(view(address, before, scrape(address), whole=True))
         return 0
     # The default of this process would end it with the cursor hidden.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    views = _views(address, interval)
+    first = next(views)
     try:
-        with Live(view(address, before, before), auto_refresh=False, console=Console()) as live:
-            while True:
-                time.sleep(interval)
-                try:
-                    after = scrape(address)
-                except ScrapeError as error:
-                    live.update(
-                        Group(view(address, before, before), Text(str(error), style="red")), refresh=True
-                    )
-                    continue
-                live.update(view(address, before, after), refresh=True)
-                before = after
+        if console.is_terminal:
+            with Live(first, auto_refresh=False, console=console) as live:
+                for shown in views:
+                    live.update(shown, refresh=True)
+        for shown in views:
+            console.print(shown, "", sep="\n")
     except KeyboardInterrupt:
-        return 0
+        pass
+    return 0
+
+
+def _views(address: str, interval: float) -> Iterator[Group]:
+    """Yield a view at once, without rates, and then one of each interval, without end."""
+    from ..server.telemetry.scrape import ScrapeError, scrape
+
+    before = scrape(address)
+    yield view(address, before, before)
+    while True:
+        time.sleep(interval)
+        try:
+            after = scrape(address)
+        except ScrapeError as error:
+            yield Group(view(address, before, before), Text(str(error), style="red"))
+            continue
+        yield view(address, before, after)
+        before = after
 
 
 def view(address: str, before: Scrape, after: Scrape, *, whole: bool = False) -> Group:

@@ -117,7 +117,9 @@ def test_one_view(run, demo):
     assert lines[-1] == "step 375.0 ms 475.0 ms 497.5 ms"
 
 
-def test_the_live_view_goes_on_while_the_server_is_away(run, monkeypatch):
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_views_go_on_while_the_server_is_away(run, monkeypatch, on_terminal):
+    monkeypatch.setattr(top.Console, "is_terminal", on_terminal)
     metrics = ServerMetrics("demo", EngineConfig("demo"), max_model_len=64, routes=[])
     good, bad = (200, metrics.render({0: stats(num_running=7)})), (503, b"")
     answers = [good, good, bad, good]
@@ -131,6 +133,8 @@ def test_the_live_view_goes_on_while_the_server_is_away(run, monkeypatch):
         code, out, _ = run("top", url)
     assert (code, len(paths)) == (0, 4)
     assert "7 running" in out
+    if not on_terminal:  # one view after the other
+        assert (out.count("7 running"), out.count("answers 503")) == (3, 1)
 
 
 def test_a_server_of_vllm():
