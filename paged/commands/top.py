@@ -40,8 +40,8 @@ def top(
 ) -> int:
     """Show what a server does: requests, tokens per second, latencies, memory. Ctrl-C ends it.
 
-    Rates and latencies are those of the last interval. --once shows latencies since the server's start. Without
-    a terminal one view after the other is printed.
+    Rates and latencies are those of the last interval. --once shows latencies since the server's start.
+    Without a terminal, one view after the other is printed.
     The server may also be vLLM's.
     """
     try:
