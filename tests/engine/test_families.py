@@ -215,9 +215,10 @@ def test_the_token_that_makes_a_longrope_request_long_may_complete_a_stop_string
         monkeypatch.setattr(engine.core.outputs, "end_at_stop_string", failing_search)
         other = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=["never in the text"])
         engine.add_request("other", prompt, other)
+        for _ in range(num_short - 1):
+            engine.step()
         with pytest.raises(KeyboardInterrupt):
-            while True:
-                engine.step()
+            engine.step()
         while engine.has_unfinished_requests():
             outputs = engine.step()
         assert outputs[0].outputs[0].token_ids == token_ids

@@ -248,6 +248,11 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"attn_logit_softcapping": "x"},
         "attn_logit_softcapping must be a number",
     ),
+    "gemma2-large-cap": (
+        "Gemma2ForCausalLM",
+        {"final_logit_softcapping": 1e6},
+        "final_logit_softcapping must be above 0 and at most 1000, got 1000000",
+    ),
     "gemma3": ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern must be from 1"),
     "gemma3-rope": ("Gemma3ForCausalLM", {"rope_parameters": 3}, "rope_parameters must be an object, got 3"),
     "gemma4-all-shared": (

@@ -7,7 +7,7 @@ from typing import Any
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
 from ..config import KVShape, LayerNorms, TensorNames
-from .reading import CEILINGS, Config, every, flag, head_dim_of, layer_types_of, optional_factor, size
+from .reading import CEILINGS, Config, every, flag, head_dim_of, layer_types_of, size, softcap_of
 from .rope import by_layer_type, ropes_by_type
 
 GEMMA4_UNIFIED = {
@@ -69,7 +69,7 @@ def gemma4(hf: Config) -> dict[str, Any]:
         "exceeds_float16": True,
         "context_is_scaled": True,
         "attention_scale": 1.0,
-        "logits_softcap": optional_factor(hf, "final_logit_softcapping"),
+        "logits_softcap": softcap_of(hf, "final_logit_softcapping"),
         "embedding_multiplier": size(hf, "hidden_size") ** 0.5,
         "layer_kv": shapes,
         "layer_sources": sources,

@@ -18,8 +18,8 @@ from .reading import (
     factor,
     flag,
     layer_types_of,
-    optional_factor,
     size,
+    softcap_of,
     window_of,
     windows_of,
 )
@@ -212,8 +212,8 @@ def _gemma2(hf: Config) -> dict[str, Any]:
         "activation": "gelu_tanh",
         "layer_windows": windows_of(layer_types, window_of(hf)),
         "attention_scale": size(hf, "query_pre_attn_scalar") ** -0.5,
-        "attention_softcap": optional_factor(hf, "attn_logit_softcapping"),
-        "logits_softcap": optional_factor(hf, "final_logit_softcapping"),
+        "attention_softcap": softcap_of(hf, "attn_logit_softcapping"),
+        "logits_softcap": softcap_of(hf, "final_logit_softcapping"),
         "embedding_multiplier": size(hf, "hidden_size") ** 0.5,
     }
 
