@@ -436,7 +436,7 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
     assert config.kv_shapes == ((sliding,) * 5 + (full,)) * 2
     assert config.kv_sources == (*range(8), 7, 7, 7, 5)
     assert config.keys_as_values == (5,)
-    assert config.tensor_names.skipped[-4:] == tuple(
+    assert config.tensor_names.skipped_prefixes[-4:] == tuple(
         f"model.layers.11.self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     )
 

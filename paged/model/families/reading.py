@@ -94,7 +94,7 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
     return tuple(layer_types)
 
 
-def every(interval: int | str, hf: Config) -> tuple[str, ...]:
+def full_every(interval: int | str, hf: Config) -> tuple[str, ...]:
     """Return layer types with full attention in every interval-th layer, and windows in the others.
 
     interval: or the key of config.json that has it.
