@@ -244,6 +244,21 @@ MUTANTS = {
             "if candidate.inputs.priority <= head.inputs.priority:",
             "if candidate.inputs.priority < head.inputs.priority:",
         ),
+        (
+            "a grown request is queued though it is finished",
+            "if request.finish_reason is not None:",
+            "if False:",
+        ),
+        (
+            "a grown request runs with stale blocks",
+            "request.ready = False\n        self._grown_long.append(request)",
+            "pass",
+        ),
+        (
+            "a grown request keeps its namespace",
+            "request.blocks = self._manager.open(request.token_ids, request.namespace)",
+            "pass",
+        ),
         ("preempts without end", "victim.metrics.num_preemptions >= self._max_preemptions", "False"),
         ("the preempted keep their count", "victim.num_computed_tokens = 0", "pass"),
     ],

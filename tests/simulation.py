@@ -34,7 +34,7 @@ from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
 from paged.errors import QueueFullError
-from paged.requests.request import Request, RequestInputs, RequestStatus
+from paged.requests.request import LONG, Request, RequestInputs, RequestStatus
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
@@ -51,17 +51,20 @@ def weak_hash(parent: bytes, tokens: bytes) -> bytes:
 
 @dataclass
 class Truth:
-    """What an endless memory would hold for a request: the values of its slots."""
+    """What an endless memory would hold for a request: the values of its slots, in its namespace so far."""
 
+    namespace: bytes
     values: array[int]
 
     @classmethod
     def begin(cls, request: Request) -> Truth:
         """Return the truth of a request of which nothing is computed."""
-        return cls(array("I", [zlib.crc32(request.inputs.namespace)]))
+        return cls(request.namespace, array("I", [zlib.crc32(request.namespace)]))
 
     def at(self, request: Request, num_tokens: int) -> array[int]:
         """Return the value of the namespace, then those of num_tokens slots."""
+        if request.namespace != self.namespace:  # it has grown long: all its values are others
+            self.namespace, self.values = request.namespace, Truth.begin(request).values
         for token in request.token_ids[len(self.values) - 1 : num_tokens]:
             self.values.append(slot_value(self.values[-1], token))
         return self.values
@@ -168,6 +171,9 @@ class World:
         self.pins: list[str] = []
         self.num_requests = self.num_steps = 0
         self.longest = self.manager.longest_fit(40)
+        apart = random.Random(~seed)  # so that the other worlds stay what they were
+        # The length from which K and V are others, as with longrope; some tokens then complete a stop string.
+        self.long_from = apart.randint(2, 40) if apart.random() < 0.3 else None
 
     def _num_cached(self, request: Request) -> int:
         return self.manager.num_matched(request.blocks, request.token_ids)
@@ -196,7 +202,8 @@ class World:
 
     def work(self, request: Request) -> int:
         """Return the most steps in which a request can be computed."""
-        most = request.inputs.max_total_tokens * (self.max_preemptions + 1)
+        times = self.max_preemptions + (1 if self.long_from is None else 2)
+        most = request.inputs.max_total_tokens * times
         return most * (1 + len(request.siblings)) * self.depth
 
     # Users
@@ -229,6 +236,8 @@ class World:
         """Make a request with a random priority and tenant, and perhaps a deadline."""
         rng = self.rng
         priority, tenant = rng.randint(0, 2), rng.choice("abc")
+        if self.long_from is not None and len(prompt) >= self.long_from and not namespace.endswith(LONG):
+            namespace += LONG
         inputs = RequestInputs(
             request_id=name,
             prompt_token_ids=prompt,
@@ -237,6 +246,7 @@ class World:
             priority=priority,
             tenant=tenant,
             namespace=namespace,
+            long_from=self.long_from,
             deadline=self.now + rng.randint(1, 30) if rng.random() < 0.05 else math.inf,
         )
         return Request(inputs)
@@ -299,6 +309,8 @@ class World:
         late = [r for r, _ in self.live.values() if r.inputs.deadline <= self.now]
         assert all(r.arrival < 0 for r in late), "too late"
         self.before = self.holders()
+        # Kept so that the new blocks of a request that has grown long do not get the id of its old ones.
+        old = [request.blocks for request in self.scheduler.running]
         waiting = [r for r in self.scheduler.waiting() if not r.protected] if self.has_order else []
         ready = [
             (r, r.metrics.num_preemptions) for r in self.scheduler.running if r.ready and not r.protected
@@ -315,6 +327,7 @@ class World:
             assert self.in_flight, "nothing runs although a request waits"
         if self.in_flight and (schedule.is_empty or len(self.in_flight) >= self.depth):
             self.finish_step()
+        del old
 
     def check_order(self, waiting: list[Request], ready: list[tuple[Request, int]]) -> None:
         """Assert that no waiting request was overtaken, and that the highest ranks were preempted first."""
@@ -403,7 +416,7 @@ class World:
     def write(self, request: Request, table: array[int], start: int, end: int) -> None:
         size, refcount = self.block_size, self.manager.pool.refcount
         if start == 0:
-            value = zlib.crc32(request.inputs.namespace)
+            value = zlib.crc32(request.namespace)
         else:
             at = (start - 1) % size * 4
             value = int.from_bytes(self.memory[table[(start - 1) // size]][at : at + 4], "little")
@@ -434,11 +447,21 @@ class World:
         tokens: list[int | None] = [self.sample(r, v) for (r, _), v in zip(reads, truths, strict=True)]
         tokens = tokens[: len(schedule.sampled_requests)]
         advanced = self.scheduler.update(schedule, tokens)
+        if self.long_from is not None:
+            for request in advanced:
+                if request.finish_reason is None and request.num_tokens % 7 == self.long_from % 7:
+                    self.stop(request)
+            self.scheduler.release_finished()
         self.scheduler.check()
         for request in advanced:
             assert request.metrics.num_preemptions <= self.max_preemptions, "preempted too often"
             if request.status is RequestStatus.FINISHED:
                 del self.live[request.request_id]
+
+    def stop(self, request: Request) -> None:
+        """Finish some requests whose newest token completes a stop string."""
+        if zlib.crc32(request.request_id.encode(), request.num_tokens) % 5 == 0:
+            request.finish("stop", self.now, "text")
 
     def read(self, table: array[int], window: int | None, end: int, values: array[int]) -> None:
         """Assert that all slots that the last token sees hold what an endless memory would."""

@@ -79,7 +79,7 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorms:
+class NormNames:
     """Where a layer normalises, by the names of the norms in a checkpoint; None: not there."""
 
     before_attention: str | None = "input_layernorm"
@@ -94,28 +94,28 @@ class TensorNames:
 
     prefixes: pairs of a prefix in this checkpoint and the prefix in a checkpoint of the decoder alone.
     parts: pairs of a prefix within a layer and that of Llama.
-    skipped: prefixes of tensors that are not loaded: those of other parts, and of multi-token prediction.
-    ignored: suffixes of tensors that are not parameters.
+    skipped_prefixes: of tensors that are not loaded: those of other parts, and of multi-token prediction.
+    ignored_suffixes: of tensors that are not parameters.
     """
 
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
     parts: tuple[tuple[str, str], ...] = ()
-    skipped: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # in old checkpoints of Llama
+    skipped_prefixes: tuple[str, ...] = ()
+    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # in old checkpoints of Llama
 
     def is_read(self, name: str) -> bool:
         """Return whether a tensor may be a parameter of the decoder."""
-        return not (name.startswith(self.skipped) or name.endswith(self.ignored))
+        return not (name.startswith(self.skipped_prefixes) or name.endswith(self.ignored_suffixes))
 
     def around(self, text: TensorNames) -> TensorNames:
         """Return the names of this checkpoint, if its decoder has those of `text` as well."""
         skipped = tuple(
             theirs + name[len(ours) :]
             for theirs, ours in self.prefixes
-            for name in text.skipped
+            for name in text.skipped_prefixes
             if name.startswith(ours)
         )
-        return replace(self, skipped=self.skipped + skipped)
+        return replace(self, skipped_prefixes=self.skipped_prefixes + skipped)
 
     def in_decoder(self, name: str) -> str | None:
         """Return the name in a checkpoint of the decoder alone, or None for a tensor of nothing known."""
@@ -171,7 +171,7 @@ class ModelConfig:
     # Layers whose V is made of what W_k makes; their checkpoints have no W_v.
     keys_as_values: tuple[int, ...] = ()
     value_norm: bool = False  # each head of V is normalised, without a weight
-    norms: LayerNorms = LayerNorms()
+    norms: NormNames = NormNames()
     norm_unit_offset: bool = False  # norms multiply by 1 + weight
     layer_norm: bool = False  # norms subtract the mean and have a bias
     activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"

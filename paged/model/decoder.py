@@ -27,7 +27,7 @@ MAX_SCALAR = 1e6  # of a layer
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(x), then x + mlp(x), with norms of what goes in or what comes out: see LayerNorms.
+    """x + attention(x), then x + mlp(x), with norms of what goes in or what comes out: see NormNames.
 
     The additions are fused into norms.
     """

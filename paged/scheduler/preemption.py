@@ -31,6 +31,7 @@ class Preemption:
     ) -> None:
         self._manager, self._running, self._queue = block_manager, running, queue
         self._counters, self._max_preemptions, self.swap_pays = counters, max_preemptions, swap_pays
+        self._grown_long: list[Request] = []
 
     def make_room(self, request: Request, end: int, schedule: Schedule) -> bool:
         """Preempt others until a running request has blocks for its tokens up to `end`.
@@ -73,13 +74,25 @@ class Preemption:
         victim.protected = victim.metrics.num_preemptions >= self._max_preemptions
         self.wait_again(victim)
 
-    def compute_anew(self, request: Request) -> None:
-        """Queue a running request that has reached `RequestInputs.long_from`: all its KV changes."""
-        self.free(request)
-        request.blocks = self._manager.open(request.token_ids, request.namespace)
-        request.num_computed_tokens = 0
-        self._running.remove(request)
-        self.wait_again(request)
+    def hold_grown_long(self, request: Request) -> None:
+        """Keep a running request that has reached `RequestInputs.long_from` out of steps: its KV is stale.
+
+        The newest token may still complete a stop string, so that it is queued by the next `compute_anew`.
+        """
+        request.ready = False
+        self._grown_long.append(request)
+
+    def compute_anew(self) -> None:
+        """Queue the requests that have grown long and are not finished, to compute all their KV anew."""
+        grown, self._grown_long = self._grown_long, []
+        for request in grown:
+            if request.finish_reason is not None:
+                continue
+            self.free(request)
+            request.blocks = self._manager.open(request.token_ids, request.namespace)
+            request.num_computed_tokens = 0
+            self._running.remove(request)
+            self.wait_again(request)
 
     def free(self, request: Request) -> None:
         """Free a request's blocks; the full ones stay in the prefix cache."""

@@ -96,11 +96,11 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         schedule = Schedule(scheduled_time=self.clock())
+        self.preemption.compute_anew()
         if self.policy.preempts:
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
         num_preempted = schedule.num_preempted
-        lacking = self._schedule_decodes(schedule)
-        unfinished = self._schedule_prompts(lacking, schedule) if lacking else lacking
+        unfinished = self._schedule_prompts(self._schedule_decodes(schedule), schedule)
         # A request that was just preempted for want of blocks waits for the next step.
         if schedule.num_preempted == num_preempted and len(self._queue):
             self._admit_waiting(unfinished, schedule)
@@ -269,7 +269,7 @@ class Scheduler:
                 request.on_token(token, now)
                 num_finished += request.finish_reason is not None
                 if request.has_just_grown_long:
-                    self.preemption.compute_anew(request)
+                    self.preemption.hold_grown_long(request)
         self.counters.count(schedule, now)
         if num_finished or reported:
             self.release_finished()
@@ -291,6 +291,7 @@ class Scheduler:
         """
         while self.block_manager.pool.num_steps_in_flight:
             self._running.end_step()
+        self.preemption.compute_anew()
         # Each goes to the front of its queue, so the first is pushed last.
         for request in reversed(self._running.remove_all()):
             self.preemption.wait_again(request)
@@ -367,11 +368,10 @@ class Scheduler:
         return expired
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes, longest: int = 1) -> int:
-        """Pin the cached blocks of a prefix, if every live request still fits beside them.
+        """Pin the cached blocks of a prefix, if every live request still fits beside them. Return how many
+        tokens they hold; 0 if none is cached or they do not fit: then nothing is pinned.
 
         longest: the most tokens of a request that is made, but not added yet.
-
-        Return how many tokens they hold; 0 if none is cached or they do not fit: then nothing is pinned.
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace)

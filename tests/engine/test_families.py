@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import transformers
 
 from paged import ConfigError, RequestError, SamplingParams
-from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint, new_engine, ragged_prompts
+from paged.model.config import DEMO
+from tests.support.checkpoints import (
+    CONFIGS,
+    assert_all_free,
+    checkpoint,
+    edit_json,
+    new_engine,
+    ragged_prompts,
+)
 
 FAMILIES = [
     name for name in CONFIGS if not name.startswith(("llama", "mistral", "qwen")) and name != "ministral"
@@ -166,6 +176,53 @@ def test_a_longrope_request_that_grows_long_is_forked_and_goes_on(n):
     engine.add_request("d", prompt, reported, generated_token_ids=tokens[:6])
     with pytest.raises(RequestError, match=r"does not go with prompt_logprobs where .* have 65 tokens"):
         engine.add_request("e", prompt, reported, generated_token_ids=tokens[:7])
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_token_that_makes_a_longrope_request_long_may_complete_a_stop_string(
+    failing, tmp_path, monkeypatch
+):
+    """Then it is finished and is not computed anew, also where the search for the string fails first."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    scaling = {"short_factor": [1.0] * 32, "long_factor": [1.1] * 32, "original_max_position_embeddings": 64}
+    edit_json(
+        tmp_path / "config.json",
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **scaling},
+    )
+    engine = new_engine(tmp_path, skip_tokenizer_init=False)
+    prompt = engine.tokenizer.encode("def fibonacci(n):\n")
+
+    def generate(stop: list[str]):
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=stop)
+        (output,) = engine.generate([prompt], params, use_tqdm=False)
+        assert_all_free(engine)
+        return output.outputs[0]
+
+    num_short = 65 - len(prompt)
+    token_ids = generate([]).token_ids
+    text, longer = (engine.tokenizer.decode(token_ids[:n]) for n in (num_short - 1, num_short))
+    stop = [longer[-25:]]
+    assert stop[0] not in text
+    search = engine.core.outputs.end_at_stop_string
+
+    def failing_search(request, now):
+        if len(request.token_ids) == 65:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        search(request, now)
+
+    if failing:
+        monkeypatch.setattr(engine.core.outputs, "end_at_stop_string", failing_search)
+        other = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=["never in the text"])
+        engine.add_request("other", prompt, other)
+        for _ in range(num_short - 1):
+            engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert outputs[0].outputs[0].token_ids == token_ids
+    assert generate(stop).token_ids == token_ids[:num_short]
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("gemma", "glm", "granite"))])

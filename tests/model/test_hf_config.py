@@ -248,6 +248,11 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"attn_logit_softcapping": "x"},
         "attn_logit_softcapping must be a number",
     ),
+    "gemma2-large-cap": (
+        "Gemma2ForCausalLM",
+        {"final_logit_softcapping": 1e6},
+        "final_logit_softcapping must be above 0 and at most 1000, got 1000000",
+    ),
     "gemma3": ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern must be from 1"),
     "gemma3-rope": ("Gemma3ForCausalLM", {"rope_parameters": 3}, "rope_parameters must be an object, got 3"),
     "gemma4-all-shared": (
@@ -446,7 +451,7 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
     assert config.kv_shapes == ((sliding,) * 5 + (full,)) * 2
     assert config.kv_sources == (*range(8), 7, 7, 7, 5)
     assert config.keys_as_values == (5,)
-    assert config.tensor_names.skipped[-4:] == tuple(
+    assert config.tensor_names.skipped_prefixes[-4:] == tuple(
         f"model.layers.11.self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     )
 

@@ -82,7 +82,7 @@ def test_wrong_text_parts_are_named(kind):
 
 def test_layers_that_predict_further_tokens_are_skipped_if_declared():
     directory = checkpoint("qwen2-mixed")
-    sources = find_tensors(directory, TensorNames(skipped=("model.layers.1.",)))
+    sources = find_tensors(directory, TensorNames(skipped_prefixes=("model.layers.1.",)))
     assert sources.keys() == {name for name in find_tensors(directory, TensorNames()) if ".1." not in name}
 
 

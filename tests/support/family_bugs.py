@@ -415,8 +415,8 @@ BUGS = {
             "tensor_names",
             "the text model's own names are forgotten",
             CONFIG,
-            "skipped=self.skipped + skipped)",
-            "skipped=self.skipped)",
+            "skipped_prefixes=self.skipped_prefixes + skipped)",
+            "skipped_prefixes=self.skipped_prefixes)",
         ),
     ],
 }

@@ -6,8 +6,8 @@ from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
-from ..config import KVShape, LayerNorms, TensorNames
-from .reading import CEILINGS, Config, every, flag, head_dim_of, layer_types_of, optional_factor, size
+from ..config import KVShape, NormNames, TensorNames
+from .reading import CEILINGS, Config, flag, full_every, head_dim_of, layer_types_of, size, softcap_of
 from .rope import by_layer_type, ropes_by_type
 
 GEMMA4_UNIFIED = {
@@ -39,7 +39,7 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-_NORMS = LayerNorms(
+_NORMS = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 
@@ -49,7 +49,7 @@ def gemma4(hf: Config) -> dict[str, Any]:
     _refuse(hf)
     bias, num_layers = flag(hf, "attention_bias"), size(hf, "num_hidden_layers")
     # Whatever its type is said to be, transformers gives the last layer full attention.
-    layer_types = (*layer_types_of(hf, every(6, hf))[:-1], "full_attention")
+    layer_types = (*layer_types_of(hf, full_every(6, hf))[:-1], "full_attention")
     shapes = _shapes(hf, layer_types)
     sources = _sources(hf, layer_types, shapes)
     shared = [layer for layer, source in enumerate(sources) if layer != source]
@@ -69,7 +69,7 @@ def gemma4(hf: Config) -> dict[str, Any]:
         "exceeds_float16": True,
         "context_is_scaled": True,
         "attention_scale": 1.0,
-        "logits_softcap": optional_factor(hf, "final_logit_softcapping"),
+        "logits_softcap": softcap_of(hf, "final_logit_softcapping"),
         "embedding_multiplier": size(hf, "hidden_size") ** 0.5,
         "layer_kv": shapes,
         "layer_sources": sources,
@@ -81,7 +81,7 @@ def gemma4(hf: Config) -> dict[str, Any]:
         ),
         # Checkpoints have tensors that these layers do not use.
         "tensor_names": TensorNames(
-            skipped=tuple(
+            skipped_prefixes=tuple(
                 f"model.layers.{layer}.self_attn.{name}."
                 for layer in shared
                 for name in ("k_proj", "v_proj", "k_norm", "v_norm")

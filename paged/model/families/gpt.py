@@ -49,7 +49,7 @@ _GPT2_NAMES = TensorNames(
         ("mlp.c_fc.", "mlp.up_proj."),
         ("mlp.c_proj.", "mlp.down_proj."),
     ),
-    ignored=_MASKS,
+    ignored_suffixes=_MASKS,
 )
 _GPT_NEOX_NAMES = TensorNames(
     prefixes=(
@@ -65,7 +65,7 @@ _GPT_NEOX_NAMES = TensorNames(
         ("mlp.dense_h_to_4h.", "mlp.up_proj."),
         ("mlp.dense_4h_to_h.", "mlp.down_proj."),
     ),
-    ignored=(*_MASKS, "rotary_emb.inv_freq"),
+    ignored_suffixes=(*_MASKS, "rotary_emb.inv_freq"),
 )
 
 

@@ -57,7 +57,7 @@ _LLAVA = TensorNames(
         ("model.language_model.", "model."),
         ("lm_head.", "lm_head."),
     ),
-    skipped=(
+    skipped_prefixes=(
         "vision_tower.",
         "multi_modal_projector.",
         "model.vision_tower.",
@@ -66,7 +66,7 @@ _LLAVA = TensorNames(
 )
 _GEMMA4 = TensorNames(
     prefixes=(("model.language_model.", "model."), ("lm_head.", "lm_head.")),
-    skipped=(
+    skipped_prefixes=(
         "model.vision_tower.",
         "model.vision_embedder.",
         "model.embed_vision.",

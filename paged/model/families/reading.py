@@ -36,7 +36,8 @@ ACTIVATIONS = {
     "gelu": ("gelu", "gelu_python"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
 }
-MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6  # of multipliers, divisors and caps
+MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6  # of multipliers and divisors
+MAX_SOFTCAP = 1e3  # kernels compute to a few roundings of the cap: here about 1e-4
 
 
 def size(hf: Config, name: str) -> int:
@@ -49,15 +50,15 @@ def flag(hf: Config, name: str) -> bool:
     return check_bool(CheckpointError, name, hf[name])
 
 
-def factor(hf: Config, name: str) -> float:
+def factor(hf: Config, name: str, most: float = MAX_FACTOR) -> float:
     """Return a positive number that float32 can multiply and divide by."""
-    value = check_number(CheckpointError, name, hf[name], 0, MAX_FACTOR, above=True)
+    value = check_number(CheckpointError, name, hf[name], 0, most, above=True)
     return check_number(CheckpointError, name, value, MIN_FACTOR)
 
 
-def optional_factor(hf: Config, name: str) -> float | None:
-    """Return a positive number, or None where config.json has null."""
-    return None if hf[name] is None else factor(hf, name)
+def softcap_of(hf: Config, name: str) -> float | None:
+    """Return the softcap of scores or logits, which null turns off."""
+    return None if hf[name] is None else factor(hf, name, MAX_SOFTCAP)
 
 
 def activation_of(hf: Config, name: str, supported: tuple[str, ...]) -> str:
@@ -100,7 +101,7 @@ def layer_types_of(hf: Config, default: tuple[str, ...] = ()) -> tuple[str, ...]
     return tuple(layer_types)
 
 
-def every(interval: int | str, hf: Config) -> tuple[str, ...]:
+def full_every(interval: int | str, hf: Config) -> tuple[str, ...]:
     """Return layer types with full attention in every interval-th layer, and windows in the others.
 
     interval: or the key of config.json that has it.

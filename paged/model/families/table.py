@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_int, check_number, shown
-from ..config import NO_ROPE, LayerNorms
+from ..config import NO_ROPE, NormNames
 from .gemma4 import GEMMA4, GEMMA4_UNIFIED, gemma4
 from .gpt import GPT2, GPT2_KEYS, GPT_NEOX, GPT_NEOX_KEYS, gpt2, gpt_neox
 from .reading import (
     MAX_FACTOR,
     Config,
-    every,
     factor,
     flag,
+    full_every,
     layer_types_of,
-    optional_factor,
     size,
+    softcap_of,
     window_of,
     windows_of,
 )
@@ -153,12 +153,12 @@ def _granite_swa(hf: Config) -> dict[str, Any]:
 
 
 def _olmo2(hf: Config) -> dict[str, Any]:
-    norms = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    norms = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     return {**_llama({**hf, "mlp_bias": False}), "qk_norm": "projection", "norms": norms}
 
 
 def _olmo3(hf: Config) -> dict[str, Any]:
-    layer_types = layer_types_of(hf, every(4, hf))
+    layer_types = layer_types_of(hf, full_every(4, hf))
     ropes = ropes_by_type(hf, rope_theta=500000.0, local_theta=500000.0)
     return {**_olmo2(hf), **by_layer_type(hf, layer_types, ropes)}
 
@@ -168,7 +168,7 @@ def _smollm3(hf: Config) -> dict[str, Any]:
     num_layers, rope = size(hf, "num_hidden_layers"), read_rope({"rope_theta": 2e6, **hf})
     rotates = hf["no_rope_layers"]  # despite its name 1 where a layer rotates
     if rotates is None:
-        rotates = [int(kind == "sliding_attention") for kind in every("no_rope_layer_interval", hf)]
+        rotates = [int(kind == "sliding_attention") for kind in full_every("no_rope_layer_interval", hf)]
     if not isinstance(rotates, list) or len(rotates) != num_layers or not {*map(repr, rotates)} <= {"0", "1"}:
         raise CheckpointError(f"no_rope_layers must be {num_layers} times 0 or 1, got {shown(rotates)}")
     kinds = tuple("full_attention" if rotated else "sliding_attention" for rotated in rotates)
@@ -182,7 +182,7 @@ def _smollm3(hf: Config) -> dict[str, Any]:
 
 
 def _glm4(hf: Config) -> dict[str, Any]:
-    norms = LayerNorms(
+    norms = NormNames(
         "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
     )
     return {
@@ -198,10 +198,10 @@ def _glm4(hf: Config) -> dict[str, Any]:
 def _gemma2(hf: Config) -> dict[str, Any]:
     if hf.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention is not supported")
-    layer_types = layer_types_of(hf, every(2, hf))
+    layer_types = layer_types_of(hf, full_every(2, hf))
     return {
         **_llama({**hf, "mlp_bias": False}),
-        "norms": LayerNorms(
+        "norms": NormNames(
             "input_layernorm",
             "post_attention_layernorm",
             "pre_feedforward_layernorm",
@@ -212,14 +212,14 @@ def _gemma2(hf: Config) -> dict[str, Any]:
         "activation": "gelu_tanh",
         "layer_windows": windows_of(layer_types, window_of(hf)),
         "attention_scale": size(hf, "query_pre_attn_scalar") ** -0.5,
-        "attention_softcap": optional_factor(hf, "attn_logit_softcapping"),
-        "logits_softcap": optional_factor(hf, "final_logit_softcapping"),
+        "attention_softcap": softcap_of(hf, "attn_logit_softcapping"),
+        "logits_softcap": softcap_of(hf, "final_logit_softcapping"),
         "embedding_multiplier": size(hf, "hidden_size") ** 0.5,
     }
 
 
 def _gemma3(hf: Config) -> dict[str, Any]:
-    layer_types = layer_types_of(hf, every("sliding_window_pattern", hf))
+    layer_types = layer_types_of(hf, full_every("sliding_window_pattern", hf))
     ropes = ropes_by_type(hf, rope_theta=1e6, local_theta=hf.get("rope_local_base_freq") or 1e4)
     return {
         **_gemma2(hf),
