@@ -117,6 +117,11 @@ class DecoderLayer(nn.Module):
 class ParallelLayer(DecoderLayer):
     """x + attention(norm(x)) + mlp(norm(x)), with a norm of its own for each sublayer."""
 
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
+        super().__init__(config, layer, kernels)
+        others = self.after_attention, self.after_mlp, self.scalar
+        assert all(other is None for other in others), "a parallel layer normalises inputs, and no more"
+
     def attend(
         self, query: Tensor, residual: Tensor, inputs: Tensor | None, queries: Queries, kv_cache: KVCache
     ) -> Tensor:

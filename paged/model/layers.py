@@ -227,6 +227,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
         shape = config.kv_shapes[layer]
+        assert shape.value_dim == shape.key_dim, f"layer {layer} has K and V of different head dimensions"
         self.num_heads, self.num_kv_heads = config.num_heads, shape.num_kv_heads
         self.head_dim, self.softcap = shape.key_dim, config.attention_softcap
         self.scale = config.attention_scale or self.head_dim**-0.5

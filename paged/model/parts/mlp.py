@@ -17,6 +17,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
+        assert config.activation in ("silu", "gelu_tanh"), f"a gated MLP has no {config.activation}"
         inner = config.mlp_sizes[layer]
         self.split_sizes = [inner, inner]
         self.fused, is_silu = config.fused_gate_up, config.activation == "silu"
@@ -43,6 +44,7 @@ class PlainMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
+        assert config.activation in ("gelu", "gelu_tanh"), f"an MLP without gate has no {config.activation}"
         self.kernels, self.tanh = kernels, config.activation == "gelu_tanh"
         inner = config.mlp_sizes[layer]
         self.up = Linear(config.hidden_size, inner, bias=config.mlp_bias)
