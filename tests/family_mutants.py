@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -64,7 +65,9 @@ def _run(results: Any, test: str, file: str | None, text: str) -> None:
     failures = Failures()
     # Nothing but the test: conftest.py would take as long as most of them.
     options = ["--quiet", "--no-header", "--noconftest", "-p", "no:cacheprovider"]
-    with open(os.devnull, "w") as nowhere:
+    # A forked process deletes no temporary files at its end.
+    with tempfile.TemporaryDirectory() as directory, open(os.devnull, "w") as nowhere:
+        tempfile.tempdir = directory
         printed, sys.stdout = sys.stdout, nowhere
         code = pytest.main([*options, test], plugins=[failures])
         sys.stdout = printed

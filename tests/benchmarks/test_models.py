@@ -124,8 +124,8 @@ def test_ratio_to_an_earlier_commit(monkeypatch, capsys, tmp_path):
     assert [row["ratio"] for row in rows["before"]] == [0.5, 0.5]
     assert [row["phase"] for row in rows["starts"]] == ["start", "all"]
     runs = [root for system, root, name in Scripted.calls if (system, name) == ("paged", "run")]
-    assert runs.count(ROOT) == runs.count(other) == 1 + 2 * (1 + 2), (
-        "the proof, and a warm-up and 2 rounds each"
+    assert runs.count(ROOT) == runs.count(other) == 1 + (1 + 2 * 8) + (1 + 2 * 2), (
+        "the proof; a warm-up, and 2 rounds of 8 turns with 1 request and of 2 with 3"
     )
 
 
