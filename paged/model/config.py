@@ -98,7 +98,8 @@ class TensorNames:
     ignored_suffixes: of tensors that are not parameters.
     """
 
-    prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+    # The last is for checkpoints of the model without its head, such as Qwen3-Embedding.
+    prefixes: tuple[tuple[str, str], ...] = (("model.", "model."), ("lm_head.", "lm_head."), ("", "model."))
     parts: tuple[tuple[str, str], ...] = ()
     skipped_prefixes: tuple[str, ...] = ()
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # in old checkpoints of Llama

@@ -51,11 +51,15 @@ _GPT2_NAMES = TensorNames(
     ),
     ignored_suffixes=_MASKS,
 )
+_GPT_NEOX_PREFIXES = (
+    ("embed_in.", "model.embed_tokens."),
+    ("layers.", "model.layers."),
+    ("final_layer_norm.", "model.norm."),
+)
 _GPT_NEOX_NAMES = TensorNames(
     prefixes=(
-        ("gpt_neox.embed_in.", "model.embed_tokens."),
-        ("gpt_neox.layers.", "model.layers."),
-        ("gpt_neox.final_layer_norm.", "model.norm."),
+        *(("gpt_neox." + theirs, ours) for theirs, ours in _GPT_NEOX_PREFIXES),
+        *_GPT_NEOX_PREFIXES,  # checkpoints of the model without its head
         ("embed_out.", "lm_head."),
         ("lm_head.", "lm_head."),
     ),
