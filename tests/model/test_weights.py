@@ -94,7 +94,11 @@ def test_checkpoint_of_transformers_4(tmp_path):
         rope_scaling=scaling,
     )
     file = tmp_path / "model.safetensors"
-    old_buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}
+    old_buffers = {
+        f"model.layers.{i}.self_attn.rotary_emb.{buffer}": torch.ones(8)
+        for i in range(2)
+        for buffer in ("inv_freq", "cos_cached", "sin_cached")
+    }
     save_file(load_file(file) | old_buffers, file)
     assert generated(tmp_path) == expected("llama-llama3")
 
