@@ -145,6 +145,16 @@ def test_checkpoints_of_the_model_without_its_head(name, tmp_path):
     load_raises(tmp_path, "layers.0.self_attn.rotary.bias is not part of the model")
 
 
+def test_missing_head_is_named_with_what_to_do(copy):
+    file = copy / "model.safetensors"
+    save_file({key: x for key, x in load_file(file).items() if key != "lm_head.weight"}, file)
+    load_raises(
+        copy, "lm_head.weight is missing from the checkpoint; tie_word_embeddings true in config.json"
+    )
+    edit_json(copy / "config.json", tie_word_embeddings=True)
+    assert len(new_engine(copy).encode(PROMPTS)) == 2
+
+
 def test_names_with_and_without_a_prefix_are_of_one_tensor(copy):
     file = copy / "model.safetensors"
     save_file(load_file(file) | {"norm.weight": torch.ones(48)}, file)
