@@ -38,6 +38,8 @@ class RopeConfig:
 
 LAYERS = "model.layers."  # how the names of tensors of layers begin in a checkpoint of Llama
 NO_ROPE = RopeConfig("none", 1.0)
+# Of rotary embeddings, which old versions of transformers and some trainers saved.
+ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 class LongContext(NamedTuple):
@@ -98,10 +100,11 @@ class TensorNames:
     ignored_suffixes: of tensors that are not parameters.
     """
 
-    prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+    # The last is for checkpoints of the model without its head, such as Qwen3-Embedding.
+    prefixes: tuple[tuple[str, str], ...] = (("model.", "model."), ("lm_head.", "lm_head."), ("", "model."))
     parts: tuple[tuple[str, str], ...] = ()
     skipped_prefixes: tuple[str, ...] = ()
-    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # in old checkpoints of Llama
+    ignored_suffixes: tuple[str, ...] = ROTARY_BUFFERS
 
     def is_read(self, name: str) -> bool:
         """Return whether a tensor may be a parameter of the decoder."""

@@ -175,7 +175,8 @@ def _text_alone(hf: Config, architecture: str, known: Multimodal) -> ModelConfig
 def require_supported(hf: Config) -> str:
     """Return the architecture named in config.json.
 
-    Raises UnsupportedModelError, which names the nearest supported ones, and CheckpointError.
+    Raises CheckpointError, and UnsupportedModelError: for other architectures, with the nearest supported
+    ones, for quantized checkpoints and for those whose tokens attend to later ones.
     """
     names = hf.get("architectures")
     if not names:
@@ -197,6 +198,11 @@ def require_supported(hf: Config) -> str:
         raise UnsupportedModelError(
             f"quantized checkpoints (quantization_config of {shown(method)}) are not supported; on a CPU "
             "quantization='int8' or 'int4' quantizes the unquantized checkpoint while it loads"
+        )
+    if hf.get("is_causal") not in (None, True):  # some that make embeddings, such as gte-Qwen2
+        raise UnsupportedModelError(
+            f"is_causal {shown(hf['is_causal'])} is not supported: each token attends to itself and earlier "
+            "ones only"
         )
     return name
 

@@ -239,9 +239,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_names(
     destinations: Mapping[str, Tensor], sources: Sources, names: TensorNames, directory: Path
 ) -> None:
-    missing = sorted(map(names.in_checkpoint, set(destinations) - set(sources)))
-    if missing:
-        raise CheckpointError(f"{directory}: {_some(missing)} missing from the checkpoint")
+    absent = set(destinations) - set(sources)
+    if absent:
+        # As in Qwen3-Embedding-8B. Embeddings do not depend on the head.
+        only_head = "; tie_word_embeddings true in config.json uses the embedding as head"
+        missing = _some(sorted(map(names.in_checkpoint, absent)))
+        hint = only_head if absent == {HEAD} else ""
+        raise CheckpointError(f"{directory}: {missing} missing from the checkpoint{hint}")
     tied_head = set() if HEAD in destinations else {HEAD}
     extra = sorted(sources[name].name for name in set(sources) - set(destinations) - tied_head)
     if extra:

@@ -374,6 +374,7 @@ def test_one_type_of_layer_has_no_dynamic_rope():
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu", "hidden_activation": "silu"}, "hidden_act 'gelu'"),
     "dtype": ({"dtype": "int8"}, "dtype 'int8' is not supported; supported are float64, float32"),
+    "both-ways": ({"is_causal": False}, "is_causal False is not supported: each token attends to itself and"),
     "outer-partial-rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "rope-by-layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
     "rope-type-is-a-list": ({"rope_scaling": {"type": ["linear"]}}, "rope_type .* default, linear"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,11 @@ def test_checkpoint_of_transformers_4(tmp_path):
         rope_scaling=scaling,
     )
     file = tmp_path / "model.safetensors"
-    old_buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}
+    old_buffers = {
+        f"model.layers.{i}.self_attn.rotary_emb.{buffer}": torch.ones(8)
+        for i in range(2)
+        for buffer in ("inv_freq", "cos_cached", "sin_cached")
+    }
     save_file(load_file(file) | old_buffers, file)
     assert generated(tmp_path) == expected("llama-llama3")
 
@@ -125,6 +130,35 @@ def test_old_checkpoints_of_gpt_neox(tmp_path):
     tensors["lm_head.weight"] = tensors.pop("embed_out.weight")  # as transformers calls it now
     save_file(tensors, file)
     assert generated(tmp_path) == expected("gpt_neox")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma4", "gpt_neox"])
+def test_checkpoints_of_the_model_without_its_head(name, tmp_path):
+    """Qwen3-Embedding names its tensors so. A head may be there too."""
+    shutil.copytree(checkpoint(name), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = {re.sub(r"^(model|gpt_neox)\.", "", key): x for key, x in load_file(file).items()}
+    assert not any(key.startswith("model.") for key in tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert generated(tmp_path) == expected(name)
+    save_file(tensors | {"layers.0.self_attn.rotary.bias": torch.ones(3)}, file)
+    load_raises(tmp_path, "layers.0.self_attn.rotary.bias is not part of the model")
+
+
+def test_missing_head_is_named_with_what_to_do(copy):
+    file = copy / "model.safetensors"
+    save_file({key: x for key, x in load_file(file).items() if key != "lm_head.weight"}, file)
+    load_raises(
+        copy, "lm_head.weight is missing from the checkpoint; tie_word_embeddings true in config.json"
+    )
+    edit_json(copy / "config.json", tie_word_embeddings=True)
+    assert len(new_engine(copy).encode(PROMPTS)) == 2
+
+
+def test_names_with_and_without_a_prefix_are_of_one_tensor(copy):
+    file = copy / "model.safetensors"
+    save_file(load_file(file) | {"norm.weight": torch.ones(48)}, file)
+    load_raises(copy, "norm.weight is in model.safetensors too, as ")
 
 
 def test_names_of_a_family_are_in_errors(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...validation import check_number, shown
-from ..config import NO_ROPE, TensorNames
+from ..config import NO_ROPE, ROTARY_BUFFERS, TensorNames
 from .reading import Config, activation_of, flag, size
 from .rope import MAX_ROPE_THETA, own_rope, read_rope
 
@@ -51,11 +51,15 @@ _GPT2_NAMES = TensorNames(
     ),
     ignored_suffixes=_MASKS,
 )
+_GPT_NEOX_PREFIXES = (
+    ("embed_in.", "model.embed_tokens."),
+    ("layers.", "model.layers."),
+    ("final_layer_norm.", "model.norm."),
+)
 _GPT_NEOX_NAMES = TensorNames(
     prefixes=(
-        ("gpt_neox.embed_in.", "model.embed_tokens."),
-        ("gpt_neox.layers.", "model.layers."),
-        ("gpt_neox.final_layer_norm.", "model.norm."),
+        *(("gpt_neox." + theirs, ours) for theirs, ours in _GPT_NEOX_PREFIXES),
+        *_GPT_NEOX_PREFIXES,  # checkpoints of the model without its head
         ("embed_out.", "lm_head."),
         ("lm_head.", "lm_head."),
     ),
@@ -65,7 +69,7 @@ _GPT_NEOX_NAMES = TensorNames(
         ("mlp.dense_h_to_4h.", "mlp.up_proj."),
         ("mlp.dense_4h_to_h.", "mlp.down_proj."),
     ),
-    ignored_suffixes=(*_MASKS, "rotary_emb.inv_freq"),
+    ignored_suffixes=(*_MASKS, *ROTARY_BUFFERS),
 )
 
 
