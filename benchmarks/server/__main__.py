@@ -8,6 +8,8 @@ front-end  the front end over an engine that answers at once: whole completions 
 engine     64 streams over HTTP and `generate`, in turns; the first token of one request over HTTP and of
            AsyncLLMEngine, in turns
 vllm       `vllm bench serve` against `paged serve` and `vllm serve`, in turns, at several numbers of clients
+budgets    the same client against `paged serve` alone, with the most of --clients, for several numbers of
+           tokens in a step (--max-num-batched-tokens)
 
 Front end, client and engine are processes of their own: the front end has the last core, the client another
 one; beside an engine, which has all the others, front end and client share it. First it is checked that
@@ -23,7 +25,7 @@ from benchmarks.common import checkpoint, print_json, print_table
 from benchmarks.server import front_end_alone, with_engine
 from benchmarks.server.cores import Cores
 
-SECTIONS = ("front-end", "engine", "vllm")
+SECTIONS = ("front-end", "engine", "vllm", "budgets")
 
 
 def main() -> None:
@@ -37,6 +39,13 @@ def main() -> None:
     parser.add_argument("--num-first", type=int, default=20, help="requests whose first token is timed")
     parser.add_argument("--num-idle", type=int, default=2000, help="idle streams")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[512, 1024, 2048],
+        help="of the section budgets: tokens a step",
+    )
     parser.add_argument("--quick", action="store_true", help="few requests: checks them, and proves no speed")
     args = parser.parse_args()
     sections, cores = args.section or ["front-end", "engine"], Cores.here()
@@ -70,6 +79,13 @@ def main() -> None:
         print()
         print_table(rows)
         result["vllm"] = rows
+    if "budgets" in sections:
+        from benchmarks.server import beside_vllm
+
+        rows = beside_vllm.measure_budgets(args.model, max(args.clients), args.budgets)
+        print()
+        print_table(rows)
+        result["budgets_alone"] = rows
     print_json(result)
 
 

@@ -63,8 +63,9 @@ def top(
             with Live(first, auto_refresh=False, console=console) as live:
                 for shown in views:
                     live.update(shown, refresh=True)
-        for shown in views:
-            console.print(shown, "", sep="\n")
+        else:
+            for shown in views:
+                console.print(shown, "", sep="\n")
     except KeyboardInterrupt:
         pass
     return 0

@@ -241,7 +241,7 @@ def _check_names(
 ) -> None:
     absent = set(destinations) - set(sources)
     if absent:
-        # As in Qwen3-Embedding-8B. Embeddings do not depend on the head.
+        # A model that makes embeddings needs no head, so its checkpoint may lack one that is not tied.
         only_head = "; tie_word_embeddings true in config.json uses the embedding as head"
         missing = _some(sorted(map(names.in_checkpoint, absent)))
         hint = only_head if absent == {HEAD} else ""

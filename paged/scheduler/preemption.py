@@ -77,7 +77,7 @@ class Preemption:
     def hold_grown_long(self, request: Request) -> None:
         """Keep a running request that has reached `RequestInputs.long_from` out of steps: its KV is stale.
 
-        The newest token may still complete a stop string, so that it is queued by the next `compute_anew`.
+        `compute_anew` queues it before the next step, unless its newest token completes a stop string.
         """
         request.ready = False
         self._grown_long.append(request)

@@ -1,4 +1,8 @@
-"""Keys of config.json in released checkpoints: what transformers' own classes write is tested elsewhere."""
+"""Unusual keys of config.json, by the release that has them.
+
+They are as published or as quoted elsewhere; the sizes, and some numbers, are not those of the release. What
+transformers' own classes write is tested in test_hf_config.py.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_errors_name_what_is_there(small):
     assert json.loads(data)["error"]["code"] == "model_not_found"
     assert "'demo'" in json.loads(data)["error"]["message"]
     _, _, data = small.request("DELETE", "/health")
-    assert json.loads(data)["error"]["message"] == "the method is not allowed here, but GET, HEAD"
+    assert json.loads(data)["error"]["message"] == "this route does not take that method; it takes GET, HEAD"
     _, headers, _ = small.request("GET", COMPLETION, None, key)
     assert headers["allow"] == "POST"
     _, _, data = small.request("POST", COMPLETION, {"prompt": "a", "max_token": 1}, key)

@@ -82,7 +82,7 @@ def failure_of(error: Exception, retry_after_s: int, request_id: str) -> Failure
         headers, code = error.headers, error.code
     elif isinstance(error, HTTPException):  # of the router: 405
         allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
-        status, message = error.status_code, f"the method is not allowed here, but {allowed}"
+        status, message = error.status_code, f"this route does not take that method; it takes {allowed}"
         headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
     elif isinstance(error, PagedError):
         status, message = status_of(error), str(error)
