@@ -28,7 +28,8 @@ Every way is a process that loads the model once. It first proves on a small run
 transformers in float32 (benchmarks.peers.hf.Judge), then takes turns with the others; each round has new
 prompts. Batches of fewer than 8 take up to 8 times as many rounds, as their runs are short; engines start 4
 times in each. A ratio is that of medians, with the range of the rounds' ratios; above 1 is faster than what
-it is compared with. The first run in a checkout compiles kernels and makes checkpoints, which takes minutes more.
+it is compared with. The first run in a checkout compiles kernels and makes checkpoints, which takes minutes
+more.
 """
 
 from __future__ import annotations
