@@ -1,6 +1,7 @@
 """paged: a paged-attention runtime for large language models, with kernels for CPUs and GPUs."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig
@@ -15,14 +16,15 @@ from .errors import (
     UnsupportedModelError,
     UsageError,
 )
+from .from_vllm import MissingNames as _MissingNames
 from .from_vllm import missing as _missing
 from .requests.prompts import TextPrompt, TokensPrompt
 from .requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from .sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from .engine.async_engine import AsyncLLMEngine
-    from .engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .engine.beam_search import BeamSearchOutput, BeamSearchSequence
     from .engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
     from .engine.engine import LLMEngine
     from .engine.scoring import ScoreOutput
@@ -68,7 +70,6 @@ __all__ = [
 _MODULES = {
     "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchOutput": "engine.beam_search",
-    "BeamSearchParams": "engine.beam_search",
     "BeamSearchSequence": "engine.beam_search",
     "EmbeddingOutput": "engine.embedding",
     "EmbeddingRequestOutput": "engine.embedding",
@@ -82,6 +83,11 @@ def __getattr__(name: str) -> Any:
     if found in _MODULES:
         return getattr(importlib.import_module(f".{_MODULES[found]}", __name__), found)
     raise AttributeError(_missing("paged", name))
+
+
+# `from paged import EngineArgs` and `import paged.inputs` look for modules, and say what to use here.
+if _MissingNames not in sys.meta_path:
+    sys.meta_path.append(_MissingNames)
 
 
 def __dir__() -> list[str]:

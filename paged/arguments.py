@@ -76,10 +76,12 @@ def field_texts(owner: type[Any]) -> dict[str, str]:
     return {match[1]: " ".join(match[2].split()) for match in found}
 
 
-def check_call(method: str, given: Mapping[str, Any]) -> None:
-    """Check the keywords of a call that the method itself does not name.
+def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:
+    """Check the arguments of a call that have no effect here.
+
+    unnamed: keywords that are not in the method's signature. neutral: arguments of vLLM that are.
 
     Raises RequestError for an argument of vLLM at a value that is not supported, and UnknownArgumentError.
     """
-    for name in without_neutral(method, given, CALL_ARGS, RequestError):
+    for name in without_neutral(method, {**unnamed, **neutral}, CALL_ARGS, RequestError):
         raise UnknownArgumentError(f"{method} got an unknown argument {name!r}; see help(LLMEngine.{method})")

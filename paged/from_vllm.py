@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .errors import PagedError
 from .validation import shown
@@ -246,6 +246,7 @@ CALL_ARGS: dict[str, Neutral] = {
         (None, {}), 'a prompt may be {"prompt": ..., "add_special_tokens": False}'
     ),
     "mm_processor_kwargs": Neutral((None, {}), TEXT_ONLY),
+    "chat_template": Neutral((None,), "score takes texts or token ids, no conversations"),
     "chat_template_content_format": Neutral((None, "auto", "string"), "templates get the content as text"),
     "pooling_params": Neutral((None,), NO_POOLING),
     "pooling_task": Neutral((None, "embed"), NO_POOLING),
@@ -254,10 +255,13 @@ CALL_ARGS: dict[str, Neutral] = {
     "concurrency_limit": Neutral((None,), "max_num_seqs is the limit of running requests"),
 }
 
-# Methods and classes that do not exist here, by the class or module that has them in vLLM.
+# Methods, classes and modules that do not exist here, by the class or package that has them in vLLM.
 MISSING: dict[str, dict[str, str]] = {
     "LLMEngine": {
-        "from_engine_args": "LLMEngine(model, **options) takes the options of EngineConfig",
+        **dict.fromkeys(
+            ("from_engine_args", "from_vllm_config"),
+            "LLMEngine(model, **options) takes the options of EngineConfig",
+        ),
         "get_world_size": ONE_DEVICE,
         "reset_mm_cache": TEXT_ONLY,
         "enqueue": "add_request queues a prompt, and step runs it",
@@ -284,8 +288,17 @@ MISSING: dict[str, dict[str, str]] = {
             NO_WEIGHT_UPDATES,
         ),
     },
+    "AsyncLLMEngine": {
+        **dict.fromkeys(
+            ("from_engine_args", "from_vllm_config"),
+            "AsyncLLMEngine(model, **options) takes the options of EngineConfig",
+        ),
+    },
     "paged": {
-        **dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), "EngineConfig has the options of an engine"),
+        **dict.fromkeys(
+            ("EngineArgs", "AsyncEngineArgs", "engine.arg_utils"), "EngineConfig has the options of an engine"
+        ),
+        "from_engine_args": "LLMEngine(model, **options) takes the options of EngineConfig",
         "ModelRegistry": "docs/add-a-model.md shows how a model is added",
         "PoolingParams": NO_POOLING,
         **dict.fromkeys(("PoolingOutput", "PoolingRequestOutput"), "encode returns EmbeddingRequestOutput"),
@@ -296,6 +309,20 @@ MISSING: dict[str, dict[str, str]] = {
         **dict.fromkeys(("ScoringOutput", "ScoringRequestOutput"), "score returns ScoreOutput"),
         "PromptType": "a prompt is text, a list of token ids, a TextPrompt or a TokensPrompt",
         "initialize_ray_cluster": ONE_DEVICE,
+        "inputs": "`from paged import TextPrompt, TokensPrompt`",
+        "outputs": "`from paged import RequestOutput, CompletionOutput`, and the other outputs",
+        "logprobs": "`from paged import Logprob`",
+        "beam_search": "`from paged import BeamSearchOutput, BeamSearchSequence`",
+        "pooling_params": NO_POOLING,
+        "engine.llm_engine": "`from paged import LLMEngine`",
+        "engine.async_llm_engine": "`from paged import AsyncLLMEngine`",
+        "entrypoints": "`from paged import LLM`; the server is the command `paged serve`",
+        "lora": NO_LORA,
+        **dict.fromkeys(("multimodal", "assets"), TEXT_ONLY),
+        "distributed": ONE_DEVICE,
+        "model_executor": "docs/add-a-model.md shows how a model is added",
+        **dict.fromkeys(("tokenizers", "transformers_utils"), "`LLM.get_tokenizer()` returns the tokenizer"),
+        **dict.fromkeys(("envs", "platforms", "plugins", "utils", "v1"), "internal to vLLM"),
     },
     "RequestOutput": {
         "lora_request": NO_LORA,
@@ -348,6 +375,29 @@ def without_neutral(
 
 
 def missing(owner: str, name: str) -> str:
-    """Return the message of an AttributeError."""
-    reason = MISSING[owner].get(name)
+    """Return the message for a name that does not exist, with what to use in place of one of vLLM's."""
+    reason = MISSING.get(owner, {}).get(name)
     return f"{owner} has no {name!r}" + (f": {reason}" if reason else "")
+
+
+class ExplainsMissing(type):
+    """The type of a class whose missing attributes say what to use instead."""
+
+    if not TYPE_CHECKING:  # a type checker would take every attribute to exist
+
+        def __getattr__(cls, name: str) -> NoReturn:
+            raise AttributeError(missing(cls.__name__, name), name=name, obj=cls)
+
+
+class MissingNames:
+    """The last import hook of Python: says what to use for a module of vLLM, and for a name of `vllm`.
+
+    `from paged import EngineArgs` looks for a module paged.EngineArgs where paged has no such attribute.
+    """
+
+    @staticmethod
+    def find_spec(full_name: str, *_: object) -> None:
+        """Return that there is no such module. Raises ImportError if vLLM has it."""
+        package, _dot, name = full_name.partition(".")
+        if package == __package__ and name in MISSING["paged"]:
+            raise ImportError(missing("paged", name), name=full_name)

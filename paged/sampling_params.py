@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Number
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from .arguments import strict
 from .errors import RequestError
-from .from_vllm import SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS
+from .from_vllm import BEAM_SEARCH_PARAMS, SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, ExplainsMissing
 from .structural_tag import schema_text, structural_tag_text
 from .validation import check_bool, check_int, check_number, plain, shown
 
@@ -100,7 +100,7 @@ class StructuredOutputsParams:
 
 @partial(strict, neutral=SAMPLING_PARAMS)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=ExplainsMissing):
     """Sampling and stopping of one request, with vLLM's names and meanings.
 
     Logits are changed in this order: structured_outputs and allowed_token_ids, bad_words, min_tokens,
@@ -342,6 +342,49 @@ class SamplingParams:
                     f"logits, or three, the prompt's tokens before them; got {shown(processor)}"
                 )
         object.__setattr__(self, "logits_processors", tuple(processors))
+
+
+@partial(strict, neutral=BEAM_SEARCH_PARAMS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.
+
+    beam_width: how many continuations are followed and returned.
+    max_tokens: most tokens to generate.
+    ignore_eos: treat EOS as any other token.
+    temperature: must be 0: continuations are ranked by the model's own log-probabilities.
+    length_penalty: a score is the log-probability divided by (generated tokens, EOS included) to this power,
+        from -50 to 50. Above 0 it favours longer continuations, below 0 shorter ones.
+    early_stopping: when beam_width continuations have ended with EOS, stop at once (True), or when no live
+        beam could score better at its present length (False) or at any length up to max_tokens ("never").
+
+    Raises RequestError naming the value and what is allowed.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        check_int(RequestError, "beam_width", self.beam_width, 1)
+        check_int(RequestError, "max_tokens", self.max_tokens, 1)
+        check_bool(RequestError, "ignore_eos", self.ignore_eos)
+        check_number(RequestError, "temperature", self.temperature, 0.0)
+        if self.temperature:
+            raise RequestError(
+                f"temperature must be 0 in beam search, got {self.temperature!r}; sample with n for variety"
+            )
+        # Within these bounds no possible length overflows a float.
+        check_number(RequestError, "length_penalty", self.length_penalty, -50.0, 50.0)
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            raise RequestError(
+                f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}"
+            )
 
 
 def num_arguments(processor: LogitsProcessor) -> int:

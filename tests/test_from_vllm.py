@@ -119,6 +119,56 @@ def test_missing_names_say_what_to_use(demo):
         paged.EngineArgs  # noqa: B018
     with pytest.raises(AttributeError, match="LLMEngine has no 'generat'"):
         demo.generat  # noqa: B018
+    for owner in (LLM, AsyncLLMEngine, SamplingParams):
+        for name, reason in MISSING[owner.__name__].items():
+            said = re.escape(f"{owner.__name__} has no '{name}': {reason}")
+            with pytest.raises(AttributeError, match=said):
+                getattr(owner, name)
+
+
+def test_importing_what_is_missing_says_what_to_use():
+    for name, reason in MISSING["paged"].items():
+        said = re.escape(f"paged has no '{name}': {reason}")
+        with pytest.raises(AttributeError, match=said):
+            getattr(paged, name)
+        package, _, last = f"paged.{name}".rpartition(".")
+        for line in (f"import paged.{name}", f"from {package} import {last}", f"from paged.{name} import X"):
+            with pytest.raises(ImportError, match=said):
+                exec(line, {})
+    # Names that neither has are Python's to report, and those that are here are found where vLLM has them.
+    for line in ("import paged.inputs2", "import other.inputs", "from paged import Nonsense"):
+        with pytest.raises(ImportError) as error:
+            exec(line, {})
+        assert "paged has no" not in str(error.value)
+    namespace = {}
+    exec("from paged.sampling_params import BeamSearchParams", namespace)
+    assert namespace["BeamSearchParams"] is paged.BeamSearchParams
+
+
+@pytest.mark.parametrize("method", [name for name in VLLM["LLM"] if name not in MISSING["LLMEngine"]])
+def test_arguments_have_the_order_of_vllm(method):
+    ours = inspect.signature(getattr(LLM, method)).parameters.values()
+    names = [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    theirs = VLLM["LLM"][method]
+    if method == "score":
+        theirs = ["prompt", "continuations", *theirs[2:]]
+    assert names == theirs
+
+
+def test_arguments_go_by_position(demo, capsys):
+    params = SamplingParams(max_tokens=1)
+    conversation = [{"role": "user", "content": "a"}]
+    (output,) = demo.chat(conversation, params, False, None, None, "{{ messages[0].content }}b")
+    assert output.prompt == "ab"
+    assert len(demo.generate("a", params, False, None, [0.0])) == 1
+    assert len(demo.embed("a", False)) == len(demo.encode("a", None, False)) == 1
+    assert len(demo.score("a", ["b"], False)) == 1
+    beams = paged.BeamSearchParams(beam_width=2, max_tokens=1)
+    assert len(demo.beam_search("a", beams, None, False)) == 1
+    demo.reset_prefix_cache(False, False)
+    assert capsys.readouterr().err == ""  # no bar
+    with pytest.raises(RequestError, match="generate got lora_request='a': LoRA"):
+        demo.generate("a", params, False, "a")
 
 
 def test_signatures_are_those_of_the_config():

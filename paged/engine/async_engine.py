@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 from ..arguments import show_arguments_of
 from ..config import EngineConfig
 from ..errors import EngineDeadError, UsageError, reject_unknown
+from ..from_vllm import ExplainsMissing
 from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
 from ..requests.request import Request, RequestOutput
@@ -36,7 +37,7 @@ from .thread import EngineThread, Mailbox
 T = TypeVar("T")
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(metaclass=ExplainsMissing):
     """Serves one model to coroutines, with the options of `LLMEngine`.
 
     >>> async with AsyncLLMEngine("demo") as engine:

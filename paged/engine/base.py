@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..arguments import check_call, with_arguments_of
 from ..config import EngineConfig
 from ..errors import UsageError
-from ..from_vllm import missing
+from ..from_vllm import ExplainsMissing, missing
 from ..model.hf_config import read_config
 from ..model.hub import resolve
 from ..requests.prompts import Prompt
@@ -33,7 +33,7 @@ from .request_factory import RequestFactory, RequestSpec
 logger = logging.getLogger(__name__)
 
 
-class BaseEngine:
+class BaseEngine(metaclass=ExplainsMissing):
     """The part of `LLMEngine` that takes requests one by one and runs single steps. Not thread-safe."""
 
     @with_arguments_of(EngineConfig)
@@ -72,7 +72,7 @@ class BaseEngine:
     if not TYPE_CHECKING:  # a type checker would take every attribute to exist
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(missing("LLMEngine", name))
+            raise AttributeError(missing("LLMEngine", name), name=name, obj=self)
 
     @property
     def llm_engine(self) -> Self:
@@ -217,9 +217,19 @@ class BaseEngine:
         """Let the blocks of a pinned prompt be evicted. Raises UsageError if it is not pinned."""
         prefixes.unpin(self.core, prompt)
 
-    def reset_prefix_cache(self, **vllm: Any) -> None:
-        """Forget all cached prefixes, also pinned ones. Running requests keep their blocks."""
-        check_call("reset_prefix_cache", vllm)
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False, **vllm: Any
+    ) -> None:
+        """Forget all cached prefixes, also pinned ones. Running requests keep their blocks.
+
+        The arguments are those of vLLM's method, at values that change nothing here.
+        """
+        check_call(
+            "reset_prefix_cache",
+            vllm,
+            reset_running_requests=reset_running_requests,
+            reset_connector=reset_connector,
+        )
         self.block_manager.reset_prefix_cache()
 
     def save_prefix(self, path: str | Path, prompt: Prompt | None = None) -> int:

@@ -11,62 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ..arguments import strict
 from ..errors import QueueFullError, RequestError
-from ..from_vllm import BEAM_SEARCH_PARAMS
 from ..requests.prompts import Prompt
 from ..requests.request import FinishReason, Request, RequestStatus
-from ..sampling_params import MAX_LOGPROBS, SamplingParams
+from ..sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
-from ..validation import check_bool, check_int, check_number, plain, shown
 from .request_factory import RequestFactory, RequestSpec
-
-
-@partial(strict, neutral=BEAM_SEARCH_PARAMS)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams:
-    """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.
-
-    beam_width: how many continuations are followed and returned.
-    max_tokens: most tokens to generate.
-    ignore_eos: treat EOS as any other token.
-    temperature: must be 0: continuations are ranked by the model's own log-probabilities.
-    length_penalty: a score is the log-probability divided by (generated tokens, EOS included) to this power,
-        from -50 to 50. Above 0 it favours longer continuations, below 0 shorter ones.
-    early_stopping: when beam_width continuations have ended with EOS, stop at once (True), or when no live
-        beam could score better at its present length (False) or at any length up to max_tokens ("never").
-
-    Raises RequestError naming the value and what is allowed.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-
-    def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
-        check_int(RequestError, "beam_width", self.beam_width, 1)
-        check_int(RequestError, "max_tokens", self.max_tokens, 1)
-        check_bool(RequestError, "ignore_eos", self.ignore_eos)
-        check_number(RequestError, "temperature", self.temperature, 0.0)
-        if self.temperature:
-            raise RequestError(
-                f"temperature must be 0 in beam search, got {self.temperature!r}; sample with n for variety"
-            )
-        # Within these bounds no possible length overflows a float.
-        check_number(RequestError, "length_penalty", self.length_penalty, -50.0, 50.0)
-        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
-            raise RequestError(
-                f"early_stopping must be True, False or 'never', got {shown(self.early_stopping)}"
-            )
 
 
 @dataclass(frozen=True, slots=True)

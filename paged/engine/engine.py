@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..arguments import check_call
 from ..errors import RequestError
 from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
-from ..sampling_params import SamplingParams
+from ..sampling_params import BeamSearchParams, SamplingParams
 from ..text.chat_template import Message, conversations_of
 from ..validation import check_bool
 from .base import BaseEngine
-from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from .beam_search import BeamSearch, BeamSearchOutput
 from .embedding import EmbeddingRequestOutput, Pooling, check_pooling, embedding_output, embedding_reports
 from .generation import (
     Progress,
@@ -37,8 +37,8 @@ class LLMEngine(BaseEngine):
     >>> outputs = engine.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=16))
     >>> print(outputs[0].outputs[0].text)
 
-    The methods also take arguments of vLLM's `LLM` at values that change nothing here, such as
-    lora_request=None; docs/from-vllm.md lists them.
+    The methods take the arguments of vLLM's `LLM` in its order. Those without effect, such as lora_request,
+    are accepted at values that change nothing here; docs/from-vllm.md lists them.
 
     On a GPU, making an engine keeps cuBLAS from adding partial sums in bfloat16 or float16, for the whole
     process: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction becomes False, as for fp16.
@@ -50,12 +50,15 @@ class LLMEngine(BaseEngine):
         self,
         prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: float | Iterable[float] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         *,
         prompt_token_ids: Sequence[int] | Iterable[Sequence[int]] | None = None,
-        priority: float | Iterable[float] | None = None,
         tenant: str | Iterable[str] = "",
         timeout_s: float | Iterable[float] | None = None,
-        use_tqdm: Progress = True,
         **vllm: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts. Return their outputs in the order of the prompts.
@@ -71,7 +74,13 @@ class LLMEngine(BaseEngine):
         Raises RequestError if a prompt or parameter is wrong: before anything runs if it is among the first
         `generation.WINDOW` prompts, otherwise once the prompts before it are done.
         """
-        check_call("generate", vllm)
+        check_call(
+            "generate",
+            vllm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         prompts = prompts_of(prompts, prompt_token_ids)
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
         return [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
@@ -121,15 +130,18 @@ class LLMEngine(BaseEngine):
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
         yield from generate_stream(self.core, source)
 
-    def encode(
+    def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
+        use_tqdm: Progress = True,
+        pooling_params: None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
         pooling: Pooling = "last",
         normalize: bool = True,
         priority: float = 0.0,
         tenant: str = "",
-        use_tqdm: Progress = True,
         **vllm: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Embed all prompts: `outputs.embedding` of each is a list of hidden_size floats.
@@ -140,7 +152,13 @@ class LLMEngine(BaseEngine):
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
-        check_call("encode", vllm)
+        check_call(
+            "embed",
+            vllm,
+            pooling_params=pooling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
         check_pooling(pooling, normalize)
         parsed = [
             call_with_error_prefix(f"prompts[{i}]", self.core.factory.prompts.parse, prompt)
@@ -151,16 +169,46 @@ class LLMEngine(BaseEngine):
         )
         return [embedding_output(request, normalize=normalize) for request in requests]
 
-    embed = encode
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        pooling_task: Literal["embed"] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        priority: float = 0.0,
+        tenant: str = "",
+        **vllm: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Do what `embed` does, with the arguments in the order of vLLM's `encode`."""
+        check_call(
+            "encode",
+            vllm,
+            pooling_params=pooling_params,
+            lora_request=lora_request,
+            pooling_task=pooling_task,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return self.embed(
+            prompts, use_tqdm, pooling=pooling, normalize=normalize, priority=priority, tenant=tenant
+        )
 
     def score(
         self,
         prompt: Prompt,
         continuations: Sequence[str | Sequence[int]],
+        use_tqdm: Progress = True,
+        pooling_params: None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: None = None,
         *,
         priority: float = 0.0,
         tenant: str = "",
-        use_tqdm: Progress = True,
         **vllm: Any,
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt, whose KV is shared by prefix caching.
@@ -170,7 +218,14 @@ class LLMEngine(BaseEngine):
 
         Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
-        check_call("score", vllm)
+        check_call(
+            "score",
+            vllm,
+            pooling_params=pooling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            chat_template=chat_template,
+        )
         reports = score_reports(*self.core.factory.prompts.parse_continued(prompt, continuations))
         requests = run_reports(self.core, "continuations", reports, priority, tenant, use_tqdm=use_tqdm)
         return [score_output(request) for request in requests]
@@ -179,22 +234,24 @@ class LLMEngine(BaseEngine):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
-        priority: float = 0.0,
-        tenant: str = "",
+        lora_request: None = None,
         use_tqdm: Progress = True,
+        concurrency_limit: None = None,
+        priority: float | None = None,
+        *,
+        tenant: str = "",
         **vllm: Any,
     ) -> list[BeamSearchOutput]:
         """Return the likeliest continuations of each prompt that a beam search finds; see `BeamSearchParams`.
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
-        check_call("beam_search", vllm)
+        check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
         listed, search = as_list(prompts), BeamSearch(self.core.factory, self.scheduler, params)
         for i, prompt in enumerate(listed):
-            terms = (self.core.next_id(), prompt, priority, tenant)
+            terms = (self.core.next_id(), prompt, 0.0 if priority is None else priority, tenant)
             call_with_error_prefix(f"prompts[{i}]", search.add, *terms)
         try:
             with progress_bar(use_tqdm, len(listed), "Searching", "prompt") as bar:
@@ -208,16 +265,20 @@ class LLMEngine(BaseEngine):
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: float | Sequence[float] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string"] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: float | Sequence[float] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        *,
         tenant: str | Sequence[str] = "",
         timeout_s: float | Sequence[float] | None = None,
-        use_tqdm: Progress = True,
         **vllm: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or each of a list, rendered by the checkpoint's chat template.
@@ -234,7 +295,14 @@ class LLMEngine(BaseEngine):
 
         Raises RequestError, before anything runs, if an argument is wrong or the template refuses it.
         """
-        check_call("chat", vllm)
+        check_call(
+            "chat",
+            vllm,
+            lora_request=lora_request,
+            chat_template_content_format=chat_template_content_format,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         prompts = []
         for i, conversation in enumerate(conversations_of(messages)):
             try:

@@ -96,6 +96,9 @@ def name_rows() -> Iterator[Row]:
     """Yield what `import vllm` offers, and the fields of outputs."""
     for name in VLLM["vllm"]:
         yield Row(name, *(("refused", MISSING["paged"][name]) if name in MISSING["paged"] else ("same",)))
+    for name, reason in MISSING["paged"].items():
+        if name not in VLLM["vllm"] and name not in MISSING["LLMEngine"]:  # a module
+            yield Row(f"vllm.{name}", "refused", reason)
     for owner, cls in OUTPUTS.items():
         ours = {field.name for field in dataclasses.fields(cls)}
         for name in VLLM[owner]:
