@@ -6,11 +6,14 @@ Names that are neither here nor in vLLM are unknown. `docs/from-vllm.md` is made
 from __future__ import annotations
 
 import ast
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .errors import PagedError
 from .validation import shown
+
+logger = logging.getLogger(__name__)
 
 
 class Neutral(NamedTuple):
@@ -21,6 +24,7 @@ class Neutral(NamedTuple):
 
 
 ANY_BOOL = (None, True, False)
+SECRETS = ("hf_token",)  # are in no message
 _EMPTY: tuple[Any, ...] = (None, "", [], {}, set())
 ONE_DEVICE = "this version runs in one process on one device"
 TEXT_ONLY = "this version takes text and token ids alone"
@@ -154,7 +158,7 @@ ENGINE_ARGS: dict[str, Neutral] = {
     **_table("an option of vLLM's server", "renderer_num_workers=1 tokens_only=False shutdown_timeout=0"),
     "device_ids": Neutral((None,), f"{ONE_DEVICE}, named by device"),
     "disable_log_stats": Neutral(ANY_BOOL, "must be True or False; an engine logs no statistics"),
-    "trust_remote_code": Neutral((None, False), "code in a checkpoint is never run"),
+    "trust_remote_code": Neutral(ANY_BOOL, "must be True or False; code in a checkpoint is never run"),
     "load_format": Neutral((None, "auto", "safetensors", "hf"), SAFETENSORS),
     "ignore_patterns": Neutral((None, [], ["original/**/*"]), SAFETENSORS),
     "pt_load_map_location": Neutral((None, "cpu"), SAFETENSORS),
@@ -199,6 +203,49 @@ ENGINE_ARGS: dict[str, Neutral] = {
     "chat_template": Neutral((None,), "it is an argument of chat()"),
     "num_gpu_blocks_override": Neutral((None,), "its name is num_blocks"),
     "max_num_queued_reqs": Neutral((None,), "its name is max_waiting"),
+}
+
+# What the log says of an argument that is True.
+_NOTES = {
+    "trust_remote_code": "trust_remote_code=True has no effect: no code of the checkpoint runs. A native "
+    "architecture needs none, and any other is refused"
+}
+
+# Options of `vllm serve` alone.
+SERVER_ARGS: dict[str, Neutral] = {
+    "api_server_count": Neutral((None, 0, 1), "one process answers HTTP; replicas starts several engines"),
+    "headless": Neutral((None, False), ONE_DEVICE),
+    "uvicorn_log_level": Neutral((None, "info"), "log_format sets the form of the log"),
+    **dict.fromkeys(
+        ("disable_log_requests", "enable_log_requests", "disable_uvicorn_access_log"),
+        Neutral(ANY_BOOL, "must be True or False; each request writes one line to the log"),
+    ),
+    "max_log_len": Neutral((None,), "prompts are not logged"),
+    "enable_log_outputs": Neutral((None, False), "outputs are not logged"),
+    "allow_credentials": Neutral((None, False), "requests from browsers bear their key in a header"),
+    **dict.fromkeys(
+        ("allowed_methods", "allowed_headers"),
+        Neutral((None, '["*"]', "*"), "allowed_origins names the websites that may call the server"),
+    ),
+    "lora_modules": Neutral(_EMPTY, NO_LORA),
+    "chat_template_content_format": Neutral((None, "auto", "string"), "templates get the content as text"),
+    "response_role": Neutral((None, "assistant"), "answers have the role assistant"),
+    **_table(
+        "ssl_certfile and ssl_keyfile serve HTTPS; certificates of clients are not supported yet",
+        "ssl_ca_certs ssl_cert_reqs=0",
+    ),
+    "enable_ssl_refresh": Neutral((None, False), "start the server again for a new certificate"),
+    "middleware": Neutral(_EMPTY, NOT_YET),
+    "tool_parser_plugin": Neutral(_EMPTY, "tool_call_parser names a parser; plugins are not supported yet"),
+    "tool_server": Neutral(_EMPTY, NOT_YET),
+    "return_tokens_as_token_ids": Neutral((None, False), "return_token_ids in a body returns token ids"),
+    "enable_request_id_headers": Neutral(ANY_BOOL, "must be True or False; every response has x-request-id"),
+    "disable_fastapi_docs": Neutral(ANY_BOOL, "must be True or False; /openapi.json describes the routes"),
+    "enable_force_include_usage": Neutral(
+        (None, False), "stream_options of a body asks for the usage of a stream"
+    ),
+    "enable_server_load_tracking": Neutral((None, False), "/metrics has the requests in progress"),
+    "enable_tokenizer_info_endpoint": Neutral((None, False), NOT_YET),
 }
 
 SAMPLING_PARAMS: dict[str, Neutral] = {
@@ -360,17 +407,28 @@ MISSING: dict[str, dict[str, str]] = {
 
 
 def without_neutral(
-    owner: str, given: Mapping[str, Any], neutral: Mapping[str, Neutral], error: type[PagedError]
+    owner: str,
+    given: Mapping[str, Any],
+    neutral: Mapping[str, Neutral],
+    error: type[PagedError],
+    written: str | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `owner` without those of vLLM at their neutral value.
+
+    written: the argument as the user wrote it, for messages; by default name=value.
 
     Raises `error`, which names the argument and what to do, for another value.
     """
     kept = dict(given)
     for name in kept.keys() & neutral.keys():
-        value, (values, reason) = kept.pop(name), neutral[name]
+        value = kept.pop(name)
+        values, reason = neutral[name]
         if not any(value is v or (type(value) is type(v) and value == v) for v in values):
-            raise error(f"{owner} got {name}={shown(value)}: {reason}")
+            if written is None:
+                written = name if name in SECRETS else f"{name}={shown(value)}"
+            raise error(f"{owner} got {written}: {reason}")
+        if value is True and name in _NOTES:
+            logger.warning(_NOTES[name])
     return kept
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 import paged
 from paged import LLM, AsyncLLMEngine, ConfigError, EngineConfig, RequestError, SamplingParams
-from paged.from_vllm import CALL_ARGS, ENGINE_ARGS, MISSING
+from paged.from_vllm import CALL_ARGS, ENGINE_ARGS, MISSING, SECRETS
 from tests.support.from_vllm import CONFIGS, VLLM, config_rows, method_rows, name_rows, tables, written
 
 
@@ -70,7 +71,8 @@ def test_other_values_are_refused_by_name_and_reason(name):
     for argument, (_, reason) in neutral.items():
         with pytest.raises((ConfigError, RequestError)) as error:
             owner(**start, **{argument: WRONG})
-        assert f"{argument}='{WRONG}'" in str(error.value)
+        written = argument if argument in SECRETS else f"{argument}='{WRONG}'"
+        assert f"got {written}: " in str(error.value)
         assert reason in str(error.value)
 
 
@@ -79,6 +81,21 @@ def test_a_value_of_another_type_is_not_neutral():
         EngineConfig("demo", tensor_parallel_size=True)
     with pytest.raises(ConfigError, match="data_parallel_size=2: this version runs in one process"):
         LLM("demo", data_parallel_size=2)
+
+
+def test_code_that_is_trusted_never_runs(tmp_path, caplog):
+    EngineConfig("demo", trust_remote_code=False)
+    assert not caplog.messages
+    assert EngineConfig("demo", trust_remote_code=True) == EngineConfig("demo")
+    assert caplog.messages == [
+        "trust_remote_code=True has no effect: no code of the checkpoint runs. A native architecture needs "
+        "none, and any other is refused"
+    ]
+    code = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["XForCausalLM"], "auto_map": code}))
+    (tmp_path / "modeling_x.py").write_text("raise SystemExit")
+    with pytest.raises(paged.UnsupportedModelError, match=r"own code \(auto_map\) is never run"):
+        LLM(str(tmp_path), trust_remote_code=True)
 
 
 def test_a_mistyped_argument_of_vllm_is_recognized():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections import defaultdict
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..config import EngineConfig
 from ..errors import PagedError
 from ..sampling_params import SamplingParams
 from ..server.options import ServeOptions
+from .vllm_options import without_flag
 
 SERVER, MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
     "Server",
@@ -47,6 +50,10 @@ _FIELDS: dict[type[Any], dict[str, str]] = {
 }
 
 
+# The parser's error: click's in older versions of Typer, that of Typer's own copy in newer ones.
+NO_SUCH_OPTION: type[Any] = sys.modules[typer.BadParameter.__module__].NoSuchOption
+
+
 def heading_of(owner: type[Any], name: str) -> str:
     """Return the heading of a field's option. Other classes have one for all their fields: their name."""
     headings = _FIELDS.get(owner, {owner.__name__.removesuffix("Config"): ""})
@@ -54,7 +61,21 @@ def heading_of(owner: type[Any], name: str) -> str:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists the options under their headings, in plain text."""
+    """A command whose help lists the options under their headings, in plain text.
+
+    Flags of vLLM that do not exist here are accepted or refused by `vllm_options`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments into the context. Raises ConfigError for a flag of vLLM that has no effect."""
+        while True:
+            try:
+                return super().parse_args(ctx, [*args])
+            except NO_SUCH_OPTION as error:
+                left = without_flag(ctx.command_path, args, error.option_name)
+                if left is None:
+                    raise
+                args = left
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each heading."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError, reject_unknown
 from ..validation import shown
+from .vllm_options import without_options
 
 ENV_PREFIX = "PAGED_"
 # Read by other parts of the project.
@@ -32,8 +33,13 @@ def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = 
 
     Raises ConfigError for a value of another type, UnknownArgumentError for a variable that is no option.
     """
-    given = dict(_variables(environment))
     known = {name.upper(): name for name in types}
+    variables: dict[str, str | None] = {name.lower(): text for name, text in _variables(environment)}
+    # An empty variable that is no option here gives vLLM's default.
+    variables |= {name: None for name, text in variables.items() if not text and name not in types}
+    given = {
+        name.upper(): text for name, text in without_options("the environment", variables, types).items()
+    }
     unknown = [ENV_PREFIX + name for name in given if name not in known and name not in OTHER_VARIABLES]
     reject_unknown("the environment", unknown, [ENV_PREFIX + name for name in known])
     for name, text in given.items():
@@ -109,5 +115,6 @@ def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
         if name in options:
             raise ConfigError(f"{file}: {key!r} is given twice; give it once")
         options[name] = value
+    options = without_options(str(file), options, names)
     reject_unknown(str(file), options, names)
     return {name: value for name, value in options.items() if value is not None}

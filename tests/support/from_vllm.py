@@ -19,7 +19,9 @@ from paged.from_vllm import (
     ENGINE_ARGS,
     MISSING,
     SAMPLING_PARAMS,
+    SERVER_ARGS,
     STRUCTURED_OUTPUTS_PARAMS,
+    Neutral,
 )
 
 # The names, arguments and defaults of vLLM 0.33; a default that is an object is {}.
@@ -73,10 +75,14 @@ def config_rows(name: str) -> Iterator[Row]:
             else:
                 yield Row(field, "same", "" if same else f"by default {own!r}, there {default!r}")
         else:
-            values = [v for v in neutral[field].values if v not in (None, "", [], {}, set())]
-            alternatives = " or ".join(map(repr, values))
-            shown = f"`{field}={alternatives}`" if values else f"`{field}`"
-            yield Row(shown, "neutral", neutral[field].reason)
+            yield neutral_row(field, neutral[field])
+
+
+def neutral_row(name: str, neutral: Neutral) -> Row:
+    """Return the row of an argument that is accepted at some values alone."""
+    values = [v for v in neutral.values if v not in (None, "", [], {}, set())]
+    alternatives = " or ".join(map(repr, values))
+    return Row(f"`{name}={alternatives}`" if values else f"`{name}`", "neutral", neutral.reason)
 
 
 def method_rows() -> Iterator[Row]:
@@ -113,10 +119,12 @@ def tables() -> str:
     """Return the tables of the page."""
     parts = [("Methods of `LLM`", [*method_rows()]), ("Names and outputs", [*name_rows()])]
     parts += [(f"`{name}`", [*config_rows(name)]) for name in CONFIGS]
+    parts += [("Options of `vllm serve` alone", [neutral_row(*item) for item in SERVER_ARGS.items()])]
     lines = list[str]()
     for title, rows in parts:
         same = [f"`{r.name}`" + (f" ({r.note})" if r.note else "") for r in rows if r.treatment == "same"]
-        lines += [f"## {title}", "", "The same: " + ", ".join(same) + ".", ""]
+        lines += [f"## {title}", ""]
+        lines += ["The same: " + ", ".join(same) + ".", ""] if same else []
         for row in rows:
             if row.treatment == "other":
                 lines += [f"Here `{row.name}` differs: {row.note}.", ""]

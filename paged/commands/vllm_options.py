@@ -1,0 +1,85 @@
+"""Options of vLLM's command line: those without effect here are accepted, the others refused with the reason.
+
+The tables of `paged.from_vllm` decide, as for the arguments of Python's API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..errors import ConfigError
+from ..from_vllm import ENGINE_ARGS, SECRETS, SERVER_ARGS, Neutral, without_neutral
+
+_NEUTRAL = {**SERVER_ARGS, **ENGINE_ARGS}
+_SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-dcp": "decode_context_parallel_size",
+    "-ep": "enable_expert_parallel",
+}
+
+
+def without_flag(command: str, args: list[str], unknown: str) -> list[str] | None:
+    """Return the arguments of a command without a flag that does not exist; None if vLLM has none either.
+
+    unknown: the flag as the parser names it: without its value; of several letters after one dash the first.
+
+    Raises ConfigError if vLLM has the flag, but not at a value that changes nothing here.
+    """
+    flags = [text.partition("=")[0] for text in args]
+    found = (i for i, flag in enumerate(flags) if flag == unknown or (flag in _SHORT and flag[:2] == unknown))
+    at = next(found, None)
+    if at is None:
+        return None
+    flag, equals, value = args[at].partition("=")
+    name, dot, _ = flag.removeprefix("--").replace("-", "_").partition(".")
+    name = _SHORT.get(flag, name)
+    is_off = name.startswith("no_") and name not in _NEUTRAL
+    name = name.removeprefix("no_") if is_off else name
+    if name not in _NEUTRAL:
+        return None
+    rest = args[at + 1 :]
+    if not equals and not _is_switch(name) and rest and not rest[0].startswith("--"):
+        value = rest.pop(0)
+    given = _value(value, _NEUTRAL[name])
+    if _is_switch(name) and not equals:
+        given = not is_off
+    if dot:  # --speculative-config.method: a part of the value
+        given = {flag: value}
+    written = flag if name in SECRETS or not value else f"{flag} {value}"
+    without_neutral(command, {name: given}, _NEUTRAL, ConfigError, written)
+    return [*args[:at], *rest]
+
+
+def without_options(owner: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return options of a file or the environment without those of vLLM that change nothing here.
+
+    owner: where they are given. known: the names of the options that exist here.
+
+    Raises ConfigError for another value of an option of vLLM.
+    """
+    theirs = {name: neutral for name, neutral in _NEUTRAL.items() if name in given and name not in known}
+    typed = {
+        name: _value(value, theirs[name]) if name in theirs and isinstance(value, str) else value
+        for name, value in given.items()
+    }
+    return without_neutral(owner, typed, theirs, ConfigError)
+
+
+def _is_switch(name: str) -> bool:
+    """Return whether the flag of an option takes no value."""
+    return name not in SECRETS and any(isinstance(value, bool) for value in _NEUTRAL[name].values)
+
+
+def _value(text: str, neutral: Neutral) -> Any:
+    """Return the value without effect that is written so, else a number, else the text itself."""
+    for value in neutral.values:
+        if str(value).lower() == text.lower():
+            return value
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
