@@ -27,8 +27,6 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 # The prompts of an iteration come again in the next: with the cache only the first one would compute them.
 _LATENCY_DEFAULTS = {"enable_prefix_caching": "off"}
 
-Model = Annotated[str | None, typer.Argument(help="As in generate. [default: demo]")]
-ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL. [default: demo]")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens of an output; EOS does not end it.")]
 PrefixLen = Annotated[int, typer.Option(min=0, help="Tokens before these that all prompts share.")]
@@ -56,8 +54,8 @@ def root(context: typer.Context) -> None:
 @bench.command(cls=GroupedCommand)
 @with_options(common.ENGINE)
 def throughput(
-    model: Model = None,
-    model_option: ModelOption = None,
+    model: common.ModelArgument = None,
+    model_option: common.ModelOption = None,
     input_len: InputLen = 1024,
     output_len: OutputLen = 128,
     prefix_len: PrefixLen = 0,
@@ -101,8 +99,8 @@ def throughput(
 @bench.command(cls=GroupedCommand)
 @with_options(common.ENGINE, defaults=_LATENCY_DEFAULTS)
 def latency(
-    model: Model = None,
-    model_option: ModelOption = None,
+    model: common.ModelArgument = None,
+    model_option: common.ModelOption = None,
     input_len: InputLen = 32,
     output_len: OutputLen = 128,
     batch_size: BatchSize = 8,
@@ -144,11 +142,9 @@ def _engine_options(
     model: str | None, model_option: str | None, options: Mapping[str, Any], output_json: Path | None
 ) -> dict[str, Any]:
     """Return the validated arguments of LLMEngine."""
-    if model is not None and model_option not in (None, model):
-        raise CliError(f"the model is given twice, as {model} and as --model {model_option}; leave one out")
     if output_json is not None:
         check_writable(output_json)
-    return common.engine_options(model or model_option or "demo", options)
+    return common.engine_options(common.one_model(model, model_option), options)
 
 
 def _params(output_len: int, n: int, disable_detokenize: bool) -> SamplingParams:

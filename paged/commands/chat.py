@@ -44,7 +44,8 @@ Ctrl-C stops an answer, a second one leaves."""
 
 @with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
 def chat(
-    model: common.Model = "demo",
+    model: common.ModelArgument = None,
+    model_option: common.ModelOption = None,
     system: Annotated[str | None, typer.Option(help=SYSTEM_HELP)] = None,
     chat_template: common.ChatTemplate = None,
     chat_template_kwargs: Annotated[
@@ -60,7 +61,7 @@ def chat(
     """Talk with a model. /help lists the commands of the conversation."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
-    engine_options = common.engine_options(model, options)
+    engine_options = common.engine_options(common.one_model(model, model_option), options)
     sampling = common.sampling_options(options | structured)
     _check_one_text(SamplingParams(**{"max_tokens": None, **sampling}))
     template: dict[str, Any] = {

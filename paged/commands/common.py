@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
+DEFAULT_MODEL = "demo"
 
 # The fields of the API that are not options of the commands, and why.
 NO_FLAGS = {
@@ -35,7 +36,11 @@ NO_FLAGS = {
 SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in (*NO_FLAGS, "seed")])
 ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model")])
 
-Model = Annotated[str, option(EngineConfig, "model")]
+# Every command takes --model; where no other argument is positional, MODEL may also be the first one.
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
+]
+ModelOption = Annotated[str | None, option(EngineConfig, "model", "--model", default=DEFAULT_MODEL)]
 SCHEMA_HELP = "Make the output JSON that fits this schema: a file, or the schema itself. [default: none]"
 JsonSchema = Annotated[str | None, typer.Option(help=SCHEMA_HELP, rich_help_panel=OUTPUT)]
 OBJECT_HELP = "Make the output a JSON object. [default: off]"
@@ -78,16 +83,23 @@ def start(options: Mapping[str, Any]) -> LLMEngine:
     return engine
 
 
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """Return the model that a command is given, as an argument or as --model. Raises CliError for two."""
+    if None not in (argument, option) and argument != option:
+        raise CliError(f"the model is given twice, as {argument} and as --model {option}; leave one out")
+    return argument if option is None else option
+
+
 def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return the named options that were given."""
     return {name: options[name] for name in names if options.get(name) not in (None, [], ())}
 
 
 def engine_options(
-    model: str, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
+    model: str | None, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
 ) -> dict[str, Any]:
     """Return the validated arguments of LLMEngine: the named options. Raises ConfigError."""
-    result = {"model": model, **given(options, names)}
+    result = {"model": DEFAULT_MODEL if model is None else model, **given(options, names)}
     if isinstance(result.get("tenant_weights"), list):
         result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])
     EngineConfig(**result)

@@ -43,7 +43,7 @@ def generate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help=OVERWRITE_HELP)] = False,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME_HELP)] = False,
     live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
-    model: common.Model = "demo",
+    model: common.ModelOption = None,
     json_schema: common.JsonSchema = None,
     json_object: common.JsonObject = False,
     regex: common.Regex = None,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..model.families.multimodal import NATIVE
@@ -28,11 +26,13 @@ def models() -> int:
 
 @with_options((EngineConfig, KERNEL_OPTIONS))
 def warmup(
-    model: Annotated[str, typer.Argument(help="As in generate.")] = "demo",
+    model: common.ModelArgument = None,
+    model_option: common.ModelOption = None,
     **options: Any,
 ) -> int:
     """Compile the kernels a model needs, so that engines start at once; they are kept on disk."""
-    engine = common.start(common.engine_options(model, options) | {"skip_tokenizer_init": True})
+    given = common.engine_options(common.one_model(model, model_option), options)
+    engine = common.start(given | {"skip_tokenizer_init": True})
     print(_compiled(engine.runner.model.kernels, engine.num_kernels))
     return 0
 

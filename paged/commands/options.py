@@ -37,13 +37,14 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
     text = _NONE_MEANS.sub("", text)
     if _is_list(_described(owner).hints[name]):
         text += " May be given several times."
-    if value is not MISSING:
-        own = none[1] if value is None and none is not None else _shown(owner, name, value)
-        text += f" [default: {default or own}]"
+    if default is None and value is not MISSING:
+        default = none[1] if value is None and none is not None else _shown(owner, name, value)
+    if default is not None:
+        text += f" [default: {default}]"
     flag = name.replace("_", "-")
     flags = flags or (f"--{flag}/--no-{flag}" if value is True else f"--{flag}",)
     return typer.Option(
-        *flags, help=text, show_default=value is MISSING, rich_help_panel=heading_of(owner, name)
+        *flags, help=text, show_default=default is None, rich_help_panel=heading_of(owner, name)
     )
 
 

@@ -47,7 +47,7 @@ PARSERS = (ServeOptions, ["enable_auto_tool_choice", "tool_call_parser", "reason
 def run_batch(
     input_file: Annotated[Path, typer.Argument(help=INPUT_HELP)],
     output_file: Annotated[Path, typer.Argument(help=_OUTPUT_HELP)],
-    model: common.Model = "demo",
+    model: common.ModelOption = None,
     chat_template: common.ChatTemplate = None,
     served_model_name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help=RETRY_HELP)] = False,
@@ -69,7 +69,8 @@ def run_batch(
             chat_format = ChatFormat.of_model(engine.text, chat_template=template, **parsers)
             limits = replace(BATCH_LIMITS, chat_template=template, chat_format=chat_format)
             with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:
-                run = _Run(engine, output, served_model_name or model, bar.update)
+                name = served_model_name or engine_options["model"]
+                run = _Run(engine, output, name, bar.update)
                 run.answer(read_lines(input_file, output.done, limits))
             if run.ignored:
                 counts = ", ".join(f"{name} ({count:,} lines)" for name, count in run.ignored.most_common())

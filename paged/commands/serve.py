@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..server.options import MAX_WAITING, ServeOptions
 from . import common
-from .headings import SERVER
+from .headings import MODEL, SERVER
 from .options import option_type, with_options
 from .settings import from_environment, from_file
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from socket import socket
 
 SERVED_MODEL_HELP = """A local directory, a Hugging Face hub id, or demo for the checkpoint that ships with
-paged. It may also come from the environment or the file, as all options may."""
+paged. It may also come from the environment or the file, as all options may. [default: none]"""
 CONFIG_HELP = """A YAML file of options, such as port: 8000. Flags override PAGED_... in the environment, such
 as PAGED_PORT=8000, and these override the file. [default: none]"""
 SERVED_ENGINE = (EngineConfig, [*common.ENGINE[1], "skip_tokenizer_init"])
@@ -33,13 +33,16 @@ SERVE = (ServeOptions, [field.name for field in fields(ServeOptions)])
 
 @with_options(SERVE, SERVED_ENGINE, defaults={"max_waiting": f"{MAX_WAITING:,}"})
 def serve(
-    model: Annotated[str | None, typer.Argument(help=SERVED_MODEL_HELP, show_default=False)] = None,
+    model: common.ModelArgument = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", help=SERVED_MODEL_HELP, rich_help_panel=MODEL)
+    ] = None,
     config: Annotated[Path | None, typer.Option(help=CONFIG_HELP, rich_help_panel=SERVER)] = None,
     **options: Any,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API."""
     _check_installed()
-    settings = _settings(config, {"model": model, **options})
+    settings = _settings(config, {"model": common.one_model(model, model_option), **options})
     if "model" not in settings:
         raise ConfigError("name a model: paged serve MODEL, PAGED_MODEL=..., or model: ... in the file")
     if isinstance(settings.get("chat_template"), str):  # a file may give another type, which is refused

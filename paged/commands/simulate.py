@@ -19,6 +19,7 @@ from ..simulate.fleet import Fleet, FleetConfig
 from ..simulate.report import report, sweep_report
 from ..simulate.timeline import Timeline, check_matplotlib
 from ..simulate.workload import Workload, read_shares
+from . import common
 from .headings import MODEL, SCHEDULING
 from .options import option, option_type, with_options
 
@@ -61,7 +62,10 @@ JSON_HELP = "Print JSON, times in seconds. [default: off]"
 
 @with_options(*((owner, [name for name in names if name not in _OWN]) for owner, names in _NAMES.items()))
 def simulate(
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP, rich_help_panel=MODEL)] = None,
+    model: common.ModelArgument = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", help=MODEL_HELP, rich_help_panel=MODEL)
+    ] = None,
     scheduling_policy: Annotated[
         str | None, option(EngineConfig, "scheduling_policy", "--scheduling-policy", "--policy")
     ] = None,
@@ -74,6 +78,7 @@ def simulate(
     **options: Any,
 ) -> int:
     """Predict latency, throughput and cache use of a fleet: the real scheduler on a virtual clock."""
+    model = common.one_model(model, model_option)
     options |= {"model": model, "scheduling_policy": scheduling_policy, "tenant_weights": tenant_weights}
     options = {name: value for name, value in options.items() if value not in (None, [], ())}
     for name in MAPPINGS:

@@ -95,7 +95,6 @@ def test_requests_that_do_not_fit(run):
             ["thruput"],
             "paged bench has no command 'thruput'; did you mean 'throughput'? it has throughput, latency",
         ),
-        (["latency", "a", "--model", "b"], "the model is given twice, as a and as --model b; leave one out"),
         (["latency", "--num-prompts", "1"], "No such option: --num-prompts"),
         (["throughput", "--num-prompts", "0"], "'--num-prompts'"),
         (["throughput", "--output-json", "missing/x.json"], "no such directory: missing"),

@@ -17,6 +17,7 @@ import typer
 from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams, __version__
 from paged.commands import cli, common, generate
 from paged.commands.headings import HEADINGS
+from paged.from_vllm import ENGINE_ARGS
 from paged.model.families.multimodal import NATIVE
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput
@@ -90,7 +91,8 @@ def test_every_option_of_the_api_is_a_flag(run):
         assert f"\n  --{name.replace('_', '-')} " in help_text
     # Fields without an option are refused, not taken for another option.
     for name in common.NO_FLAGS:
-        assert "No such option" in run.refused("generate", "x", f"--{name.replace('_', '-')}", "1")
+        message = run.refused("generate", "x", f"--{name.replace('_', '-')}", "1")
+        assert ("they are a field of SamplingParams" if name in ENGINE_ARGS else "No such option") in message
     # Help and defaults are those of the API; lines are wrapped to the width of the terminal.
     words = " ".join(help_text.split())
     assert "0 or -1 keeps all. [default: from generation_config.json, else 0]" in words
@@ -579,6 +581,27 @@ def test_unknown_models(run, tmp_path, monkeypatch):
     assert run.fails("generate", "x", "--model", missing) == f"paged: no such directory: {missing}"
     assert "config.json" in run.fails("generate", "x", "--model", tmp_path)
     assert "is a file" in run.fails("generate", "x", "--model", write(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_positional"),
+    [
+        ("generate x", False),
+        ("run-batch in.jsonl out.jsonl", False),
+        *((command, True) for command in ("chat", "warmup", "simulate", "bench throughput", "bench latency")),
+    ],
+)
+def test_every_command_takes_the_model_in_the_same_ways(run, argv, is_positional, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("in.jsonl"), {"custom_id": "1"})
+    said = "no such directory: ./nowhere"
+    assert said in run.fails(*argv.split(), "--model", "./nowhere")
+    if is_positional:
+        assert said in run.fails(*argv.split(), "./nowhere")
+        assert said in run.fails(*argv.split(), "./nowhere", "--model", "./nowhere")
+        assert "the model is given twice, as a and as --model b; leave one out" in run.refused(
+            *argv.split(), "a", "--model", "b"
+        )
 
 
 @pytest.mark.usefixtures("loaded")

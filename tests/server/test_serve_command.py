@@ -71,6 +71,14 @@ def test_flags_override_the_environment_and_this_the_file(run, started, tmp_path
     assert options.chat_template_kwargs == {"thinking": False}
 
 
+def test_the_model_is_positional_or_a_flag(run, started, monkeypatch):
+    monkeypatch.setenv("PAGED_MODEL", "from-environment")
+    for argv in (["some"], ["--model", "some"], ["some", "--model", "some"], []):
+        assert run("serve", *argv, "--port", "0")[0] == 0
+    assert [engine["model"] for engine, _ in started] == ["some", "some", "some", "from-environment"]
+    assert "the model is given twice, as a and as --model b" in run.refused("serve", "a", "--model", "b")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
