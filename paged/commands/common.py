@@ -58,6 +58,9 @@ of several that the checkpoint has, or plain, which writes roles as words (often
 ChatTemplate = Annotated[str | None, typer.Option(help=TEMPLATE_HELP, rich_help_panel=MODEL)]
 
 
+UNKNOWN_OPTIONS = "the options of the earlier results in {} are not known; going on with those of this run"
+
+
 class CliError(PagedError):
     """An error in the command line, or in a file that it names."""
 

@@ -12,6 +12,7 @@ import typer
 
 from ..protocol.jobs import outcome_of, read_jobs
 from ..protocol.result_file import NO_RESULTS, ResultFile, earlier_results
+from ..protocol.run_options import RunOptions
 from ..sampling_params import SamplingParams
 from . import common
 from .common import CliError
@@ -30,7 +31,7 @@ sampling parameters by their API names. Blank lines are skipped. [default: none]
 _DEFAULTS = {"max_tokens": f"from generation_config.json, else {DEFAULT_COMPLETION_TOKENS}"}
 OVERWRITE_HELP = "Replace the results that the file of --output has. [default: off]"
 RESUME_HELP = """Go on where an interrupted run with the same options stopped: keep the results that the file
-of --output has. [default: off]"""
+of --output has. Other options are refused. [default: off]"""
 LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and --output. [default: off]"
 _OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [default: stdout]"
 
@@ -87,8 +88,17 @@ def generate(
         if results.size and not (overwrite or resume):
             raise CliError(f"{output} has results already; --resume goes on, --overwrite begins again")
         earlier = earlier_results(results, jobs) if resume else NO_RESULTS
-        file = PromptFile(jobs, results.write, earlier, lambda: results.truncate(earlier.size))
-        return file.complete(engine_options, live=live)
+        run_options = RunOptions(output, engine_options, sampling, prompts)
+        has_known_options = run_options.check() if earlier.size else True
+        if not has_known_options:
+            common.complain(common.UNKNOWN_OPTIONS.format(output))
+
+        def begin() -> None:
+            results.truncate(earlier.size)
+            if not earlier.size or not has_known_options:
+                run_options.keep()
+
+        return PromptFile(jobs, results.write, earlier, begin).complete(engine_options, live=live)
 
 
 def _is_stream(output: Path) -> bool:

@@ -19,6 +19,7 @@ from ..protocol.batch_file import BATCH_LIMITS, BatchOutput, Line, count_lines, 
 from ..protocol.calls.call import AnswerCall
 from ..protocol.calls.vectors import EmbeddingCall
 from ..protocol.chat_output.chat_format import ChatFormat
+from ..protocol.run_options import RunOptions
 from ..requests.prompts import Prompt
 from ..requests.request import Request, RequestOutput
 from ..server.options import ServeOptions
@@ -58,14 +59,18 @@ def run_batch(
 
     engine_options = common.engine_options(model, options)
     template = common.template_text(chat_template)
+    parsers = common.given(options, PARSERS[1])
     total = count_lines(input_file)
-    with BatchOutput(output_file, input_file, retry_failed=retry_failed) as output:
+    # Not served_model_name: it decides which lines are refused, and --retry-failed answers these.
+    run_options = RunOptions(output_file, engine_options, {"chat_template": template, **parsers}, input_file)
+    with BatchOutput(output_file, input_file, run_options, retry_failed=retry_failed) as output:
+        if not output.has_known_options:
+            common.complain(common.UNKNOWN_OPTIONS.format(output_file))
         num_done = len(output.done)
         if is_done(input_file, output.done):
             common.complain(f"nothing to do: all {total:,} lines have results")
         else:
             engine = common.start(engine_options)
-            parsers = common.given(options, PARSERS[1])
             chat_format = ChatFormat.of_model(engine.text, chat_template=template, **parsers)
             limits = replace(BATCH_LIMITS, chat_template=template, chat_format=chat_format)
             with tqdm(total=total, initial=num_done, desc="Batch", unit="line") as bar:

@@ -20,6 +20,7 @@ from .calls.vectors import EmbeddingCall
 from .endpoints import parse_call
 from .limits import Limits
 from .result_file import ResultFile
+from .run_options import RunOptions
 
 PREFIX = b'{"id": "batch_req_'
 RESULT = re.compile(re.escape(PREFIX) + rb'([0-9a-f]{32})", "custom_id": .*\}\n')
@@ -169,19 +170,25 @@ class BatchOutput:
 
     done: identities of the lines that have a result.
     num_failed: how many of these results are errors.
+    has_known_options: whether the options of the earlier results are known.
 
+    options: of this run, which must be those of the earlier results.
     retry_failed: replace the errors of earlier runs, whose lines are not in `done`.
 
-    Raises RequestError naming the file if it contains other data, and the errors of `ResultFile`.
+    Raises RequestError naming the file if it contains other data, naming the options that are different, and
+    the errors of `ResultFile`.
     """
 
-    def __init__(self, path: Path, source: Path, *, retry_failed: bool = False) -> None:
+    def __init__(self, path: Path, source: Path, options: RunOptions, *, retry_failed: bool = False) -> None:
         self.done = IdentitySet()
         self.num_failed = 0
         self._file = ResultFile(path, source)
         try:
             size, has_failed = self._read(keep_failed=not retry_failed)
+            self.has_known_options = options.check() if size else True
             self._file.truncate(size)
+            if not size or not self.has_known_options:
+                options.keep()
             # The first new result removes the old errors, so that a run that cannot start loses nothing.
             self._has_old_errors = has_failed and retry_failed
         except BaseException:

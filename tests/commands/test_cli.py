@@ -463,6 +463,32 @@ def test_a_run_that_was_cut_anywhere_goes_on(run, tmp_path):
 
 
 @pytest.mark.usefixtures("loaded")
+def test_a_run_goes_on_with_the_options_that_it_was_begun_with(run, tmp_path):
+    prompts, output = write(tmp_path / "p.txt", "a", "b"), tmp_path / "out.jsonl"
+    argv = ("generate", "--prompts", prompts, "--output", output)
+    assert run(*argv, "--max-tokens", "2", *SMALL)[0] == 0
+    whole = output.read_bytes()
+    for cut in (whole[: whole.index(b"\n") + 5], whole):
+        output.write_bytes(cut)
+        code, _, err = run(*argv, "--resume", "--max-tokens", "3", *SMALL)
+        assert code == 2
+        assert f"{output} was begun with other options: max_tokens was 2 and is 3. Go on with" in err
+        assert output.read_bytes() == cut
+        assert run(*argv, "--resume", "--max-tokens", "2", "--num-threads", "1", "--device", "cpu")[0] == 0
+        assert output.read_bytes() == whole
+    # Another file of results is begun with other options, and so is one that has none yet.
+    assert run(*argv, "--overwrite", "--seed", "5", *SMALL)[0] == 0
+    assert "seed was 5 and is not given" in run(*argv, "--resume", *SMALL)[2]
+    output.write_bytes(b"")
+    assert run(*argv, "--resume", *SMALL)[0] == 0
+    # Results of an older version have no options beside them.
+    (tmp_path / "out.jsonl.options.json").unlink()
+    said = f"paged: the options of the earlier results in {output} are not known; going on with those of this"
+    assert said in run(*argv, "--resume", *SMALL)[2]
+    assert said not in run(*argv, "--resume", *SMALL)[2]
+
+
+@pytest.mark.usefixtures("loaded")
 def test_a_killed_run_goes_on(run, tmp_path):
     lines = [{"prompt": f"def f{i}(x):", "max_tokens": 10 + 30 * i, "ignore_eos": True} for i in range(6)]
     prompts = write(tmp_path / "p.jsonl", *lines)

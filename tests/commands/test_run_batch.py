@@ -317,6 +317,35 @@ def test_a_run_that_was_cut_anywhere_is_completed(run, tmp_path):
 
 
 @pytest.mark.usefixtures("loaded")
+def test_a_run_goes_on_with_the_options_that_it_was_begun_with(run, tmp_path):
+    batch, output = write(tmp_path / "in.jsonl", *map(text_line, range(2))), tmp_path / "out.jsonl"
+    run("run-batch", batch, output)
+    whole = output.read_bytes()
+    half = whole[: whole.index(b"\n") + 5]
+    for cut in (half, whole):
+        output.write_bytes(cut)
+        message = run.refused("run-batch", batch, output, "--seed", "1", "--chat-template", "plain")
+        assert (
+            f"{output} was begun with other options: chat_template was not given and is 'plain'; seed was"
+            in message
+        )
+        assert output.read_bytes() == cut
+
+
+@pytest.mark.usefixtures("loaded")
+def test_results_without_options_are_gone_on_with(run, tmp_path):
+    batch, output = write(tmp_path / "in.jsonl", *map(text_line, range(2))), tmp_path / "out.jsonl"
+    run("run-batch", batch, output)
+    whole = results(output)
+    output.write_bytes(output.read_bytes()[:-5])
+    (tmp_path / "out.jsonl.options.json").unlink()
+    said = f"paged: the options of the earlier results in {output} are not known; going on with those of this"
+    assert said in run("run-batch", batch, output, "--max-num-seqs", "1")[2]
+    assert results(output) == whole
+    assert said not in run("run-batch", batch, output)[2]
+
+
+@pytest.mark.usefixtures("loaded")
 def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
     # One is long, so that not all are done at the kill.
     long = line("long", prompt="x", max_tokens=400, ignore_eos=True)
@@ -334,7 +363,7 @@ def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
     num_left = output.read_bytes().count(b"\n")
     assert 5 <= num_left < 28
     run("run-batch", batch, expected)
-    _, _, err = run("run-batch", batch, output)
+    _, _, err = run("run-batch", batch, output, *MODEL)
     assert "28/28" in err
     assert results(output) == results(expected)
     assert len(results(output)) == 28
@@ -359,7 +388,8 @@ def test_failed_lines_are_answered_again(run, tmp_path, monkeypatch):
         patched.setattr(os, "replace", fails)
         assert run(*argv, "m1", "--retry-failed")[0] == 2
     assert output.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "link.jsonl", "out.jsonl"]
+    names = ["in.jsonl", "link.jsonl", "out.jsonl", "out.jsonl.options.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     with monkeypatch.context() as patched:
         patched.setattr(ResultFile, "write", fails)
         assert run(*argv, "m1", "--retry-failed")[0] == 2

@@ -1,0 +1,104 @@
+"""The options that a file of results was begun with, kept beside it, so that no run goes on with others."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..validation import shown
+from .jobs import check_writable
+
+# Options on which no result depends (docs/exactness.md); whether a request fits is the exception. A run may
+# go on with others of these; every other option must be the same.
+WITHOUT_EFFECT = frozenset(
+    {
+        *("num_threads", "enforce_eager", "enable_prefix_caching", "block_size", "num_blocks", "swap_space"),
+        *("gpu_memory_utilization", "cpu_memory_utilization", "watermark", "preemption_mode"),
+        *("max_preemptions", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"),
+        *("max_num_partial_prefills", "max_waiting", "scheduling_policy", "tenant_weights"),
+        *("priority", "cache_salt"),
+    }
+)
+
+
+class RunOptions:
+    """The options of a run, to be compared with those that its file of results was begun with.
+
+    results: the file, beside which NAME.options.json keeps them.
+    engine: arguments of LLMEngine. more: other options; None is one that is not given.
+
+    Raises RequestError if they cannot be kept.
+    """
+
+    def __init__(
+        self, results: Path, engine: Mapping[str, Any], more: Mapping[str, Any], *inputs: Path
+    ) -> None:
+        self._results = results
+        target = results.resolve()
+        self.path = target.with_name(f"{target.name}.options.json")
+        check_writable(self.path, *inputs)
+        given = {**_not_defaults(engine), **more}
+        relevant = {
+            name: value for name, value in given.items() if name not in WITHOUT_EFFECT and value is not None
+        }
+        self._options = json.loads(json.dumps(relevant, default=_plain))
+
+    def keep(self) -> None:
+        """Write the options, when a file of results is begun. A kill leaves the old ones or the new ones."""
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        partial.write_text(json.dumps(self._options, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self.path)
+
+    def check(self) -> bool:
+        """Return whether the options of the earlier results are known.
+
+        Raises ConfigError naming the differences between these and those.
+        """
+        try:
+            kept = json.loads(self.path.read_bytes())
+        except FileNotFoundError:
+            return False
+        except (ValueError, RecursionError):
+            kept = None
+        if not isinstance(kept, dict):
+            raise ConfigError(
+                f"{self.path}: not the options of a run; delete it to go on without comparing them"
+            )
+        now = self._options
+        differences = [
+            f"{name} was {_said(kept, name)} and is {_said(now, name)}"
+            for name in sorted({*kept, *now})
+            if kept.get(name) != now.get(name)
+        ]
+        if differences:
+            raise ConfigError(
+                f"{self._results} was begun with other options: {'; '.join(differences)}. Go on with the "
+                "options that it was begun with, or name another output"
+            )
+        return True
+
+
+def _not_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
+    config = EngineConfig(**engine)
+    values = ((field, getattr(config, field.name)) for field in fields(config))
+    return {
+        field.name: value for field, value in values if field.default is MISSING or value != field.default
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has no form for as something that it has one for."""
+    if is_dataclass(value):
+        given = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return {name: part for name, part in given if part is not None}
+    return str(value)
+
+
+def _said(options: Mapping[str, Any], name: str) -> str:
+    return shown(options[name]) if name in options else "not given"

@@ -1,0 +1,109 @@
+"""A file of results goes on with the options that it was begun with."""
+
+from dataclasses import fields
+
+import pytest
+
+from paged import ConfigError, EngineConfig, SamplingParams, StructuredOutputsParams
+from paged.protocol.run_options import WITHOUT_EFFECT, RunOptions
+
+# Another value of each option.
+ENGINE = {
+    "model": "other",
+    "tokenizer": "other",
+    "revision": "v1",
+    "tokenizer_revision": "v1",
+    "generation_config": "paged",
+    "dtype": "bfloat16",
+    "quantization": "int8",
+    "kv_cache_dtype": "int8",
+    "device": "cpu",
+    "block_size": 32,
+    "max_model_len": 64,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 64,
+    "num_blocks": 9,
+    "gpu_memory_utilization": 0.5,
+    "cpu_memory_utilization": 0.5,
+    "enable_prefix_caching": False,
+    "scheduling_policy": "priority",
+    "tenant_weights": {},
+    "long_prefill_token_threshold": 5,
+    "max_num_partial_prefills": 2,
+    "max_waiting": 7,
+    "watermark": 0.1,
+    "preemption_mode": "recompute",
+    "max_preemptions": 3,
+    "swap_space": 0.5,
+    "attention_backend": "torch",
+    "num_threads": 1,
+    "deterministic": True,
+    "enforce_eager": True,
+    "seed": 3,
+    "skip_tokenizer_init": True,
+}
+SAMPLING = {
+    "temperature": 0.5,
+    "stop": ["a"],
+    "logit_bias": {5: float("-inf")},
+    "structured_outputs": StructuredOutputsParams(json={"const": "é"}),
+    "timeout_s": 1.0,
+    "priority": 1.0,
+    "cache_salt": "a",
+}
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Return what makes the options of a run of results.jsonl, which was begun without any."""
+
+    def options(engine=None, **more):
+        return RunOptions(tmp_path / "results.jsonl", {"model": "demo", **(engine or {})}, more)
+
+    options().keep()
+    return options
+
+
+def test_every_option_is_compared_or_changes_no_result(begun):
+    assert ENGINE.keys() == {field.name for field in fields(EngineConfig)}
+    assert ENGINE.keys() | {field.name for field in fields(SamplingParams)} > WITHOUT_EFFECT
+    runs = [(name, begun({name: value})) for name, value in ENGINE.items()]
+    runs += [(name, begun(**{name: value})) for name, value in SAMPLING.items()]
+    for name, run in runs:
+        if name in WITHOUT_EFFECT:
+            assert run.check()
+            continue
+        was = "'demo'" if name == "model" else "not given"
+        with pytest.raises(
+            ConfigError, match=f"results.jsonl was begun with other options: {name} was {was} and"
+        ):
+            run.check()
+        run.keep()
+        assert run.check()
+        with pytest.raises(ConfigError, match=f": {name} was .* and is {was}. Go on with"):
+            begun().check()
+        begun().keep()
+
+
+def test_a_default_may_be_spelt_out(begun):
+    assert begun({"seed": 0, "dtype": "auto"}, chat_template=None).check()
+
+
+def test_all_differences_are_named(begun):
+    begun({"seed": 3, "dtype": "float32"}, stop=["a"]).keep()
+    with pytest.raises(ConfigError) as error:
+        begun({"seed": 3}, stop=["b"], top_k=2).check()
+    assert "options: dtype was 'float32' and is not given; stop was ['a'] and is ['b']; top_k" in str(
+        error.value
+    )
+
+
+def test_files_that_hold_no_options(begun, tmp_path):
+    file = tmp_path / "results.jsonl.options.json"
+    assert [*tmp_path.iterdir()] == [file]
+    for text in ("", "[]", "{", "[" * 100_000, b"\xff"):
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+        with pytest.raises(ConfigError, match="not the options of a run; delete it to go on"):
+            begun().check()
+    file.unlink()
+    assert not begun().check()
