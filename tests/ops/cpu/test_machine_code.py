@@ -1,15 +1,18 @@
 """The cache of machine code: kernels are compiled once, and loaded by LLVM alone."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("numba")
 
+import paged
 from paged.kernels.cpu import compiling
 from paged.kernels.cpu.launch import code_cache
 
@@ -54,14 +57,65 @@ def test_code_is_compiled_once_and_loaded_without_numbas_compiler(run, tmp_path)
     assert run() == "3 3 compiled with\n"
     (file,) = tmp_path.iterdir()
     assert run() == "3 3 loaded without\n"
-    # A damaged file is compiled again; code of other sources is deleted.
+    # A damaged file is compiled again; of other sources the newest are kept.
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    file.with_name(file.name.replace(file.name[-18:], "0" * 16 + ".o")).write_bytes(b"of other sources")
+    others = [file.with_name(file.name.replace(file.name[-18:], f"{i:016}.o")) for i in range(5)]
+    for age, other in enumerate(others):
+        other.write_bytes(b"of other sources")
+        os.utime(other, (10**9 - age, 10**9 - age))
     assert run() == "3 3 compiled with\n"
-    assert [*tmp_path.iterdir()] == [file]
+    assert {*tmp_path.iterdir()} == {file, *others[:3]}
     assert run() == "3 3 loaded without\n"
+
+
+def test_code_that_others_may_have_written_is_not_run(run, tmp_path):
+    assert run() == "3 3 compiled with\n"
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o644
+    file.chmod(0o666)
+    assert run() == "3 3 compiled with\n"
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert run() == "3 3 loaded without\n"
+    if os.geteuid() == 0:
+        os.chown(file, 12345, -1)
+        assert run() == "3 3 compiled with\n"
+        assert file.stat().st_uid == 0
+
+
+COPY = """
+    from paged.kernels.cpu import compiling
+    def compile_kernel(function):
+        raise SystemExit(f"{function} is compiled")
+    compiling.compile_kernel, compiling.MOST_PROCESSES = compile_kernel, 1
+    report = compiling.compile_ahead()
+    print(report.num_compiled, report.directory)
+"""
+
+
+def test_a_copy_of_the_project_compiles_nothing(tmp_path, monkeypatch):
+    """The key of the cache is content: neither the paths nor the times of files are in it."""
+    directory = compiling.compile_ahead().directory
+    root = Path(paged.__file__).parents[1]
+    copy = tmp_path / "elsewhere"
+    ignored = shutil.ignore_patterns("demo", "__pycache__")
+    shutil.copytree(root / "paged", copy / "paged", ignore=ignored, copy_function=shutil.copyfile)
+    cached = copy / "paged" / "kernels" / "cpu" / "__pycache__"
+    cached.mkdir()
+    for name in compiling.KERNELS:
+        shutil.copyfile(directory / code_cache._file_name(name), cached / code_cache._file_name(name))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    environment = {**os.environ, "PYTHONPATH": str(copy), "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
+    command = [sys.executable, "-c", textwrap.dedent(COPY)]
+    started = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (started.stdout, started.stderr) == (f"0 {cached}\n", "")
+    # Another constant that the kernels use is another content.
+    source = copy / "paged" / "kernels" / "plain" / "sampling.py"
+    source.write_text(source.read_text().replace("SMALLEST", "SMALLEST_NUMBER"))
+    source.write_text(source.read_text() + "\nSMALLEST = SMALLEST_NUMBER\n")
+    started = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert "is compiled" in started.stderr
 
 
 # A process with kernels of its own, which are quick to compile. It begins when it reads a line.
