@@ -59,7 +59,6 @@ def main() -> None:
     from paged.server.front_end import FrontEnd
     from paged.server.http.listener import Server, allow_many_connections, bind, new_event_loop
     from paged.server.options import ServeOptions
-    from paged.server.routes.table import ROUTE_PATHS
     from paged.server.telemetry.request_log import RequestLog, set_up_logging
 
     assert "torch" not in sys.modules
@@ -67,7 +66,7 @@ def main() -> None:
     options = ServeOptions(port=0)
     with open(os.devnull, "w") as nowhere, bind(options) as listener:
         set_up_logging("text", nowhere)
-        front = FrontEnd(StubEngine(args.model, is_idle=args.idle), options, ROUTE_PATHS, [RequestLog()])
+        front = FrontEnd(StubEngine(args.model, is_idle=args.idle), options, [RequestLog()])
         port = listener.getsockname()[1]
         server = Server(
             new_app(front),

@@ -93,7 +93,6 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
     from ..server.engine_client import EngineClient
     from ..server.front_end import FrontEnd
     from ..server.http.listener import Server, allow_many_connections, url_of
-    from ..server.routes.table import ROUTE_PATHS
     from ..server.telemetry.records import Observer
     from ..server.telemetry.request_log import RequestLog, set_up_logging
 
@@ -105,7 +104,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
 
         observers.append(Traces(options.otlp_traces_endpoint))
     async with EngineClient(**engine_options, replicas=options.replicas, router=options.router) as engine:
-        front = FrontEnd(engine, options, ROUTE_PATHS, observers)
+        front = FrontEnd(engine, options, observers)
         print(engine.describe(), file=sys.stderr)
         address = f"{', '.join(front.names)} is served at {url_of(options, listener)}"
 

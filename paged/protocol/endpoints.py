@@ -1,12 +1,17 @@
-"""Endpoints: the URL paths whose bodies become calls."""
+"""Every route of the server, declared once: the router, keys, metrics and /openapi.json follow from it.
+
+`server/routes/table.py` says what answers each. docs/add-a-route.md
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ..errors import RequestError
 from ..validation import shown
+from .answers.schemas import RESPONSES
 from .calls.call import Call
 from .calls.chat import ChatCall
 from .calls.completions import CompletionCall
@@ -15,16 +20,125 @@ from .calls.tokens import DetokenizeCall, TokenizeCall
 from .calls.vectors import EmbeddingCall, ScoreCall
 from .limits import Limits
 
-ENDPOINTS: dict[str, type[Call]] = {
-    "/v1/chat/completions": ChatCall,
-    "/v1/completions": CompletionCall,
-    "/v1/embeddings": EmbeddingCall,
-    "/v1/score": ScoreCall,
-    "/tokenize": TokenizeCall,
-    "/detokenize": DetokenizeCall,
-    "/generate": GenerateCall,
-    "/generate/batch": GenerateCall,
-}
+JSON = "application/json"
+LINES = "application/x-ndjson"
+EVENTS = "text/event-stream"
+PLAIN = "text/plain"
+_LISTED: list[Endpoint] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A method and a path of the server, added to ROUTES.
+
+    summary: what it does, for /openapi.json.
+    answer: the name of the response's schema in RESPONSES; None if it is no JSON.
+    call: what parses the body; None without a body.
+    media: the content type of the answer. streamed: that of a stream, if there may be one.
+    needs_key: whether a request needs one of the server's keys.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    summary: str
+    answer: str | None
+    call: type[Call] | None = None
+    media: str = JSON
+    streamed: str | None = None
+    needs_key: bool = True
+
+    def __post_init__(self) -> None:
+        where = f"{self.method} {self.path}"
+        assert self.path.startswith("/"), f"{where}: a path begins with a slash"
+        assert (self.method == "POST") == (self.call is not None), f"{where}: POST has a call, GET has none"
+        assert (self.answer is None) == (self.media != JSON), f"{where}: JSON has a schema, all else none"
+        assert self.answer in (None, *RESPONSES), f"{where}: no schema is named {self.answer!r}"
+        others = [(route.method, route.path) for route in _LISTED]
+        assert (self.method, self.path) not in others, f"{where} is declared twice"
+        _LISTED.append(self)
+
+
+CHAT = Endpoint(
+    method="POST",
+    path="/v1/chat/completions",
+    summary="Answer a conversation",
+    call=ChatCall,
+    answer="ChatCompletion",
+    streamed=EVENTS,
+)
+COMPLETIONS = Endpoint(
+    method="POST",
+    path="/v1/completions",
+    summary="Complete one or several prompts",
+    call=CompletionCall,
+    answer="Completion",
+    streamed=EVENTS,
+)
+EMBEDDINGS = Endpoint(
+    method="POST",
+    path="/v1/embeddings",
+    summary="Embed one or several texts",
+    call=EmbeddingCall,
+    answer="Embeddings",
+)
+SCORE = Endpoint(
+    method="POST",
+    path="/v1/score",
+    summary="Return the log-probabilities of continuations",
+    call=ScoreCall,
+    answer="Scores",
+)
+TOKENIZE = Endpoint(
+    method="POST",
+    path="/tokenize",
+    summary="Return the tokens of a text or a conversation",
+    call=TokenizeCall,
+    answer="Tokens",
+)
+DETOKENIZE = Endpoint(
+    method="POST", path="/detokenize", summary="Return the text of tokens", call=DetokenizeCall, answer="Text"
+)
+GENERATE, GENERATE_BATCH = (
+    Endpoint(
+        method="POST",
+        path=path,
+        summary="Complete prompts, each with its own result",
+        call=GenerateCall,
+        answer="Results",
+        streamed=LINES,
+    )
+    for path in ("/generate", "/generate/batch")
+)
+MODELS = Endpoint(method="GET", path="/v1/models", summary="List the model's names", answer="Models")
+MODEL = Endpoint(
+    method="GET", path="/v1/models/{model}", summary="Return one of the model's names", answer="Model"
+)
+# A monitor or a load balancer may have no key.
+HEALTH = Endpoint(
+    method="GET", path="/health", summary="Return whether the engine runs", answer="Any", needs_key=False
+)
+READY = Endpoint(
+    method="GET", path="/ready", summary="Return whether requests are accepted", answer="Any", needs_key=False
+)
+VERSION = Endpoint(
+    method="GET", path="/version", summary="Return the version of paged", answer="Version", needs_key=False
+)
+METRICS = Endpoint(
+    method="GET",
+    path="/metrics",
+    summary="Return metrics in the form of Prometheus",
+    answer=None,
+    media=PLAIN,
+    needs_key=False,
+)
+OPENAPI = Endpoint(
+    method="GET", path="/openapi.json", summary="Return this description", answer="Any", needs_key=False
+)
+
+ROUTES = tuple(_LISTED)
+# The routes that take a body, and what parses it.
+ENDPOINTS: dict[str, type[Call]] = {route.path: route.call for route in ROUTES if route.call is not None}
+OPEN_PATHS = frozenset(route.path for route in ROUTES if not route.needs_key)
 DEFAULT_LIMITS = Limits()
 
 

@@ -10,14 +10,13 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..protocol.endpoints import OPEN_PATHS
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
 from .routes.table import ROUTES, Handler
 from .telemetry.records import CLIENT_GONE
 
-# What needs no key: a monitor or a load balancer may have none.
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
 # Headers of responses that a page in a browser may read.
 EXPOSED_HEADERS = ("x-request-id", "x-paged-ignored", "x-should-retry", "retry-after")
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
@@ -46,11 +45,11 @@ class App:
         self._keys = [key.encode() for key in front.options.api_key]
         routes = [
             Route(
-                route.path.replace("{model}", "{model:path}"),  # a name may contain slashes
-                _Endpoint(route.new_handler(front)),
-                methods=[route.method],
+                endpoint.path.replace("{model}", "{model:path}"),  # a name may contain slashes
+                _Endpoint(new_handler(front)),
+                methods=[endpoint.method],
             )
-            for route in ROUTES
+            for endpoint, new_handler in ROUTES
         ]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
@@ -119,5 +118,5 @@ class _Cors(CORSMiddleware):
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
     if scope["type"] != "http":
         return  # a websocket, which the server refuses
-    paths = ", ".join(dict.fromkeys(route.path for route in ROUTES))
+    paths = ", ".join(dict.fromkeys(route.endpoint.path for route in ROUTES))
     raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {paths}")

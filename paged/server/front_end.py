@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..errors import EngineDeadError, QueueFullError
 from ..protocol.calls.call import Call
 from ..protocol.chat_output.chat_format import ChatFormat
-from ..protocol.endpoints import parse_call
+from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
 from ..requests.seeds import derived_seed
 from ..sampling_params import MAX_SEED, SamplingParams
@@ -40,7 +40,6 @@ STOPPED = "the engine has stopped; the server's log says why"
 class FrontEnd:
     """The engine, and what the routes know about its requests.
 
-    routes: the method and the path of each.
     names: of the model, the first one in responses.
     created: when the server started, in seconds since 1970.
     metrics: what GET /metrics says.
@@ -53,17 +52,17 @@ class FrontEnd:
         self,
         engine: ServedEngine,
         options: ServeOptions,
-        routes: Sequence[tuple[str, str]],
         observers: Sequence[Observer] = (),
     ) -> None:
-        self.engine, self.options, self.routes = engine, options, routes
+        self.engine = engine
+        self.options = options
         self.names = tuple(options.served_model_name) or (engine.config.model,)
         self.created = int(time.time())
         self.metrics = ServerMetrics(
             self.names[0],
             engine.config,
             max_model_len=engine.max_model_len,
-            routes=[path for _, path in routes],
+            routes=[route.path for route in ROUTES],
             prefix=options.metrics_prefix,
             num_engines=options.replicas,
         )

@@ -12,8 +12,7 @@ from paged.protocol.openapi import openapi
 from tests.protocol.test_bodies import WRONG
 from tests.support.api_fields import BODIES, CHAT, changes
 
-GETS = ("/v1/models", "/health", "/ready", "/version", "/metrics", "/openapi.json")
-DESCRIPTION = openapi([*(("POST", url) for url in ENDPOINTS), *(("GET", url) for url in GETS)])
+DESCRIPTION = openapi()
 SCHEMAS = DESCRIPTION["components"]["schemas"]
 TRUSTING = Limits(trust_chat_template=True, max_logprobs=-1)
 
@@ -40,8 +39,6 @@ def test_every_reference_has_a_schema():
     assert names <= SCHEMAS.keys()
     for schema in SCHEMAS.values():
         jsonschema.Draft202012Validator.check_schema(schema)
-    with pytest.raises(KeyError):
-        openapi([("GET", "/unknown")])
 
 
 @pytest.mark.parametrize(("url", "name", "before", "after"), [*changes()], ids=str)

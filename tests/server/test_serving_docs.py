@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
+from paged.protocol.endpoints import ROUTES
 from paged.protocol.openapi import openapi
 from paged.server.options import ServeOptions
-from paged.server.routes.table import ROUTE_PATHS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
 def test_every_route_and_option_is_documented():
-    for method, path in ROUTE_PATHS:
-        assert f"`{method} {path}`" in TEXT
+    for route in ROUTES:
+        assert f"`{route.method} {route.path}`" in TEXT
     for field in fields(ServeOptions):
         assert f"`--{field.name.replace('_', '-')}`" in TEXT
 
 
 def test_every_status_is_documented():
-    paths = openapi(ROUTE_PATHS)["paths"].values()
+    paths = openapi()["paths"].values()
     statuses = {code for path in paths for operation in path.values() for code in operation["responses"]}
     # 403 is declared for keys with fewer rights, which come later.
     for status in statuses - {"200", "403"}:

@@ -18,7 +18,6 @@ from paged.server.app import new_app
 from paged.server.front_end import FrontEnd
 from paged.server.http.listener import Server, bind, new_event_loop
 from paged.server.options import ServeOptions
-from paged.server.routes.table import ROUTE_PATHS
 
 
 @dataclass
@@ -103,7 +102,7 @@ def serving(
 
     async def listen() -> None:
         chosen = ServeOptions(port=0, **options)
-        end = FrontEnd(engine, chosen, ROUTE_PATHS)
+        end = FrontEnd(engine, chosen)
         front(end)
         listener = bind(chosen)
         server = Server(

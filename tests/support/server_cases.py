@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from paged.server.routes.table import ROUTE_PATHS
+from paged.protocol.endpoints import ROUTES
 from tests.support.api_fields import BODIES
 from tests.support.mutations import dumps
 from tests.support.server_bodies import JSON, new_body, valid_body
 from tests.support.small_server import MODEL
 
-GETS = [path for method, path in ROUTE_PATHS if method == "GET"]
+GETS = [route.path for route in ROUTES if route.method == "GET"]
 POSTS = [*BODIES]
 # Of what is no request to a route, or is refused before it reaches one.
 PROTOCOL_STATUSES = frozenset({400, 404, 405, 408, 413, 415, 431})

@@ -6,6 +6,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import EngineDeadError
+from ...protocol.endpoints import MODEL
 from ...protocol.openapi import openapi
 from .. import connection
 from ..front_end import FrontEnd
@@ -35,7 +36,7 @@ class ModelRoute:
         name = exchange.route.removeprefix("/v1/models/")
         if not name:
             raise HttpError(404, "there is no '/v1/models/' here, but /v1/models and /v1/models/{model}")
-        exchange.route = "/v1/models/{model}"  # for the metrics
+        exchange.route = MODEL.path  # for the metrics
         self._front.check_model(name)
         await exchange.respond_json(200, _model(self._front, name))
 
@@ -119,8 +120,8 @@ class MetricsRoute:
 class OpenAPIRoute:
     """The description of all routes."""
 
-    def __init__(self, front: FrontEnd) -> None:
-        self._body = encode_json(openapi(front.routes))
+    def __init__(self, front: FrontEnd) -> None:  # noqa: ARG002
+        self._body = encode_json(openapi())
 
     async def __call__(self, exchange: Exchange) -> None:
         await exchange.respond(200, self._body)

@@ -1,4 +1,4 @@
-"""The table of routes."""
+"""What answers each route of `protocol/endpoints.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
+from ...protocol import endpoints
+from ...protocol.endpoints import Endpoint
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from .generation import AnswerRoute, ResultRoute
@@ -25,31 +27,34 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class RouteEntry(NamedTuple):
-    """A method and a path, and what answers them."""
+    """A route, and what answers it."""
 
-    method: str
-    path: str
+    endpoint: Endpoint
     new_handler: Callable[[FrontEnd], Handler]
 
 
-_POSTED: dict[str, Callable[[str, FrontEnd], Handler]] = {
-    "/v1/chat/completions": AnswerRoute,
-    "/v1/completions": AnswerRoute,
-    "/v1/embeddings": EmbeddingRoute,
-    "/v1/score": ScoreRoute,
-    "/tokenize": TokenizeRoute,
-    "/detokenize": DetokenizeRoute,
-    "/generate": ResultRoute,
-    "/generate/batch": ResultRoute,
+# What answers a body is told which route it is.
+_OF_BODIES: dict[Endpoint, Callable[[str, FrontEnd], Handler]] = {
+    endpoints.CHAT: AnswerRoute,
+    endpoints.COMPLETIONS: AnswerRoute,
+    endpoints.EMBEDDINGS: EmbeddingRoute,
+    endpoints.SCORE: ScoreRoute,
+    endpoints.TOKENIZE: TokenizeRoute,
+    endpoints.DETOKENIZE: DetokenizeRoute,
+    endpoints.GENERATE: ResultRoute,
+    endpoints.GENERATE_BATCH: ResultRoute,
 }
-ROUTES = (
-    *(RouteEntry("POST", path, partial(handler, path)) for path, handler in _POSTED.items()),
-    RouteEntry("GET", "/v1/models", ModelsRoute),
-    RouteEntry("GET", "/v1/models/{model}", ModelRoute),
-    RouteEntry("GET", "/health", HealthRoute),
-    RouteEntry("GET", "/ready", ReadyRoute),
-    RouteEntry("GET", "/version", VersionRoute),
-    RouteEntry("GET", "/metrics", MetricsRoute),
-    RouteEntry("GET", "/openapi.json", OpenAPIRoute),
-)
-ROUTE_PATHS = tuple((route.method, route.path) for route in ROUTES)
+_HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
+    **{endpoint: partial(handler, endpoint.path) for endpoint, handler in _OF_BODIES.items()},
+    endpoints.MODELS: ModelsRoute,
+    endpoints.MODEL: ModelRoute,
+    endpoints.HEALTH: HealthRoute,
+    endpoints.READY: ReadyRoute,
+    endpoints.VERSION: VersionRoute,
+    endpoints.METRICS: MetricsRoute,
+    endpoints.OPENAPI: OpenAPIRoute,
+}
+_UNANSWERED = [endpoint.path for endpoint in endpoints.ROUTES if endpoint not in _HANDLERS]
+assert not _UNANSWERED, f"nothing answers {', '.join(_UNANSWERED)}: see docs/add-a-route.md"
+
+ROUTES = tuple(RouteEntry(endpoint, _HANDLERS[endpoint]) for endpoint in endpoints.ROUTES)
