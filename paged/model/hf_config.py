@@ -11,7 +11,6 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +174,8 @@ def _text_alone(hf: Config, architecture: str, known: Multimodal) -> ModelConfig
 def require_supported(hf: Config) -> str:
     """Return the architecture named in config.json.
 
-    Raises CheckpointError, and UnsupportedModelError: for other architectures, with the nearest supported
-    ones, for quantized checkpoints and for those whose tokens attend to later ones.
+    Raises CheckpointError, and UnsupportedModelError: for other architectures, for quantized checkpoints and
+    for those whose tokens attend to later ones.
     """
     names = hf.get("architectures")
     if not names:
@@ -184,11 +183,9 @@ def require_supported(hf: Config) -> str:
         raise UnsupportedModelError(f"architectures is missing{kind}; `paged models` lists what it may name")
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in NATIVE:
-        nearest = ", ".join(get_close_matches(str(name), NATIVE, n=3, cutoff=0.0))
         code = ", and the checkpoint's own code (auto_map) is never run" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is not supported{code}; the nearest of the {len(NATIVE)} that are: "
-            f"{nearest} (`paged models` lists all)"
+            f"architecture {shown(name)} is not supported{code}; `paged models` lists those that are"
         )
     model_type, expected = hf.get("model_type"), NATIVE[name].model_type
     if model_type != expected:

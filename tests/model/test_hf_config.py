@@ -519,3 +519,11 @@ print(*{"torch._dynamo", "torch._inductor", "sympy", "triton"} & set(sys.modules
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == ""
+
+
+@pytest.mark.parametrize("name", ["LlamaForCasualLM", "Qwen2MoeForCausalLM", "Rwkv5ForCausalLM", "X"])
+def test_a_name_that_is_spelt_alike_is_not_proposed(name):
+    """It would read as if its weights could be loaded."""
+    with pytest.raises(UnsupportedModelError) as error:
+        from_hf({"architectures": [name], "model_type": "x"})
+    assert str(error.value) == f"architecture '{name}' is not supported; `paged models` lists those that are"
