@@ -21,9 +21,9 @@ from .calls.vectors import EmbeddingCall, ScoreCall
 from .limits import Limits
 
 JSON = "application/json"
-LINES = "application/x-ndjson"
-EVENTS = "text/event-stream"
-PLAIN = "text/plain"
+_LINES = "application/x-ndjson"
+_EVENTS = "text/event-stream"
+_PLAIN = "text/plain"
 _LISTED: list[Endpoint] = []
 
 
@@ -58,80 +58,80 @@ class Endpoint:
         _LISTED.append(self)
 
 
-CHAT = Endpoint(
+POST_CHAT = Endpoint(
     method="POST",
     path="/v1/chat/completions",
     summary="Answer a conversation",
     call=ChatCall,
     answer="ChatCompletion",
-    streamed=EVENTS,
+    streamed=_EVENTS,
 )
-COMPLETIONS = Endpoint(
+POST_COMPLETIONS = Endpoint(
     method="POST",
     path="/v1/completions",
     summary="Complete one or several prompts",
     call=CompletionCall,
     answer="Completion",
-    streamed=EVENTS,
+    streamed=_EVENTS,
 )
-EMBEDDINGS = Endpoint(
+POST_EMBEDDINGS = Endpoint(
     method="POST",
     path="/v1/embeddings",
     summary="Embed one or several texts",
     call=EmbeddingCall,
     answer="Embeddings",
 )
-SCORE = Endpoint(
+POST_SCORE = Endpoint(
     method="POST",
     path="/v1/score",
     summary="Return the log-probabilities of continuations",
     call=ScoreCall,
     answer="Scores",
 )
-TOKENIZE = Endpoint(
+POST_TOKENIZE = Endpoint(
     method="POST",
     path="/tokenize",
     summary="Return the tokens of a text or a conversation",
     call=TokenizeCall,
     answer="Tokens",
 )
-DETOKENIZE = Endpoint(
+POST_DETOKENIZE = Endpoint(
     method="POST", path="/detokenize", summary="Return the text of tokens", call=DetokenizeCall, answer="Text"
 )
-GENERATE, GENERATE_BATCH = (
+POST_GENERATE, POST_GENERATE_BATCH = (
     Endpoint(
         method="POST",
         path=path,
         summary="Complete prompts, each with its own result",
         call=GenerateCall,
         answer="Results",
-        streamed=LINES,
+        streamed=_LINES,
     )
     for path in ("/generate", "/generate/batch")
 )
-MODELS = Endpoint(method="GET", path="/v1/models", summary="List the model's names", answer="Models")
-MODEL = Endpoint(
+GET_MODELS = Endpoint(method="GET", path="/v1/models", summary="List the model's names", answer="Models")
+GET_MODEL = Endpoint(
     method="GET", path="/v1/models/{model}", summary="Return one of the model's names", answer="Model"
 )
 # A monitor or a load balancer may have no key.
-HEALTH = Endpoint(
+GET_HEALTH = Endpoint(
     method="GET", path="/health", summary="Return whether the engine runs", answer="Any", needs_key=False
 )
-READY = Endpoint(
+GET_READY = Endpoint(
     method="GET", path="/ready", summary="Return whether requests are accepted", answer="Any", needs_key=False
 )
-VERSION = Endpoint(
+GET_VERSION = Endpoint(
     method="GET", path="/version", summary="Return the version of paged", answer="Version", needs_key=False
 )
-METRICS = Endpoint(
+GET_METRICS = Endpoint(
     method="GET",
     path="/metrics",
     summary="Return metrics in the form of Prometheus",
     answer=None,
-    media=PLAIN,
+    media=_PLAIN,
     needs_key=False,
 )
-OPENAPI = Endpoint(
+GET_OPENAPI = Endpoint(
     method="GET", path="/openapi.json", summary="Return this description", answer="Any", needs_key=False
 )
 

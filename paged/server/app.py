@@ -10,11 +10,11 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..protocol.endpoints import OPEN_PATHS
+from ..protocol.endpoints import OPEN_PATHS, ROUTES
 from .front_end import FrontEnd
 from .http.exchange import ClientGone, Exchange, request_id_of
 from .http.failures import HttpError
-from .routes.table import ROUTES, Handler
+from .routes.table import HANDLERS, Handler
 from .telemetry.records import CLIENT_GONE
 
 # Headers of responses that a page in a browser may read.
@@ -45,11 +45,11 @@ class App:
         self._keys = [key.encode() for key in front.options.api_key]
         routes = [
             Route(
-                endpoint.path.replace("{model}", "{model:path}"),  # a name may contain slashes
-                _Endpoint(new_handler(front)),
-                methods=[endpoint.method],
+                route.path.replace("{model}", "{model:path}"),  # a name may contain slashes
+                _Endpoint(HANDLERS[route](front)),
+                methods=[route.method],
             )
-            for endpoint, new_handler in ROUTES
+            for route in ROUTES
         ]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
@@ -118,5 +118,5 @@ class _Cors(CORSMiddleware):
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
     if scope["type"] != "http":
         return  # a websocket, which the server refuses
-    paths = ", ".join(dict.fromkeys(route.endpoint.path for route in ROUTES))
+    paths = ", ".join(dict.fromkeys(route.path for route in ROUTES))
     raise HttpError(404, f"there is no {scope[EXCHANGE].route!r} here, but {paths}")

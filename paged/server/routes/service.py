@@ -6,7 +6,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import EngineDeadError
-from ...protocol.endpoints import MODEL
+from ...protocol.endpoints import GET_MODEL
 from ...protocol.openapi import openapi
 from .. import connection
 from ..front_end import FrontEnd
@@ -36,7 +36,7 @@ class ModelRoute:
         name = exchange.route.removeprefix("/v1/models/")
         if not name:
             raise HttpError(404, "there is no '/v1/models/' here, but /v1/models and /v1/models/{model}")
-        exchange.route = MODEL.path  # for the metrics
+        exchange.route = GET_MODEL.path  # for the metrics
         self._front.check_model(name)
         await exchange.respond_json(200, _model(self._front, name))
 

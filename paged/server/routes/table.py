@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import NamedTuple
 
 from ...protocol import endpoints
 from ...protocol.endpoints import Endpoint
@@ -26,35 +25,26 @@ from .vectors import EmbeddingRoute, ScoreRoute
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
-class RouteEntry(NamedTuple):
-    """A route, and what answers it."""
-
-    endpoint: Endpoint
-    new_handler: Callable[[FrontEnd], Handler]
-
-
 # What answers a body is told which route it is.
 _OF_BODIES: dict[Endpoint, Callable[[str, FrontEnd], Handler]] = {
-    endpoints.CHAT: AnswerRoute,
-    endpoints.COMPLETIONS: AnswerRoute,
-    endpoints.EMBEDDINGS: EmbeddingRoute,
-    endpoints.SCORE: ScoreRoute,
-    endpoints.TOKENIZE: TokenizeRoute,
-    endpoints.DETOKENIZE: DetokenizeRoute,
-    endpoints.GENERATE: ResultRoute,
-    endpoints.GENERATE_BATCH: ResultRoute,
+    endpoints.POST_CHAT: AnswerRoute,
+    endpoints.POST_COMPLETIONS: AnswerRoute,
+    endpoints.POST_EMBEDDINGS: EmbeddingRoute,
+    endpoints.POST_SCORE: ScoreRoute,
+    endpoints.POST_TOKENIZE: TokenizeRoute,
+    endpoints.POST_DETOKENIZE: DetokenizeRoute,
+    endpoints.POST_GENERATE: ResultRoute,
+    endpoints.POST_GENERATE_BATCH: ResultRoute,
 }
-_HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
+HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     **{endpoint: partial(handler, endpoint.path) for endpoint, handler in _OF_BODIES.items()},
-    endpoints.MODELS: ModelsRoute,
-    endpoints.MODEL: ModelRoute,
-    endpoints.HEALTH: HealthRoute,
-    endpoints.READY: ReadyRoute,
-    endpoints.VERSION: VersionRoute,
-    endpoints.METRICS: MetricsRoute,
-    endpoints.OPENAPI: OpenAPIRoute,
+    endpoints.GET_MODELS: ModelsRoute,
+    endpoints.GET_MODEL: ModelRoute,
+    endpoints.GET_HEALTH: HealthRoute,
+    endpoints.GET_READY: ReadyRoute,
+    endpoints.GET_VERSION: VersionRoute,
+    endpoints.GET_METRICS: MetricsRoute,
+    endpoints.GET_OPENAPI: OpenAPIRoute,
 }
-_UNANSWERED = [endpoint.path for endpoint in endpoints.ROUTES if endpoint not in _HANDLERS]
+_UNANSWERED = [endpoint.path for endpoint in endpoints.ROUTES if endpoint not in HANDLERS]
 assert not _UNANSWERED, f"nothing answers {', '.join(_UNANSWERED)}: see docs/add-a-route.md"
-
-ROUTES = tuple(RouteEntry(endpoint, _HANDLERS[endpoint]) for endpoint in endpoints.ROUTES)
