@@ -15,7 +15,7 @@ def main():
         model="meta-llama/Llama-3.2-1B-Instruct", max_model_len=1024, dtype="float", disable_log_stats=True
     )
     sampling_params = llm.get_default_sampling_params()
-    (output,) = llm.chat(conversation, sampling_params, use_tqdm=False, lora_request=None)
+    (output,) = llm.chat(conversation, sampling_params, False, None)
     print(output.prompt, output.outputs[0].text)
     params = SamplingParams(temperature=0.5, max_tokens=8, stop=None)
     outputs = llm.chat([conversation] * 3, params, use_tqdm=True, chat_template_content_format="auto")
