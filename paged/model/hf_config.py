@@ -184,7 +184,7 @@ def require_supported(hf: Config) -> str:
         raise UnsupportedModelError(f"architectures is missing{kind}; `paged models` lists what it may name")
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in NATIVE:
-        nearest = ", ".join(get_close_matches(str(name), NATIVE, n=3, cutoff=0.0))
+        nearest = ", ".join(get_close_matches(shown(name), NATIVE, n=3, cutoff=0.0))
         code = ", and the checkpoint's own code (auto_map) is never run" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
             f"architecture {shown(name)} is not supported{code}; the nearest of the {len(NATIVE)} that are: "
@@ -216,8 +216,9 @@ def _check_activation(hf: Config, declared: Mapping[str, Any], defaults: Config)
 
 
 def _dtype(hf: Config) -> str:
-    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    given = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = given.removeprefix("torch.") if isinstance(given, str) else None
     if name not in CHECKPOINT_DTYPES:
         supported = ", ".join(CHECKPOINT_DTYPES)
-        raise UnsupportedModelError(f"dtype {shown(name)} is not supported; supported are {supported}")
+        raise UnsupportedModelError(f"dtype {shown(given)} is not supported; supported are {supported}")
     return "float32" if name == "float64" else name  # nothing here computes in float64
