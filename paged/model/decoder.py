@@ -153,10 +153,11 @@ class Decoder(nn.Module):
         if config.learned_positions:
             self.positions = Embedding(config.max_position_embeddings, config.hidden_size)
         self.inputs = PerLayerEmbeddings(config, kernels) if config.layer_input_size else None
-        tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in config.ropes)
+        ropes = config.ropes  # once: it looks at every layer
+        tables = nn.ModuleList(RotaryEmbedding(*rope, config, kernels) for rope in ropes)
         self.rotary = cast(Sequence[RotaryEmbedding], tables)
         dims = [shape.key_dim for shape in config.kv_shapes]
-        self.rope_of = [config.ropes.index(rope) for rope in zip(config.layer_ropes, dims, strict=True)]
+        self.rope_of = [ropes.index(rope) for rope in zip(config.layer_ropes, dims, strict=True)]
         new_layer = ParallelLayer if config.parallel_residual else DecoderLayer
         layers = nn.ModuleList(new_layer(config, i, kernels) for i in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)

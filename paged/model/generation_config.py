@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, RequestError
 from ..sampling_params import SamplingParams
+from ..validation import shown
 from .hf_config import read_json
 
 _FILE = "generation_config.json"
@@ -32,7 +33,9 @@ def read_eos_token_ids(directory: Path) -> frozenset[int]:
         if eos is not None:
             ids = eos if isinstance(eos, list) else [eos]
             if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-                raise CheckpointError(f"{file}: eos_token_id must be an int or a list of ints, got {eos!r}")
+                raise CheckpointError(
+                    f"{file}: eos_token_id must be an int or a list of ints, got {shown(eos)}"
+                )
             return frozenset(ids)
     return frozenset()
 

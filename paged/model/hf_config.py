@@ -213,8 +213,9 @@ def _check_activation(hf: Config, declared: Mapping[str, Any], defaults: Config)
 
 
 def _dtype(hf: Config) -> str:
-    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    given = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = given.removeprefix("torch.") if isinstance(given, str) else None
     if name not in CHECKPOINT_DTYPES:
         supported = ", ".join(CHECKPOINT_DTYPES)
-        raise UnsupportedModelError(f"dtype {shown(name)} is not supported; supported are {supported}")
+        raise UnsupportedModelError(f"dtype {shown(given)} is not supported; supported are {supported}")
     return "float32" if name == "float64" else name  # nothing here computes in float64

@@ -15,7 +15,7 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.model import Model
 from ..model.weight_forms import choose_forms, require_whole_groups
-from ..model.weights import check_weights, find_tensors, has_own_head, load_weights
+from ..model.weights import check_weights, has_own_head, load_weights, open_tensors
 from .compile_bar import compile_bar, has_terminal
 from .devices import check_attention, resolve_backend, weights_in_panels
 from .sizes import Sizes
@@ -41,30 +41,30 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
         kernels = load_kernels(backend, compile_bar if has_terminal() else None)
     except ImportError as error:  # Triton or numba is not installed
         raise ConfigError(str(error)) from error
-    sources = find_tensors(directory, model_config.tensor_names)
-    if model_config.tie_word_embeddings and has_own_head(sources):
-        model_config = replace(model_config, tie_word_embeddings=False)
-    head_dims = {dim for shape in model_config.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
-    check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), config, device)
-    forms = choose_forms(
-        device,
-        dtype,
-        config.quantization,
-        tied=model_config.tie_word_embeddings,
-        in_panels=weights_in_panels(config, kernels, device, dtype),
-    )
-    with torch.device("meta"), _default_dtype(dtype):
-        model = Decoder(model_config, kernels)
-    require_whole_groups(model, forms)
-    # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
-    check_weights(model.hf_tensors(), sources, model_config.tensor_names, directory)
-    try:
-        model.load(device, forms, lambda tensors: load_weights(tensors, sources))
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end other "
-            f"processes there; {error}"
-        ) from error
+    with open_tensors(directory, model_config.tensor_names) as sources:
+        if model_config.tie_word_embeddings and has_own_head(sources):
+            model_config = replace(model_config, tie_word_embeddings=False)
+        head_dims = {dim for shape in model_config.kv_shapes for dim in (shape.key_dim, shape.value_dim)}
+        check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), config, device)
+        forms = choose_forms(
+            device,
+            dtype,
+            config.quantization,
+            tied=model_config.tie_word_embeddings,
+            in_panels=weights_in_panels(config, kernels, device, dtype),
+        )
+        with torch.device("meta"), _default_dtype(dtype):
+            model = Decoder(model_config, kernels)
+        require_whole_groups(model, forms)
+        # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
+        check_weights(model.hf_tensors(), sources, model_config.tensor_names, directory)
+        try:
+            model.load(device, forms, lambda tensors: load_weights(tensors, sources))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"no memory for the weights on {device}: take a smaller model or a narrower dtype, or end "
+                f"other processes there; {error}"
+            ) from error
     return model
 
 

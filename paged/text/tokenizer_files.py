@@ -145,6 +145,8 @@ def _is_added(value: Any) -> bool:
 
 def _is_templates(value: Any) -> bool:
     if isinstance(value, dict):
+        if "__type" in value:  # transformers makes an object of the tokenizers library of it
+            return False
         value = [{"name": name, "template": template} for name, template in value.items()]
     return isinstance(value, str) or (
         isinstance(value, list)

@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 from paged import CheckpointError, PagedError, RequestError, UnsupportedModelError
+from paged.model.config import DEMO
+from paged.model.families.multimodal import MULTIMODAL, NATIVE
+from paged.model.families.table import COMMON
 from paged.model.generation_config import read_eos_token_ids, read_sampling_defaults
-from paged.model.hf_config import read_config
-from paged.model.weights import read_header
+from paged.model.hf_config import from_hf, read_config
+from paged.model.safetensors_file import SafetensorsFile
 from paged.strict_json import parse_json
+from paged.text.tokenizer import Tokenizer
 from tests.support.checkpoints import checkpoint, edit_json, new_engine
 
 MANY = 200_000
@@ -68,7 +72,7 @@ HEADERS = {
 @pytest.mark.parametrize("case", HEADERS)
 def test_headers(copy, case):
     file = with_header(copy / "model.safetensors", HEADERS[case])
-    refused(lambda: read_header(file), "model.safetensors")
+    refused(lambda: SafetensorsFile(file), "model.safetensors")
 
 
 @pytest.mark.parametrize("case", ["lists", "nested lists", "objects"])
@@ -76,7 +80,7 @@ def test_a_header_takes_at_most_four_times_its_memory(copy, case):
     file = with_header(copy / "model.safetensors", HEADERS[case])
     tracemalloc.start()
     try:
-        refused(lambda: read_header(file))
+        refused(lambda: SafetensorsFile(file))
         assert tracemalloc.get_traced_memory()[1] < 4 * file.stat().st_size + 2**20
     finally:
         tracemalloc.stop()
@@ -87,10 +91,12 @@ def test_metadata_may_hold_any_text(copy):
     file = with_header(
         copy / "model.safetensors", f'{{"__metadata__": {{"x": {text}}}, "a": {entry("[16]", "[0, 64]")}}}'
     )
-    assert read_header(file) == {"a": [16]}
+    with SafetensorsFile(file) as opened:
+        assert {name: tensor.shape for name, tensor in opened.tensors.items()} == {"a": [16]}
 
 
 def test_a_shard_name_may_not_be_too_long(copy):
+    (copy / "model.safetensors").unlink()
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
     refused(lambda: new_engine(copy), "does not exist")
 
@@ -126,7 +132,7 @@ def test_special_files(copy, make):
     refused(lambda: read_config(copy), "config.json")
     refused(lambda: read_eos_token_ids(copy), "generation_config.json")
     refused(lambda: read_sampling_defaults(copy), "generation_config.json")
-    refused(lambda: read_header(copy / "model.safetensors"), "model.safetensors")
+    refused(lambda: SafetensorsFile(copy / "model.safetensors"), "model.safetensors")
 
 
 def test_saved_prefixes_are_a_regular_file(tmp_path):
@@ -173,6 +179,96 @@ def test_configs(copy, case):
     values, named = CONFIGS[case]
     edit_json(copy / "config.json", **values)
     refused(lambda: read_config(copy), named, "config.json")
+
+
+def nested(holder: Callable[[Any], Any]) -> Any:
+    """Return a value that is nested deeper than repr goes."""
+    value: Any = 1
+    for _ in range(5000):
+        value = holder(value)
+    return value
+
+
+UNPRINTABLE: dict[str, Any] = {
+    "list": nested(lambda value: [value]),
+    "object": nested(lambda value: {"a": value}),
+    "list of lists": [nested(lambda value: [value])] * 6,  # as many as there are layers
+    "parameters of rope": {"rope_type": "linear", "factor": nested(lambda value: [value])},
+    "digits": 10**6000,
+    "surrogate": "\ud800",
+}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+# Keys that all families read, beside those that have defaults.
+SHARED = (
+    *("architectures", "model_type", "quantization_config", "is_causal", "dtype", "torch_dtype", "auto_map"),
+    *("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"),
+    *("original_max_position_embeddings", "rotary_pct", "rotary_emb_base", "text_config", *SIZES),
+)
+
+
+@pytest.mark.parametrize("architecture", NATIVE)
+def test_no_value_is_too_strange_for_a_message(architecture):
+    """Whatever each key has: a value that repr refuses makes a message too."""
+    known = NATIVE[architecture]
+    sound = {"architectures": [architecture], "model_type": known.model_type, **SIZES}
+    places = [sound]
+    if architecture in MULTIMODAL:
+        sound["text_config"] = {**SIZES}
+        places.append(sound["text_config"])
+    own = [getattr(known, field, {}) for field in ("defaults", "placeholders")]
+    keys = {*COMMON, *SHARED, *own[0], *own[1], *filter(None, getattr(known, "keys", {}).values())}
+    from_hf(sound)
+    messages = []
+    for key in sorted(keys):
+        for place in places:
+            before = {**place}
+            for value in UNPRINTABLE.values():
+                place[key] = value
+                try:
+                    from_hf(sound)
+                except (CheckpointError, UnsupportedModelError) as error:
+                    messages.append(str(error))
+            place.clear()
+            place.update(before)
+    assert len(messages) > 100
+    assert max(map(len, messages)) <= 500
+    assert all(map(str.isprintable, messages))
+
+
+def test_values_may_be_nested_as_deep_as_json_reads(copy):
+    """Between what is shown and what is not JSON lie depths that json reads and repr refuses."""
+    config = (copy / "config.json").read_text().replace('"rope_theta"', '"rope_theta": @, "_"')
+    for depth in range(10, 1000, 6):
+        for value in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+            (copy / "config.json").write_text(config.replace("@", value))
+            refused(lambda: read_config(copy), "config.json")
+            (copy / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+            refused(lambda: read_eos_token_ids(copy), "generation_config.json")
+
+
+TOKEN = {"__type": "AddedToken", "content": "x"}
+NO_TEXTS = {
+    "chat_template": TOKEN,
+    "padding_side": TOKEN,
+    "tokenizer_class": TOKEN,
+    "model_max_length": TOKEN,
+    "add_bos_token": TOKEN,
+}
+
+
+@pytest.mark.parametrize("key", NO_TEXTS)
+def test_objects_of_the_tokenizers_library_are_no_text(key, tmp_path):
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    for value in (NO_TEXTS[key], [NO_TEXTS[key]], {"a": TOKEN}, [{"name": "default", "template": TOKEN}]):
+        edit_json(tmp_path / "tokenizer_config.json", **{key: value})
+        refused(lambda: Tokenizer(tmp_path), "tokenizer_config.json", f"{key} must be", "got")
 
 
 def test_float64_is_computed_in_float32(copy):

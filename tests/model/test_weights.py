@@ -20,7 +20,7 @@ from paged.model.generation_config import read_eos_token_ids
 from paged.model.hf_config import read_config
 from paged.model.hub import resolve
 from paged.model.linear import Embedding, Linear
-from paged.model.weights import read_header
+from paged.model.safetensors_file import SafetensorsFile, StoredTensor
 from tests.support.checkpoints import (
     CONFIGS,
     Reference,
@@ -340,14 +340,26 @@ def pickled(directory: Path) -> None:
     torch.save({}, directory / "pytorch_model.bin")
 
 
-def outside_index(directory: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+def index_of(shard: Any) -> Callable[[Path], None]:
+    """Replace the file of weights by an index that names another."""
+
+    def change(directory: Path) -> None:
+        (directory / "model.safetensors").unlink()
+        index = {"weight_map": {"model.norm.weight": shard}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
 
 
-def lost_shard(directory: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+def moved_to(*names: str) -> Callable[[Path], None]:
+    """Rename the file of weights. Further names are of copies."""
+
+    def change(directory: Path) -> None:
+        (directory / "model.safetensors").rename(directory / names[0])
+        for name in names[1:]:
+            shutil.copy(directory / names[0], directory / name)
+
+    return change
 
 
 def only_gguf(directory: Path) -> None:
@@ -382,14 +394,42 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "extra-tensor": (change_tensors(model__extra__weight=lambda t: t), ("model.extra.weight", "not part")),
     "wrong-shape": (change_tensors(model__norm__weight=lambda t: t[:-1].clone()), (NORM, "[47]", "[48]")),
     "wrong-rank": (change_tensors(model__norm__weight=lambda t: t[None]), (NORM, "[1, 48]", "[48]")),
-    "index-outside": (outside_index, ("outside",)),
+    "index-outside": (index_of("../model.safetensors"), ("outside",)),
+    "index-of-no-file": (
+        index_of(5),
+        ("weight_map must have the name of a file for 'model.norm.weight', got 5",),
+    ),
     "lost-shard": (
-        lost_shard,
+        index_of("model-00001-of-00002.safetensors"),
         ("model-00001-of-00002.safetensors does not exist, and model.safetensors.index.json says",),
     ),
     "lost-index": (
-        lambda d: (d / "model.safetensors").rename(d / "model-00001-of-00001.safetensors"),
+        moved_to("model-00001-of-00001.safetensors"),
         ("nor model.safetensors.index.json", "; model-00001-of-00001.safetensors is there: fetch the index"),
+    ),
+    "lost-index-of-two": (
+        moved_to("model-1.safetensors", "model-2.safetensors"),
+        ("; model-1.safetensors is there: fetch the index of these 2 files",),
+    ),
+    "authors-layout": (
+        moved_to("consolidated.safetensors"),
+        ("; consolidated.safetensors is there, in its author's own layout",),
+    ),
+    "variant": (
+        moved_to("model.fp16.safetensors"),
+        ("; model.fp16.safetensors is there, a variant: rename it to model.safetensors",),
+    ),
+    "config-names-no-file": (
+        set_config(transformers_weights="other.safetensors"),
+        ("other.safetensors does not exist, and config.json names it",),
+    ),
+    "config-names-a-file-elsewhere": (
+        set_config(transformers_weights="../model/model.safetensors"),
+        ("config.json: transformers_weights must name a file of its own directory",),
+    ),
+    "config-names-a-pickle": (
+        set_config(transformers_weights="pytorch_model.bin"),
+        ("transformers_weights must name a safetensors file or its index, got 'pytorch_model.bin'",),
     ),
     "gguf": (
         lambda d: (d / "model.safetensors").rename(d / "model-Q4_K_M.gguf"),
@@ -487,7 +527,7 @@ def test_unsupported_feature_is_named_with_what_is_supported(feature, copy):
 
 def test_nothing_is_loaded_before_all_headers_are_checked(copy, monkeypatch):
     truncate(copy)
-    monkeypatch.setattr("paged.model.weights.safe_open", lambda *_, **__: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(StoredTensor, "copy_to", lambda *_: pytest.fail("a tensor was read"))
     load_raises(copy, "truncated")
 
 
@@ -538,6 +578,6 @@ def test_config_reads_each_layers_window():
 
 
 def test_header_names_every_shape():
-    shapes = read_header(checkpoint("llama") / "model.safetensors")
-    assert shapes["model.embed_tokens.weight"] == [211, 48]
-    assert "__metadata__" not in shapes
+    with SafetensorsFile(checkpoint("llama") / "model.safetensors") as file:
+        assert file.tensors["model.embed_tokens.weight"].shape == [211, 48]
+        assert "__metadata__" not in file.tensors

@@ -23,7 +23,25 @@ RAW = {
     "@many@": "[" + ",".join(["[]"] * 20_000) + "]",
     "@escapes@": '"' + "\\u001b[2J" * 2000 + '"',
     "@infinity@": "1e999",
+    # What json reads and repr may refuse, which depends on the depth of the stack: so several depths.
+    **{f"@nested{depth}@": "[" * depth + "]" * depth for depth in (300, 900, 940, 960, 975, 985)},
+    **{f"@within{depth}@": '{"a":' * depth + "1" + "}" * depth for depth in (300, 900, 940, 960, 975, 985)},
+    # What Python still reads as an int, and what no encoding writes.
+    "@most digits@": "9" * 4300,
+    "@surrogate@": '"\\ud800"',
+    "@surrogates@": '["a\\udfffb", {"\\udc80": 1}]',
 }
+# What transformers makes objects of the tokenizers library of, wherever it is.
+TOKEN = {"__type": "AddedToken", "content": "x"}
+TOKENS: list[Any] = [
+    TOKEN,
+    {**TOKEN, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True},
+    {**TOKEN, "content": ""},
+    {**TOKEN, "special": "x"},
+    [TOKEN],
+    {"a": TOKEN},
+    [{"name": "default", "template": TOKEN}],
+]
 NUMBERS = [
     0,
     1,
@@ -105,6 +123,10 @@ KEYS: dict[str, list[tuple[str, Any]]] = {
         ("auto_map", {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}),
         ("model_max_length", "x"),
         ("chat_template", 5),
+        ("chat_template", TOKEN),
+        ("chat_template", [{"name": "default", "template": TOKEN}]),
+        ("response_template", TOKEN),
+        ("padding_side", TOKEN),
         ("chat_template", [{"name": 5, "template": "x"}]),
         ("chat_template", "{% for i in range(10**9) %}x{% endfor %}"),
         ("chat_template", "{{ raise_exception('\x1b[2J' * 1000) }}"),
@@ -250,7 +272,7 @@ def damage_value(choose: random.Random, value: dict[str, Any], known: Sequence[t
     if how == 4 and isinstance(holder[key], str) and holder[key]:
         holder[key] = choose.choice([holder[key] * 1000, holder[key][:-1], holder[key] + "\x1b[31m"])
         return f"{path} = {_short(holder[key])}"
-    holder[key] = copy.deepcopy(choose.choice(choose.choice([NUMBERS, STRINGS, VALUES])))
+    holder[key] = copy.deepcopy(choose.choice(choose.choice([NUMBERS, STRINGS, VALUES, TOKENS])))
     return f"{path} = {_short(holder[key])}"
 
 

@@ -169,7 +169,7 @@ def _smollm3(hf: Config) -> dict[str, Any]:
     rotates = hf["no_rope_layers"]  # despite its name 1 where a layer rotates
     if rotates is None:
         rotates = [int(kind == "sliding_attention") for kind in full_every("no_rope_layer_interval", hf)]
-    if not isinstance(rotates, list) or len(rotates) != num_layers or not {*map(repr, rotates)} <= {"0", "1"}:
+    if not isinstance(rotates, list) or len(rotates) != num_layers or not all(map(_is_bit, rotates)):
         raise CheckpointError(f"no_rope_layers must be {num_layers} times 0 or 1, got {shown(rotates)}")
     kinds = tuple("full_attention" if rotated else "sliding_attention" for rotated in rotates)
     window = window_of(hf) if flag(hf, "use_sliding_window") else None
@@ -179,6 +179,10 @@ def _smollm3(hf: Config) -> dict[str, Any]:
         "layer_ropes": tuple(rope if rotated else NO_ROPE for rotated in rotates),
         "layer_windows": windows_of(layer_types_of(hf, kinds), window),
     }
+
+
+def _is_bit(value: Any) -> bool:
+    return type(value) is int and value in (0, 1)
 
 
 def _glm4(hf: Config) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""Measure how long it takes to find, check and read the tensors of a checkpoint.
+
+    python -m benchmarks.loading                         # 20,000 small tensors, in 1, 8 and 64 files
+    python -m benchmarks.loading --tensors 5000 10000 --files 1
+    python -m benchmarks.loading --model                 # a whole engine with as many layers as are allowed
+    python -m benchmarks.loading --mib 4096 --dtype float32   # one large bfloat16 tensor, converted
+
+Each tensor that was read is compared with what was written. Files are in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+
+from paged import LLMEngine
+from paged.kernels.backend import load_kernels
+from paged.model.config import LLAMA_NAMES
+from paged.model.decoder import Decoder
+from paged.model.families.reading import CEILINGS
+from paged.model.hf_config import from_hf
+from paged.model.weights import load_weights, open_tensors
+
+SHAPE = (16, 16)
+# 21 tensors in each layer, the most of all families.
+MODEL: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "attention_bias": True,
+    "dtype": "float32",
+}
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor], num_files: int) -> None:
+    """Write tensors into so many files and their index."""
+    places = {name: f"model-{i % num_files:05}.safetensors" for i, name in enumerate(tensors)}
+    for i in range(num_files):
+        file = f"model-{i:05}.safetensors"
+        save_file({name: tensors[name] for name, place in places.items() if place == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def read(directory: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
+    """Return the seconds that the weights path takes for these tensors, after checking what it reads."""
+    destinations = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in tensors.items()}
+    started = time.perf_counter()
+    with open_tensors(directory, LLAMA_NAMES) as sources:
+        load_weights(destinations, sources)
+    passed = time.perf_counter() - started
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(destinations[name], tensor.to(dtype), rtol=0, atol=0)
+    return passed
+
+
+def measure_reader(num_tensors: int, num_files: int) -> dict[str, Any]:
+    """Read many small tensors."""
+    tensors = {f"model.layers.{i}.weight": torch.full(SHAPE, float(i)) for i in range(num_tensors)}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), tensors, num_files)
+        s = read(Path(folder), tensors, torch.float32)
+    return {"tensors": num_tensors, "files": num_files, "s": round(s, 3), "us_each": s / num_tensors * 1e6}
+
+
+def measure_large(mib: int, dtype: str) -> dict[str, Any]:
+    """Read one large tensor of bfloat16."""
+    tensors = {"model.embed_tokens.weight": torch.rand(mib * 2**20 // 2048, 1024).bfloat16()}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), tensors, 1)
+        s = read(Path(folder), tensors, getattr(torch, dtype))
+    return {"mib": mib, "dtype": dtype, "s": round(s, 3), "gb_per_s": mib * 2**20 / s / 1e9}
+
+
+def measure_model(num_layers: int, num_files: int) -> dict[str, Any]:
+    """Make an engine of as many small tensors as config.json may ask for."""
+    config = MODEL | {"num_hidden_layers": num_layers}
+    with torch.device("meta"):
+        shapes = Decoder(from_hf(config), load_kernels("torch")).hf_tensors()
+    tensors = {name: torch.ones(shape.shape) for name, shape in shapes.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), tensors, num_files)
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        before = psutil.Process().memory_info().rss
+        started = time.perf_counter()
+        LLMEngine(folder, skip_tokenizer_init=True, device="cpu", attention_backend="torch", num_blocks=64)
+        s = time.perf_counter() - started
+        grown = psutil.Process().memory_info().rss - before
+    return {
+        "model": num_layers,
+        "tensors": len(tensors),
+        "files": num_files,
+        "s": round(s, 3),
+        "mib": grown >> 20,
+    }
+
+
+def main() -> None:
+    """Print a line of JSON for each measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tensors", type=int, nargs="+", default=[20_000])
+    parser.add_argument("--files", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--model", action="store_true", help="a whole engine")
+    parser.add_argument("--layers", type=int, default=CEILINGS["num_hidden_layers"])
+    parser.add_argument("--mib", type=int, help="read one large tensor")
+    parser.add_argument("--dtype", default="float32")
+    args = parser.parse_args()
+    if args.mib:
+        print(json.dumps(measure_large(args.mib, args.dtype)))
+        return
+    for num_files in args.files:
+        if args.model:
+            print(json.dumps(measure_model(args.layers, num_files)))
+            continue
+        for num_tensors in args.tensors:
+            print(json.dumps(measure_reader(num_tensors, num_files)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""SafetensorsFile: a file of tensors that is opened once, checked, and read part by part.
+
+Not by the safetensors library: its errors name neither file nor tensor, it accepts a header that contains a
+name twice, and the pages that it maps stay in memory until the file is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..validation import shown
+from .config import LLAMA_NAMES, TensorNames
+from .hf_config import check_file
+
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+HEADER_CEILING = 100 * 2**20
+MAX_RANK = 8
+TENSOR_PART_BYTES = 16 * 2**20  # of a tensor that is converted or compared, at once
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+
+Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tensor in a file
+
+
+class SafetensorsFile:
+    """The tensors of one file. Use it as a context manager, or close it.
+
+    names: say which tensors are left out; these may be of any dtype.
+
+    Raises CheckpointError, which names file and tensor, for a file that is damaged.
+    """
+
+    def __init__(self, path: Path, names: TensorNames = LLAMA_NAMES) -> None:
+        self.path = path
+        check_file(path, sys.maxsize)  # opening a FIFO would wait for its other end
+        try:
+            self._stream = path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            self.tensors = self._read_header(names)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Its tensors cannot be read any more."""
+        self._stream.close()
+
+    def read_into(self, memory: memoryview, start: int) -> None:
+        """Fill memory with the bytes of the file from `start` on. Raises CheckpointError if it has fewer."""
+        try:
+            self._stream.seek(start)
+            while memory and (count := self._stream.readinto(memory)):
+                memory = memory[count:]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        if memory:
+            raise CheckpointError(f"{self.path}: became shorter while it was read")
+
+    def _read_header(self, names: TensorNames) -> dict[str, StoredTensor]:
+        size = os.fstat(self._stream.fileno()).st_size
+        length = int.from_bytes(self._bytes(0, min(size, 8)), "little")
+        if size < 8 or length > min(size - 8, HEADER_CEILING):
+            raise CheckpointError(f"{self.path}: is truncated or no safetensors file ({size} bytes)")
+        text = self._bytes(8, length)
+        try:
+            header = json.loads(_check_brackets(text), object_pairs_hook=_unique_keys)
+            _check_metadata(header.pop("__metadata__", {}))
+            entries = {name: _read_entry(entry) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: has a damaged header: {error}") from error
+        read = {name: entry for name, entry in entries.items() if names.is_read(name)}
+        self._check_entries(entries, read, begin=8 + length, size=size)
+        return {
+            name: StoredTensor(self, name, STORED_DTYPES[dtype], shape, 8 + length + start)
+            for name, (dtype, shape, start, _) in read.items()
+        }
+
+    def _bytes(self, start: int, count: int) -> bytearray:
+        memory = bytearray(count)
+        self.read_into(memoryview(memory), start)
+        return memory
+
+    def _check_entries(
+        self, entries: Mapping[str, Entry], read: Mapping[str, Entry], *, begin: int, size: int
+    ) -> None:
+        """Check that each tensor has the bytes of its shape, and that all fill the file without gaps.
+
+        read: the entries that are not left out. begin: where the data begins.
+        """
+        for name, (_, _, _, end) in entries.items():
+            if begin + end > size:
+                raise CheckpointError(
+                    f"{self.path}: is truncated: {name} ends at byte {begin + end}, the file at {size}"
+                )
+        for name, (dtype, shape, start, end) in read.items():
+            if dtype not in STORED_DTYPES:
+                raise CheckpointError(
+                    f"{self.path}: {name} is {dtype}; supported are {', '.join(STORED_DTYPES)}"
+                )
+            if end - start != math.prod(shape) * STORED_DTYPES[dtype].itemsize:
+                raise CheckpointError(
+                    f"{self.path}: {name} has {end - start} bytes, which is not what {dtype}{shape} takes"
+                )
+        reached = 0
+        for name, (_, _, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+            if start != reached:
+                raise CheckpointError(
+                    f"{self.path}: {name} begins at byte {start} of the data, but the one before ends at "
+                    f"{reached}"
+                )
+            reached = end
+        if reached != size - begin:
+            raise CheckpointError(
+                f"{self.path}: has {size - begin} bytes of data, of which tensors take {reached}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of an open file. Its name there may be longer than that in the decoder."""
+
+    file: SafetensorsFile
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    start: int  # byte of the file
+
+    def read(self, rows: slice = slice(None)) -> Tensor:
+        """Read the tensor, or these rows: consecutive indices of its first dimension."""
+        shape = self.shape
+        first = 0
+        if shape:
+            first, last, _ = rows.indices(shape[0])
+            shape = [last - first, *shape[1:]]
+        tensor = torch.empty(shape, dtype=self.dtype, device="cpu")
+        self._read_rows(tensor, first)
+        return tensor
+
+    def parts(self) -> list[slice]:
+        """Return the rows in parts of about TENSOR_PART_BYTES."""
+        num_rows = self.shape[0] if self.shape else 1
+        step = max(1, TENSOR_PART_BYTES // max(1, self._row_bytes))
+        return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+    def copy_to(self, destination: Tensor) -> None:
+        """Copy the tensor into one of the same shape, part by part where it is converted or moved."""
+        is_plain = destination.device.type == "cpu" and destination.is_contiguous()
+        parts = self.parts()
+        if is_plain and destination.dtype == self.dtype:
+            self._read_rows(destination, 0)
+        elif len(parts) == 1:
+            destination.copy_(self.read())
+        elif parts:
+            # New memory for each part would take longer to map than to read.
+            memory = torch.empty([parts[0].stop, *self.shape[1:]], dtype=self.dtype, device="cpu")
+            for rows in parts:
+                part = memory[: rows.stop - rows.start]
+                self._read_rows(part, rows.start)
+                destination[rows].copy_(part)
+
+    @property
+    def _row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def _read_rows(self, rows: Tensor, first: int) -> None:
+        """Fill a contiguous tensor with rows of this one, from the first on."""
+        self.file.read_into(_memory_of(rows), self.start + first * self._row_bytes)
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _check_brackets(header: bytearray) -> bytearray:
+    """Return the header. Raises ValueError if it has lists and objects that no tensor has.
+
+    They take many times the memory of their text.
+    """
+    bare = _STRING.sub(b"", header)
+    num_lists, num_objects, num_keys = (bare.count(character) for character in (b"[", b"{", b":"))
+    # A tensor is one object of two lists. It has three keys and is the value of a fourth.
+    if num_lists > 2 * num_objects or 4 * num_objects > num_keys + 16:
+        raise ValueError(f"{num_lists} lists and {num_objects} objects are more than its tensors need")
+    return header
+
+
+def _read_entry(entry: dict[str, Any]) -> Entry:
+    """Return dtype, shape, start and end of one tensor in a header."""
+    start, end = entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    if not isinstance(shape, list) or len(shape) > MAX_RANK:
+        raise ValueError(f"an entry is {shown(entry)}")
+    numbers = [start, end, *shape]
+    if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise ValueError(f"an entry is {shown(entry)}")
+    return dtype, shape, start, end
+
+
+def _check_metadata(metadata: object) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"__metadata__ must be an object of strings, got {shown(metadata)}")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(name)} is there twice")
+    return unique

@@ -1,0 +1,131 @@
+"""Find the files that hold a checkpoint's weights, in the order in which transformers looks for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..validation import shown
+from .hf_config import read_json
+
+logger = logging.getLogger(__name__)
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_NAMED_BY_CONFIG = "transformers_weights"  # a key of config.json
+_VARIANT = re.compile(r"model\.\w+\.safetensors|model\.safetensors\.index\.\w+\.json")
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint. Log which others are left aside.
+
+    They are the file that config.json names, or else model.safetensors, or else those that
+    model.safetensors.index.json names.
+
+    Raises CheckpointError for files that are missing, with what is there instead.
+    """
+    first = _first_file(directory)
+    files = _named_by_index(first) if first.suffix == ".json" else [first]
+    for file in files:
+        if file.parent != directory:
+            raise CheckpointError(f"{first}: {shown(file.name)} lies outside the checkpoint")
+        if not os.path.isfile(file):  # Path.is_file would raise for a name that is too long
+            raise CheckpointError(
+                f"{file} does not exist, and {first.name} says that it has tensors; fetch it again"
+            )
+    _log_others(directory, first, files)
+    return files
+
+
+def _first_file(directory: Path) -> Path:
+    """Return the file that transformers opens first: of tensors, or an index."""
+    config = directory / "config.json"
+    named = read_json(config).get(_NAMED_BY_CONFIG) if config.exists() else None
+    if named is not None:
+        if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
+            raise CheckpointError(
+                f"{config}: {_NAMED_BY_CONFIG} must name a safetensors file or its index, got {shown(named)}"
+            )
+        file = directory / named
+        if file.parent != directory:
+            raise CheckpointError(
+                f"{config}: {_NAMED_BY_CONFIG} must name a file of its own directory, got {shown(named)}"
+            )
+        if not os.path.isfile(file):
+            raise CheckpointError(f"{file} does not exist, and config.json names it: {_NAMED_BY_CONFIG}")
+        return file
+    if os.path.isfile(directory / SINGLE):
+        return directory / SINGLE
+    if (directory / INDEX).exists():
+        return directory / INDEX
+    raise _nothing_found(directory)
+
+
+def _named_by_index(index: Path) -> list[Path]:
+    """Return the files that an index says tensors are in."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{index}: has no weight_map")
+    for tensor, name in places.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{index}: weight_map must have the name of a file for {shown(tensor)}, got {shown(name)}"
+            )
+    return [index.parent / name for name in sorted(set(places.values()))]
+
+
+def _log_others(directory: Path, first: Path, files: list[Path]) -> None:
+    """Log the other files of weights, which may be what the user meant."""
+    read = {first.name, *(file.name for file in files)}
+    others = [name for name in _weights_in(directory) if name not in read]
+    if others:
+        some = ", ".join(map(_printable, others[:3]))
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        place = _printable(str(directory), 200)
+        logger.warning("%s: read %s, left aside %s%s", place, _printable(first.name), some, more)
+
+
+def _printable(text: str, most: int = 60) -> str:
+    """Return text as one readable line; of a longer one the end."""
+    return (text if text.isprintable() else ascii(text)[1:-1])[-most:]
+
+
+def _weights_in(directory: Path) -> Iterator[str]:
+    """Yield the names of files of tensors and of their indexes."""
+    for name in sorted(os.listdir(directory)):
+        if name.endswith(".safetensors") or (".safetensors.index" in name and name.endswith(".json")):
+            yield name
+
+
+def _nothing_found(directory: Path) -> CheckpointError:
+    """Return the error for a directory without weights that can be read: with what it has instead."""
+    names = sorted(os.listdir(directory))
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        return CheckpointError(
+            f"{directory}: {pickles[0]} is a pickle, which can run any code when loaded and is refused; "
+            f"convert the checkpoint to safetensors (save_pretrained in transformers)"
+        )
+    message = (
+        f"{directory / SINGLE} does not exist, nor {INDEX}, which names the files of a larger checkpoint"
+    )
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return CheckpointError(f"{message}; {gguf[0]} is there, but GGUF is not supported")
+    others = [name for name in _weights_in(directory) if os.path.isfile(directory / name)]
+    indexes = [name for name in others if name.endswith(".json")]
+    if not others:
+        return CheckpointError(f"{message}; only safetensors are read")
+    name = (indexes or others)[0]
+    if name.startswith("consolidated"):
+        advice = ", in its author's own layout: fetch the files whose names begin with model"
+    elif _VARIANT.fullmatch(name):
+        advice = f", a variant: rename it to {INDEX if indexes else SINGLE}"
+    elif len(others) == 1:
+        advice = f": fetch the index, or rename a single file to {SINGLE}"
+    else:
+        advice = f": fetch the index of these {len(others)} files"
+    return CheckpointError(f"{message}; {name} is there{advice}")
