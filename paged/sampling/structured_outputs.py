@@ -33,6 +33,7 @@ from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import StepOutput
 from ..structural_tag import NAME, grammars_of
 from ..text.tokenizer import Tokenizer
+from .forced_text import ForcedText
 from .grammar_limits import check_grammar, library_limits
 from .library_grammar import library_grammar
 
@@ -99,6 +100,7 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         try:
+            from llguidance import LLTokenizer
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise RequestError(
@@ -115,7 +117,9 @@ class _Vocabulary:
         if not ends:
             raise RequestError("structured_outputs needs a tokenizer with at least one special token")
         try:
-            self.tokens = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends)
+            library = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends)
+            forced = ForcedText(library, tokenizer.hf.backend_tokenizer, ends)
+            self.tokens = LLTokenizer(forced, eos_token=ends)
         except (ValueError, TypeError) as error:
             raise RequestError(
                 f"structured_outputs cannot read this checkpoint's tokenizer: {error}"
