@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .structural_grammar import StructuralGrammar, quoted
+from .lark_text import lark_of, quoted
+from .structural_grammar import StructuralGrammar
 
 # One space, or a line break and indentation. Without a bound, a model may write blanks forever.
 WHITESPACE = r"[ ]|\n[ ]{0,32}"
@@ -17,7 +18,7 @@ def library_grammar(kind: str, text: str, special: Mapping[str, int]) -> Any:
 
     special: the special tokens of the vocabulary and their ids.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
@@ -27,4 +28,6 @@ def library_grammar(kind: str, text: str, special: Mapping[str, int]) -> Any:
         # As one terminal, so that thousands of strings are as fast as a few.
         strings = " | ".join(quoted(s) for s in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
-    return grammar_from("regex" if kind == "regex" else "grammar", text)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    return LLMatcher.grammar_from_lark(lark_of(text))

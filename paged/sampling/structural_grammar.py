@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .grammar_limits import check_grammar
+from .lark_text import lark_of, quoted
 
 _SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
 
@@ -148,9 +149,7 @@ class StructuralGrammar:
         return name
 
     def _subgrammar(self, text: str) -> str:
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        lark = any_to_lark(text)
+        lark = lark_of(text)
         check_grammar("structural_tag", lark)  # as JSON in JSON, its own text was not recognized
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": lark})
@@ -158,11 +157,6 @@ class StructuralGrammar:
 
 
 NAME_OF_MAIN = "structural_tag"
-
-
-def quoted(text: str) -> str:
-    """Return a text as a literal of llguidance's grammars, which may not hold DEL as it is."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _escaped(found: re.Match[str]) -> str:
