@@ -13,23 +13,29 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .errors import PagedError, RequestError, reject_unknown
-from .validation import check_bool, shown
+from .validation import check_bool, check_int, shown
 
 NAME = "structural_tag"
 OPTIONS_KEY = "x-guidance"  # of llguidance, in a JSON schema
 MAX_NESTING = 32  # of formats
+# Kinds of fields that may be left out, and their defaults.
+OPTIONAL: Mapping[str, Any] = {"switch": False, "count": None}
 _TAG_OF_STRUCTURE = re.compile(rf"{NAME}\.tags\[(\d+)\]")
 
 
 class FormatField(NamedTuple):
     """A field of a format.
 
-    kind: "text", "schema" (of JSON), "format", "formats", "tags", "texts", or "switch", which is false by
-        default. All others must be given.
+    kind: "text", "schema" (of JSON), "format", "formats", "tags", "texts", or one of OPTIONAL.
     """
 
     kind: str
     meaning: str
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the field must be given."""
+        return self.kind not in OPTIONAL
 
 
 class FormatType(NamedTuple):
@@ -44,6 +50,7 @@ _CONTENT = FormatField("format", "the format")
 _TAGS = FormatField("tags", "the tags, each an object with begin, content and end")
 _AT_LEAST_ONE = FormatField("switch", "demand at least one tag")
 _STOP_AFTER_FIRST = FormatField("switch", "end after the first tag")
+_MAX_TAGS = FormatField("count", "most tags; an extension of paged")
 # Every format, described once: for parsing, for the schema of request bodies and for the documentation.
 TAG_FORMATS: Mapping[str, FormatType] = {
     "const_string": FormatType("a fixed text", {"value": FormatField("text", "the text")}),
@@ -80,6 +87,7 @@ TAG_FORMATS: Mapping[str, FormatType] = {
             "tags": _TAGS,
             "at_least_one": _AT_LEAST_ONE,
             "stop_after_first": _STOP_AFTER_FIRST,
+            "max_tags": _MAX_TAGS,
         },
         {"excludes": []},
     ),
@@ -90,6 +98,7 @@ TAG_FORMATS: Mapping[str, FormatType] = {
             "separator": FormatField("text", "the text"),
             "at_least_one": _AT_LEAST_ONE,
             "stop_after_first": _STOP_AFTER_FIRST,
+            "max_tags": _MAX_TAGS,
         },
     ),
 }
@@ -198,14 +207,17 @@ def _format(where: str, given: Any, *, is_last: bool, depth: int = 0) -> dict[st
             raise _wrong(f"{where}.{name}", f"is supported only as {value!r}", given[name])
     found: dict[str, Any] = {"type": kind}
     for name, field in fields.items():
-        value = given.get(name, False if field.kind == "switch" else None)
-        if value is None:
+        value = given.get(name, OPTIONAL.get(field.kind))
+        if value is None and field.is_required:
             raise _wrong(where, f"of type {kind} needs {name!r}", given)
         if field.kind == "text" and not isinstance(value, str):
             raise _wrong(f"{where}.{name}", "must be a string", value)
         if field.kind == "switch":
             with _naming(f"{where}.{name}"):
                 check_bool(RequestError, f"{where}.{name}", value)
+        if field.kind == "count" and value is not None:
+            with _naming(f"{where}.{name}"):
+                check_int(RequestError, f"{where}.{name}", value, 1)
         found[name] = value
     _check_parts(where, found, is_last=is_last, depth=depth + 1)
     return found

@@ -87,15 +87,19 @@ class StructuralGrammar:
         pairs = [(t, next(s for s in tag["triggers"] if t["begin"].startswith(s))) for t in tag["tags"]]
         rests = {(i, s): self._tag(t, t["begin"][len(s) :]) for i, (t, s) in enumerate(pairs)}
         after_text = self._either([f"{self._text_before(s)} {rest}" for (_, s), rest in rests.items()])
-        first, text = after_text, self._text_without(tag["triggers"])
+        first = after_text
+        more = _times(after_text, tag["max_tags"])
+        text = self._text_without(tag["triggers"], is_last=tag["max_tags"] is not None)
         if tag["at_least_one"]:
             first = self._either([f"{self._literal(s)} {rest}" for (_, s), rest in rests.items()])
-            return first if tag["stop_after_first"] else f"({first} {after_text}* {text})"
-        return f"({first} | {text})" if tag["stop_after_first"] else f"({first}* {text})"
+            more = f"{first} {_times(after_text, tag['max_tags'], used=1)}"
+            return first if tag["stop_after_first"] else f"({more} {text})"
+        return f"({first} | {text})" if tag["stop_after_first"] else f"({more} {text})"
 
     def _separated(self, tag: Mapping[str, Any]) -> str:
         one = self._either([self._expression(t) for t in tag["tags"]])
-        many = one if tag["stop_after_first"] else f"{one} ({self._literal(tag['separator'])} {one})*"
+        more = _times(f"({self._literal(tag['separator'])} {one})", tag["max_tags"], used=1)
+        many = one if tag["stop_after_first"] else f"{one} {more}"
         return f"({many})" if tag["at_least_one"] else f"({many})?"
 
     def _text_before(self, text: str) -> str:
@@ -111,12 +115,13 @@ class StructuralGrammar:
                 self._rules.append(f"{name}: {lazy} {self._literal(''.join(rest))}")
         return name
 
-    def _text_without(self, texts: Sequence[str]) -> str:
+    def _text_without(self, texts: Sequence[str], *, is_last: bool = False) -> str:
         """Return free text without those of the texts that are special tokens, spelled by other tokens.
 
-        The parser of an output does not tell the two apart.
+        The parser of an output does not tell the two apart. Where no tag may follow, which is_last says, the
+        text has none of the texts: before, the grammar of a tag would begin after one.
         """
-        spelled = tuple(t for t in texts if self._pieces(t)[0] in self._special)
+        spelled = tuple(t for t in texts if is_last or self._pieces(t)[0] in self._special)
         if not spelled:
             return "TEXT"
         if (name := self._texts.get(spelled)) is None:
@@ -157,6 +162,13 @@ class StructuralGrammar:
 
 
 NAME_OF_MAIN = "structural_tag"
+
+
+def _times(expression: str, most: int | None, *, used: int = 0) -> str:
+    """Return an expression that is repeated, at most as often as is left of `most` after those used."""
+    if most is None:
+        return f"{expression}*"
+    return f"{expression}{{0,{most - used}}}" if most > used else ""
 
 
 def _escaped(found: re.Match[str]) -> str:

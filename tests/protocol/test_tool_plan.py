@@ -16,6 +16,7 @@ from paged.protocol.calls.chat import CHAT_TABLE, ChatCall
 from paged.protocol.chat_output.chat_format import ChatFormat, family_of
 from paged.protocol.chat_output.parts import ChatOutput, delta_of
 from paged.protocol.chat_output.plan import ToolPlan
+from paged.protocol.chat_output.tools import MAX_CALLS
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from tests.support.chat_checkpoints import SPECIAL_TAGS, chat_checkpoint
@@ -407,3 +408,27 @@ def test_no_text_becomes_a_call_that_is_not_strict(engine):
     mistral = ToolPlan.of(FORMATS["mistral"], tools=STRICT)
     assert not allows(engine, mistral, 'Well [TOOL_CALLS]weather[ARGS]{"no": 1}')
     assert allows(engine, mistral, "Well [TOOL_CALL] {")
+
+
+CALL = '{"name": "stop", "arguments": {}}'
+CALLS = {  # what is before the calls, a call, what is between them, and what is after
+    "hermes": ("", f"<tool_call>\n{CALL}\n</tool_call>", "\n", ""),
+    "llama3_json": ("", '{"name": "stop", "parameters": {}}', "; ", ""),
+    "mistral": ("", "[TOOL_CALLS]stop[ARGS]{}", "", ""),
+    "mistral list": ("[TOOL_CALLS] [", CALL, ", ", "]"),
+    "none": ("[", CALL, ", ", "]"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"), [*((n, "required") for n in FORMATS), *((n, "auto") for n in FORMATS if n != "none")]
+)
+def test_calls_are_bounded(engine, name, choice):
+    plan = ToolPlan.of(FORMATS[name], tools=[tool("stop", closed({}), strict=True)], tool_choice=choice)
+    before, call, between, after = CALLS[name]
+    for num_calls in (1, MAX_CALLS, MAX_CALLS + 1):
+        state = engine.core.factory.grammars.start(plan.structured_outputs("Hi"))
+        text = before + between.join([call] * num_calls) + after
+        tokens = engine.get_tokenizer().encode(text, add_special_tokens=False)
+        is_whole = state.matcher.try_consume_tokens(tokens) == len(tokens) and state.matcher.is_accepting()
+        assert is_whole == (num_calls <= MAX_CALLS), text

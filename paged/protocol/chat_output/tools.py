@@ -12,6 +12,7 @@ from ...validation import shown
 
 MAX_TOOLS = 128
 MAX_FUNCTION_NAME = 64
+MAX_CALLS = 16  # in an answer that a grammar constrains: a small model may repeat a call for ever
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -33,7 +34,7 @@ class Tool:
 class ToolChoice:
     """Which tools an answer may call.
 
-    mode: "none", "auto" (any number of calls, or none) or "required" (at least one).
+    mode: "none", "auto" (calls or none) or "required" (at least one call).
     names: of the tools that may be called; None allows all.
     is_single: whether the answer is one call.
     """
