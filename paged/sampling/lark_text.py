@@ -20,9 +20,10 @@ def lark_of(text: str) -> str:
     if _GBNF_RULE.search(text) is None:
         return _MODIFIERS.sub(r"\1!?", _PRIORITY.sub(r"\1", text))
     try:
-        return gbnf_to_lark(text)
+        lark: str = gbnf_to_lark(text)
     except Exception as error:  # the library raises Exception itself, and its own classes
         raise ValueError(f"it is not GBNF: {error}") from error
+    return lark
 
 
 def quoted(text: str) -> str:

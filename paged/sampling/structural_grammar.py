@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .grammar_limits import check_grammar
+from .json_grammar import WHITESPACE, JsonGrammar
 from .lark_text import lark_of, quoted
 
 _SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
@@ -22,11 +23,11 @@ class StructuralGrammar:
     whitespace: a regular expression of the blanks that JSON may have between its tokens.
     """
 
-    def __init__(self, special: Mapping[str, int], whitespace: str) -> None:
+    def __init__(self, special: Mapping[str, int], whitespace: str = WHITESPACE) -> None:
+        self._whitespace = whitespace
         self._special = special
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         self._any_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._whitespace = whitespace
         self._rules = ["TEXT: /(.|\\n)*/"]
         self._grammars = list[dict[str, str]]()  # those that a tag brings along
         self._names = (f"r{number}" for number in itertools.count())
@@ -47,13 +48,13 @@ class StructuralGrammar:
             case "const_string":
                 return self._literal(tag["value"])
             case "json_schema":
-                schema = {} if tag["json_schema"] is True else tag["json_schema"]
-                guided = {"x-guidance": {"whitespace_pattern": self._whitespace}, **schema}
-                return self._rule(f"%json {json.dumps(guided)}")
+                return self._json(tag["json_schema"])
             case "regex":
                 return self._rule(f"/{_SLASH.sub(_escaped, tag['pattern'])}/")
             case "grammar":
-                return self._subgrammar(tag["grammar"])
+                lark = lark_of(tag["grammar"])
+                check_grammar("structural_tag", lark)  # as JSON in JSON, its own text was not recognized
+                return self._subgrammar(lark)
             case "any_text":
                 return "TEXT"
             case "sequence":
@@ -153,9 +154,15 @@ class StructuralGrammar:
         self._rules.append(f"{name}: {body}")
         return name
 
-    def _subgrammar(self, text: str) -> str:
-        lark = lark_of(text)
-        check_grammar("structural_tag", lark)  # as JSON in JSON, its own text was not recognized
+    def _json(self, schema: Any) -> str:
+        """Return an expression of JSON, without blanks before it: a grammar within a grammar allows them."""
+        grammar = JsonGrammar(schema, self._whitespace)
+        values = [self._rule(f"%json {text}") for text in grammar.at_start]
+        if grammar.others is not None:
+            values.append(self._subgrammar(grammar.others))
+        return self._either(values)
+
+    def _subgrammar(self, lark: str) -> str:
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": lark})
         return f"@{name}"

@@ -331,21 +331,23 @@ def test_an_impossible_schema_is_named_by_its_path(engine, reasoning, choice):
     tools = [
         tool("a", POINT, strict=True),
         tool("b", PLACE, strict=True),
-        tool("c", {"not": {}}, strict=True),
+        tool("c", {"type": "object", "properties": {"x": {"not": {}}}}, strict=True),
     ]
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": choice, "tools": [named("b"), named("c")]}}
     limits = Limits(chat_format=chat_format("hermes", reasoning), trust_chat_template=True)
     body = {"messages": HELLO, "tools": tools, "tool_choice": allowed, "chat_template": "Hi{{ x }}"}
     call = parse_call(CHAT, body, limits)
-    with pytest.raises(RequestError, match=r"refused: format\..*json_schema: .*not") as refused:
+    with pytest.raises(
+        RequestError, match=r"^tools\[2\]\.function\.parameters\.properties\.x: .*not"
+    ) as refused:
         engine.add_request("r", call.prompts(engine.text)[0], call.params(engine.text))
-    assert refused.value.param.startswith("structured_outputs.structural_tag.format.")
-    assert call.param_of(refused.value) == "tools[2].function.parameters"
+    assert refused.value.param == "tools[2].function.parameters.properties.x"
+    assert call.param_of(refused.value) == refused.value.param
 
 
 def test_an_impossible_schema_is_an_error_of_its_request(engine):
     plan = ToolPlan.of(FORMATS["hermes"], tools=[tool("a", {"not": {}})], tool_choice="required")
-    with pytest.raises(RequestError, match="structured_outputs structural_tag is refused") as refused:
+    with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters: .*not") as refused:
         answers(engine, plan)
     assert "|" not in str(refused.value)  # no excerpt of a grammar that the request did not write
 

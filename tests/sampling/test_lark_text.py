@@ -22,7 +22,7 @@ GRAMMARS = {
     '!start: "a"': "a",
     '?!start: "a"': "a",
     'start.2: "a"': "a",
-    '?start.-1: A\nA.3: /a/': "a",
+    "?start.-1: A\nA.3: /a/": "a",
     '// root ::= "b"\n\n\r\n start : "a"': "a",
     '# root\nstart: "root ::= a"': "root ::= a",
     '%import common.INT\n%ignore " "\nn: INT\nstart: n "," n': "1, 2",

@@ -200,7 +200,7 @@ def _object(tool: Tool) -> Format:
 
 
 def _tag(begin: str, tool: Tool, end: str) -> Format:
-    content = {"type": "json_schema", "json_schema": tool.parameters}
+    content = {"type": "json_schema", "json_schema": tool.parameters, "name": tool.place}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 

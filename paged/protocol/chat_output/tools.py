@@ -23,11 +23,13 @@ class Tool:
 
     parameters: the JSON schema of its arguments, an object.
     strict: whether the arguments always match the schema.
+    place: of the parameters in the body of the request, for errors.
     """
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool = False
+    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ def tools_of(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
             raise RequestError(f"{where} is that of another tool, too: {name!r}", param=where)
         names.add(name)
         parameters = {"type": "object", **function.get("parameters", NO_PARAMETERS)}
-        tools.append(Tool(name, parameters, function.get("strict", False)))
+        place = f"tools[{i}].function.parameters"
+        tools.append(Tool(name, parameters, function.get("strict", False), place))
     return tools
 
 

@@ -99,6 +99,7 @@ _PLAIN: dict[str, Kind] = {
     "schema": _JSONSchema(),
     "switch": Boolean(),
     "count": Integer(1),
+    "name": _TEXT,
     "format": FormatKind(),
     "formats": ListOf(FormatKind(), 1),
 }
