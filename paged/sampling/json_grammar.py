@@ -21,18 +21,18 @@ from .json_schema import (
     ANYTHING,
     AnyOf,
     Anything,
-    Array,
-    Boolean,
+    Arrays,
+    Booleans,
     Never,
     Null,
-    Number,
-    Object,
-    Place,
+    Numbers,
+    Objects,
     Raw,
     Ref,
     Schema,
+    SchemaPath,
     SchemaReader,
-    String,
+    Strings,
 )
 from .lark_text import quoted
 
@@ -47,8 +47,8 @@ _NAME = r'NAME: /"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/'
 
 
 _PARTS_OF_ANYTHING = (
-    *(Null(), Boolean(), Number(Interval()), String()),
-    *(Array((), ANYTHING), Object({}, ANYTHING)),
+    *(Null(), Booleans(), Numbers(Interval()), Strings()),
+    *(Arrays((), ANYTHING), Objects({}, ANYTHING)),
 )
 
 
@@ -80,14 +80,16 @@ class JsonGrammar:
         root = self._reader.root
         if not self._has_value(root):
             raise self._no_value(root)
-        library, own = self._split(self._options(root, set()), Place(""))
-        self.at_start = [self._text(Place(""), leaf) for leaf in library]
-        start = [self._expression(option, Place("")) for option in own]
+        library, own = self._split(self._options(root, set()), SchemaPath(""))
+        self.at_start = [self._text(SchemaPath(""), leaf) for leaf in library]
+        start = [self._expression(option, SchemaPath("")) for option in own]
         pending = 0
         while pending < len(self._references):
             pointer = [*self._references][pending]
             definition = self._reader.definitions[pointer]
-            self._rules.append(f"{self._references[pointer]}: {self._expression(definition, Place(pointer))}")
+            self._rules.append(
+                f"{self._references[pointer]}: {self._expression(definition, SchemaPath(pointer))}"
+            )
             pending += 1
         self.others = self._grammar(start) if start else None
         self.lark = self._grammar([*start, *(self._rule(f"%json {text}") for text in self.at_start)])
@@ -140,7 +142,7 @@ class JsonGrammar:
                 return schema.pointer in self._finite
             case AnyOf():
                 return any(map(self._has_value, schema.options))
-            case Array() | Object():
+            case Arrays() | Objects():
                 return all(map(self._has_value, _needed(schema)))
         return True
 
@@ -150,16 +152,16 @@ class JsonGrammar:
         while True:
             match schema:
                 case Never():
-                    return Place(schema.where).error(schema.reason)
+                    return SchemaPath(schema.where).error(schema.reason)
                 case Ref():
                     if schema.pointer in seen:
-                        where = Place(".".join(path))
+                        where = SchemaPath(".".join(path))
                         return where.error(
                             f"no finite value matches the schema: {schema.pointer} needs itself, without end"
                         )
                     seen.add(schema.pointer)
                     schema = self._reader.definitions[schema.pointer]
-                case Object():
+                case Objects():
                     name = next(
                         n
                         for n in schema.properties
@@ -167,7 +169,7 @@ class JsonGrammar:
                     )
                     path += ["properties", name]
                     schema = schema.properties[name]
-                case Array():
+                case Arrays():
                     path.append("items")
                     schema = next(part for part in _needed(schema) if not self._has_value(part))
                 case AnyOf():
@@ -178,7 +180,7 @@ class JsonGrammar:
 
     # Expressions in Lark's syntax, of schemas that have a value
 
-    def _expression(self, schema: Schema, place: Place) -> str:
+    def _expression(self, schema: Schema, place: SchemaPath) -> str:
         leaf = self._leaf(schema, place)
         if leaf is not None:
             return self._library(place, leaf)
@@ -187,13 +189,13 @@ class JsonGrammar:
                 return self._any_value()
             case Null():
                 return '"null"'
-            case Boolean():
+            case Booleans():
                 return _either(f'"{json.dumps(value)}"' for value in sorted(schema.values))
-            case Number():
+            case Numbers():
                 return self._number(schema.interval)
-            case Array():
+            case Arrays():
                 return self._array(schema, place)
-            case Object():
+            case Objects():
                 return self._object(schema, place)
             case AnyOf():
                 library, own = self._split(schema.options, place)
@@ -203,7 +205,9 @@ class JsonGrammar:
                 return self._references.setdefault(schema.pointer, f"ref{len(self._references)}")
         raise AssertionError(schema)
 
-    def _split(self, options: Iterable[Schema], place: Place) -> tuple[list[Mapping[str, Any]], list[Schema]]:
+    def _split(
+        self, options: Iterable[Schema], place: SchemaPath
+    ) -> tuple[list[Mapping[str, Any]], list[Schema]]:
         """Return the schemas of options that the library compiles, and the options that it does not."""
         library, strings, own = list[Mapping[str, Any]](), list[Mapping[str, Any]](), list[Schema]()
         for option in filter(self._has_value, options):
@@ -211,18 +215,18 @@ class JsonGrammar:
             if leaf is None:
                 own.append(option)
             else:
-                (strings if isinstance(option, String) else library).append(leaf)
+                (strings if isinstance(option, Strings) else library).append(leaf)
         # All strings together, so that thousands of them are as fast as a few.
         if strings:
             library.append(strings[0] if len(strings) == 1 else {"anyOf": strings})
         return library, own
 
-    def _leaf(self, schema: Schema, place: Place) -> Mapping[str, Any] | None:
+    def _leaf(self, schema: Schema, place: SchemaPath) -> Mapping[str, Any] | None:
         """Return the library's schema of what it compiles; None for what is written here."""
         match schema:
-            case String():
+            case Strings():
                 return _string_schema(schema)
-            case Number() if schema.interval.multiple is not None and schema.interval.step != 1:
+            case Numbers() if schema.interval.multiple is not None and schema.interval.step != 1:
                 return _multiples(schema.interval, place)
             case Raw():
                 return self._raw(schema)
@@ -231,11 +235,11 @@ class JsonGrammar:
     def _any_value(self) -> str:
         if self._anything is None:
             self._anything = next(self._names)
-            body = self._expression(AnyOf(_PARTS_OF_ANYTHING), Place(""))
+            body = self._expression(AnyOf(_PARTS_OF_ANYTHING), SchemaPath(""))
             self._rules.append(f"{self._anything}: {body}")
         return self._anything
 
-    def _array(self, array: Array, place: Place) -> str:
+    def _array(self, array: Arrays, place: SchemaPath) -> str:
         most = array.most
         first = array.prefix[:most]
         items = list[str]()
@@ -254,7 +258,7 @@ class JsonGrammar:
                 tail = self._rule(f"({tail})?")
         return f'"[" {tail if items else rest} "]"'.replace("  ", " ")
 
-    def _rest_of(self, array: Array, num_first: int, most: int | None, place: Place) -> str:
+    def _rest_of(self, array: Arrays, num_first: int, most: int | None, place: SchemaPath) -> str:
         """Return an expression of the items after the first ones, with a comma before each but the first."""
         least = max(0, array.least - num_first)
         most = None if most is None else max(0, most - num_first)
@@ -267,7 +271,7 @@ class JsonGrammar:
         more = f"{item} {others}".rstrip()
         return more if least else f"({more})?"
 
-    def _object(self, schema: Object, place: Place) -> str:
+    def _object(self, schema: Objects, place: SchemaPath) -> str:
         members = list[tuple[str, bool]]()
         for name, value in schema.properties.items():
             if self._has_value(value):
@@ -310,23 +314,23 @@ class JsonGrammar:
         return self._terminals[interval]
 
     def _raw(self, raw: Raw) -> Mapping[str, Any]:
-        node = _for_library(raw.node, Place(raw.where))
+        node = _for_library(raw.node, SchemaPath(raw.where))
         root = self._reader.root_node
         if raw.node is not root and "$ref" in json.dumps(node):
             # References lead from the root of what the library compiles.
             for key in ("$defs", "definitions"):
                 if key in root:
-                    node[key] = _definitions(root[key], Place(key))
+                    node[key] = _definitions(root[key], SchemaPath(key))
         return {**node, WHERE: raw.where}
 
-    def _library(self, place: Place, schema: Mapping[str, Any]) -> str:
+    def _library(self, place: SchemaPath, schema: Mapping[str, Any]) -> str:
         """Return a rule that the library compiles."""
         text = self._text(place, schema)
         if text not in self._json:
             self._json[text] = self._rule(f"%json {text}")
         return self._json[text]
 
-    def _text(self, place: Place, schema: Mapping[str, Any]) -> str:
+    def _text(self, place: SchemaPath, schema: Mapping[str, Any]) -> str:
         """Return a schema for the library as JSON, and note its path."""
         own = {**schema, "x-guidance": {"whitespace_pattern": self._whitespace}}
         path = own.pop(WHERE, place.path)
@@ -340,9 +344,9 @@ class JsonGrammar:
         return name
 
 
-def _needed(schema: Array | Object) -> Iterator[Schema]:
+def _needed(schema: Arrays | Objects) -> Iterator[Schema]:
     """Yield the parts that every value of an array or object schema has."""
-    if isinstance(schema, Object):
+    if isinstance(schema, Objects):
         yield from (schema.properties[name] for name in sorted(schema.required))
         return
     yield from schema.prefix[: schema.least]
@@ -364,7 +368,7 @@ def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _string_schema(schema: String) -> dict[str, Any]:
+def _string_schema(schema: Strings) -> dict[str, Any]:
     """Return the library's schema of strings."""
     rules = [*map(json.loads, schema.rules)]
     if schema.constants is not None:
@@ -377,7 +381,7 @@ def _string_schema(schema: String) -> dict[str, Any]:
 # Numbers of the library
 
 
-def _multiples(interval: Interval, place: Place) -> dict[str, Any]:
+def _multiples(interval: Interval, place: SchemaPath) -> dict[str, Any]:
     """Return the library's schema of multiples: from the first to the last one, both included."""
     step = interval.step
     assert step is not None
@@ -406,7 +410,7 @@ def _decimal(value: Fraction) -> Exact:
     return Decimal(f"{value.numerator * (power // value.denominator)}e-{len(str(power)) - 1}")
 
 
-def _float64(value: Exact, place: Place) -> int | float:
+def _float64(value: Exact, place: SchemaPath) -> int | float:
     """Return a number that the library has exactly. Raises RequestError for another one."""
     number = int(value) if value == int(value) else float(value)
     if abs(Fraction(value)) > LARGEST_EXACT or (isinstance(number, float) and Decimal(repr(number)) != value):
@@ -420,7 +424,7 @@ def _float64(value: Exact, place: Place) -> int | float:
 # Schemas that only the library combines
 
 
-def _for_library(node: Any, place: Place) -> Any:
+def _for_library(node: Any, place: SchemaPath) -> Any:
     """Return a part for the library: with exact numbers, bounded integers and formats that it knows.
 
     Raises RequestError for a number that it would round.
@@ -449,13 +453,13 @@ def _for_library(node: Any, place: Place) -> Any:
     return found
 
 
-def _definitions(value: Any, place: Place) -> Any:
+def _definitions(value: Any, place: SchemaPath) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {name: _for_library(part, place / name) for name, part in value.items()}
 
 
-def _exact_values(value: Any, place: Place) -> Any:
+def _exact_values(value: Any, place: SchemaPath) -> Any:
     """Return a constant whose numbers the library has exactly."""
     match value:
         case bool():

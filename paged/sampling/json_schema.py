@@ -20,7 +20,7 @@ from .json_formats import is_known_format
 from .json_numbers import MAX_MAGNITUDE, Exact, Interval, constant_text, why_no_bound
 
 MAX_NODES = 50_000  # of a schema, also where parts that are combined are read several times
-MAX_DEPTH = 128
+MAX_SCHEMA_DEPTH = 128
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 NUMBER_KEYS = (*BOUNDS, "multipleOf")
@@ -78,21 +78,21 @@ class Null:
 
 
 @dataclass(frozen=True, slots=True)
-class Boolean:
+class Booleans:
     """true, false or both."""
 
     values: frozenset[bool] = frozenset((True, False))
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class Numbers:
     """Numbers of an interval."""
 
     interval: Interval
 
 
 @dataclass(frozen=True, slots=True)
-class String:
+class Strings:
     """Strings. constants: the only ones; None for any. rules: schemas that all hold, as JSON texts."""
 
     constants: tuple[str, ...] | None = None
@@ -100,7 +100,7 @@ class String:
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class Arrays:
     """Arrays. prefix: schemas of the first items. rest: that of the others."""
 
     prefix: tuple[Schema, ...]
@@ -110,7 +110,7 @@ class Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Object:
+class Objects:
     """Objects. properties: in the order in which they are generated, with those that are only required."""
 
     properties: Mapping[str, Schema]
@@ -140,22 +140,22 @@ class Raw:
     where: str
 
 
-Schema = Never | Anything | Null | Boolean | Number | String | Array | Object | AnyOf | Ref | Raw
+Schema = Never | Anything | Null | Booleans | Numbers | Strings | Arrays | Objects | AnyOf | Ref | Raw
 ANYTHING = Anything()
 FALSE = "the schema is false"
 
 
-class Place(NamedTuple):
+class SchemaPath(NamedTuple):
     """The path of a part, and how deep it is."""
 
     path: str
     depth: int = 0
 
-    def __truediv__(self, key: str | int) -> Place:
-        if self.depth >= MAX_DEPTH:
-            raise RequestError(f"recursion limit exceeded: schemas may be nested {MAX_DEPTH} deep")
+    def __truediv__(self, key: str | int) -> SchemaPath:
+        if self.depth >= MAX_SCHEMA_DEPTH:
+            raise RequestError(f"recursion limit exceeded: schemas may be nested {MAX_SCHEMA_DEPTH} deep")
         step = f"[{key}]" if isinstance(key, int) else f".{key}"
-        return Place((self.path + step).removeprefix("."), self.depth + 1)
+        return SchemaPath((self.path + step).removeprefix("."), self.depth + 1)
 
     def error(self, message: str) -> RequestError:
         """Return an error of this part."""
@@ -175,25 +175,27 @@ class SchemaReader:
         self._pending = list[str]()
         self._resolving = list[str]()
         self._comparing = set[tuple[str | int, ...]]()
-        self.root = self._read(root, Place(""))
+        self.root = self._read(root, SchemaPath(""))
         while self._pending:
             pointer = self._pending.pop()
             if pointer not in self.definitions:
-                self.definitions[pointer] = self._read(self._target(pointer, Place("")), Place(pointer))
+                self.definitions[pointer] = self._read(
+                    self._target(pointer, SchemaPath("")), SchemaPath(pointer)
+                )
 
-    def _count(self, place: Place) -> None:
+    def _count(self, place: SchemaPath) -> None:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
             raise place.error(f"the schema is too large: it combines more than {MAX_NODES:,} parts")
 
-    def _read(self, node: Any, place: Place) -> Schema:
+    def _read(self, node: Any, place: SchemaPath) -> Schema:
         """Read a part; as a raw one if parts of it cannot be combined here."""
         try:
             return self._combined(node, place)
         except SchemaTooHardError:
             return Raw(node, place.path)
 
-    def _combined(self, node: Any, place: Place) -> Schema:
+    def _combined(self, node: Any, place: SchemaPath) -> Schema:
         self._count(place)
         if isinstance(node, bool):
             return ANYTHING if node else Never(FALSE, place.path)
@@ -213,7 +215,7 @@ class SchemaReader:
 
     # What a schema says without applicators
 
-    def _base(self, node: Mapping[str, Any], place: Place) -> Schema:
+    def _base(self, node: Mapping[str, Any], place: SchemaPath) -> Schema:
         types = node.get("type", TYPES)
         names = [types] if isinstance(types, str) else types
         if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -222,12 +224,12 @@ class SchemaReader:
         is_free = all(option in _FREE for option in options) and "type" not in node
         return ANYTHING if is_free else any_of(options, place)
 
-    def _of_type(self, name: str, node: Mapping[str, Any], place: Place) -> Schema:
+    def _of_type(self, name: str, node: Mapping[str, Any], place: SchemaPath) -> Schema:
         match name:
             case "null":
                 return Null()
             case "boolean":
-                return Boolean()
+                return Booleans()
             case "number" | "integer":
                 return _number(self._interval(node, place, is_integer=name == "integer"), place)
             case "string":
@@ -238,7 +240,7 @@ class SchemaReader:
                 return self._object(node, place)
         raise (place / "type").error(f"Invalid type: {name}")
 
-    def _interval(self, node: Mapping[str, Any], place: Place, *, is_integer: bool) -> Interval:
+    def _interval(self, node: Mapping[str, Any], place: SchemaPath, *, is_integer: bool) -> Interval:
         found = Interval(is_integer=is_integer)
         for key in BOUNDS:
             value, is_low = node.get(key), key.lower().endswith("minimum")
@@ -264,7 +266,7 @@ class SchemaReader:
             found = found.intersect(Interval(multiple=abs(multiple)))
         return found
 
-    def _string(self, node: Mapping[str, Any], place: Place) -> Schema:
+    def _string(self, node: Mapping[str, Any], place: SchemaPath) -> Schema:
         rules = {key: node[key] for key in STRING_KEYS if key in node}
         least, most = (self._size(node, key, place) for key in ("minLength", "maxLength"))
         if most is not None and most < (least or 0):
@@ -272,9 +274,9 @@ class SchemaReader:
         rules |= {k: v for k, v in (("minLength", least), ("maxLength", most)) if v is not None}
         if "format" in rules and not is_known_format(rules["format"]):
             del rules["format"]
-        return String(rules=(json.dumps(rules, ensure_ascii=False),) if rules else ())
+        return Strings(rules=(json.dumps(rules, ensure_ascii=False),) if rules else ())
 
-    def _array(self, node: Mapping[str, Any], place: Place) -> Schema:
+    def _array(self, node: Mapping[str, Any], place: SchemaPath) -> Schema:
         prefix = node.get("prefixItems", [])
         if not isinstance(prefix, list):
             raise (place / "prefixItems").error(f"prefixItems must be a list, got {shown(prefix)}")
@@ -283,7 +285,7 @@ class SchemaReader:
         least = self._size(node, "minItems", place) or 0
         return _array(first, rest, least, self._size(node, "maxItems", place), place)
 
-    def _object(self, node: Mapping[str, Any], place: Place) -> Schema:
+    def _object(self, node: Mapping[str, Any], place: SchemaPath) -> Schema:
         properties = node.get("properties", {})
         if not isinstance(properties, Mapping):
             raise (place / "properties").error(f"properties must be an object, got {shown(properties)}")
@@ -294,9 +296,9 @@ class SchemaReader:
         inside = place / "properties"
         own = {name: self._read(value, inside / name) for name, value in properties.items()}
         own |= {name: rest for name in required if name not in own}
-        return Object(own, rest, frozenset(required))
+        return Objects(own, rest, frozenset(required))
 
-    def _size(self, node: Mapping[str, Any], key: str, place: Place) -> int | None:
+    def _size(self, node: Mapping[str, Any], key: str, place: SchemaPath) -> int | None:
         if key not in node:
             return None
         value = node[key]
@@ -308,15 +310,15 @@ class SchemaReader:
 
     # Applicators
 
-    def _const(self, value: Any, place: Place) -> Schema:
+    def _const(self, value: Any, place: SchemaPath) -> Schema:
         return self._constants([value], place)
 
-    def _enum(self, values: Any, place: Place) -> Schema:
+    def _enum(self, values: Any, place: SchemaPath) -> Schema:
         if not isinstance(values, list):
             raise place.error(f"enum must be a list, got {shown(values)}")
         return self._constants(values, place)
 
-    def _constants(self, values: Iterable[Any], place: Place) -> Schema:
+    def _constants(self, values: Iterable[Any], place: SchemaPath) -> Schema:
         strings, options = list[str](), list[Schema]()
         for value in values:
             self._count(place)
@@ -324,33 +326,33 @@ class SchemaReader:
                 case None:
                     options.append(Null())
                 case bool():
-                    options.append(Boolean(frozenset((value,))))
+                    options.append(Booleans(frozenset((value,))))
                 case str():
                     strings.append(value)
                 case int() | Decimal():
                     number = exact(value, place)
-                    options.append(Number(Interval(low=number, high=number)))
+                    options.append(Numbers(Interval(low=number, high=number)))
                 case list():
                     items = tuple(self._const(item, place / "items") for item in value)
-                    options.append(Array(items, Never(FALSE, place.path), len(items), len(items)))
+                    options.append(Arrays(items, Never(FALSE, place.path), len(items), len(items)))
                 case Mapping():
                     own = {name: self._const(item, place / name) for name, item in value.items()}
-                    options.append(Object(own, Never(FALSE, place.path), frozenset(own)))
+                    options.append(Objects(own, Never(FALSE, place.path), frozenset(own)))
         if strings:
-            options.append(String(tuple(dict.fromkeys(strings))))
+            options.append(Strings(tuple(dict.fromkeys(strings))))
         return any_of(options, place)
 
-    def _all_of(self, values: Any, place: Place) -> Schema:
+    def _all_of(self, values: Any, place: SchemaPath) -> Schema:
         found: Schema = ANYTHING
         for i, value in enumerate(_list("allOf", values, place)):
             found = self.intersect(found, self._combined(value, place / i), place)
         return found
 
-    def _any_of(self, values: Any, place: Place) -> Schema:
+    def _any_of(self, values: Any, place: SchemaPath) -> Schema:
         options = [self._read(value, place / i) for i, value in enumerate(_list("anyOf", values, place))]
         return any_of(options, place)
 
-    def _one_of(self, values: Any, place: Place) -> Schema:
+    def _one_of(self, values: Any, place: SchemaPath) -> Schema:
         options = [self._read(value, place / i) for i, value in enumerate(_list("oneOf", values, place))]
         options = [option for option in options if not isinstance(option, Never)] or options
         for i, one in enumerate(options):
@@ -358,12 +360,12 @@ class SchemaReader:
                 raise SchemaTooHardError
         return any_of(options, place)
 
-    def _ref(self, pointer: Any, place: Place) -> Schema:
+    def _ref(self, pointer: Any, place: SchemaPath) -> Schema:
         self._target(pointer, place)
         self._pending.append(pointer)
         return Ref(pointer)
 
-    def _target(self, pointer: Any, place: Place) -> Any:
+    def _target(self, pointer: Any, place: SchemaPath) -> Any:
         """Return the part of the schema that a reference names."""
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
             raise place.error(f"$ref {shown(pointer)} is not of this schema: it must be #, or begin with #/")
@@ -376,7 +378,7 @@ class SchemaReader:
                 raise place.error(f"$ref {shown(pointer)} names nothing in this schema") from error
         return node
 
-    def resolved(self, schema: Schema, place: Place) -> Schema:
+    def resolved(self, schema: Schema, place: SchemaPath) -> Schema:
         """Return the schema itself of a reference. Raises RequestError for references in a circle."""
         if not isinstance(schema, Ref):
             return schema
@@ -391,7 +393,7 @@ class SchemaReader:
 
     # Sets
 
-    def intersect(self, one: Schema, other: Schema, place: Place) -> Schema:
+    def intersect(self, one: Schema, other: Schema, place: SchemaPath) -> Schema:
         """Return the values of both schemas."""
         self._count(place)
         match one, other:
@@ -413,21 +415,21 @@ class SchemaReader:
                 return any_of([self.intersect(option, other, place) for option in options], place)
             case (_, AnyOf(options)):
                 return any_of([self.intersect(one, option, place) for option in options], place)
-            case (Boolean(values), Boolean(others)) if values & others:
-                return Boolean(values & others)
+            case (Booleans(values), Booleans(others)) if values & others:
+                return Booleans(values & others)
             case (Null(), Null()):
                 return one
-            case (Number(), Number()):
+            case (Numbers(), Numbers()):
                 return _number(one.interval.intersect(other.interval), place)
-            case (String(), String()):
+            case (Strings(), Strings()):
                 return _string(one, other, place)
-            case (Array(), Array()):
+            case (Arrays(), Arrays()):
                 return self._both_arrays(one, other, place)
-            case (Object(), Object()):
+            case (Objects(), Objects()):
                 return self._both_objects(one, other, place)
         return Never("nothing matches all of its parts", place.path)
 
-    def _both_arrays(self, one: Array, other: Array, place: Place) -> Schema:
+    def _both_arrays(self, one: Arrays, other: Arrays, place: SchemaPath) -> Schema:
         length = max(len(one.prefix), len(other.prefix))
         pairs = zip(_padded(one, length), _padded(other, length), strict=True)
         prefix = tuple(self.intersect(a, b, place / i) for i, (a, b) in enumerate(pairs))
@@ -435,7 +437,7 @@ class SchemaReader:
         mosts = [most for most in (one.most, other.most) if most is not None]
         return _array(prefix, rest, max(one.least, other.least), min(mosts, default=None), place)
 
-    def _both_objects(self, one: Object, other: Object, place: Place) -> Schema:
+    def _both_objects(self, one: Objects, other: Objects, place: SchemaPath) -> Schema:
         properties = {
             name: self.intersect(
                 one.properties.get(name, one.rest), other.properties.get(name, other.rest), place / name
@@ -443,9 +445,9 @@ class SchemaReader:
             for name in {**one.properties, **other.properties}
         }
         rest = self.intersect(one.rest, other.rest, place / "additionalProperties")
-        return Object(properties, rest, one.required | other.required)
+        return Objects(properties, rest, one.required | other.required)
 
-    def _is_disjoint(self, one: Schema, other: Schema, place: Place) -> bool:
+    def _is_disjoint(self, one: Schema, other: Schema, place: SchemaPath) -> bool:
         """Return whether it is certain that no value is in both."""
         self._count(place)
         match one, other:
@@ -459,13 +461,13 @@ class SchemaReader:
                 return all(self._is_disjoint(option, other, place) for option in options)
             case (_, AnyOf(options)):
                 return all(self._is_disjoint(one, option, place) for option in options)
-            case (Boolean(values), Boolean(others)):
+            case (Booleans(values), Booleans(others)):
                 return not values & others
-            case (Number(), Number()):
+            case (Numbers(), Numbers()):
                 return one.interval.intersect(other.interval).why_empty() is not None
-            case (String(), String()):
+            case (Strings(), Strings()):
                 return isinstance(_string(one, other, place), Never)
-            case (Object(), Object()):
+            case (Objects(), Objects()):
                 names = one.required | other.required
                 return any(
                     self._is_disjoint(
@@ -475,7 +477,7 @@ class SchemaReader:
                 )
         return type(one) is not type(other)
 
-    def _are_references_disjoint(self, one: Schema, other: Schema, place: Place) -> bool:
+    def _are_references_disjoint(self, one: Schema, other: Schema, place: SchemaPath) -> bool:
         pair = tuple(s.pointer if isinstance(s, Ref) else id(s) for s in (one, other))
         if pair in self._comparing:  # they refer to themselves
             return False
@@ -486,7 +488,7 @@ class SchemaReader:
             self._comparing.discard(pair)
 
 
-APPLICATORS: Mapping[str, Callable[[SchemaReader, Any, Place], Schema]] = {
+APPLICATORS: Mapping[str, Callable[[SchemaReader, Any, SchemaPath], Schema]] = {
     "const": SchemaReader._const,
     "enum": SchemaReader._enum,
     "allOf": SchemaReader._all_of,
@@ -494,10 +496,10 @@ APPLICATORS: Mapping[str, Callable[[SchemaReader, Any, Place], Schema]] = {
     "oneOf": SchemaReader._one_of,
     "$ref": SchemaReader._ref,
 }
-_FREE = (Null(), Boolean(), Number(Interval()), String(), Array((), ANYTHING), Object({}, ANYTHING))
+_FREE = (Null(), Booleans(), Numbers(Interval()), Strings(), Arrays((), ANYTHING), Objects({}, ANYTHING))
 
 
-def exact(value: Any, place: Place) -> Exact:
+def exact(value: Any, place: SchemaPath) -> Exact:
     """Return a number of a schema. Raises RequestError if it is none, or too large to compute with."""
     if isinstance(value, bool) or not isinstance(value, int | Decimal):
         raise place.error(f"must be a number, got {shown(value)}")
@@ -511,7 +513,7 @@ def _is_large(value: Decimal) -> bool:
     return abs(value.adjusted()) > MAX_MAGNITUDE or len(value.as_tuple().digits) > MAX_MAGNITUDE
 
 
-def any_of(options: Iterable[Schema], place: Place) -> Schema:
+def any_of(options: Iterable[Schema], place: SchemaPath) -> Schema:
     """Return the values of any of the schemas."""
     found, nevers = list[Schema](), list[Never]()
     for option in options:
@@ -529,12 +531,12 @@ def any_of(options: Iterable[Schema], place: Place) -> Schema:
     return found[0] if found else next(iter(nevers), Never("there is nothing to choose", place.path))
 
 
-def _number(interval: Interval, place: Place) -> Schema:
+def _number(interval: Interval, place: SchemaPath) -> Schema:
     why = interval.why_empty()
-    return Number(interval) if why is None else Never(why, place.path)
+    return Numbers(interval) if why is None else Never(why, place.path)
 
 
-def _string(one: String, other: String, place: Place) -> Schema:
+def _string(one: Strings, other: Strings, place: SchemaPath) -> Schema:
     constants = one.constants if other.constants is None else other.constants
     if one.constants is not None and other.constants is not None:
         known = frozenset(other.constants)
@@ -546,20 +548,22 @@ def _string(one: String, other: String, place: Place) -> Schema:
             constants = tuple(c for c in constants if least <= len(c) and (most is None or len(c) <= most))
         if not constants:
             return Never("no string matches all of its parts", place.path)
-    return String(constants, rules)
+    return Strings(constants, rules)
 
 
-def _array(prefix: tuple[Schema, ...], rest: Schema, least: int, most: int | None, place: Place) -> Schema:
+def _array(
+    prefix: tuple[Schema, ...], rest: Schema, least: int, most: int | None, place: SchemaPath
+) -> Schema:
     if most is not None and least > most:
         return Never(f"minItems ({least}) is greater than maxItems ({most})", place.path)
-    return Array(prefix, rest, least, most)
+    return Arrays(prefix, rest, least, most)
 
 
-def _padded(array: Array, length: int) -> Sequence[Schema]:
+def _padded(array: Arrays, length: int) -> Sequence[Schema]:
     return [*array.prefix, *[array.rest] * (length - len(array.prefix))]
 
 
-def _list(name: str, values: Any, place: Place) -> list[Any]:
+def _list(name: str, values: Any, place: SchemaPath) -> list[Any]:
     if not isinstance(values, list):
         raise place.error(f"{name} must be a list, got {shown(values)}")
     return values

@@ -36,7 +36,7 @@ from ..text.tokenizer import Tokenizer
 from .forced_text import ForcedText
 from .grammar_limits import check_grammar, library_limits
 from .json_grammar import JsonGrammar
-from .json_schema import Place
+from .json_schema import SchemaPath
 from .library_grammar import library_grammar
 
 MAX_CACHED = 64  # compiled grammars
@@ -200,7 +200,7 @@ def _check_leaves(schema: Any, vocabulary: _Vocabulary) -> None:
         try:
             _matcher_of(LLMatcher.grammar_from_json_schema(leaf), vocabulary)
         except ValueError as error:
-            raise Place(path).error(str(error)) from error
+            raise SchemaPath(path).error(str(error)) from error
 
 
 def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
