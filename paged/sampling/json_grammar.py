@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -73,7 +72,7 @@ class JsonGrammar:
         self._finite = self._with_values()
         self._rules = list[str]()
         self._names = (f"r{number}" for number in itertools.count())
-        self._terminals = dict[Interval, str]()
+        self._terminals = dict[tuple[Interval, ...], str]()
         self._json = dict[str, str]()
         self._references = dict[str, str]()
         self._anything: str | None = None
@@ -82,7 +81,7 @@ class JsonGrammar:
             raise self._no_value(root)
         library, own = self._split(self._options(root, set()), SchemaPath(""))
         self.at_start = [self._text(SchemaPath(""), leaf) for leaf in library]
-        start = [self._expression(option, SchemaPath("")) for option in own]
+        start = self._expressions(own, SchemaPath(""))
         pending = 0
         while pending < len(self._references):
             pointer = [*self._references][pending]
@@ -192,7 +191,7 @@ class JsonGrammar:
             case Booleans():
                 return _either(f'"{json.dumps(value)}"' for value in sorted(schema.values))
             case Numbers():
-                return self._number(schema.interval)
+                return self._number([schema.interval])
             case Arrays():
                 return self._array(schema, place)
             case Objects():
@@ -200,7 +199,7 @@ class JsonGrammar:
             case AnyOf():
                 library, own = self._split(schema.options, place)
                 expressions = [self._library(place, leaf) for leaf in library]
-                return _either([*expressions, *(self._expression(option, place) for option in own)])
+                return _either([*expressions, *self._expressions(own, place)])
             case Ref():
                 return self._references.setdefault(schema.pointer, f"ref{len(self._references)}")
         raise AssertionError(schema)
@@ -305,13 +304,19 @@ class JsonGrammar:
         self._rules.append(f"{terminal_name}: NAME & ~({names})")
         return terminal_name
 
-    def _number(self, interval: Interval) -> str:
-        if interval.multiple is not None:  # of 1
-            interval = replace(interval, is_integer=True, multiple=None)
-        if interval not in self._terminals:
-            name = self._terminals[interval] = f"NUMBER_{len(self._terminals)}"
-            self._rules.append(f"{name}: {terminal(interval)}")
-        return self._terminals[interval]
+    def _expressions(self, options: Sequence[Schema], place: SchemaPath) -> list[str]:
+        """Return the expressions of options: of all numbers together, as of thousands of constants."""
+        numbers = [option.interval for option in options if isinstance(option, Numbers)]
+        found = [self._expression(o, place) for o in options if not isinstance(o, Numbers)]
+        return [*found, self._number(numbers)] if numbers else found
+
+    def _number(self, intervals: Sequence[Interval]) -> str:
+        """Return a terminal of the numbers in any of the intervals."""
+        key = tuple(intervals)
+        if key not in self._terminals:
+            name = self._terminals[key] = f"NUMBER_{len(self._terminals)}"
+            self._rules.append(f"{name}: {' | '.join(terminal(one) for one in dict.fromkeys(key))}")
+        return self._terminals[key]
 
     def _raw(self, raw: Raw) -> Mapping[str, Any]:
         node = _for_library(raw.node, SchemaPath(raw.where))

@@ -115,11 +115,11 @@ def constant_text(value: Exact) -> str:
 
 
 def terminal(interval: Interval) -> str:
-    """Return an expression in Lark's syntax of the numbers of an interval without multiples."""
+    """Return an expression in Lark's syntax of the numbers of an interval, without multiples but of 1."""
     if interval.low is not None and interval.low == interval.high:
         return _constant(interval.low)
     interval = _without_distant_bounds(interval)
-    if interval.is_integer:
+    if interval.step is not None:
         return _regex(_integers(interval))
     if interval.low is None and interval.high is None:
         return f'"-"? ({_mantissa(MAX_DIGITS)}) {_regex(f"([eE][+-]?{_exponent(0)})?")}'
