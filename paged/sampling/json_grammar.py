@@ -59,7 +59,6 @@ class JsonGrammar:
     lark: the grammar of all values.
     at_start: those of `leaves` that are values of the whole schema.
     others: the grammar of the values that are not of `at_start`; None if there are none.
-
     whitespace: a regular expression of the blanks that may be between JSON tokens.
 
     Raises RequestError naming the part that is wrong, or that has no finite value.
@@ -79,19 +78,21 @@ class JsonGrammar:
         root = self._reader.root
         if not self._has_value(root):
             raise self._no_value(root)
-        library, own = self._split(self._options(root, set()), SchemaPath(""))
+        library, own = self._split(self._options(root), SchemaPath(""))
         self.at_start = [self._text(SchemaPath(""), leaf) for leaf in library]
         start = self._expressions(own, SchemaPath(""))
-        pending = 0
-        while pending < len(self._references):
-            pointer = [*self._references][pending]
-            definition = self._reader.definitions[pointer]
-            self._rules.append(
-                f"{self._references[pointer]}: {self._expression(definition, SchemaPath(pointer))}"
-            )
-            pending += 1
+        self._write_references()
         self.others = self._grammar(start) if start else None
         self.lark = self._grammar([*start, *(self._rule(f"%json {text}") for text in self.at_start)])
+
+    def _write_references(self) -> None:
+        """Write the rules of references, which may find more of them."""
+        written = set[str]()
+        while pending := self._references.keys() - written:
+            for pointer in sorted(pending):
+                expression = self._expression(self._reader.definitions[pointer], SchemaPath(pointer))
+                self._rules.append(f"{self._references[pointer]}: {expression}")
+            written |= pending
 
     def _grammar(self, start: Sequence[str]) -> str:
         head = [
@@ -101,18 +102,21 @@ class JsonGrammar:
         ]
         return "\n".join([*head, _NAME, *self._rules])
 
-    def _options(self, schema: Schema, seen: set[str]) -> Iterator[Schema]:
+    def _options(self, root: Schema) -> Iterator[Schema]:
         """Yield the schemas of which any may be the whole value."""
-        match schema:
-            case AnyOf():
-                for option in schema.options:
-                    yield from self._options(option, seen)
-            case Anything():
-                yield from _PARTS_OF_ANYTHING
-            case Ref() if schema.pointer not in seen:
-                yield from self._options(self._reader.definitions[schema.pointer], {*seen, schema.pointer})
-            case _ if self._has_value(schema):
-                yield schema
+        pending, seen = [root], set[str]()
+        while pending:
+            match pending.pop():
+                case AnyOf(options):
+                    pending += reversed(options)
+                case Anything():
+                    yield from _PARTS_OF_ANYTHING
+                case Ref(pointer):
+                    if pointer not in seen:
+                        seen.add(pointer)
+                        pending.append(self._reader.definitions[pointer])
+                case option:
+                    yield option
 
     # Which schemas have a finite value
 

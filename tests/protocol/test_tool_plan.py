@@ -426,6 +426,8 @@ CALLS = {  # what is before the calls, a call, what is between them, and what is
     ("name", "choice"), [*((n, "required") for n in FORMATS), *((n, "auto") for n in FORMATS if n != "none")]
 )
 def test_calls_are_bounded(engine, name, choice):
+    page = Path(__file__).parents[2] / "docs" / "tool-calls.md"
+    assert f"at most {MAX_CALLS} calls" in page.read_text()
     plan = ToolPlan.of(FORMATS[name], tools=[tool("stop", closed({}), strict=True)], tool_choice=choice)
     before, call, between, after = CALLS[name]
     for num_calls in (1, MAX_CALLS, MAX_CALLS + 1):

@@ -266,3 +266,35 @@ def test_json_has_finite_numbers(schema):
     with pytest.raises(ValueError, match="is not JSON; numbers are finite"):
         exact_json(schema)
     assert exact_json('{"a":1e400}')["a"] == Decimal("1e400")
+
+
+HOSTILE = {
+    "references that branch": {
+        "$ref": "#/$defs/d0",
+        "$defs": {
+            "d99": {"type": "null"},
+            **{f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(99)},
+        },
+    },
+    "alternatives that multiply": {
+        "allOf": [
+            {"anyOf": [{"type": "object", "properties": {f"a{j}": {"const": j}}} for j in range(9)]}
+            for _ in range(20)
+        ]
+    },
+    "a circle": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}},
+    "recursive parts of a oneOf": {
+        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+        "$defs": {name: closed({"c": {"$ref": f"#/$defs/{name}"}}) for name in "ab"},
+    },
+    "a number of a billion digits": {"minimum": Decimal("1e999999999")},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schemas_are_refused_or_small(name):
+    try:
+        grammar = JsonGrammar(HOSTILE[name])
+    except RequestError:
+        return
+    assert len(grammar.lark) < 50_000
