@@ -44,8 +44,10 @@ class StructuredOutputsParams:
     """The language that an output must belong to; exactly one field is given.
 
     json_object: True allows any JSON object, and is stored as json={"type": "object"}.
-    json: a JSON schema, as text or a dict; {} allows any JSON value. Unsupported keywords are refused.
-        Between JSON tokens there may be nothing, a space, or a line break with indentation.
+    json: a JSON schema, as text or a dict; {} allows any JSON value. Unsupported keywords are refused,
+        unknown formats ignored. Numbers are compared exactly; without bounds they have at most 17 digits and
+        an exponent, integers 19. Between JSON tokens there may be nothing, a space, or a line break with
+        indentation.
     regex: a regular expression for the whole output, in Rust's syntax: no lookaround, no backreferences.
     choice: a list of strings, one of which is the output.
     grammar: a context-free grammar, in llama.cpp's GBNF (start symbol root) or Lark's EBNF (start).

@@ -6,14 +6,22 @@ import json
 import math
 import re
 from collections import Counter
+from decimal import Decimal
 from typing import Any
 
 from .errors import RequestError
 from .validation import shown
 
 MAX_JSON_DEPTH = 64  # of objects and arrays in a JSON text
+MOST_EXACT_LENGTH = 15  # every number of so few characters is exact in float64
 # Strings, whose brackets do not count, and brackets. A string may be cut at the end of a wrong text.
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|([\[\]{}])', re.DOTALL)
+
+
+class RoundedFloat(float):
+    """A number of a JSON text that float64 does not have exactly. digits: as the text has it."""
+
+    digits: str
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -54,6 +62,9 @@ def _float(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
         raise RequestError(f"{shown(digits)} is too large for a number")
+    if len(digits) > MOST_EXACT_LENGTH and Decimal(digits) != Decimal(repr(number)):
+        number = RoundedFloat(digits)
+        number.digits = digits
     return number
 
 

@@ -7,29 +7,38 @@ or the older one with "structures" and "triggers". `sampling.structural_grammar`
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from .errors import PagedError, RequestError, reject_unknown
-from .validation import check_bool, shown
+from .strict_json import RoundedFloat
+from .validation import check_bool, check_int, shown
 
 NAME = "structural_tag"
 OPTIONS_KEY = "x-guidance"  # of llguidance, in a JSON schema
 MAX_NESTING = 32  # of formats
+# Kinds of fields that may be left out, and their defaults.
+OPTIONAL: Mapping[str, Any] = {"switch": False, "count": None, "name": None}
 _TAG_OF_STRUCTURE = re.compile(rf"{NAME}\.tags\[(\d+)\]")
 
 
 class FormatField(NamedTuple):
     """A field of a format.
 
-    kind: "text", "schema" (of JSON), "format", "formats", "tags", "texts", or "switch", which is false by
-        default. All others must be given.
+    kind: "text", "schema" (of JSON), "format", "formats", "tags", "texts", or one of OPTIONAL.
     """
 
     kind: str
     meaning: str
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the field must be given."""
+        return self.kind not in OPTIONAL
 
 
 class FormatType(NamedTuple):
@@ -44,12 +53,16 @@ _CONTENT = FormatField("format", "the format")
 _TAGS = FormatField("tags", "the tags, each an object with begin, content and end")
 _AT_LEAST_ONE = FormatField("switch", "demand at least one tag")
 _STOP_AFTER_FIRST = FormatField("switch", "end after the first tag")
+_MAX_TAGS = FormatField("count", "most tags; an extension of paged")
 # Every format, described once: for parsing, for the schema of request bodies and for the documentation.
 TAG_FORMATS: Mapping[str, FormatType] = {
     "const_string": FormatType("a fixed text", {"value": FormatField("text", "the text")}),
     "json_schema": FormatType(
         "JSON that matches a schema",
-        {"json_schema": FormatField("schema", "the JSON schema, or true for any JSON")},
+        {
+            "json_schema": FormatField("schema", "the JSON schema, or true for any JSON"),
+            "name": FormatField("name", "what errors call the schema; an extension of paged"),
+        },
         {"style": "json", "any_order": False},
     ),
     "regex": FormatType(
@@ -80,6 +93,7 @@ TAG_FORMATS: Mapping[str, FormatType] = {
             "tags": _TAGS,
             "at_least_one": _AT_LEAST_ONE,
             "stop_after_first": _STOP_AFTER_FIRST,
+            "max_tags": _MAX_TAGS,
         },
         {"excludes": []},
     ),
@@ -90,6 +104,7 @@ TAG_FORMATS: Mapping[str, FormatType] = {
             "separator": FormatField("text", "the text"),
             "at_least_one": _AT_LEAST_ONE,
             "stop_after_first": _STOP_AFTER_FIRST,
+            "max_tags": _MAX_TAGS,
         },
     ),
 }
@@ -100,18 +115,58 @@ def schema_text(schema: Any) -> str:
     if not isinstance(schema, str | Mapping):
         raise RequestError(f"json must be a JSON schema as text or a dict, got {shown(schema)}")
     try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        parsed = json.loads(text)
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        parsed = exact_json(text)
+        _check_schema("json", schema if isinstance(schema, Mapping) else parsed)
+    except RequestError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"json must be a JSON schema: {error}; got {shown(schema)}") from error
-    _check_options("json", parsed)
     return text
 
 
-def _check_options(where: str, schema: Any) -> None:
-    """Raise RequestError for the grammar library's own options in a schema, which may undo bounds."""
+def _check_schema(where: str, schema: Any) -> None:
+    """Raise RequestError for the grammar library's own options in a schema, which may undo bounds.
+
+    Also for numbers that were rounded when the body of a request was parsed.
+    """
     if isinstance(schema, Mapping) and OPTIONS_KEY in schema:
         raise RequestError(f"{where} must not have {OPTIONS_KEY!r}, whose options are set by paged")
+    for path, number in _rounded(where, schema):
+        raise RequestError(
+            f"{path}: {number.digits} is not exact in float64; a schema that is given as JSON text keeps it",
+            param=path,
+        )
+
+
+def _rounded(where: str, value: Any) -> Iterator[tuple[str, RoundedFloat]]:
+    """Yield the rounded numbers of a schema with their paths."""
+    if isinstance(value, RoundedFloat):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _rounded(f"{where}.{key}", part)
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _rounded(f"{where}[{i}]", part)
+
+
+def exact_json(text: str) -> Any:
+    """Parse JSON without rounding numbers: those with a fraction are Decimals. Raises ValueError."""
+    return json.loads(text, parse_float=Decimal, parse_constant=no_constant)
+
+
+def no_constant(name: str) -> Any:
+    """Raise ValueError for a constant that Python reads in JSON, such as NaN."""
+    raise ValueError(f"{name} is not JSON; numbers are finite")
+
+
+def _float64(digits: str) -> float:
+    """Return a number of a tag, which is passed on as a float. Raises ValueError if that would round it."""
+    number = float(digits)
+    if not math.isfinite(number) or Decimal(repr(number)) != Decimal(digits):
+        raise ValueError(f"{digits} is not exact in float64; it is exact in a schema of its own, as json")
+    return number
 
 
 def structural_tag_text(value: Any) -> str:
@@ -121,7 +176,7 @@ def structural_tag_text(value: Any) -> str:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, parse_float=_float64, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             raise _wrong(NAME, f"must be JSON: {error}", value) from error
     if not isinstance(value, Mapping) or value.get("type", NAME) != NAME:
@@ -133,7 +188,7 @@ def structural_tag_text(value: Any) -> str:
     else:
         found = _from_structures(value)
     try:
-        return json.dumps({"type": NAME, "format": found}, ensure_ascii=False)
+        return json.dumps({"type": NAME, "format": found}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(NAME, f"must be JSON: {error}", value) from error
 
@@ -165,12 +220,12 @@ def _from_structures(value: Mapping[str, Any]) -> dict[str, Any]:
 def grammars_of(
     given: Mapping[str, Any], where: str = f"{NAME}.format"
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the formats within a validated one that may be refused by themselves, each with its path."""
+    """Yield the parts of a validated format that may be refused by themselves, each with its path or name."""
     for name, field in TAG_FORMATS[given["type"]].fields.items():
         value, path = given[name], f"{where}.{name}"
         match field.kind:
             case "schema":
-                yield path, given
+                yield given["name"] or path, given
             case "text" if name in ("pattern", "grammar"):
                 yield path, given
             case "format":
@@ -198,14 +253,17 @@ def _format(where: str, given: Any, *, is_last: bool, depth: int = 0) -> dict[st
             raise _wrong(f"{where}.{name}", f"is supported only as {value!r}", given[name])
     found: dict[str, Any] = {"type": kind}
     for name, field in fields.items():
-        value = given.get(name, False if field.kind == "switch" else None)
-        if value is None:
+        value = given.get(name, OPTIONAL.get(field.kind))
+        if value is None and field.is_required:
             raise _wrong(where, f"of type {kind} needs {name!r}", given)
-        if field.kind == "text" and not isinstance(value, str):
+        if field.kind in ("text", "name") and not isinstance(value, str | None):
             raise _wrong(f"{where}.{name}", "must be a string", value)
         if field.kind == "switch":
             with _naming(f"{where}.{name}"):
                 check_bool(RequestError, f"{where}.{name}", value)
+        if field.kind == "count" and value is not None:
+            with _naming(f"{where}.{name}"):
+                check_int(RequestError, f"{where}.{name}", value, 1)
         found[name] = value
     _check_parts(where, found, is_last=is_last, depth=depth + 1)
     return found
@@ -218,8 +276,12 @@ def _check_parts(where: str, found: dict[str, Any], *, is_last: bool, depth: int
         schema = found["json_schema"]
         if schema is not True and not isinstance(schema, Mapping):
             raise _wrong(f"{where}.json_schema", "must be a JSON schema", schema)
-        with _naming(f"{where}.json_schema"):
-            _check_options(f"structural_tag: {where}.json_schema", schema)
+        name = found["name"]
+        try:
+            _check_schema(name or f"{NAME}: {where}.json_schema", schema)
+        except RequestError as error:
+            error.param = name or _path(f"{where}.json_schema")
+            raise
     if kind in ("any_text", "triggered_tags") and not is_last:
         raise RequestError(
             f"structural_tag: {where} of type {kind} must be the last format; any_text may also be the "

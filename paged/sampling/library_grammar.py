@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from .structural_grammar import StructuralGrammar, quoted
+from .json_grammar import JsonGrammar
+from .lark_text import lark_of, quoted
+from .structural_grammar import StructuralGrammar
 
-# One space, or a line break and indentation. Without a bound, a model may write blanks forever.
-WHITESPACE = r"[ ]|\n[ ]{0,32}"
 
-
-def library_grammar(kind: str, text: str, special: Mapping[str, int]) -> Any:
+def library_grammar(kind: str, value: Any, special: Mapping[str, int]) -> str:
     """Return the library's grammar of a constraint. Raises ValueError or RequestError.
 
+    value: a text of the kinds regex and grammar; of the others JSON, parsed by `structural_tag.exact_json`.
     special: the special tokens of the vocabulary and their ids.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
-    if kind == "json":
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
     if kind == "structural_tag":
-        return StructuralGrammar(special, WHITESPACE).grammar(json.loads(text)["format"])
-    if kind == "choice":
+        return StructuralGrammar(special).grammar(value["format"])
+    if kind == "regex":
+        return str(LLMatcher.grammar_from_regex(value))
+    if kind == "json":
+        lark = JsonGrammar(value).lark
+    elif kind == "choice":
         # As one terminal, so that thousands of strings are as fast as a few.
-        strings = " | ".join(quoted(s) for s in json.loads(text))
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {strings}")
-    return grammar_from("regex" if kind == "regex" else "grammar", text)
+        lark = f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, value))}"
+    else:
+        lark = lark_of(value)
+    return str(LLMatcher.grammar_from_lark(lark))

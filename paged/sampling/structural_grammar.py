@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .grammar_limits import check_grammar
+from .json_grammar import WHITESPACE, JsonGrammar
+from .lark_text import lark_of, quoted
 
 _SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
 
@@ -21,11 +23,11 @@ class StructuralGrammar:
     whitespace: a regular expression of the blanks that JSON may have between its tokens.
     """
 
-    def __init__(self, special: Mapping[str, int], whitespace: str) -> None:
+    def __init__(self, special: Mapping[str, int], whitespace: str = WHITESPACE) -> None:
+        self._whitespace = whitespace
         self._special = special
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         self._any_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._whitespace = whitespace
         self._rules = ["TEXT: /(.|\\n)*/"]
         self._grammars = list[dict[str, str]]()  # those that a tag brings along
         self._names = (f"r{number}" for number in itertools.count())
@@ -46,13 +48,13 @@ class StructuralGrammar:
             case "const_string":
                 return self._literal(tag["value"])
             case "json_schema":
-                schema = {} if tag["json_schema"] is True else tag["json_schema"]
-                guided = {"x-guidance": {"whitespace_pattern": self._whitespace}, **schema}
-                return self._rule(f"%json {json.dumps(guided)}")
+                return self._json(tag["json_schema"])
             case "regex":
                 return self._rule(f"/{_SLASH.sub(_escaped, tag['pattern'])}/")
             case "grammar":
-                return self._subgrammar(tag["grammar"])
+                lark = lark_of(tag["grammar"])
+                check_grammar("structural_tag", lark)  # as JSON in JSON, its own text was not recognized
+                return self._subgrammar(lark)
             case "any_text":
                 return "TEXT"
             case "sequence":
@@ -86,15 +88,19 @@ class StructuralGrammar:
         pairs = [(t, next(s for s in tag["triggers"] if t["begin"].startswith(s))) for t in tag["tags"]]
         rests = {(i, s): self._tag(t, t["begin"][len(s) :]) for i, (t, s) in enumerate(pairs)}
         after_text = self._either([f"{self._text_before(s)} {rest}" for (_, s), rest in rests.items()])
-        first, text = after_text, self._text_without(tag["triggers"])
+        first = after_text
+        more = _times(after_text, tag["max_tags"])
+        text = self._text_without(tag["triggers"], is_last=tag["max_tags"] is not None)
         if tag["at_least_one"]:
             first = self._either([f"{self._literal(s)} {rest}" for (_, s), rest in rests.items()])
-            return first if tag["stop_after_first"] else f"({first} {after_text}* {text})"
-        return f"({first} | {text})" if tag["stop_after_first"] else f"({first}* {text})"
+            more = f"{first} {_times(after_text, tag['max_tags'], used=1)}"
+            return first if tag["stop_after_first"] else f"({more} {text})"
+        return f"({first} | {text})" if tag["stop_after_first"] else f"({more} {text})"
 
     def _separated(self, tag: Mapping[str, Any]) -> str:
         one = self._either([self._expression(t) for t in tag["tags"]])
-        many = one if tag["stop_after_first"] else f"{one} ({self._literal(tag['separator'])} {one})*"
+        more = _times(f"({self._literal(tag['separator'])} {one})", tag["max_tags"], used=1)
+        many = one if tag["stop_after_first"] else f"{one} {more}"
         return f"({many})" if tag["at_least_one"] else f"({many})?"
 
     def _text_before(self, text: str) -> str:
@@ -110,12 +116,13 @@ class StructuralGrammar:
                 self._rules.append(f"{name}: {lazy} {self._literal(''.join(rest))}")
         return name
 
-    def _text_without(self, texts: Sequence[str]) -> str:
+    def _text_without(self, texts: Sequence[str], *, is_last: bool = False) -> str:
         """Return free text without those of the texts that are special tokens, spelled by other tokens.
 
-        The parser of an output does not tell the two apart.
+        The parser of an output does not tell the two apart. Where no tag may follow, which is_last says, the
+        text has none of the texts: before, the grammar of a tag would begin after one.
         """
-        spelled = tuple(t for t in texts if self._pieces(t)[0] in self._special)
+        spelled = tuple(t for t in texts if is_last or self._pieces(t)[0] in self._special)
         if not spelled:
             return "TEXT"
         if (name := self._texts.get(spelled)) is None:
@@ -147,11 +154,15 @@ class StructuralGrammar:
         self._rules.append(f"{name}: {body}")
         return name
 
-    def _subgrammar(self, text: str) -> str:
-        from llguidance.gbnf_to_lark import any_to_lark
+    def _json(self, schema: Any) -> str:
+        """Return an expression of JSON, without blanks before it: a grammar within a grammar allows them."""
+        grammar = JsonGrammar(schema, self._whitespace)
+        values = [self._rule(f"%json {text}") for text in grammar.at_start]
+        if grammar.others is not None:
+            values.append(self._subgrammar(grammar.others))
+        return self._either(values)
 
-        lark = any_to_lark(text)
-        check_grammar("structural_tag", lark)  # as JSON in JSON, its own text was not recognized
+    def _subgrammar(self, lark: str) -> str:
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
@@ -160,9 +171,11 @@ class StructuralGrammar:
 NAME_OF_MAIN = "structural_tag"
 
 
-def quoted(text: str) -> str:
-    """Return a text as a literal of llguidance's grammars, which may not hold DEL as it is."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+def _times(expression: str, most: int | None, *, used: int = 0) -> str:
+    """Return an expression that is repeated, at most as often as is left of `most` after those used."""
+    if most is None:
+        return f"{expression}*"
+    return f"{expression}{{0,{most - used}}}" if most > used else ""
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -3,7 +3,8 @@
 The grammars are llguidance's. It rejects JSON schema keywords that it does not implement, where xgrammar, the
 alternative, ignores some of them (`python -m benchmarks.grammar_libraries`); it is small, has no
 dependencies, reads Lark and GBNF, and limits the cost of a grammar. Its "date" allows 29 February in any
-year. Its share of a step: `python -m benchmarks.structured_outputs`.
+year. Its numbers are float64, so that `json_grammar` writes those of JSON schemas itself. Its share of a
+step: `python -m benchmarks.structured_outputs`.
 
 Where the grammar is complete, the request's stop tokens (EOS, stop_token_ids) become possible; where nothing
 can follow, they are the only possible ones. A request without stop tokens (ignore_eos, or a model without
@@ -31,9 +32,12 @@ from ..errors import CheckpointError, RequestError
 from ..requests.request import Request
 from ..sampling_params import StructuredOutputsParams
 from ..scheduler.schedule import StepOutput
-from ..structural_tag import NAME, grammars_of
+from ..structural_tag import NAME, exact_json, grammars_of
 from ..text.tokenizer import Tokenizer
+from .forced_text import ForcedText
 from .grammar_limits import check_grammar, library_limits
+from .json_grammar import JsonGrammar
+from .json_schema import SchemaPath
 from .library_grammar import library_grammar
 
 MAX_CACHED = 64  # compiled grammars
@@ -99,6 +103,7 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         try:
+            from llguidance import LLTokenizer
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise RequestError(
@@ -115,7 +120,9 @@ class _Vocabulary:
         if not ends:
             raise RequestError("structured_outputs needs a tokenizer with at least one special token")
         try:
-            self.tokens = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends)
+            library = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends)
+            forced = ForcedText(library, tokenizer.hf.backend_tokenizer, ends)
+            self.tokens = LLTokenizer(forced, eos_token=ends)
         except (ValueError, TypeError) as error:
             raise RequestError(
                 f"structured_outputs cannot read this checkpoint's tokenizer: {error}"
@@ -134,22 +141,38 @@ class _Vocabulary:
         return words[: self.num_words] & self.in_logits
 
 
+class _NamedPartError(RequestError):
+    """An error of a part that has a name of its own, which says where in the request it is."""
+
+
 def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
     """Compile a grammar, within the library's limits on time and memory. Return a matcher at its start."""
+    return _matcher(kind, text if kind in ("regex", "grammar") else exact_json(text), vocabulary)
+
+
+def _matcher(kind: str, value: Any, vocabulary: _Vocabulary) -> Any:
+    """Compile a constraint. Raises RequestError with the path of the wrong part, or ValueError.
+
+    value: as `library_grammar` takes it.
+    """
+    try:
+        return _matcher_of(library_grammar(kind, value, vocabulary.special), vocabulary, kind == "grammar")
+    except (RequestError, ValueError):
+        if kind == NAME:
+            _check_parts(value["format"], vocabulary)
+        if kind == "json":
+            _check_leaves(value, vocabulary)
+        raise
+
+
+def _matcher_of(grammar: str, vocabulary: _Vocabulary, with_excerpt: bool = False) -> Any:
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(
-        vocabulary.tokens,
-        library_grammar(kind, text, vocabulary.special),
-        log_level=0,
-        limits=library_limits(text),
-    )
+    matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=library_limits(grammar))
     # Compute the first mask here too, as it may be slow.
     possible = not matcher.is_error() and vocabulary.allowed(matcher).any()
     if matcher.is_error() or not possible:
-        if kind == "structural_tag":
-            _check_parts(json.loads(text)["format"], vocabulary)
-        error = _error(matcher, with_excerpt=kind == "grammar")
+        error = _error(matcher, with_excerpt=with_excerpt)
         nothing = not error or error.startswith("NoExtension")
         raise ValueError("nothing in this model's vocabulary matches it" if nothing else error)
     return matcher
@@ -158,12 +181,27 @@ def _compile(kind: str, text: str, vocabulary: _Vocabulary) -> Any:
 def _check_parts(tag: Mapping[str, Any], vocabulary: _Vocabulary) -> None:
     """Raise RequestError for a part of a refused tag that is refused also by itself, and name the part."""
     for path, part in itertools.islice(grammars_of(tag), MAX_EXAMINED):
-        whole = {"type": NAME, "format": part}
-        if part != tag:
-            try:
-                _compile(NAME, json.dumps(whole), vocabulary)
-            except (RequestError, ValueError) as error:
-                raise RequestError(f"{path.removeprefix(NAME + '.')}: {error}", param=path) from error
+        kind = {"json_schema": "json", "regex": "regex"}.get(part["type"], "grammar")
+        value = part[{"json": "json_schema", "regex": "pattern"}.get(kind, "grammar")]
+        try:
+            _matcher(kind, value, vocabulary)
+        except (RequestError, ValueError) as error:
+            inside = f"{error.param}" if isinstance(error, RequestError) and error.param else ""
+            # The message of an error begins with its path.
+            message = f"{path.removeprefix(NAME + '.')}{f'.{error}' if inside else f': {error}'}"
+            kind_of_error = _NamedPartError if part.get("name") else RequestError
+            raise kind_of_error(message, param=f"{path}.{inside}" if inside else path) from error
+
+
+def _check_leaves(schema: Any, vocabulary: _Vocabulary) -> None:
+    """Raise RequestError for a part of a refused schema that is refused also by itself, and name the part."""
+    from llguidance import LLMatcher
+
+    for path, leaf in itertools.islice(JsonGrammar(schema).leaves.items(), MAX_EXAMINED):
+        try:
+            _matcher_of(LLMatcher.grammar_from_json_schema(leaf), vocabulary)
+        except ValueError as error:
+            raise SchemaPath(path).error(str(error)) from error
 
 
 def _error(matcher: Any, *, with_excerpt: bool = True) -> str:
@@ -198,7 +236,11 @@ def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
         ) from error
     except BaseException as error:
         if result.done():
+            if isinstance(error, _NamedPartError):
+                raise RequestError(_one_line(str(error)), param=error.param) from error
             param = error.param if isinstance(error, RequestError) else None
+            if param is not None and not param.startswith(kind):
+                param = f"{kind}.{param}"
             raise RequestError(
                 f"structured_outputs {kind} is refused: {_one_line(str(error))}",
                 param=param and f"structured_outputs.{param}",

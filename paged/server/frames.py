@@ -206,7 +206,15 @@ class Dead(Frame):
 
 Report = Ready | Refused | Outputs | Answer | Heartbeat | Dead
 
-_encoder = msgspec.msgpack.Encoder()
+
+def _plain(value: Any) -> Any:
+    """Return the value of a subclass of float, such as `RoundedFloat`, as a float."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"objects of type {type(value).__name__} are unsupported")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _order_decoder = msgspec.msgpack.Decoder(Order)
 decode_report: Callable[[Any], Report] = msgspec.msgpack.Decoder(Report).decode
 

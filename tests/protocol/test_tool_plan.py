@@ -16,6 +16,7 @@ from paged.protocol.calls.chat import CHAT_TABLE, ChatCall
 from paged.protocol.chat_output.chat_format import ChatFormat, family_of
 from paged.protocol.chat_output.parts import ChatOutput, delta_of
 from paged.protocol.chat_output.plan import ToolPlan
+from paged.protocol.chat_output.tools import MAX_CALLS
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
 from tests.support.chat_checkpoints import SPECIAL_TAGS, chat_checkpoint
@@ -330,21 +331,23 @@ def test_an_impossible_schema_is_named_by_its_path(engine, reasoning, choice):
     tools = [
         tool("a", POINT, strict=True),
         tool("b", PLACE, strict=True),
-        tool("c", {"not": {}}, strict=True),
+        tool("c", {"type": "object", "properties": {"x": {"not": {}}}}, strict=True),
     ]
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": choice, "tools": [named("b"), named("c")]}}
     limits = Limits(chat_format=chat_format("hermes", reasoning), trust_chat_template=True)
     body = {"messages": HELLO, "tools": tools, "tool_choice": allowed, "chat_template": "Hi{{ x }}"}
     call = parse_call(CHAT, body, limits)
-    with pytest.raises(RequestError, match=r"refused: format\..*json_schema: .*not") as refused:
+    with pytest.raises(
+        RequestError, match=r"^tools\[2\]\.function\.parameters\.properties\.x: .*not"
+    ) as refused:
         engine.add_request("r", call.prompts(engine.text)[0], call.params(engine.text))
-    assert refused.value.param.startswith("structured_outputs.structural_tag.format.")
-    assert call.param_of(refused.value) == "tools[2].function.parameters"
+    assert refused.value.param == "tools[2].function.parameters.properties.x"
+    assert call.param_of(refused.value) == refused.value.param
 
 
 def test_an_impossible_schema_is_an_error_of_its_request(engine):
     plan = ToolPlan.of(FORMATS["hermes"], tools=[tool("a", {"not": {}})], tool_choice="required")
-    with pytest.raises(RequestError, match="structured_outputs structural_tag is refused") as refused:
+    with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters: .*not") as refused:
         answers(engine, plan)
     assert "|" not in str(refused.value)  # no excerpt of a grammar that the request did not write
 
@@ -407,3 +410,29 @@ def test_no_text_becomes_a_call_that_is_not_strict(engine):
     mistral = ToolPlan.of(FORMATS["mistral"], tools=STRICT)
     assert not allows(engine, mistral, 'Well [TOOL_CALLS]weather[ARGS]{"no": 1}')
     assert allows(engine, mistral, "Well [TOOL_CALL] {")
+
+
+CALL = '{"name": "stop", "arguments": {}}'
+CALLS = {  # what is before the calls, a call, what is between them, and what is after
+    "hermes": ("", f"<tool_call>\n{CALL}\n</tool_call>", "\n", ""),
+    "llama3_json": ("", '{"name": "stop", "parameters": {}}', "; ", ""),
+    "mistral": ("", "[TOOL_CALLS]stop[ARGS]{}", "", ""),
+    "mistral list": ("[TOOL_CALLS] [", CALL, ", ", "]"),
+    "none": ("[", CALL, ", ", "]"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"), [*((n, "required") for n in FORMATS), *((n, "auto") for n in FORMATS if n != "none")]
+)
+def test_calls_are_bounded(engine, name, choice):
+    page = Path(__file__).parents[2] / "docs" / "tool-calls.md"
+    assert f"at most {MAX_CALLS} calls" in page.read_text()
+    plan = ToolPlan.of(FORMATS[name], tools=[tool("stop", closed({}), strict=True)], tool_choice=choice)
+    before, call, between, after = CALLS[name]
+    for num_calls in (1, MAX_CALLS, MAX_CALLS + 1):
+        state = engine.core.factory.grammars.start(plan.structured_outputs("Hi"))
+        text = before + between.join([call] * num_calls) + after
+        tokens = engine.get_tokenizer().encode(text, add_special_tokens=False)
+        is_whole = state.matcher.try_consume_tokens(tokens) == len(tokens) and state.matcher.is_accepting()
+        assert is_whole == (num_calls <= MAX_CALLS), text

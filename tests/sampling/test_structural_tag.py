@@ -14,6 +14,7 @@ from benchmarks.schemas import closed
 from paged import LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
 from paged.errors import PagedError
 from paged.sampling.structural_grammar import StructuralGrammar
+from paged.strict_json import parse_json
 from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.checkpoints import assert_all_free, new_engine
 
@@ -247,3 +248,24 @@ def test_a_wrong_grammar_is_an_error_of_its_request(engine, language):
 def test_texts_of_special_tokens_are_tokens():
     grammar = StructuralGrammar({"<a>": 7, "<a>b": 8}, " ").grammar(text('<a>"<a>b</a>'))
     assert grammar.splitlines()[1] == r'start: <[7]> "\"" <[8]> "</a>"'
+
+
+def test_numbers_that_were_rounded_are_refused_with_their_key():
+    """The body of a request is parsed before a schema is known to be in it."""
+    schema = parse_json('{"properties": {"a": {"const": 0.1000000000000000055}}}')
+    exact = parse_json(
+        '{"properties": {"a": {"const": 0.30000000000000004, "maximum": 1.50000000000000000}}}'
+    )
+    tagged = {"type": "json_schema", "json_schema": schema}
+    for language, param in (
+        ({"json": schema}, "json.properties.a.const"),
+        ({"structural_tag": {"format": tagged}}, "json_schema.properties.a.const"),
+        ({"structural_tag": {"format": {**tagged, "name": "tools[0]"}}}, r"^tools\[0\].properties.a.const"),
+    ):
+        with pytest.raises(RequestError, match=rf"{param}: 0.1000000000000000055 is not exact"):
+            StructuredOutputsParams(**language)
+    assert json.loads(StructuredOutputsParams(json=exact).json) == exact
+    with pytest.raises(RequestError, match=r"0\.1000000000000000055 is not exact in float64"):
+        StructuredOutputsParams(
+            structural_tag='{"format":{"type":"json_schema","json_schema":{"const":0.1000000000000000055}}}'
+        )

@@ -351,8 +351,13 @@ REFUSED = [
     ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
     ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: .*"not"'),
     ({"json": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "oneOf"),
-    ({"json": {"type": "string", "format": "color"}}, "Unknown format: color"),
-    ({"json": {"$ref": "#/$defs/missing"}}, "/\\$defs/missing"),
+    (
+        {"json": {"items": {"type": "string", "pattern": "a(?=b)"}}},
+        r"json is refused: items: .*look-around",
+    ),
+    ({"json": {"$ref": "#/$defs/missing"}}, r"\$ref: .*/\$defs/missing"),
+    ({"json": {"items": {"$ref": "#"}, "minItems": 1, "type": "array"}}, "items: no finite value matches"),
+    ({"json": {"const": float("inf")}}, "json must be a JSON schema: .*Out of range float values"),
     (
         {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
         r"minimum \(5\) is greater than maximum \(3\)",

@@ -134,3 +134,62 @@ def test_errors_name_the_field(served, client, fields, param):
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(**arguments(served, **fields))
     assert error.value.param.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "string", "pattern": "^(?!/etc)"}, "look-around"),
+        ({"$ref": "#"}, "no finite value"),
+        ({"type": "integer", "multipleOf": 3, "minimum": 9007199254740993}, "is not exact"),
+        ({"const": 0.5, "type": "integer"}, "no integer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_schema_that_is_refused_is_named_by_the_tools_own_parameter(client, served, part, message):
+    schema = {"type": "object", "properties": {"path": part}, "required": ["path"]}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "open", "parameters": schema, "strict": True}}]
+    with pytest.raises(openai.BadRequestError, match=message) as error:
+        client.chat.completions.create(**arguments(served, tools=tools, tool_choice="required"))
+    path = "tools[1].function.parameters.properties.path"
+    assert error.value.param.startswith(path)
+    assert path in error.value.body["message"]
+    assert "structural_tag" not in error.value.body["message"]
+
+
+def test_texts_of_special_tokens_and_large_numbers_are_arguments(served, client):
+    """Whole and streamed, as arguments of a tool and as completions."""
+    added = sorted(map(str, served.front.engine.text.get_tokenizer().added_tokens_decoder.values()))
+    assert len(added) > 7
+    ids = [9007199254740993, 18446744073709551616]
+    properties = {"text": {"enum": [f"a {text} b" for text in added]}, "id": {"enum": ids}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["text", "id"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    given = arguments(served, tools=[tool], tool_choice="required", n=8)
+    whole = client.chat.completions.create(**given)
+    streamed = [dict[int, str]() for _ in whole.choices]
+    for chunk in client.chat.completions.create(**given, stream=True):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                text = streamed[choice.index].get(call.index, "") + (call.function.arguments or "")
+                streamed[choice.index][call.index] = text
+    found = list[str]()
+    for choice, parts in zip(whole.choices, streamed, strict=True):
+        made = [call.function.arguments for call in choice.message.tool_calls]
+        assert made == [parts[i] for i in range(len(parts))]
+        for call in map(json.loads, made):
+            assert call["text"] in properties["text"]["enum"]
+            assert call["id"] in ids
+            found.append(call["text"])
+    assert len({*found}) > 3
+    for text in added:
+        language = {"structured_outputs": {"choice": [f"{text}, {text}"]}}
+        body = {"model": served.front.names[0], "prompt": "x", "max_tokens": 90, "extra_body": language}
+        assert client.completions.create(**body).choices[0].text == f"{text}, {text}"
+        chunks = client.completions.create(**body, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == f"{text}, {text}"

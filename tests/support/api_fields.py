@@ -221,7 +221,7 @@ def _format_rows() -> Iterator[str]:
     for name, (meaning, own, _) in TAG_FORMATS.items():
         first = f"| `{name}` | {meaning} |"
         for field_name, field in own.items():
-            star = "" if field.kind == "switch" else "*"
+            star = "*" if field.is_required else ""
             yield f"{first} `{field_name}`{star} | {kind_of(field)} | {field.meaning} |\n"
             first = "| | |"
         if not own:

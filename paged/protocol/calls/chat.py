@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +9,10 @@ from ...errors import RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import StructuredOutputsParams
-from ...structural_tag import grammars_of
 from ..answers.chats import ChatChunks, ChatForm, chat_body
 from ..answers.chunks import Head
 from ..chat_output.parts import OutputParser
 from ..chat_output.plan import ToolPlan
-from ..chat_output.tools import tools_of
 from ..fields.common import ADD_SPECIAL_TOKENS, ANSWER_FIELDS, BASE_FIELDS, TEMPLATE_FIELDS
 from ..fields.kinds import Boolean, Integer
 from ..fields.messages import MESSAGES
@@ -126,11 +123,6 @@ class ChatCall(AnswerCall):
         """Return the field of the body from which a part of the engine's structured_outputs comes."""
         if self._constraint is None:
             return super().field_of_constraint(part)
-        assert isinstance(self._constraint.structural_tag, str)
-        schema = dict(grammars_of(json.loads(self._constraint.structural_tag)["format"])).get(part or "", {})
-        for i, tool in enumerate(tools_of(self.values.get("tools", ()))):
-            if schema.get("json_schema") == tool.parameters:
-                return f"tools[{i}].function.parameters"
         return self.constraint_field
 
     def _new_parser(self) -> OutputParser:

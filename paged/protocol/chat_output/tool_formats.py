@@ -16,7 +16,7 @@ from .machine import CallMachine
 from .parts import OutputParser
 from .reasoning import THINK
 from .template_calls import TemplateMachine
-from .tools import ANY_OBJECT, Tool
+from .tools import ANY_OBJECT, MAX_CALLS, Tool
 
 Format = dict[str, Any]  # of a structural tag
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -42,7 +42,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
-        """Return the format of one call, or of one or more, whose arguments match their schemas."""
+        """Return the format of one call, or of 1 to MAX_CALLS, whose arguments match their schemas."""
 
     @abstractmethod
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
@@ -200,7 +200,7 @@ def _object(tool: Tool) -> Format:
 
 
 def _tag(begin: str, tool: Tool, end: str) -> Format:
-    content = {"type": "json_schema", "json_schema": tool.parameters}
+    content = {"type": "json_schema", "json_schema": tool.parameters, "name": tool.place}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
@@ -211,11 +211,18 @@ def _separated(tags: Iterable[Format], separator: str, *, is_single: bool) -> Fo
         "separator": separator,
         "at_least_one": True,
         "stop_after_first": is_single,
+        "max_tags": MAX_CALLS,
     }
 
 
 def _triggered(trigger: str, tags: Iterable[Format], *, is_single: bool) -> Format:
-    return {"type": "triggered_tags", "triggers": [trigger], "tags": [*tags], "stop_after_first": is_single}
+    return {
+        "type": "triggered_tags",
+        "triggers": [trigger],
+        "tags": [*tags],
+        "stop_after_first": is_single,
+        "max_tags": MAX_CALLS,
+    }
 
 
 def _text_that_is_no_call(begin: str, tags: Iterable[str]) -> Format:

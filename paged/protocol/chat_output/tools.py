@@ -12,6 +12,7 @@ from ...validation import shown
 
 MAX_TOOLS = 128
 MAX_FUNCTION_NAME = 64
+MAX_CALLS = 16  # in an answer that a grammar constrains: a small model may repeat a call for ever
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -22,18 +23,20 @@ class Tool:
 
     parameters: the JSON schema of its arguments, an object.
     strict: whether the arguments always match the schema.
+    place: of the parameters in the body of the request, for errors.
     """
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool = False
+    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """Which tools an answer may call.
 
-    mode: "none", "auto" (any number of calls, or none) or "required" (at least one).
+    mode: "none", "auto" (calls or none) or "required" (at least one call).
     names: of the tools that may be called; None allows all.
     is_single: whether the answer is one call.
     """
@@ -53,7 +56,8 @@ def tools_of(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
             raise RequestError(f"{where} is that of another tool, too: {name!r}", param=where)
         names.add(name)
         parameters = {"type": "object", **function.get("parameters", NO_PARAMETERS)}
-        tools.append(Tool(name, parameters, function.get("strict", False)))
+        place = f"tools[{i}].function.parameters"
+        tools.append(Tool(name, parameters, function.get("strict", False), place))
     return tools
 
 

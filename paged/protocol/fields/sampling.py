@@ -215,8 +215,12 @@ def field_of_part(name: str, part: str | None) -> str:
     """
     if part is None:
         return name
+    if name == "structured_outputs":
+        return f"{name}.{part}"
+    kind, _, path = part.partition(".")
     # The object response_format is the structural tag itself.
-    return f"{name}.{part}" if name == "structured_outputs" else name + part.removeprefix("structural_tag")
+    inside = {"json": ".json_schema.schema"}.get(kind, "")
+    return f"{name}{inside}.{path}" if path else name + inside
 
 
 def _constraint_of(form: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ...errors import RequestError
 from ...strict_json import parse_json
 from ...structural_tag import NAME, TAG_FORMATS, FormatField
 from ...validation import shown
-from .kinds import Boolean, Choice, JSONObject, Kind, ListOf, Schema, Text, check_unicode_within
+from .kinds import Boolean, Choice, Integer, JSONObject, Kind, ListOf, Schema, Text, check_unicode_within
 from .table import Field, FieldTable, ObjectOf
 
 SCHEMA_NAME = "StructuralFormat"  # of the formats' JSON schema, which refers to itself
@@ -98,6 +98,8 @@ _PLAIN: dict[str, Kind] = {
     "texts": _TEXTS,
     "schema": _JSONSchema(),
     "switch": Boolean(),
+    "count": Integer(1),
+    "name": _TEXT,
     "format": FormatKind(),
     "formats": ListOf(FormatKind(), 1),
 }
@@ -131,7 +133,7 @@ def _schema_of(name: str, *, is_typed: bool) -> Schema:
         own: {**kind_of(field).schema(), "description": field.meaning} for own, field in fields.items()
     }
     properties |= {own: {"const": value} for own, value in neutral.items()}
-    required = [own for own, field in fields.items() if field.kind != "switch"]
+    required = [own for own, field in fields.items() if field.is_required]
     return {
         "type": "object",
         "description": meaning,
