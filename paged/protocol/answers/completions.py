@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...requests.request import CompletionOutput, RequestOutput
@@ -138,7 +138,10 @@ class CompletionChunks(Chunks):
         """Return the chunk of a delta, or none while its text is held back."""
         form, reason = self.form, completion.finish_reason
         if form.echo_only:
-            return [self.chunk(self._choice(choice, "", None, "length"))] if reason is not None else []
+            if reason is None:
+                return []
+            completion = replace(completion, text="", token_ids=[], logprobs=None, stop_reason=None)
+            reason = "length"
         logprobs = None
         if form.logprobs and completion.logprobs:
             logprobs = self._places_of(choice).of(completion.logprobs)
