@@ -1,4 +1,4 @@
-"""A stream equals the whole answer, for random requests of all parameters, over HTTP and an engine process."""
+"""A stream equals the whole answer, for random requests of all parameters, over HTTP from an engine pr."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from ..answers.chunks import Chunks
+from ..answers.places import Decoding
 from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of, field_of_part
 from ..fields.table import FieldTable
 from ..limits import MAX_CHOICES, MAX_PARAMETER_SIZE, Limits
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...engine.model_text import ModelText
+    from ...text.tokenizer import Tokenizer
 
 _WORD = re.compile(r"\w+")
 
@@ -182,6 +184,18 @@ class AnswerCall(GenerationCall):
             "include_usage": options.get("include_usage", False),
             "continuous_usage": options.get("continuous_usage_stats", False),
         }
+
+    def decode_with(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool = True) -> None:
+        """Note what makes the text of the answer.
+
+        skip_special_tokens: False if the text needs them, whatever the body says.
+        """
+        values = self.values
+        self.form_fields["decoding"] = Decoding(
+            tokenizer,
+            skip_special_tokens and values.get("skip_special_tokens", True),
+            values.get("spaces_between_special_tokens", True),
+        )
 
     @abstractmethod
     def body(

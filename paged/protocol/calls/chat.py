@@ -107,6 +107,8 @@ class ChatCall(AnswerCall):
         with self.naming_field("messages"):
             prompt = self.conversation.prompt(text)
         self._prompt = prompt["prompt"]
+        skips = not self._plan.parses or self._plan.skip_special_tokens
+        self.decode_with(text.tokenizer, skip_special_tokens=skips)
         return [prompt]
 
     def given_params(self) -> dict[str, Any]:
