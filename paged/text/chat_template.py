@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import RequestError
 from ..strict_json import parse_json
-from ..validation import check_bool, shown
+from ..validation import check_bool
 from .worker import Worker, WorkerLimits
 
 # For models without a template; used only when named.
@@ -27,6 +27,7 @@ PLAIN_TEMPLATE = """\
 MARK = "\ue000the answer goes on here\ue000 "
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
+RAW_ARGUMENTS = "raw_arguments"  # the key of a call's arguments that are no JSON object, such as half of one
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and other keys that the template knows
@@ -175,22 +176,33 @@ def _check_part(name: str, part: Any) -> dict[str, Any]:
 
 def _check_calls(name: str, calls: Any) -> list[Any]:
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError(f"{name} must be a list of dicts, got {calls!r}")
-    return [_with_parsed_arguments(f"{name}[{i}]", call) for i, call in enumerate(calls)]
+        raise RequestError(f"{name} must be a list of dicts, got {calls!r}", param=name)
+    return [_with_parsed_arguments(call) for call in calls]
 
 
-def _with_parsed_arguments(name: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the call with its arguments parsed from JSON: OpenAI sends text, templates expect a dict."""
+def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the call with its arguments as an object: OpenAI sends text, templates expect a dict."""
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
         return call
+    return {**call, "function": {**function, "arguments": _arguments_of(function.get("arguments"))}}
+
+
+def _arguments_of(given: Any) -> Any:
+    """Return the arguments of a call as an object.
+
+    Those that a limit has cut are no JSON. Templates that go through the arguments, or print them, take
+    neither a text nor null, so such a text is put into an object.
+    """
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+        return {}
+    if not isinstance(given, str):
+        return given
     try:
-        arguments = parse_json(function["arguments"] or "{}")
-    except RequestError as error:
-        raise RequestError(
-            f"{name}.function.arguments must be JSON: {error}; got {shown(function['arguments'])}"
-        ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+        parsed = parse_json(given)
+    except RequestError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {RAW_ARGUMENTS: given}
 
 
 def _check_tools(tools: Any) -> list[Any]:

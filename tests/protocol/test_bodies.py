@@ -392,15 +392,16 @@ def test_roles(text):
     assert refused.value.param == "messages"
 
 
-@pytest.mark.parametrize("arguments", ["[" * 10**5, '{"a": NaN}', '{"a": 1, "a": 2}', "{"])
-def test_arguments_of_calls_are_json_by_the_rules_of_bodies(text, arguments):
+@pytest.mark.parametrize("arguments", ["[" * 10**5, '{"a": NaN}', '{"a": 1, "a": 2}', "{", "null", None])
+def test_a_call_that_was_cut_is_taken_back(text, arguments):
     function = {"name": "f", "arguments": arguments}
     calls = [{"id": "c", "type": "function", "function": function}]
-    with pytest.raises(
-        RequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments must be JSON: "
-    ) as refused:
-        parsed(CHAT, messages=[{"role": "assistant", "tool_calls": calls}]).prompts(text)
-    assert refused.value.param == "messages"
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    template = (
+        "{% for k, v in messages[0].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    )
+    (prompt,) = parsed(CHAT, messages=messages, chat_template=template).prompts(text)
+    assert prompt["prompt"] == (f"raw_arguments={arguments}" if arguments not in ("null", None) else "")
 
 
 def test_tokenize_and_detokenize_are_inverse(text):

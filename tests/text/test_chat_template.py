@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import json
 import os
 import resource
 import signal
@@ -128,6 +129,12 @@ PARTS = """\
 {% for part in content | selectattr('type', 'eq', 'text') %}[{{ part.text }}]{% endfor %}{% endif %}
 {% endfor %}{{ documents is none }}"""
 
+# As those of models that write an argument on a line of its own.
+THROUGH_ARGUMENTS = """\
+{%- for message in messages %}{%- for call in message.tool_calls or [] %}
+{%- for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %}
+{%- endfor %}{%- endfor %}
+"""
 TEMPLATES = {"llama-3": LLAMA_3, "chatml": CHATML, "mistral": MISTRAL, "parts": PARTS}
 TOOLS = [
     {
@@ -219,9 +226,30 @@ def test_arguments_of_calls_may_be_text_as_openai_has_them(templates):
     text = {"name": "weather", "arguments": '{"place": "Ås"}'}
     messages = [CALL[0], {"role": "assistant", "tool_calls": [{"type": "function", "function": text}]}]
     assert '"arguments": {"place": "Ås"}}' in templates.render(messages, chat_template="chatml")
-    text["arguments"] = "{place"
-    with pytest.raises(RequestError, match=r"messages\[1\].tool_calls\[0\].function.arguments must be JSON"):
-        templates.render(messages, chat_template="chatml")
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", "null"], ids=repr)
+@pytest.mark.parametrize("template", [CHATML, THROUGH_ARGUMENTS], ids=["printed", "gone through"])
+def test_calls_without_arguments_have_an_empty_object(templates, template, arguments):
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [CALL[0], {"role": "assistant", "tool_calls": [call]}]
+    empty = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    same = [CALL[0], {"role": "assistant", "tool_calls": [empty]}]
+    rendered = templates.render(messages, chat_template=template)
+    assert rendered == templates.render(same, chat_template=template)
+    del call["function"]["arguments"]
+    assert rendered == templates.render(messages, chat_template=template)
+
+
+@pytest.mark.parametrize("arguments", ['{"place": "Å', "{place", "[1]", "5", "{" * 10**5, '{"a": NaN}', "hi"])
+@pytest.mark.parametrize("template", [CHATML, THROUGH_ARGUMENTS], ids=["printed", "gone through"])
+def test_arguments_that_are_no_object_break_no_template(templates, template, arguments):
+    """Such as those of a call that max_tokens has cut: the model sees their text."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [CALL[0], {"role": "assistant", "tool_calls": [call]}]
+    rendered = templates.render(messages, chat_template=template)
+    shown = json.dumps(arguments, ensure_ascii=False) if template == CHATML else f"raw_arguments={arguments};"
+    assert shown in rendered
 
 
 def test_which_template_is_meant():

@@ -85,7 +85,7 @@ class CompletionCall(AnswerCall):
                     "echo needs the tokenizer, which skip_tokenizer_init=True left out", param="echo"
                 )
             self._echo = Echo(tokenizer=text.tokenizer, only=self._echo_only)
-        if self.values.get("detokenize", True):
+        if "logprobs" in self.values and self.values.get("detokenize", True):
             self.decode_with(text.tokenizer)
         add = self.values.get("add_special_tokens", True)
         return [

@@ -99,7 +99,9 @@ class ToolPlan:
     def new_parser(self, prompt: str) -> OutputParser:
         """Return the parser of one answer to this prompt."""
         answer = None
-        if self.tools or self._format.READS_REASONING:
+        if self.choice.mode == "required":
+            answer = self._format.new_forced_parser(self.tools, prompt)
+        elif self.tools or self._format.READS_REASONING:
             answer = self._format.new_parser(self.tools, prompt)
         if not self.chat.has_reasoning_parser:
             return answer or PlainText()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ...errors import RequestError
 from ...model.response_template import ResponseTemplate
 from .call_parsers import HermesCalls, JsonCalls, Llama3Calls, MistralCalls
+from .forced_calls import ForcedCalls
 from .machine import CallMachine
 from .parts import OutputParser
 from .reasoning import THINK
@@ -40,6 +41,16 @@ class ToolFormat(ABC):
         """Return a parser of one answer to a prompt, with calls of these tools."""
         return self.MACHINE([tool.name for tool in tools], self.new_id)
 
+    def new_forced_parser(self, tools: Sequence[Tool], prompt: str) -> OutputParser:
+        """Return a parser of one answer which `calls` describes."""
+        begins = {tool.name: self._call(tool)["begin"] for tool in tools}
+        name_at = self._call(Tool("\0", ANY_OBJECT))["begin"].index("\0")  # no name has this character
+        return ForcedCalls(self.new_parser(tools, prompt), begins, name_at, self.new_id)
+
+    @abstractmethod
+    def _call(self, tool: Tool) -> Format:
+        """Return the format of one call, a tag."""
+
     @abstractmethod
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of one call, or of one or more, whose arguments match their schemas."""
@@ -64,13 +75,13 @@ class HermesFormat(ToolFormat):
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of tags on lines of their own."""
-        return _separated(map(self._tag, tools), "\n", is_single=is_single)
+        return _separated(map(self._call, tools), "\n", is_single=is_single)
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text with tags."""
-        return _triggered("<tool_call>", map(self._tag, map(_loose, tools)), is_single=is_single)
+        return _triggered("<tool_call>", map(self._call, map(_loose, tools)), is_single=is_single)
 
-    def _tag(self, tool: Tool) -> Format:
+    def _call(self, tool: Tool) -> Format:
         return _tag(f'<tool_call>\n{{"name": "{tool.name}", "arguments": ', tool, "}\n</tool_call>")
 
 
@@ -92,14 +103,16 @@ class Llama3Format(ToolFormat):
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of objects with semicolons between them."""
-        tags = [_tag(f'{{"name": "{tool.name}", "parameters": ', tool, "}") for tool in tools]
-        return _separated(tags, "; ", is_single=is_single)
+        return _separated(map(self._call, tools), "; ", is_single=is_single)
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text that does not begin as an object does, or of calls."""
         calls = self.calls([*map(_loose, tools)], is_single=is_single)
         tagged = [_sequence(_text(tag), calls) for tag in self._tags]
         return _either(_text_that_is_no_call("{", [*self.MARKERS, THINK]), calls, *tagged)
+
+    def _call(self, tool: Tool) -> Format:
+        return _tag(f'{{"name": "{tool.name}", "parameters": ', tool, "}")
 
 
 class MistralFormat(ToolFormat):
@@ -118,28 +131,28 @@ class MistralFormat(ToolFormat):
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of names and arguments, or of a list of objects."""
         if self._has_names:
-            return _separated(map(self._named, tools), "", is_single=is_single)
+            return _separated(map(self._call, tools), "", is_single=is_single)
         return self._list(tools, is_single=is_single)
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text that ends with calls."""
         tools = [*map(_loose, tools)]
         if self._has_names:
-            return _triggered("[TOOL_CALLS]", map(self._named, tools), is_single=is_single)
+            return _triggered("[TOOL_CALLS]", map(self._call, tools), is_single=is_single)
         return _triggered("[TOOL_CALLS]", [self._list(tools, is_single=is_single)], is_single=True)
 
     def new_id(self) -> str:
         """Return an id as Mistral's templates demand it."""
         return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
-    def _named(self, tool: Tool) -> Format:
-        return _tag(f"[TOOL_CALLS]{tool.name}[ARGS]", tool, "")
+    def _call(self, tool: Tool) -> Format:
+        return _tag(f"[TOOL_CALLS]{tool.name}[ARGS]", tool, "") if self._has_names else _object(tool)
 
     def _list(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         return {
             "type": "tag",
             "begin": self._list_start,
-            "content": _separated(map(_object, tools), ", ", is_single=is_single),
+            "content": _separated(map(self._call, tools), ", ", is_single=is_single),
             "end": "]",
         }
 
@@ -151,13 +164,16 @@ class JsonFormat(ToolFormat):
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of a list of objects."""
-        content = _separated(map(_object, tools), ", ", is_single=is_single)
+        content = _separated(map(self._call, tools), ", ", is_single=is_single)
         return {"type": "tag", "begin": "[", "content": content, "end": "]"}
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text that does not begin as a list does, or of calls."""
         calls = self.calls([*map(_loose, tools)], is_single=is_single)
         return _either(_text_that_is_no_call("[", [THINK]), calls)
+
+    def _call(self, tool: Tool) -> Format:
+        return _object(tool)
 
 
 class TemplateFormat(ToolFormat):
@@ -179,6 +195,9 @@ class TemplateFormat(ToolFormat):
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:  # noqa: ARG002
         """Raise RequestError: there is no grammar."""
+        raise self._no_grammar()
+
+    def _call(self, tool: Tool) -> Format:  # noqa: ARG002
         raise self._no_grammar()
 
     @staticmethod
