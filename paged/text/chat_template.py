@@ -7,7 +7,7 @@ memory and CPU time are limited: see `worker`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import RequestError
 from ..strict_json import parse_json
@@ -30,6 +30,21 @@ NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no 
 RAW_ARGUMENTS = "raw_arguments"  # the key of a call's arguments that are no JSON object, such as half of one
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
+# What tells whether a template shows tools.
+PROBE_CONVERSATION = [
+    {"role": "system", "content": "a system message that is looked for"},
+    {"role": "user", "content": "a question"},
+]
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "g", "parameters": {"type": "object", "properties": {}}},
+}
+MAX_PROBED = 64  # templates of which it is remembered
+NO_TOOLS_SHOWN = (
+    "the chat template does not show them to the model, which would not know of them. Give a template that "
+    "does as chat_template (--chat-template), or describe them in a message"
+)
+
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and other keys that the template knows
 
 
@@ -41,6 +56,18 @@ TEMPLATE_OPTIONS = (
     "chat_template",
     "chat_template_kwargs",
 )
+
+
+class Abilities(NamedTuple):
+    """What a template shows to the model.
+
+    tools: whether it renders anything else with a tool than without. A template that refuses each
+        conversation that is tried is taken to show tools, as it may want another one.
+    system: whether it shows system messages.
+    """
+
+    tools: bool
+    system: bool
 
 
 class ChatTemplates:
@@ -56,6 +83,7 @@ class ChatTemplates:
         limits: WorkerLimits | None = None,
     ) -> None:
         self.templates, self.special_tokens = templates, special_tokens
+        self._abilities: dict[str, Abilities] = {}  # by the source of a template
         self._worker = Worker("paged.text.template_worker", "the chat template", limits or WorkerLimits())
 
     def render(
@@ -90,9 +118,37 @@ class ChatTemplates:
             "add_generation_prompt": add_generation_prompt,
         }
         source = self.source(chat_template, has_tools=tools is not None)
+        if tools and not self.abilities(chat_template).tools:
+            raise RequestError(f"tools are refused: {NO_TOOLS_SHOWN}", param="tools")
         name = "the conversation (messages, tools and chat_template_kwargs)"
         text = self._worker.ask({"source": source, "variables": variables}, name)["text"]
         return text if last is None else _cut_at_mark(text, last)
+
+    def abilities(self, chat_template: str | None = None) -> Abilities:
+        """Return what a template shows to the model. Raises RequestError if there is no template."""
+        source = self.source(chat_template, has_tools=True)
+        if source not in self._abilities:
+            if len(self._abilities) == MAX_PROBED:  # requests may bring templates
+                self._abilities.clear()
+            self._abilities[source] = self._probe(source)
+        return self._abilities[source]
+
+    def _probe(self, source: str) -> Abilities:
+        """Render conversations with and without a tool, and with and without a system message."""
+        shows_tools, is_rendered, shows_system = False, False, False
+        for conversation in (PROBE_CONVERSATION[1:], PROBE_CONVERSATION):
+            given = {**self.special_tokens, "documents": None, "messages": conversation}
+            try:
+                without, shown = (
+                    self._worker.ask({"source": source, "variables": given | {"tools": tools}})["text"]
+                    for tools in (None, [PROBE_TOOL])
+                )
+            except RequestError:
+                continue
+            is_rendered = True
+            shows_tools = shows_tools or without != shown
+            shows_system = PROBE_CONVERSATION[0]["content"] in without
+        return Abilities(shows_tools or not is_rendered, shows_system)
 
     def source(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
         """Return the source of a template.

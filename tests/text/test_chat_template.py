@@ -188,6 +188,11 @@ def test_text_is_that_of_transformers(templates, hf, name, messages, tools):
             messages, tools=tools, chat_template=TEMPLATES[name], tokenize=False, **options
         )
         extra = {key: value for key, value in options.items() if key != "add_generation_prompt"}
+        if tools is not None and name == "parts":
+            with pytest.raises(RequestError, match=r"tools are refused: .* does not show them") as refused:
+                templates.render(messages, tools=tools, chat_template=name)
+            assert refused.value.param == "tools"
+            continue
         text = templates.render(
             messages,
             tools=tools,
@@ -253,9 +258,11 @@ def test_arguments_that_are_no_object_break_no_template(templates, template, arg
 
 
 def test_which_template_is_meant():
-    named = ChatTemplates({"default": "{{ 'd' }}", "tool_use": "{{ 't' }}", "rag": "{{ documents[0] }}"}, {})
+    named = ChatTemplates(
+        {"default": "{{ 'd' }}", "tool_use": "t{{ tools | length }}", "rag": "{{ documents[0] }}"}, {}
+    )
     render, messages = named.render, TALK[:1]
-    assert [render(messages), render(messages, tools=TOOLS)] == ["d", "t"]
+    assert [render(messages), render(messages, tools=TOOLS)] == ["d", "t1"]
     assert render(messages, chat_template="rag", chat_template_kwargs={"documents": ["doc"]}) == "doc"
     assert render(messages, chat_template="{{ 'own' }}") == "own"
     plain = "System: Be brief.\nUser: Hi\nAssistant:"
@@ -271,6 +278,32 @@ def test_which_template_is_meant():
         ChatTemplates({"a": "{{1}}", "b": "{{2}}"}, {}).render(messages)
     with pytest.raises(RequestError, match="no chat template: give a Jinja template as chat_template "):
         ChatTemplates({}, {}).render(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (LLAMA_3, (True, True)),
+        (CHATML, (True, True)),
+        (MISTRAL, (True, True)),
+        (PARTS, (False, True)),
+        ("{{ messages[-1].content }}", (False, False)),
+        ("{{ raise_exception('no') }}", (True, False)),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ tools }}",
+            (True, False),
+        ),
+        ("{% if messages[0].role == 'system' %}{{ tools }}{% endif %}", (True, False)),
+        ("{% if tools %}{{ raise_exception('no') }}{% endif %}", (True, False)),
+        ("{% if tools is not none %}{% for t in tools %}{% endfor %}{% endif %}a", (False, False)),
+        ("{{ strftime_now('%Y') }}", (False, False)),
+    ],
+    ids=range(11),
+)
+def test_what_a_template_shows_is_seen_by_rendering_it(template, expected):
+    """A template that raises is taken to show tools: it may want another conversation."""
+    templates = ChatTemplates({"default": template}, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert templates.abilities() == expected
 
 
 def test_the_time_is_that_of_the_clock(templates):

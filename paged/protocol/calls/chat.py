@@ -97,6 +97,7 @@ class ChatCall(AnswerCall):
             continues_answer=values.get("continue_final_message", False),
         )
         self.conversation.tools = self._plan.template_tools
+        self.conversation.tool_format = self._plan.format
         if self._plan.tools and "structured_outputs" not in sampling:
             self.constraint_field = "tools"
         self._prompt: str | None = None

@@ -6,7 +6,7 @@ import re
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...errors import RequestError
@@ -17,6 +17,7 @@ from .machine import CallMachine
 from .parts import OutputParser
 from .reasoning import THINK
 from .template_calls import TemplateMachine
+from .tool_prompts import Message, ToolPrompt
 from .tools import ANY_OBJECT, Tool
 
 Format = dict[str, Any]  # of a structural tag
@@ -47,6 +48,23 @@ class ToolFormat(ABC):
         name_at = self._call(Tool("\0", ANY_OBJECT))["begin"].index("\0")  # no name has this character
         return ForcedCalls(self.new_parser(tools, prompt), begins, name_at, self.new_id)
 
+    @property
+    @abstractmethod
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not; None if that is not known."""
+
+    def messages_with(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, shows_system: bool
+    ) -> list[Message]:
+        """Return a conversation with its tools, calls and results in the texts of messages."""
+        assert self.prompt is not None
+        return self.prompt.messages(messages, tools, self._written, shows_system=shows_system)
+
+    def _written(self, name: str, arguments: str) -> str:
+        """Return the text of a call."""
+        tag = self._call(Tool(name, ANY_OBJECT))
+        return f"{tag['begin']}{arguments}{tag['end']}"
+
     @abstractmethod
     def _call(self, tool: Tool) -> Format:
         """Return the format of one call, a tag."""
@@ -72,6 +90,11 @@ class HermesFormat(ToolFormat):
 
     MACHINE = HermesCalls
     MARKERS = ("<tool_call>", "</tool_call>")
+
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        return ToolPrompt(self._written("<name>", "<arguments>"))
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of tags on lines of their own."""
@@ -101,6 +124,11 @@ class Llama3Format(ToolFormat):
         """Return a parser to which <|python_tag|> means something only if it is a special token."""
         return Llama3Calls([tool.name for tool in tools], self.new_id, self._tags)
 
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        return ToolPrompt(self._written("<name>", "<arguments>"), separator="; ")
+
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of objects with semicolons between them."""
         return _separated(map(self._call, tools), "; ", is_single=is_single)
@@ -127,6 +155,14 @@ class MistralFormat(ToolFormat):
     def __init__(self, template: str) -> None:
         self._has_names = "[ARGS]" in template
         self._list_start = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
+
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        example = self._written("<name>", "<arguments>")
+        if self._has_names:
+            return ToolPrompt(example, separator="")
+        return ToolPrompt(example, self._list_start, ", ", "]")
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of names and arguments, or of a list of objects."""
@@ -162,6 +198,11 @@ class JsonFormat(ToolFormat):
 
     MACHINE = JsonCalls
 
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        return ToolPrompt(self._written("<name>", "<arguments>"), "[", ", ", "]")
+
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of a list of objects."""
         content = _separated(map(self._call, tools), ", ", is_single=is_single)
@@ -188,6 +229,11 @@ class TemplateFormat(ToolFormat):
     def new_parser(self, tools: Sequence[Tool], prompt: str) -> OutputParser:
         """Return a parser that calls transformers."""
         return TemplateMachine(self._template, prompt, tools, self.new_id)
+
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        return None
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:  # noqa: ARG002
         """Raise RequestError: there is no grammar."""
