@@ -280,7 +280,7 @@ class Chat:
             self._engine.add_request(request_id, prompt, self._params)
         except PagedError as error:
             # Only these errors go away with a shorter conversation.
-            if "max_model_len" in str(error) or "KV cache" in str(error):
+            if error.param == "prompt":
                 raise CliError(f"{error}; {self._way_out()}") from error
             raise
         return request_id

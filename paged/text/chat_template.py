@@ -105,7 +105,8 @@ class ChatTemplates:
         if add_generation_prompt and continue_final_message:
             raise RequestError(
                 "continue_final_message continues the last message, add_generation_prompt begins another; "
-                "give add_generation_prompt=False with continue_final_message=True"
+                "give add_generation_prompt=False with continue_final_message=True",
+                param="continue_final_message",
             )
         conversation = [_check_message(i, message) for i, message in enumerate(_message_list(messages))]
         last = _mark_end(conversation) if continue_final_message else None
@@ -159,18 +160,23 @@ class ChatTemplates:
         """
         known = ", ".join(repr(name) for name in sorted({*self.templates, PLAIN}))
         if not isinstance(chat_template, str | None):
-            raise RequestError(f"chat_template must be a Jinja template or a name, got {chat_template!r}")
+            raise RequestError(
+                f"chat_template must be a Jinja template or a name, got {chat_template!r}",
+                param="chat_template",
+            )
         if chat_template is None:
             for name in ("tool_use", "default") if has_tools else ("default",):
                 if name in self.templates:
                     return self.templates[name]
             if self.templates:
                 raise RequestError(
-                    f"this checkpoint has several chat templates; name one with chat_template=: {known}"
+                    f"this checkpoint has several chat templates; name one with chat_template=: {known}",
+                    param="chat_template",
                 )
             raise RequestError(
                 "this checkpoint has no chat template: give a Jinja template as chat_template "
-                f"(--chat-template), or {PLAIN!r}, which writes roles as words"
+                f"(--chat-template), or {PLAIN!r}, which writes roles as words",
+                param="chat_template",
             )
         if chat_template in self.templates:
             return self.templates[chat_template]
@@ -179,7 +185,8 @@ class ChatTemplates:
         if "{" not in chat_template:
             raise RequestError(
                 f"chat_template {chat_template!r} is neither a Jinja template nor the name of one; "
-                f"there is {known}"
+                f"there is {known}",
+                param="chat_template",
             )
         return chat_template
 
@@ -192,9 +199,9 @@ def conversations_of(messages: Any) -> list[Any]:
 
 def _message_list(messages: Any) -> list[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError(f"messages must be a list of messages, got {messages!r}")
+        raise RequestError(f"messages must be a list of messages, got {messages!r}", param="messages")
     if not messages:
-        raise RequestError("messages must have at least one message, got []")
+        raise RequestError("messages must have at least one message, got []", param="messages")
     return list(messages)
 
 
@@ -202,15 +209,19 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
     """Return a copy of the message as templates expect it, without keys that are None."""
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise RequestError(f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {message!r}')
+        raise RequestError(
+            f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {message!r}', param=name
+        )
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise RequestError(f'{name} must have a "role" such as "user", got {message!r}')
+        raise RequestError(f'{name} must have a "role" such as "user", got {message!r}', param=name)
     result = {key: value for key, value in message.items() if value is not None}
     content = result.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         result["content"] = [_check_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or result.keys().isdisjoint(NO_CONTENT)):
-        raise RequestError(f'{name}["content"] must be text or a list of text parts, got {content!r}')
+        raise RequestError(
+            f'{name}["content"] must be text or a list of text parts, got {content!r}', param=name
+        )
     if "tool_calls" in result:
         result["tool_calls"] = _check_calls(f"{name}.tool_calls", result["tool_calls"])
     for key in REASONING:
@@ -222,11 +233,13 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
 def _check_part(name: str, part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind is None:
-        raise RequestError(f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {part!r}')
+        raise RequestError(
+            f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {part!r}', param=name
+        )
     if kind != "text":
-        raise RequestError(f"{name} is of type {kind!r}; only parts of type 'text' are supported")
+        raise RequestError(f"{name} is of type {kind!r}; only parts of type 'text' are supported", param=name)
     if not isinstance(part.get("text"), str):
-        raise RequestError(f'{name}["text"] must be a string, got {part.get("text")!r}')
+        raise RequestError(f'{name}["text"] must be a string, got {part.get("text")!r}', param=name)
     return dict(part)
 
 
@@ -263,10 +276,13 @@ def _arguments_of(given: Any) -> Any:
 
 def _check_tools(tools: Any) -> list[Any]:
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise RequestError(f"tools must be a list of JSON schemas, got {tools!r}")
+        raise RequestError(f"tools must be a list of JSON schemas, got {tools!r}", param="tools")
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise RequestError(f"tools[{i}] must be a dict with the JSON schema of a function, got {tool!r}")
+            raise RequestError(
+                f"tools[{i}] must be a dict with the JSON schema of a function, got {tool!r}",
+                param=f"tools[{i}]",
+            )
     return list(tools)
 
 
@@ -274,10 +290,16 @@ def _extra_variables(given: Any) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise RequestError(f"chat_template_kwargs must be a dict of names and values, got {given!r}")
+        raise RequestError(
+            f"chat_template_kwargs must be a dict of names and values, got {given!r}",
+            param="chat_template_kwargs",
+        )
     for name in OWN_VARIABLES:
         if name in given:
-            raise RequestError(f"chat_template_kwargs must not have {name!r}, which is an argument itself")
+            raise RequestError(
+                f"chat_template_kwargs must not have {name!r}, which is an argument itself",
+                param="chat_template_kwargs",
+            )
     return given
 
 
@@ -289,7 +311,10 @@ def _mark_end(conversation: list[dict[str, Any]]) -> str:
         conversation[-1]["content"] = [*content[:-1], {**part, "text": part["text"] + MARK}]
         return str(part["text"])
     if not isinstance(content, str):
-        raise RequestError("continue_final_message needs a last message that has text to continue")
+        raise RequestError(
+            "continue_final_message needs a last message that has text to continue",
+            param="continue_final_message",
+        )
     conversation[-1]["content"] = content + MARK
     return content
 
@@ -299,7 +324,8 @@ def _cut_at_mark(text: str, last: str) -> str:
     if at < 0 or last.strip() not in text[:at]:
         raise RequestError(
             "continue_final_message is not possible: "
-            "the chat template changes the last message, or leaves it out"
+            "the chat template changes the last message, or leaves it out",
+            param="continue_final_message",
         )
     # Without the mark's final space, the template strips messages: the continued one must be stripped too.
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ...engine.model_text import ModelText
     from ...text.tokenizer import Tokenizer
 
-_WORD = re.compile(r"\w+")
+# What the engine calls some fields of bodies; None for that of the prompts.
+_ENGINE_FIELDS = {"prompt": None, "prompt_token_ids": None, "tenant": "user"}
 
 
 class Call(ABC):
@@ -60,15 +61,12 @@ class Call(ABC):
 
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""
-        if error.param is not None:
-            return error.param
-        words: list[str] = _WORD.findall(str(error))
-        for word in words:
-            if self.table.honours(word):
-                return word
-            if word in ("prompt", "prompt_token_ids"):  # what the engine calls it
-                return self.PROMPT_FIELD
-        return None
+        if error.param is None:
+            return None
+        name = re.split(r"[.\[]", error.param, maxsplit=1)[0]
+        if name in _ENGINE_FIELDS:
+            return self.PROMPT_FIELD if _ENGINE_FIELDS[name] is None else _ENGINE_FIELDS[name]
+        return error.param
 
     @contextmanager
     def naming_field(self, default: str | None = None) -> Iterator[None]:

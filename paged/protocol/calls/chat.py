@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import RequestError
+from ...errors import PagedError, RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import StructuredOutputsParams
@@ -124,6 +124,12 @@ class ChatCall(AnswerCall):
         if not plan.skip_special_tokens:  # the parser reads them
             given["skip_special_tokens"] = False
         return {**given, "structured_outputs": constraint}
+
+    def param_of(self, error: PagedError) -> str | None:
+        """Return the field of the body that an error is about, None if it is about none."""
+        param = super().param_of(error)
+        is_newer = param == "max_tokens" and "max_completion_tokens" in self.values
+        return "max_completion_tokens" if is_newer else param
 
     def field_of_constraint(self, part: str | None) -> str:
         """Return the field of the body from which a part of the engine's structured_outputs comes."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import RequestError
 from ...validation import shown
-from ..chat_output.tool_formats import ToolFormat
+from ..chat_output.tool_formats import JsonFormat, ToolFormat
 from ..chat_output.tool_prompts import Message
 from ..fields.messages import ROLES
 from ..limits import Limits
@@ -23,7 +23,7 @@ class Conversation:
     """The messages of a body, and how they are rendered.
 
     tools: those that the template shows to the model.
-    tool_format: how to show them where the template does not; None refuses them.
+    tool_format: how to show them where the template does not.
     """
 
     def __init__(self, values: Mapping[str, Any], limits: Limits) -> None:
@@ -35,7 +35,7 @@ class Conversation:
             )
         self.messages: list[dict[str, Any]] = values["messages"]
         self.tools: Sequence[Mapping[str, Any]] | None = None
-        self.tool_format: ToolFormat | None = None
+        self.tool_format: ToolFormat = limits.chat_format.tools or JsonFormat()
         self._values, self._limits = values, limits
 
     @property
@@ -52,7 +52,7 @@ class Conversation:
         source = text.chat_templates.source(template, has_tools=self.tools is not None)
         messages: Sequence[Message] = [_message(i, m, source) for i, m in enumerate(self.messages)]
         tools, form = self.tools, self.tool_format
-        if tools and form is not None and form.prompt is not None:
+        if tools and form.prompt is not None:
             shows = text.chat_templates.abilities(template)
             if not shows.tools:
                 messages = form.messages_with(messages, tools, shows_system=shows.system)

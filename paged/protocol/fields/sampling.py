@@ -215,8 +215,10 @@ def field_of_part(name: str, part: str | None) -> str:
     """
     if part is None:
         return name
-    # The object response_format is the structural tag itself.
-    return f"{name}.{part}" if name == "structured_outputs" else name + part.removeprefix("structural_tag")
+    if name == "structured_outputs":
+        return f"{name}.{part}"
+    # The object response_format is the structural tag itself. Its schema has another place.
+    return name + part.removeprefix("structural_tag") if part.startswith("structural_tag") else name
 
 
 def _constraint_of(form: Mapping[str, Any]) -> dict[str, Any]:
