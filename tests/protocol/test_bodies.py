@@ -355,6 +355,14 @@ def test_every_error_of_a_parameter_carries_it():
         assert len(lacking) <= (path == "sampling_params"), (path, lacking)  # one is about several
 
 
+@pytest.mark.parametrize("interval", [1, 5])
+def test_an_interval_in_a_body_has_no_effect_and_is_refused(interval):
+    for url in (CHAT, COMPLETIONS, GENERATE):
+        with pytest.raises(RequestError, match="--stream-interval-s") as refused:
+            parsed(url, stream_interval=interval)
+        assert refused.value.param == "stream_interval"
+
+
 def test_words_of_a_template_are_no_fields(text):
     template = (
         "{{ raise_exception('After the optional system message, roles must alternate user/assistant') }}"
