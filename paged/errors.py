@@ -16,7 +16,8 @@ All are ValueErrors too, so that code written for `except ValueError` keeps work
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -26,7 +27,7 @@ class PagedError(ValueError):
     The message is one line: characters that are not printable, which may come from a file and command a
     terminal, are escaped. MAX_LENGTH: of the message; the middle of a longer one is left out.
 
-    param: the field of a request body that is wrong, where that is known.
+    param: the parameter, or the field of a request body, that is wrong, where that is known.
     """
 
     MAX_LENGTH: ClassVar[int | None] = None
@@ -79,6 +80,16 @@ class EngineDeadError(PagedError):
 
 class UsageError(PagedError):
     """A call in the wrong state, such as freeing a block twice."""
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Let an error from within name a parameter as what it is about, unless it names one itself."""
+    try:
+        yield
+    except PagedError as error:
+        error.param = error.param or param
+        raise
 
 
 def reject_unknown(

@@ -12,7 +12,7 @@ from numbers import Number
 from typing import Any, Literal, Self
 
 from .arguments import strict
-from .errors import RequestError
+from .errors import RequestError, about
 from .from_vllm import BEAM_SEARCH_PARAMS, SAMPLING_PARAMS, STRUCTURED_OUTPUTS_PARAMS, ExplainsMissing
 from .structural_tag import schema_text, structural_tag_text
 from .validation import check_bool, check_int, check_number, plain, shown
@@ -84,7 +84,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", {"type": "object"})
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
-                raise RequestError(f"{name} must be a string, got {shown(getattr(self, name))}")
+                raise RequestError(f"{name} must be a string, got {shown(getattr(self, name))}", param=name)
         if self.json is not None:
             object.__setattr__(self, "json", schema_text(self.json))
         if self.structural_tag is not None:
@@ -92,7 +92,7 @@ class StructuredOutputsParams:
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("choice", self.choice))
             if not self.choice:
-                raise RequestError("choice must name at least one string, got []")
+                raise RequestError("choice must name at least one string, got []", param="choice")
 
     @property
     def kind(self) -> str:
@@ -216,15 +216,18 @@ class SamplingParams(metaclass=ExplainsMissing):
         self._freeze_strings()
         self._freeze_tokens()
         if self.best_of is not None and self.best_of < self.n:
-            raise RequestError(f"best_of {self.best_of} is less than n {self.n}")
+            raise RequestError(f"best_of {self.best_of} is less than n {self.n}", param="best_of")
         if self.temperature == 0.0 and self.num_samples > 1:
             name = "n" if self.best_of is None else "best_of"
             raise RequestError(
                 f"{name} {self.num_samples} with temperature 0 would give the same output "
-                f"{self.num_samples} times; raise temperature, or leave {name} out"
+                f"{self.num_samples} times; raise temperature, or leave {name} out",
+                param=name,
             )
         if self.stop and not self.detokenize:
-            raise RequestError(f"stop {shown(self.stop)} needs text, which detokenize=False leaves out")
+            raise RequestError(
+                f"stop {shown(self.stop)} needs text, which detokenize=False leaves out", param="stop"
+            )
 
     def clone(self) -> Self:
         """Return these parameters: nothing can change them, so they may be shared."""
@@ -280,7 +283,10 @@ class SamplingParams(metaclass=ExplainsMissing):
         if self.max_tokens is not None:
             check_int(RequestError, "max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+                raise RequestError(
+                    f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
+                    param="min_tokens",
+                )
         check_number(RequestError, "priority", self.priority, -float("inf"))
         if self.timeout_s is not None:
             check_number(RequestError, "timeout_s", self.timeout_s, 0.0, above=True)
@@ -298,12 +304,17 @@ class SamplingParams(metaclass=ExplainsMissing):
             if (value := getattr(self, name)) is not None:
                 check_int(RequestError, name, value, -1, MAX_LOGPROBS)
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise RequestError(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}")
+            raise RequestError(
+                f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}", param="output_kind"
+            )
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
-            raise RequestError(f"cache_salt must be a non-empty string, got {shown(self.cache_salt)}")
+            raise RequestError(
+                f"cache_salt must be a non-empty string, got {shown(self.cache_salt)}", param="cache_salt"
+            )
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise RequestError(
-                f"structured_outputs must be StructuredOutputsParams, got {shown(self.structured_outputs)}"
+                f"structured_outputs must be StructuredOutputsParams, got {shown(self.structured_outputs)}",
+                param="structured_outputs",
             )
 
     def _freeze_strings(self) -> None:
@@ -316,32 +327,43 @@ class SamplingParams(metaclass=ExplainsMissing):
             if (length := sum(map(len, strings))) > MAX_STOP_CHARACTERS:
                 raise RequestError(
                     f"{name} has {len(strings)} strings of {length} characters together; "
-                    f"{MAX_STOP_CHARACTERS} is the most"
+                    f"{MAX_STOP_CHARACTERS} is the most",
+                    param=name,
                 )
         if len(self.bad_words) > MAX_BAD_WORDS:
-            raise RequestError(f"bad_words has {len(self.bad_words)} strings; {MAX_BAD_WORDS} is the most")
+            raise RequestError(
+                f"bad_words has {len(self.bad_words)} strings; {MAX_BAD_WORDS} is the most", param="bad_words"
+            )
 
     def _freeze_tokens(self) -> None:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
-                raise RequestError("allowed_token_ids must name at least one token, got []")
+                raise RequestError(
+                    "allowed_token_ids must name at least one token, got []", param="allowed_token_ids"
+                )
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError(
-                    f"logit_bias must be a dict of token ids and numbers, got {shown(self.logit_bias)}"
+                    f"logit_bias must be a dict of token ids and numbers, got {shown(self.logit_bias)}",
+                    param="logit_bias",
                 )
-            object.__setattr__(self, "logit_bias", biases_of(self.logit_bias.items()))
+            with about("logit_bias"):
+                object.__setattr__(self, "logit_bias", biases_of(self.logit_bias.items()))
         processors = self.logits_processors
         if not isinstance(processors, Sequence) or not all(map(callable, processors)):
-            raise RequestError(f"logits_processors must be a list of functions, got {shown(processors)}")
+            raise RequestError(
+                f"logits_processors must be a list of functions, got {shown(processors)}",
+                param="logits_processors",
+            )
         for i, processor in enumerate(processors):
             if not num_arguments(processor):
                 raise RequestError(
                     f"logits_processors[{i}] must take two arguments, the tokens generated so far and the "
-                    f"logits, or three, the prompt's tokens before them; got {shown(processor)}"
+                    f"logits, or three, the prompt's tokens before them; got {shown(processor)}",
+                    param="logits_processors",
                 )
         object.__setattr__(self, "logits_processors", tuple(processors))
 
@@ -408,15 +430,15 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         or isinstance(value, str | bytes)
         or not all(isinstance(s, str) and s for s in value)
     ):
-        raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)}")
+        raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)}", param=name)
     return tuple(value)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise RequestError(f"{name} must be a list of ints, got {shown(value)}")
+        raise RequestError(f"{name} must be a list of ints, got {shown(value)}", param=name)
     if len(value) > MAX_TOKEN_IDS:
-        raise RequestError(f"{name} has {len(value)} token ids; {MAX_TOKEN_IDS} is the most")
+        raise RequestError(f"{name} has {len(value)} token ids; {MAX_TOKEN_IDS} is the most", param=name)
     # Without duplicates, of which a client may send a million.
     return tuple(dict.fromkeys(check_int(RequestError, name, plain(token_id), 0) for token_id in value))
 
@@ -428,7 +450,10 @@ def biases_of(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
         number = int(key) if _is_number(key) else plain(key)
         token_id = check_int(RequestError, "a token id in logit_bias", number, 0)
         if token_id in biases:
-            raise RequestError(f"logit_bias has token {token_id} twice, with {biases[token_id]} and {bias}")
+            raise RequestError(
+                f"logit_bias has token {token_id} twice, with {biases[token_id]} and {bias}",
+                param="logit_bias",
+            )
         biases[token_id] = check_number(RequestError, f"logit_bias[{token_id}]", plain(bias), -100.0, 100.0)
     return biases
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from typing import Any
 
 from .errors import PagedError
+
+_INDEX = re.compile(r"(\[[^\[\]]*\])+$")
+_PATH = re.compile(r"[A-Za-z_][\w.\[\]]*")
 
 # The default maximum of an int: a tensor holds no more, and Python refuses to print much longer ints.
 MAX_INT = 2**63 - 1
@@ -31,6 +35,14 @@ def shown(value: object) -> str:
     return f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
 
 
+def field_of(name: str) -> str | None:
+    """Return the field of a named value: of an entry, such as stop_token_ids[2], the list.
+
+    None for a name that is a phrase.
+    """
+    return _INDEX.sub("", name) if _PATH.fullmatch(name) else None
+
+
 def plain(value: Any) -> Any:
     """Convert a number of another library, such as numpy, to int or float; leave other values."""
     if isinstance(value, int | float):
@@ -47,7 +59,8 @@ def check_int(error: type[PagedError], name: str, value: object, minimum: int, m
         return value
     at_least = maximum == MAX_INT and not (isinstance(value, int) and value > maximum)
     wanted = f"at least {minimum}" if at_least else f"from {minimum} to {maximum}"
-    raise error(f"{name} must be {wanted if is_int else f'an int, {wanted}'}, got {shown(value)}")
+    message = f"{name} must be {wanted if is_int else f'an int, {wanted}'}, got {shown(value)}"
+    raise error(message, param=field_of(name))
 
 
 def check_number(
@@ -64,18 +77,20 @@ def check_number(
     limits += [f"at most {maximum:g}"] if maximum < math.inf else []
     wanted = " and ".join(limits)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise error(f"{name} must be {', '.join(['a number', *limits])}, got {shown(value)}")
+        message = f"{name} must be {', '.join(['a number', *limits])}, got {shown(value)}"
+        raise error(message, param=field_of(name))
     if not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be too large for a float
-        raise error(f"{name} must be {', '.join(['finite', *limits])}, got {shown(value)}")
+        message = f"{name} must be {', '.join(['finite', *limits])}, got {shown(value)}"
+        raise error(message, param=field_of(name))
     if value < minimum or value > maximum or (above and value == minimum):
-        raise error(f"{name} must be {wanted}, got {shown(value)}")
+        raise error(f"{name} must be {wanted}, got {shown(value)}", param=field_of(name))
     return float(value)
 
 
 def check_bool(error: type[PagedError], name: str, value: object) -> bool:
     """Return `value` if it is True or False, else raise `error`."""
     if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, got {shown(value)}")
+        raise error(f"{name} must be True or False, got {shown(value)}", param=field_of(name))
     return value
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..engine.async_options import STREAM_INTERVAL_S, check_interval, next_show
 from ..errors import PagedError
 from ..sampling_params import SamplingParams
 from . import common
@@ -29,6 +32,8 @@ MARKER, CONTINUATION = ">>> ", "... "
 SYSTEM_HELP = "The system message, before the first turn. [default: none]"
 TEMPLATE_KWARGS_HELP = """More variables for the template as a JSON object, such as
 {"enable_thinking": false}. [default: {}]"""
+INTERVAL_HELP = """Longest time in seconds for which tokens are held back to be shown together, where showing
+each by itself would take more than one percent of the time; 0 shows each."""
 # What help shows where the defaults are not those of the API.
 _DEFAULTS = {"max_tokens": "from generation_config.json, else to the context's end"}
 HELP = """\
@@ -56,11 +61,13 @@ def chat(
     regex: common.Regex = None,
     choice: common.Choice = None,
     grammar: common.Grammar = None,
+    stream_interval_s: Annotated[float, typer.Option(help=INTERVAL_HELP)] = STREAM_INTERVAL_S,
     **options: Any,
 ) -> int:
     """Talk with a model. /help lists the commands of the conversation."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
+    check_interval(stream_interval_s)
     engine_options = common.engine_options(common.one_model(model, model_option), options)
     sampling = common.sampling_options(options | structured)
     _check_one_text(SamplingParams(**{"max_tokens": None, **sampling}))
@@ -70,7 +77,8 @@ def chat(
     }
     engine = common.start(engine_options)
     engine.chat_templates.source(template["chat_template"])  # raises now if there is no template
-    return Chat(engine, engine.params_of(sampling, max_tokens=None), template, system).run()
+    params = engine.params_of(sampling, max_tokens=None)
+    return Chat(engine, params, template, system, stream_interval_s).run()
 
 
 class CommandError(CliError):
@@ -123,12 +131,19 @@ class Chat:
     """A conversation whose turns are read from stdin.
 
     template: the arguments chat_template and chat_template_kwargs of `ChatTemplates.render`.
+    stream_interval_s: longest time for which tokens are held back to be shown together.
     """
 
     def __init__(
-        self, engine: LLMEngine, params: SamplingParams, template: Mapping[str, Any], system: str | None
+        self,
+        engine: LLMEngine,
+        params: SamplingParams,
+        template: Mapping[str, Any],
+        system: str | None,
+        stream_interval_s: float,
     ) -> None:
         self._engine, self._params, self._template, self._system = engine, params, template, system
+        self._stream_interval_s = stream_interval_s
         self._turns: list[dict[str, str]] = []
         self._num_requests = 0  # seeds are derived from it, so a retry gets another one
         self._interrupts = _Interrupts()
@@ -261,12 +276,19 @@ class Chat:
         completion, shown = None, ""
         with self._interrupts.counted() if self._interactive else nullcontext():
             request_id = self._request()
+            show_next = -math.inf
             while self._engine.has_unfinished_requests() and not self._interrupts.count:
                 for output in self._engine.step():
                     completion = output.outputs[0]
+                started = time.monotonic()
+                if completion is not None and started >= show_next:
                     print(completion.text[len(shown) :], end="", flush=True)
                     shown = completion.text
+                    show_next = next_show(started, time.monotonic(), self._stream_interval_s)
             self._engine.abort_request(request_id)
+        if completion is not None:
+            print(completion.text[len(shown) :], end="")
+            shown = completion.text
         print(flush=True)
         if completion is not None:
             self._report_end(completion)
@@ -281,7 +303,7 @@ class Chat:
             self._engine.add_request(request_id, prompt, self._params)
         except PagedError as error:
             # Only these errors go away with a shorter conversation.
-            if "max_model_len" in str(error) or "KV cache" in str(error):
+            if error.param == "prompt":
                 raise CliError(f"{error}; {self._way_out()}") from error
             raise
         return request_id

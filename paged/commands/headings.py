@@ -44,7 +44,7 @@ _FIELDS: dict[type[Any], dict[str, str]] = {
     ServeOptions: {
         MODEL: """chat_template default_chat_template_kwargs trust_request_chat_template
             enable_auto_tool_choice tool_call_parser reasoning_parser""",
-        SCHEDULING: "replicas router",
+        SCHEDULING: "replicas router stream_interval_s",
         SERVER: "",
     },
 }

@@ -103,7 +103,13 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         from ..server.telemetry.traces import Traces
 
         observers.append(Traces(options.otlp_traces_endpoint))
-    async with EngineClient(**engine_options, replicas=options.replicas, router=options.router) as engine:
+    client = EngineClient(
+        **engine_options,
+        replicas=options.replicas,
+        router=options.router,
+        stream_interval_s=options.stream_interval_s,
+    )
+    async with client as engine:
         front = FrontEnd(engine, options, observers)
         print(engine.describe(), file=sys.stderr)
         address = f"{', '.join(front.names)} is served at {url_of(options, listener)}"

@@ -10,6 +10,7 @@ from ..validation import check_number
 # Characters or tokens that are validated and encoded on the event loop; more would block it too long.
 MOST_AT_ONCE = 1024
 STREAM_INTERVAL_S = 0.2  # text still appears to flow
+SHOW_SHARE = 0.01  # of the time may be spent on showing tokens of unfinished requests
 # Is told the id of a request and the number of the engine that computes it, before it is computed.
 OnPlace = Callable[[str, int], object]
 
@@ -21,3 +22,12 @@ def ignore_place(request_id: str, replica: int) -> None:
 def check_interval(seconds: float) -> None:
     """Raise ConfigError unless stream_interval_s is a number of seconds."""
     check_number(ConfigError, "stream_interval_s", seconds, 0.0)
+
+
+def next_show(started: float, ended: float, stream_interval_s: float) -> float:
+    """Return when to show tokens again after showing some, which took from `started` to `ended`.
+
+    Until then tokens are held back, so that showing takes at most SHOW_SHARE of the time, for at most
+    stream_interval_s.
+    """
+    return ended + min((ended - started) / SHOW_SHARE, stream_interval_s)

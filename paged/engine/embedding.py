@@ -40,7 +40,9 @@ class EmbeddingRequestOutput:
 def check_pooling(pooling: object, normalize: object) -> None:
     """Raise RequestError unless both arguments are valid."""
     if pooling not in POOLINGS:
-        raise RequestError(f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {pooling!r}")
+        raise RequestError(
+            f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {pooling!r}", param="pooling"
+        )
     check_bool(RequestError, "normalize", normalize)
 
 

@@ -285,7 +285,7 @@ class LLMEngine(BaseEngine):
 
         messages: dicts with "role" and "content", which is text or a list of {"type": "text", "text": ...};
             "tool_calls" and other keys that the template knows are passed to it.
-        tools: JSON schemas of functions that the model may call.
+        tools: JSON schemas of functions that the model may call; refused if the template does not show them.
         add_generation_prompt: end the prompt with the header of an answer.
         continue_final_message: let the model continue the last message instead of answering it.
         chat_template: a Jinja template to use instead of the checkpoint's, the name of one of several that
@@ -315,7 +315,7 @@ class LLMEngine(BaseEngine):
                     chat_template_kwargs=chat_template_kwargs,
                 )
             except RequestError as error:
-                raise RequestError(f"conversation {i}: {error}") from error
+                raise RequestError(f"conversation {i}: {error}", param=error.param) from error
             prompts.append(prompt)
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
         return [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]

@@ -18,14 +18,13 @@ from ..requests.prompt_report import PromptReport
 from ..requests.request import Outbox, Request
 from ..scheduler.schedule import Schedule
 from ..text.prompt_parser import ParsedPrompt
+from .async_options import next_show
 from .engine import LLMEngine
 from .request_factory import Prepared, RequestSpec
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-SHOW_SHARE = 0.01  # of the time may be spent on making outputs of unfinished requests
 
 
 class Recipient(Outbox, ABC):
@@ -47,7 +46,7 @@ class EngineLoop:
 
     deliver: called on the loop's thread when readers may have new outputs.
     stream_interval_s: longest delay of an output of an unfinished request, in seconds. Where steps are short
-        and readers many, tokens are held back so that making outputs takes at most SHOW_SHARE of the time.
+        and readers many, tokens are held back; see `next_show`.
     """
 
     def __init__(self, engine: LLMEngine, stream_interval_s: float, deliver: Callable[[], None]) -> None:
@@ -194,8 +193,7 @@ class EngineLoop:
         core.publish(core.groups_of([r for r in self._unshown if r.finish_reason != "abort"]))
         self._unshown.clear()
         self._deliver()
-        now = time.monotonic()
-        self._show_next = now + min((now - started) / SHOW_SHARE, self._stream_interval_s)
+        self._show_next = next_show(started, time.monotonic(), self._stream_interval_s)
 
     def _die(self, cause: BaseException | None) -> None:
         """Fail all calls and mailboxes, then abort all requests, so that the engine holds no blocks."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..blocks.manager import BlockManager
-from ..errors import RequestError
+from ..errors import RequestError, about
 from ..requests.contradictions import check_possible
 from ..requests.prompt_report import PromptReport
 from ..requests.prompts import Prompt
@@ -108,26 +108,29 @@ class RequestFactory:
         if others or sample.inputs.wants_logprobs:
             given = "logprobs" if not others else "best_of" if sample.inputs.params.best_of else "n"
             raise RequestError(
-                f"{name} does not go with {given}: one output goes on, without log-probabilities"
+                f"{name} does not go with {given}: one output goes on, without log-probabilities", param=name
             )
         self.prompts.check_vocabulary(name, generated)
         if num >= (most := sample.inputs.max_total_tokens - sample.num_prompt_tokens):
-            raise RequestError(f"{name} has {num} tokens, which leaves nothing to generate of at most {most}")
+            raise RequestError(
+                f"{name} has {num} tokens, which leaves nothing to generate of at most {most}", param=name
+            )
         least = sample.inputs.params.min_tokens
         for i, token_id in enumerate(generated):
             if token_id in sample.stop_ids and i >= least:
-                raise RequestError(f"{name}[{i}] is {token_id}, which ends the output")
+                raise RequestError(f"{name}[{i}] is {token_id}, which ends the output", param=name)
         sample.inputs = replace(sample.inputs, num_given_tokens=num)
         sample.token_ids += map(int, generated)
         reports = sample.inputs.params.prompt_logprobs is not None
         if reports and sample.namespace != sample.inputs.namespace:
             raise RequestError(
                 f"{name} does not go with prompt_logprobs where prompt and output have {sample.num_tokens} "
-                f"tokens: from {sample.inputs.long_from} on, longrope rotates the prompt otherwise"
+                f"tokens: from {sample.inputs.long_from} on, longrope rotates the prompt otherwise",
+                param=name,
             )
         grammar = sample.sampling.grammar
         if grammar is not None and not grammar.follow(sample):
-            raise RequestError(f"{name} is not in the language of structured_outputs")
+            raise RequestError(f"{name} is not in the language of structured_outputs", param=name)
 
     def params_of(self, spec: RequestSpec) -> SamplingParams:
         """Return the sampling parameters of a request, with its own priority and timeout_s."""
@@ -169,14 +172,16 @@ class RequestFactory:
         self._check_params(params)
         if params.num_samples > 1:
             raise RequestError(
-                f"a fork is one sequence, got {params.num_samples}; fork as often as there are to be"
+                f"a fork is one sequence, got {params.num_samples}; fork as often as there are to be",
+                param="n",
             )
         salt = params.cache_salt
         if salt not in (None, inherited.params.cache_salt) and (
             self.prompts.namespace(salt, parent.num_prompt_tokens) != inherited.namespace
         ):
             raise RequestError(
-                f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}"
+                f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}",
+                param="cache_salt",
             )
         parsed = ParsedPrompt(inherited.prompt, inherited.prompt_token_ids, inherited.namespace)
         rules = inherited.rules if params is inherited.params else self._token_rules(params)
@@ -190,7 +195,8 @@ class RequestFactory:
         if inputs.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
-                f"{parent.num_output_tokens} tokens already"
+                f"{parent.num_output_tokens} tokens already",
+                param="max_tokens",
             )
         child = Request(inputs, sampling=SamplingState(seed), metrics=RequestMetrics(now))
         child.token_ids = parent.token_ids.copy()
@@ -198,7 +204,8 @@ class RequestFactory:
             if not inherited.wants_logprobs:
                 raise RequestError(
                     f"logprobs of a fork must be None as its parent's, got {params.logprobs}: there are "
-                    "none for the tokens they share"
+                    "none for the tokens they share",
+                    param="logprobs",
                 )
             child.sampling.logprobs = parent.sampling.logprobs.copy()
         if params.prompt_logprobs is not None:
@@ -206,7 +213,8 @@ class RequestFactory:
             if parent.report is None or params.prompt_logprobs != inherited.params.prompt_logprobs:
                 raise RequestError(
                     f"prompt_logprobs of a fork must be None, or its parent's "
-                    f"{inherited.params.prompt_logprobs}, got {params.prompt_logprobs}"
+                    f"{inherited.params.prompt_logprobs}, got {params.prompt_logprobs}",
+                    param="prompt_logprobs",
                 )
             child.report = parent.report.fork()
         grammar = child.sampling.grammar = self._grammar_of_fork(child, parent)
@@ -251,7 +259,8 @@ class RequestFactory:
         if not grammar.follow(child):
             raise RequestError(
                 f"structured_outputs {wanted.kind} does not allow the {parent.num_output_tokens} tokens that "
-                "the parent has generated"
+                "the parent has generated",
+                param="structured_outputs",
             )
         return grammar
 
@@ -292,20 +301,26 @@ class RequestFactory:
         if size * num_rows > MAX_PROMPT_LOGPROBS:
             raise RequestError(
                 f"prompt_logprobs {num_top} for {num_prompt_tokens} tokens would report {size * num_rows:,} "
-                f"log-probabilities; at most {MAX_PROMPT_LOGPROBS:,} are reported of a prompt"
+                f"log-probabilities; at most {MAX_PROMPT_LOGPROBS:,} are reported of a prompt",
+                param="prompt_logprobs",
             )
         return PromptReport(0, num_rows, num_top)
 
     def _check_params(self, params: Any) -> None:
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be SamplingParams, got {shown(params)}")
+            raise RequestError(
+                f"sampling_params must be SamplingParams, got {shown(params)}", param="sampling_params"
+            )
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need the tokenizer, which skip_tokenizer_init=True left out")
+            raise RequestError(
+                "stop strings need the tokenizer, which skip_tokenizer_init=True left out", param="stop"
+            )
         if params.num_samples > self.max_num_seqs:
             name = "n" if params.best_of is None else "best_of"
             raise RequestError(
                 f"{name} {params.num_samples} is more samples than can run at once; max_num_seqs is "
-                f"{self.max_num_seqs}"
+                f"{self.max_num_seqs}",
+                param=name,
             )
         self._check_priority(params.priority)
         self.prompts.check_vocabulary("stop_token_ids", params.stop_token_ids)
@@ -316,7 +331,8 @@ class RequestFactory:
         policy = self.scheduling_policy
         if priority and isinstance(policy, str) and policy != "priority":
             raise RequestError(
-                f"priority {shown(priority)} needs scheduling_policy='priority'; this engine has {policy!r}"
+                f"priority {shown(priority)} needs scheduling_policy='priority'; this engine has {policy!r}",
+                param="priority",
             )
 
     def _token_rules(self, params: SamplingParams) -> TokenRules:
@@ -329,7 +345,8 @@ class RequestFactory:
             return TokenRules.of(bad_words, breakers, None, list)
         rules = TokenRules.of(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
         for token_ids in rules.bad_words:
-            self.prompts.check_vocabulary("a token of bad_words", token_ids)
+            with about("bad_words"):
+                self.prompts.check_vocabulary("a token of bad_words", token_ids)
         return rules
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -350,12 +367,14 @@ class RequestFactory:
             capacity = self.block_manager.longest_fit(most)
             raise RequestError(
                 f"{num_prompt_tokens} prompt tokens and {most - num_prompt_tokens} new ones can never fit "
-                f"the KV cache of {capacity} tokens; raise num_blocks, lower max_tokens or unpin a prefix"
+                f"the KV cache of {capacity} tokens; raise num_blocks, lower max_tokens or unpin a prefix",
+                param="prompt",
             )
         if params.min_tokens > most - num_prompt_tokens:
             raise RequestError(
                 f"min_tokens {params.min_tokens} is more than the {most - num_prompt_tokens} that there is "
-                f"room for after a prompt of {num_prompt_tokens}"
+                f"room for after a prompt of {num_prompt_tokens}",
+                param="min_tokens",
             )
         return most
 
@@ -370,4 +389,4 @@ def _stops(params: SamplingParams) -> StopStrings | None:
 
 def _check_tenant(tenant: object) -> None:
     if not isinstance(tenant, str):
-        raise RequestError(f"tenant must be a string, got {shown(tenant)}")
+        raise RequestError(f"tenant must be a string, got {shown(tenant)}", param="tenant")

@@ -37,14 +37,16 @@ def check_possible(
     if allowed is not None and all(token in banned for token in allowed):
         raise _impossible("allowed_token_ids", {banned[token] for token in allowed}, place)
     if len(banned) == vocab_size:
-        raise _impossible("the vocabulary", {*banned.values()}, place)
+        param = "bad_words" if "bad_words" in banned.values() else "min_tokens"
+        raise _impossible("the vocabulary", {*banned.values()}, place, param=param)
     if grammar is None or (stop_ids and not (banned or allowed)):
         return
     possible = grammar.possible(stop_ids)
     if not possible:
         raise RequestError(
             "structured_outputs allows nothing but the end of the output, and neither EOS nor stop_token_ids "
-            f"would let that be the {place} token"
+            f"would let that be the {place} token",
+            param="structured_outputs",
         )
     left = possible if allowed is None else possible.intersection(allowed)
     if all(token in banned for token in left):
@@ -58,18 +60,21 @@ def _check_choice(choice: Sequence[str], params: SamplingParams, stop_ids: froze
     if params.min_tokens > longest:
         raise RequestError(
             f"min_tokens {params.min_tokens} is more than any choice of structured_outputs can have; the "
-            f"longest has {longest} bytes"
+            f"longest has {longest} bytes",
+            param="min_tokens",
         )
     may_be_cut = bool(params.stop) or (params.max_tokens is not None and params.max_tokens <= longest)
     allowed = params.allowed_token_ids
     if allowed is not None and stop_ids and stop_ids.isdisjoint(allowed) and not may_be_cut:
         raise RequestError(
             "allowed_token_ids has neither EOS nor any of stop_token_ids, and so no choice of "
-            "structured_outputs could end; allow one of these, or give ignore_eos=True"
+            "structured_outputs could end; allow one of these, or give ignore_eos=True",
+            param="allowed_token_ids",
         )
 
 
-def _impossible(name: str, others: set[str], place: str) -> RequestError:
+def _impossible(name: str, others: set[str], place: str, *, param: str | None = None) -> RequestError:
     return RequestError(
-        f"{name} leaves no token that {' and '.join(sorted(others))} would let be the {place}"
+        f"{name} leaves no token that {' and '.join(sorted(others))} would let be the {place}",
+        param=param or name,
     )

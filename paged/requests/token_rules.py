@@ -45,11 +45,14 @@ class TokenRules:
         """
         if encode is None:
             if bad_words:
-                raise RequestError("bad_words need the tokenizer, which skip_tokenizer_init=True left out")
+                raise RequestError(
+                    "bad_words need the tokenizer, which skip_tokenizer_init=True left out", param="bad_words"
+                )
             if breakers:
                 raise RequestError(
                     "dry_sequence_breakers need the tokenizer, which skip_tokenizer_init=True left out; "
-                    "pass dry_sequence_breakers=() to use DRY without them"
+                    "pass dry_sequence_breakers=() to use DRY without them",
+                    param="dry_sequence_breakers",
                 )
             return cls()
         spell = _with_error_prefix("bad_words", encode)
@@ -65,7 +68,7 @@ def _with_error_prefix(name: str, encode: Encode) -> Encode:
         try:
             return encode(text)
         except RequestError as error:
-            raise RequestError(f"{name}: {error}") from error
+            raise RequestError(f"{name}: {error}", param=name) from error
 
     return encode_named
 
@@ -75,7 +78,9 @@ def _spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
     bare = word.lstrip() or word  # a word of spaces only
     spellings = [tuple(encode(text)) for text in (bare, f" {bare}")]
     if not all(spellings):
-        raise RequestError(f"bad_words has {word!r}, of which the tokenizer makes no token")
+        raise RequestError(
+            f"bad_words has {word!r}, of which the tokenizer makes no token", param="bad_words"
+        )
     return spellings
 
 
@@ -88,7 +93,8 @@ def _breakers(strings: Sequence[str], encode: Encode, token_texts: Callable[[], 
     if len(strings) > MAX_BREAKERS or max(map(len, strings)) > MAX_BREAKER_LENGTH:
         raise RequestError(
             f"dry_sequence_breakers must be at most {MAX_BREAKERS} strings of at most "
-            f"{MAX_BREAKER_LENGTH} characters, got {len(strings)}, the longest of {max(map(len, strings))}"
+            f"{MAX_BREAKER_LENGTH} characters, got {len(strings)}, the longest of {max(map(len, strings))}",
+            param="dry_sequence_breakers",
         )
     found: dict[tuple[int, ...], set[int]] = {}
     texts = token_texts()

@@ -26,7 +26,8 @@ def check_grammar(kind: str, text: str) -> None:
     """Raise RequestError for a grammar that is too long or has multiples of too large a number."""
     if len(text) > MAX_CHARACTERS:
         raise RequestError(
-            f"structured_outputs {kind} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed"
+            f"structured_outputs {kind} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed",
+            param="structured_outputs",
         )
     # JSON may escape any letter of a key. A Lark grammar may hold JSON schemas too.
     plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
@@ -38,7 +39,8 @@ def check_grammar(kind: str, text: str) -> None:
         if multiple > MAX_MULTIPLE:
             raise RequestError(
                 f"structured_outputs {kind} has multiples of too large numbers (multipleOf): without powers "
-                f"of ten, their least common multiple may be at most {MAX_MULTIPLE:,}"
+                f"of ten, their least common multiple may be at most {MAX_MULTIPLE:,}",
+                param="structured_outputs",
             )
 
 

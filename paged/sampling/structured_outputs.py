@@ -73,7 +73,8 @@ class Grammars:
         text = value if isinstance(value, str) else json.dumps(value)
         if self._tokenizer is None:
             raise RequestError(
-                f"structured_outputs {kind} needs the tokenizer, which skip_tokenizer_init=True left out"
+                f"structured_outputs {kind} needs the tokenizer, which skip_tokenizer_init=True left out",
+                param="structured_outputs",
             )
         check_grammar(kind, text)
         with self._lock:
@@ -107,25 +108,32 @@ class _Vocabulary:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise RequestError(
-                "structured_outputs needs the package llguidance: pip install 'paged[structured]'"
+                "structured_outputs needs the package llguidance: pip install 'paged[structured]'",
+                param="structured_outputs",
             ) from error
         try:
             num_tokens = len(tokenizer.hf)
         except CheckpointError as error:
-            raise RequestError(f"structured_outputs needs the tokenizer in this process: {error}") from error
+            raise RequestError(
+                f"structured_outputs needs the tokenizer in this process: {error}", param="structured_outputs"
+            ) from error
         ends = [i for i in sorted(eos_token_ids) if i < num_tokens]
         if not ends:  # The library needs one. Any special token will do: it is masked.
             special = (tokenizer.hf.eos_token_id, *tokenizer.hf.all_special_ids)
             ends = [i for i in special if i is not None][:1]
         if not ends:
-            raise RequestError("structured_outputs needs a tokenizer with at least one special token")
+            raise RequestError(
+                "structured_outputs needs a tokenizer with at least one special token",
+                param="structured_outputs",
+            )
         try:
             library = from_tokenizer(tokenizer.hf, max(num_tokens, vocab_size), ends)
             forced = ForcedText(library, tokenizer.hf.backend_tokenizer, ends)
             self.tokens = LLTokenizer(forced, eos_token=ends)
         except (ValueError, TypeError) as error:
             raise RequestError(
-                f"structured_outputs cannot read this checkpoint's tokenizer: {error}"
+                f"structured_outputs cannot read this checkpoint's tokenizer: {error}",
+                param="structured_outputs",
             ) from error
         self.ends = frozenset(ends)
         added = tokenizer.hf.added_tokens_decoder
@@ -232,7 +240,8 @@ def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
         return result.result(COMPILE_TIMEOUT_S)
     except TimeoutError as error:
         raise RequestError(
-            f"structured_outputs {kind} was not compiled within {COMPILE_TIMEOUT_S:g} s; make it smaller"
+            f"structured_outputs {kind} was not compiled within {COMPILE_TIMEOUT_S:g} s; make it smaller",
+            param="structured_outputs",
         ) from error
     except BaseException as error:
         if result.done():
@@ -243,7 +252,7 @@ def _in_thread(kind: str, compile_it: Callable[[], Any]) -> Any:
                 param = f"{kind}.{param}"
             raise RequestError(
                 f"structured_outputs {kind} is refused: {_one_line(str(error))}",
-                param=param and f"structured_outputs.{param}",
+                param=f"structured_outputs.{param}" if param else "structured_outputs",
             ) from error
         raise  # an interrupt of the caller
 

@@ -79,13 +79,16 @@ class FrameOutbox(Recipient):
         self.key, self.request_id, self._server = key, request_id, server
         self.is_gone = False  # the front end wants no more
         self._sent_metrics = False
+        self._sent_prompt = False  # the prompt's log-probabilities
 
     def put(self, output: RequestOutput) -> None:
         """Add an output to the frame."""
         self._server.forget(self, output.finished)
         first, self._sent_metrics = not self._sent_metrics, True
         places: list[frames.Place | None] | None = None
-        if output.finished and output.prompt_logprobs is not None:
+        # A stream begins with them, and they do not change.
+        if output.prompt_logprobs is not None and not self._sent_prompt:
+            self._sent_prompt = True
             places = [p if p is None else frames.place_to_wire(p) for p in output.prompt_logprobs]
         self._server.outputs.append(
             frames.Output(

@@ -161,7 +161,10 @@ class Completion(msgspec.Struct, array_like=True):
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What is new of a request; the fields of `RequestOutput`. `metrics` is sent first and last."""
+    """What is new of a request; the fields of `RequestOutput`.
+
+    `metrics` is sent first and last, `prompt_logprobs` once, as soon as the prompt is computed.
+    """
 
     key: int
     completions: list[Completion]

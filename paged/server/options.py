@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ..arguments import strict
+from ..engine.async_options import STREAM_INTERVAL_S, check_interval
 from ..errors import ConfigError
 from ..protocol.chat_output.chat_format import check_parsers
 from ..protocol.limits import MAX_PROMPTS
@@ -68,6 +69,8 @@ class ServeOptions:
     reasoning_parser: the form in which the model marks its reasoning.
     replicas: number of engine processes, each with its own GPU or share of the cores.
     router: which replica gets a request: "round-robin", "least-loaded" or "prefix-aware".
+    stream_interval_s: longest time in seconds for which tokens of a stream are held back to be sent together,
+        where sending each by itself would take more than one percent of the time; 0 never holds back.
     metrics_prefix: of the names at /metrics; vllm makes them those of vLLM.
     log_format: of the line that each request writes to the log, "text" or "json".
     otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
@@ -94,6 +97,7 @@ class ServeOptions:
     reasoning_parser: str | None = None
     replicas: int = 1
     router: Literal["round-robin", "least-loaded", "prefix-aware"] = "prefix-aware"
+    stream_interval_s: float = STREAM_INTERVAL_S
     metrics_prefix: str = "paged"
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: str | None = None
@@ -109,6 +113,7 @@ class ServeOptions:
             check_bool(ConfigError, name, getattr(self, name))
         check_int(ConfigError, "port", self.port, 0, 65535)
         check_int(ConfigError, "replicas", self.replicas, 1, 1024)
+        check_interval(self.stream_interval_s)
         check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
         check_int(ConfigError, "max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         for name, choices in (("router", ROUTERS), ("log_format", LOG_FORMATS)):

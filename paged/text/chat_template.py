@@ -7,11 +7,11 @@ memory and CPU time are limited: see `worker`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import RequestError
 from ..strict_json import parse_json
-from ..validation import check_bool, shown
+from ..validation import check_bool
 from .worker import Worker, WorkerLimits
 
 # For models without a template; used only when named.
@@ -27,7 +27,23 @@ PLAIN_TEMPLATE = """\
 MARK = "\ue000the answer goes on here\ue000 "
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
+RAW_ARGUMENTS = "raw_arguments"  # the key of a call's arguments that are no JSON object, such as half of one
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+# What tells whether a template shows tools.
+PROBE_CONVERSATION = [
+    {"role": "system", "content": "a system message that is looked for"},
+    {"role": "user", "content": "a question"},
+]
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "g", "parameters": {"type": "object", "properties": {}}},
+}
+MAX_PROBED = 64  # templates of which it is remembered
+NO_TOOLS_SHOWN = (
+    "the chat template does not show them to the model, which would not know of them. Give a template that "
+    "does as chat_template (--chat-template), or describe them in a message"
+)
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and other keys that the template knows
 
@@ -40,6 +56,18 @@ TEMPLATE_OPTIONS = (
     "chat_template",
     "chat_template_kwargs",
 )
+
+
+class Abilities(NamedTuple):
+    """What a template shows to the model.
+
+    tools: whether it renders anything else with a tool than without. A template that refuses each
+        conversation that is tried is taken to show tools, as it may want another one.
+    system: whether it shows system messages.
+    """
+
+    tools: bool
+    system: bool
 
 
 class ChatTemplates:
@@ -55,6 +83,7 @@ class ChatTemplates:
         limits: WorkerLimits | None = None,
     ) -> None:
         self.templates, self.special_tokens = templates, special_tokens
+        self._abilities: dict[str, Abilities] = {}  # by the source of a template
         self._worker = Worker("paged.text.template_worker", "the chat template", limits or WorkerLimits())
 
     def render(
@@ -76,7 +105,8 @@ class ChatTemplates:
         if add_generation_prompt and continue_final_message:
             raise RequestError(
                 "continue_final_message continues the last message, add_generation_prompt begins another; "
-                "give add_generation_prompt=False with continue_final_message=True"
+                "give add_generation_prompt=False with continue_final_message=True",
+                param="continue_final_message",
             )
         conversation = [_check_message(i, message) for i, message in enumerate(_message_list(messages))]
         last = _mark_end(conversation) if continue_final_message else None
@@ -89,9 +119,37 @@ class ChatTemplates:
             "add_generation_prompt": add_generation_prompt,
         }
         source = self.source(chat_template, has_tools=tools is not None)
+        if tools and not self.abilities(chat_template).tools:
+            raise RequestError(f"tools are refused: {NO_TOOLS_SHOWN}", param="tools")
         name = "the conversation (messages, tools and chat_template_kwargs)"
         text = self._worker.ask({"source": source, "variables": variables}, name)["text"]
         return text if last is None else _cut_at_mark(text, last)
+
+    def abilities(self, chat_template: str | None = None) -> Abilities:
+        """Return what a template shows to the model. Raises RequestError if there is no template."""
+        source = self.source(chat_template, has_tools=True)
+        if source not in self._abilities:
+            if len(self._abilities) == MAX_PROBED:  # requests may bring templates
+                self._abilities.clear()
+            self._abilities[source] = self._probe(source)
+        return self._abilities[source]
+
+    def _probe(self, source: str) -> Abilities:
+        """Render conversations with and without a tool, and with and without a system message."""
+        shows_tools, is_rendered, shows_system = False, False, False
+        for conversation in (PROBE_CONVERSATION[1:], PROBE_CONVERSATION):
+            given = {**self.special_tokens, "documents": None, "messages": conversation}
+            try:
+                without, shown = (
+                    self._worker.ask({"source": source, "variables": given | {"tools": tools}})["text"]
+                    for tools in (None, [PROBE_TOOL])
+                )
+            except RequestError:
+                continue
+            is_rendered = True
+            shows_tools = shows_tools or without != shown
+            shows_system = PROBE_CONVERSATION[0]["content"] in without
+        return Abilities(shows_tools or not is_rendered, shows_system)
 
     def source(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
         """Return the source of a template.
@@ -102,18 +160,23 @@ class ChatTemplates:
         """
         known = ", ".join(repr(name) for name in sorted({*self.templates, PLAIN}))
         if not isinstance(chat_template, str | None):
-            raise RequestError(f"chat_template must be a Jinja template or a name, got {chat_template!r}")
+            raise RequestError(
+                f"chat_template must be a Jinja template or a name, got {chat_template!r}",
+                param="chat_template",
+            )
         if chat_template is None:
             for name in ("tool_use", "default") if has_tools else ("default",):
                 if name in self.templates:
                     return self.templates[name]
             if self.templates:
                 raise RequestError(
-                    f"this checkpoint has several chat templates; name one with chat_template=: {known}"
+                    f"this checkpoint has several chat templates; name one with chat_template=: {known}",
+                    param="chat_template",
                 )
             raise RequestError(
                 "this checkpoint has no chat template: give a Jinja template as chat_template "
-                f"(--chat-template), or {PLAIN!r}, which writes roles as words"
+                f"(--chat-template), or {PLAIN!r}, which writes roles as words",
+                param="chat_template",
             )
         if chat_template in self.templates:
             return self.templates[chat_template]
@@ -122,7 +185,8 @@ class ChatTemplates:
         if "{" not in chat_template:
             raise RequestError(
                 f"chat_template {chat_template!r} is neither a Jinja template nor the name of one; "
-                f"there is {known}"
+                f"there is {known}",
+                param="chat_template",
             )
         return chat_template
 
@@ -135,9 +199,9 @@ def conversations_of(messages: Any) -> list[Any]:
 
 def _message_list(messages: Any) -> list[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError(f"messages must be a list of messages, got {messages!r}")
+        raise RequestError(f"messages must be a list of messages, got {messages!r}", param="messages")
     if not messages:
-        raise RequestError("messages must have at least one message, got []")
+        raise RequestError("messages must have at least one message, got []", param="messages")
     return list(messages)
 
 
@@ -145,15 +209,19 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
     """Return a copy of the message as templates expect it, without keys that are None."""
     name = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise RequestError(f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {message!r}')
+        raise RequestError(
+            f'{name} must be a dict such as {{"role": ..., "content": ...}}, got {message!r}', param=name
+        )
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise RequestError(f'{name} must have a "role" such as "user", got {message!r}')
+        raise RequestError(f'{name} must have a "role" such as "user", got {message!r}', param=name)
     result = {key: value for key, value in message.items() if value is not None}
     content = result.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         result["content"] = [_check_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or result.keys().isdisjoint(NO_CONTENT)):
-        raise RequestError(f'{name}["content"] must be text or a list of text parts, got {content!r}')
+        raise RequestError(
+            f'{name}["content"] must be text or a list of text parts, got {content!r}', param=name
+        )
     if "tool_calls" in result:
         result["tool_calls"] = _check_calls(f"{name}.tool_calls", result["tool_calls"])
     for key in REASONING:
@@ -165,40 +233,56 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
 def _check_part(name: str, part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind is None:
-        raise RequestError(f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {part!r}')
+        raise RequestError(
+            f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {part!r}', param=name
+        )
     if kind != "text":
-        raise RequestError(f"{name} is of type {kind!r}; only parts of type 'text' are supported")
+        raise RequestError(f"{name} is of type {kind!r}; only parts of type 'text' are supported", param=name)
     if not isinstance(part.get("text"), str):
-        raise RequestError(f'{name}["text"] must be a string, got {part.get("text")!r}')
+        raise RequestError(f'{name}["text"] must be a string, got {part.get("text")!r}', param=name)
     return dict(part)
 
 
 def _check_calls(name: str, calls: Any) -> list[Any]:
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError(f"{name} must be a list of dicts, got {calls!r}")
-    return [_with_parsed_arguments(f"{name}[{i}]", call) for i, call in enumerate(calls)]
+        raise RequestError(f"{name} must be a list of dicts, got {calls!r}", param=name)
+    return [_with_parsed_arguments(call) for call in calls]
 
 
-def _with_parsed_arguments(name: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the call with its arguments parsed from JSON: OpenAI sends text, templates expect a dict."""
+def _with_parsed_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the call with its arguments as an object: OpenAI sends text, templates expect a dict."""
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
         return call
+    return {**call, "function": {**function, "arguments": _arguments_of(function.get("arguments"))}}
+
+
+def _arguments_of(given: Any) -> Any:
+    """Return the arguments of a call as an object.
+
+    Those that a limit has cut are no JSON. Templates that go through the arguments, or print them, take
+    neither a text nor null, so such a text is put into an object.
+    """
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+        return {}
+    if not isinstance(given, str):
+        return given
     try:
-        arguments = parse_json(function["arguments"] or "{}")
-    except RequestError as error:
-        raise RequestError(
-            f"{name}.function.arguments must be JSON: {error}; got {shown(function['arguments'])}"
-        ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+        parsed = parse_json(given)
+    except RequestError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {RAW_ARGUMENTS: given}
 
 
 def _check_tools(tools: Any) -> list[Any]:
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise RequestError(f"tools must be a list of JSON schemas, got {tools!r}")
+        raise RequestError(f"tools must be a list of JSON schemas, got {tools!r}", param="tools")
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise RequestError(f"tools[{i}] must be a dict with the JSON schema of a function, got {tool!r}")
+            raise RequestError(
+                f"tools[{i}] must be a dict with the JSON schema of a function, got {tool!r}",
+                param=f"tools[{i}]",
+            )
     return list(tools)
 
 
@@ -206,10 +290,16 @@ def _extra_variables(given: Any) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise RequestError(f"chat_template_kwargs must be a dict of names and values, got {given!r}")
+        raise RequestError(
+            f"chat_template_kwargs must be a dict of names and values, got {given!r}",
+            param="chat_template_kwargs",
+        )
     for name in OWN_VARIABLES:
         if name in given:
-            raise RequestError(f"chat_template_kwargs must not have {name!r}, which is an argument itself")
+            raise RequestError(
+                f"chat_template_kwargs must not have {name!r}, which is an argument itself",
+                param="chat_template_kwargs",
+            )
     return given
 
 
@@ -221,7 +311,10 @@ def _mark_end(conversation: list[dict[str, Any]]) -> str:
         conversation[-1]["content"] = [*content[:-1], {**part, "text": part["text"] + MARK}]
         return str(part["text"])
     if not isinstance(content, str):
-        raise RequestError("continue_final_message needs a last message that has text to continue")
+        raise RequestError(
+            "continue_final_message needs a last message that has text to continue",
+            param="continue_final_message",
+        )
     conversation[-1]["content"] = content + MARK
     return content
 
@@ -231,7 +324,8 @@ def _cut_at_mark(text: str, last: str) -> str:
     if at < 0 or last.strip() not in text[:at]:
         raise RequestError(
             "continue_final_message is not possible: "
-            "the chat template changes the last message, or leaves it out"
+            "the chat template changes the last message, or leaves it out",
+            param="continue_final_message",
         )
     # Without the mark's final space, the template strips messages: the continued one must be stripped too.
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()

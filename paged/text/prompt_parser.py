@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from ..errors import RequestError, reject_unknown
+from ..errors import RequestError, about, reject_unknown
 from ..model.config import ModelConfig
 from ..requests.prompts import Prompt
 from ..requests.request import LONG
-from ..validation import check_bool, shown
+from ..validation import check_bool, field_of, shown
 from .tokenizer import Tokenizer
 
 MAX_CONTINUED_TOKENS = 2**22  # of a prompt times its continuations: the engine gets it with each of them
@@ -39,6 +39,7 @@ class PromptParser:
         self.long_from = None if long is None else long.num_tokens  # see RequestInputs
         self._placeholders = dict(model_config.placeholders)
 
+    @about("prompt")
     def parse(self, prompt: Prompt, salt: str | None = None) -> ParsedPrompt:
         """Validate and tokenize a prompt. Raises RequestError.
 
@@ -53,7 +54,9 @@ class PromptParser:
                 check_bool(RequestError, "add_special_tokens", add_special_tokens)
             salt = fields.pop("cache_salt", salt)
             if salt is not None and (not isinstance(salt, str) or not salt):
-                raise RequestError(f"cache_salt must be a non-empty string, got {shown(salt)}")
+                raise RequestError(
+                    f"cache_salt must be a non-empty string, got {shown(salt)}", param="cache_salt"
+                )
             if len(fields) != 1:
                 raise RequestError(
                     f"a prompt dict has either prompt or prompt_token_ids, got {sorted(fields)}"
@@ -73,6 +76,7 @@ class PromptParser:
         self._check_is_text("prompt_token_ids", token_ids)
         return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)))
 
+    @about("prompt")
     def check_parsed(self, prompt: ParsedPrompt) -> None:
         """Raise RequestError for a parsed prompt that another parser made, if it is none of this model."""
         token_ids = prompt.token_ids
@@ -118,6 +122,10 @@ class PromptParser:
         """
         parsed = self.parse(prompt)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        with about("continuations"):
+            return parsed, self._continued(parsed, salt, continuations)
+
+    def _continued(self, parsed: ParsedPrompt, salt: Any, continuations: Any) -> list[ParsedPrompt]:
         if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
             raise RequestError(
                 f"continuations must be a list of texts or token ids, got {shown(continuations)}"
@@ -142,17 +150,18 @@ class PromptParser:
             whole = [*parsed.token_ids, *token_ids]
             self._check_length(f"{name}: the prompt", len(whole))
             wholes.append(ParsedPrompt(None, whole, self.namespace(salt, len(whole))))
-        return parsed, wholes
+        return wholes
 
     def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
         """Raise RequestError, naming the argument, if one of these is not a token id of the model."""
         vocab_size = self.model_config.vocab_size
         for i, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise RequestError(f"{name}[{i}] must be an int, got {shown(token_id)}")
+                raise RequestError(f"{name}[{i}] must be an int, got {shown(token_id)}", param=field_of(name))
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}"
+                    f"{name}[{i}] is {shown(int(token_id))}; the vocabulary is 0 to {vocab_size - 1}",
+                    param=field_of(name),
                 )
 
     def _check_is_text(self, name: str, token_ids: list[int]) -> None:
@@ -166,7 +175,8 @@ class PromptParser:
             shown_token = f"{shown_token} {text!r}"
         raise RequestError(
             f"{name}[{at}] is {shown_token}, which stands for an image, audio or video ({key}); of "
-            f"{self.model_config.architecture} only the text part is loaded"
+            f"{self.model_config.architecture} only the text part is loaded",
+            param=field_of(name),
         )
 
     def _check_before_encoding(self, name: str, prompt: Any) -> None:

@@ -70,6 +70,24 @@ def test_a_pipe_is_a_turn_a_line(run, loaded):
     assert run(*ARGV, "--system", "be kind", stdin="a")[1] == talk.say("a") + "\n"
 
 
+def test_tokens_that_are_held_back_are_shown_at_the_end(run, loaded, monkeypatch):
+    """With every interval the answer is the same; --stream-interval-s bounds the time between two parts."""
+    intervals = []
+
+    def next_show(started: float, ended: float, interval: float) -> float:  # noqa: ARG001
+        intervals.append(interval)
+        return ended + interval
+
+    monkeypatch.setattr("paged.commands.chat.next_show", next_show)
+    answer = Talk(loaded).say("hello")
+    for interval, num_shown in (("1e9", 1), ("0", 5)):
+        code, out, _ = run(*ARGV, "--stream-interval-s", interval, stdin="hello\n")
+        assert (code, out) == (0, f"{answer}\n")
+        assert intervals == [float(interval)] * num_shown
+        intervals.clear()
+    assert run(*ARGV, "--stream-interval-s", "-1")[0] == 2
+
+
 def test_what_fails_through_a_pipe_ends_it(run, loaded):  # later turns may depend on it
     answer = Talk(loaded).say("a")
     code, out, err = run(*ARGV, stdin="a\nbad\nb\n")

@@ -12,10 +12,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paged import CompletionOutput, LLMEngine, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from paged.errors import ConfigError, EngineDeadError, QueueFullError, RequestError, UnknownArgumentError
-from paged.protocol.answers.chunks import Head
-from paged.protocol.answers.completions import CompletionForm, Echo, completion_body
 from paged.protocol.answers.errors import error_body, failure_of, status_of
-from paged.protocol.answers.places import CompletionPlaces, chat_places, prompt_places
+from paged.protocol.answers.places import CompletionPlaces, Decoding, chat_places, prompt_places
 from paged.protocol.chat_output.chat_format import ChatFormat
 from paged.protocol.endpoints import DEFAULT_LIMITS, parse_call
 from paged.protocol.limits import Limits
@@ -180,17 +178,6 @@ def test_tokens_may_be_named_by_their_ids(engine):
     assert all(place["token"].startswith("token_id:") for place in choice["logprobs"]["content"])
 
 
-def test_a_token_before_the_text_of_a_prompt_has_no_characters_of_it():
-    form = CompletionForm(echo=Echo(decode=str, token_text={1: "<s>", 2: "ab"}.__getitem__), logprobs=True)
-    output = output_that_ended("stop", None, "c")
-    output.prompt, output.prompt_token_ids = "ab", [1, 2]
-    output.prompt_logprobs = [None, {2: Logprob(-1.0, 1, "ab")}]
-    output.outputs[0].logprobs = [{3: Logprob(-1.0, 1, "c")}]
-    (choice,) = completion_body([output], Head("i", "o", 1, "m"), form)["choices"]
-    assert choice["logprobs"]["tokens"] == ["<s>", "ab", "c"]
-    assert choice["logprobs"]["text_offset"] == [0, 0, 2]
-
-
 def test_embeddings_and_scores(engine):
     for form, read in (
         ("float", list),
@@ -312,13 +299,13 @@ def test_failures_have_a_status():
 
 def test_impossible_tokens_are_json():
     places = [{5: Logprob(-math.inf, 3, "\ufffd"), 6: Logprob(-0.5, 1, "\ufffd"), 7: Logprob(-1.0, 2, "é")}]
-    chat = chat_places(places, 2)["content"][0]
+    chat = chat_places(places, 2, Decoding())["content"][0]
     assert (chat["logprob"], chat["bytes"]) == (-9999.0, None)
     assert [top["token"] for top in chat["top_logprobs"]] == ["\ufffd", "é"]
     assert chat["top_logprobs"][1]["bytes"] == [195, 169]
-    (top,) = CompletionPlaces().of(places)["top_logprobs"]
+    (top,) = CompletionPlaces(Decoding(), []).of(places)["top_logprobs"]
     assert top == {"\ufffd": -0.5, "é": -1.0}  # of two with the same text, the likelier one
-    (top,) = CompletionPlaces().of([{6: places[0][6], 5: places[0][5]}])["top_logprobs"]
+    (top,) = CompletionPlaces(Decoding(), []).of([{6: places[0][6], 5: places[0][5]}])["top_logprobs"]
     assert top == {"\ufffd": -0.5}
     nothing, place = json.loads(json.dumps(prompt_places([None, *places]), allow_nan=False))
     assert (nothing, place["5"]["logprob"]) == (None, -9999.0)

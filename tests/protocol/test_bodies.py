@@ -1,11 +1,14 @@
 """Request bodies: what they ask of an engine, and which are refused, with the field."""
 
+import ast
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from paged import RequestOutputKind, SamplingParams, StructuredOutputsParams
+import paged
+from paged import LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from paged.errors import PagedError, RequestError, UnknownArgumentError
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.fields.sampling import CONSTRAINTS, SAMPLING_KINDS
@@ -292,11 +295,81 @@ def test_fields_that_contradict_each_other_name_one(text, url, fields, param, me
 def test_errors_of_an_engine_name_the_field_with_the_prompt():
     for url, name in ((CHAT, "messages"), (COMPLETIONS, "prompt"), (EMBEDDINGS, "input")):
         call = parsed(url)
-        assert call.param_of(RequestError("the prompt has 9 tokens, more than max_model_len 8")) == name
-        assert call.param_of(RequestError("prompt_token_ids[1] is 9; the vocabulary is 0 to 8")) == name
-        assert call.param_of(RequestError("priority 1 needs scheduling_policy='priority'")) == "priority"
+        for param in ("prompt", "prompt_token_ids", "prompt_token_ids[1]"):
+            assert call.param_of(RequestError("x", param=param)) == name
+        assert call.param_of(RequestError("x", param="tenant")) == "user"
         assert call.param_of(RequestError("x", param="y")) == "y"
-        assert call.param_of(RequestError("x")) is None
+        assert call.param_of(RequestError("the user must give a prompt")) is None  # no words are read
+    newer = parsed(CHAT, max_completion_tokens=5)
+    assert newer.param_of(RequestError("x", param="max_tokens")) == "max_completion_tokens"
+
+
+# What an engine refuses, and the field that it is about, for a model of 256 tokens.
+REFUSED_BY_ENGINE = [
+    ({"prompt": "a " * 300}, "prompt"),
+    ({"prompt": [4096]}, "prompt"),
+    ({"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids"),
+    ({"prompt": "x", "allowed_token_ids": [5, 4096]}, "allowed_token_ids"),
+    ({"prompt": "x", "logit_bias": {"4096": 1}}, "logit_bias"),
+    ({"prompt": "x", "n": 9}, "n"),
+    ({"prompt": "x", "best_of": 9}, "best_of"),
+    ({"prompt": "x", "priority": 1}, "priority"),
+    ({"prompt": "x", "max_tokens": 300, "min_tokens": 300}, "min_tokens"),
+    ({"prompt": "x", "dry_multiplier": 1, "dry_sequence_breakers": ["a"] * 600}, "dry_sequence_breakers"),
+    ({"prompt": "x", "structured_outputs": {"regex": "["}}, "structured_outputs"),
+    ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+     "response_format"),
+    ({"prompt": "x", "structured_outputs": {"choice": ["a"]}, "min_tokens": 5}, "min_tokens"),
+    ({"prompt": "x", "structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [9]}, "allowed_token_ids"),
+    ({"prompt": "x", "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "allowed_token_ids"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLMEngine:
+    return LLMEngine("demo", num_blocks=64, max_num_seqs=8, max_model_len=256, device="cpu")
+
+
+def test_what_an_engine_refuses_names_its_field(engine):
+    for body, param in REFUSED_BY_ENGINE:
+        call = parsed(COMPLETIONS, **body)
+        (prompt,) = call.prompts(engine.text)
+        with pytest.raises(RequestError) as refused, call.naming_field():
+            engine.add_request("r", prompt, call.params(engine.text))
+        assert refused.value.param == param, (body, refused.value)
+
+
+def test_every_error_of_a_parameter_carries_it():
+    """None is guessed from the words of its message, such as "roles must alternate user/assistant"."""
+    for path in (
+        "sampling_params",
+        "engine/request_factory",
+        "requests/contradictions",
+        "requests/token_rules",
+    ):
+        tree = ast.parse((Path(paged.__file__).parent / f"{path}.py").read_text())
+        made = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        errors = [node for node in made if getattr(node.func, "id", "") == "RequestError"]
+        lacking = [node.lineno for node in errors if not any(k.arg == "param" for k in node.keywords)]
+        assert errors
+        assert len(lacking) <= (path == "sampling_params"), (path, lacking)  # one is about several
+
+
+@pytest.mark.parametrize("interval", [1, 5])
+def test_an_interval_in_a_body_has_no_effect_and_is_refused(interval):
+    for url in (CHAT, COMPLETIONS, GENERATE):
+        with pytest.raises(RequestError, match="--stream-interval-s") as refused:
+            parsed(url, stream_interval=interval)
+        assert refused.value.param == "stream_interval"
+
+
+def test_words_of_a_template_are_no_fields(text):
+    template = (
+        "{{ raise_exception('After the optional system message, roles must alternate user/assistant') }}"
+    )
+    with pytest.raises(RequestError, match="must alternate user/assistant") as refused:
+        parsed(CHAT, chat_template=template).prompts(text)
+    assert refused.value.param == "messages"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +382,7 @@ def test_errors_of_an_engine_name_the_field_with_the_prompt():
     ids=str,
 )
 def test_errors_of_a_grammar_name_the_field_that_it_comes_from(fields, param):
-    assert parsed(CHAT, **fields).param_of(RequestError("structured_outputs regex is refused: x")) == param
+    assert parsed(CHAT, **fields).param_of(RequestError("x", param="structured_outputs")) == param
 
 
 def test_large_numbers_fit_64_bits():
@@ -392,15 +465,16 @@ def test_roles(text):
     assert refused.value.param == "messages"
 
 
-@pytest.mark.parametrize("arguments", ["[" * 10**5, '{"a": NaN}', '{"a": 1, "a": 2}', "{"])
-def test_arguments_of_calls_are_json_by_the_rules_of_bodies(text, arguments):
+@pytest.mark.parametrize("arguments", ["[" * 10**5, '{"a": NaN}', '{"a": 1, "a": 2}', "{", "null", None])
+def test_a_call_that_was_cut_is_taken_back(text, arguments):
     function = {"name": "f", "arguments": arguments}
     calls = [{"id": "c", "type": "function", "function": function}]
-    with pytest.raises(
-        RequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments must be JSON: "
-    ) as refused:
-        parsed(CHAT, messages=[{"role": "assistant", "tool_calls": calls}]).prompts(text)
-    assert refused.value.param == "messages"
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    template = (
+        "{% for k, v in messages[0].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    )
+    (prompt,) = parsed(CHAT, messages=messages, chat_template=template).prompts(text)
+    assert prompt["prompt"] == (f"raw_arguments={arguments}" if arguments not in ("null", None) else "")
 
 
 def test_tokenize_and_detokenize_are_inverse(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,68 @@ def test_deepseek_reasons_unless_the_prompt_says_otherwise():
     message = ChatOutput.of([*parser.feed("Well.\n</think>\nYes"), *parser.finish()]).message()
     assert message["reasoning"] == message["reasoning_content"] == "Well."
     assert message["content"] == "Yes"
+
+
+# What each format forces for two calls, one after the other.
+FORCED = {
+    "hermes": '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>\n'
+    '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>',
+    "llama3_json": '{{"name": "{}", "parameters": {}}}; {{"name": "{}", "parameters": {}}}',
+    "mistral": "[TOOL_CALLS]{}[ARGS]{}[TOOL_CALLS]{}[ARGS]{}",
+    "mistral list": '[TOOL_CALLS] [{{"name": "{}", "arguments": {}}}, {{"name": "{}", "arguments": {}}}]',
+    "none": '[{{"name": "{}", "arguments": {}}}, {{"name": "{}", "arguments": {}}}]',
+}
+
+
+@pytest.mark.parametrize("reasons", [False, True], ids=["", "after reasoning"])
+@pytest.mark.parametrize(
+    "names", [["weather", "weather_of", "stop"], ["name"]], ids=["three tools", "one tool"]
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forced_call_that_is_cut_is_a_call_as_far_as_it_goes(name, names, reasons):
+    """Cut anywhere, fed whole and in parts: never content, and a call as soon as its name is certain."""
+    plan = ToolPlan.of(
+        replace(FORMATS[name], has_reasoning_parser=reasons),
+        tools=[tool(each) for each in names],
+        tool_choice="required",
+    )
+    called = [names[-1], names[0]]
+    arguments = ['{"at": "Ås", "name": "stop"}', "{}"]
+    before = "<think>\nWhy?\n</think>\n\n" if reasons else ""
+    text = before + FORCED[name].format(called[0], arguments[0], called[1], arguments[1])
+    # Behind the names, where each is certain; the only tool must come.
+    certain = [text.index(arguments[0]), text.rindex(arguments[1])]
+    most = 0
+    for end in range(len(before) + 1, len(text) + 1):
+        found = []
+        for size in (end, 1, 7):
+            parser = plan.new_parser("Hi")
+            pieces = [text[at : min(at + size, end)] for at in range(0, end, size)]
+            parts = [part for piece in pieces for part in parser.feed(piece)]
+            output = ChatOutput.of([*parts, *parser.finish()])
+            found.append([(call.name, call.arguments) for call in output.tool_calls])
+            assert (output.content, output.reasoning) == ("", "Why?" if reasons else "")
+        assert found == [found[0]] * 3
+        calls = found[0]
+        for (one, given), known, whole in zip(calls, called, arguments, strict=False):
+            assert one == known
+            assert whole.startswith(given)
+        assert most <= len(calls) <= 2
+        most = len(calls)
+        assert len(calls) >= sum(at <= end for at in certain)
+        assert len(calls) >= 1 or len(names) > 1
+        assert len(calls) < 2 or end > text.index(arguments[0]) + len(arguments[0])
+        assert parser.has_whole_calls == all(given in arguments for _, given in calls) * bool(calls)
+    assert calls == [*zip(called, arguments, strict=True)]
+
+
+def test_arguments_of_a_forced_call_that_stop_being_json_lose_nothing():
+    plan = ToolPlan.of(FORMATS["none"], tools=TOOLS, tool_choice="required")
+    deep = "[" * 70
+    parser = plan.new_parser("Hi")
+    parts = parser.feed(f'[{{"name": "stop", "arguments": {{"a": {deep}') + parser.finish()
+    output = ChatOutput.of(parts)
+    assert output.tool_calls[0].arguments + output.content == f'{{"a": {deep}'
 
 
 def test_special_tokens_stay_where_calls_need_them():

@@ -126,12 +126,25 @@ def test_the_environment():
         {"api_key": [""]},
         {"chat_template": 5},
         {"log_format": "xml"},
+        {"stream_interval_s": -1},
     ],
     ids=str,
 )
 def test_wrong_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServeOptions(**options)
+
+
+def test_the_engine_gets_the_interval_of_streams(run, monkeypatch):
+    given = {}
+
+    def refuse(**options):
+        given.update(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("paged.server.engine_client.EngineClient", refuse)
+    assert run("serve", "demo", "--port", "0", "--stream-interval-s", "0.5")[0] == 2
+    assert given["stream_interval_s"] == 0.5
 
 
 def test_keys_are_in_no_message(run, monkeypatch, tmp_path):

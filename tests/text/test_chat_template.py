@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import json
 import os
 import resource
 import signal
@@ -128,6 +129,12 @@ PARTS = """\
 {% for part in content | selectattr('type', 'eq', 'text') %}[{{ part.text }}]{% endfor %}{% endif %}
 {% endfor %}{{ documents is none }}"""
 
+# As those of models that write an argument on a line of its own.
+THROUGH_ARGUMENTS = """\
+{%- for message in messages %}{%- for call in message.tool_calls or [] %}
+{%- for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %}
+{%- endfor %}{%- endfor %}
+"""
 TEMPLATES = {"llama-3": LLAMA_3, "chatml": CHATML, "mistral": MISTRAL, "parts": PARTS}
 TOOLS = [
     {
@@ -181,6 +188,11 @@ def test_text_is_that_of_transformers(templates, hf, name, messages, tools):
             messages, tools=tools, chat_template=TEMPLATES[name], tokenize=False, **options
         )
         extra = {key: value for key, value in options.items() if key != "add_generation_prompt"}
+        if tools is not None and name == "parts":
+            with pytest.raises(RequestError, match=r"tools are refused: .* does not show them") as refused:
+                templates.render(messages, tools=tools, chat_template=name)
+            assert refused.value.param == "tools"
+            continue
         text = templates.render(
             messages,
             tools=tools,
@@ -219,15 +231,38 @@ def test_arguments_of_calls_may_be_text_as_openai_has_them(templates):
     text = {"name": "weather", "arguments": '{"place": "Ås"}'}
     messages = [CALL[0], {"role": "assistant", "tool_calls": [{"type": "function", "function": text}]}]
     assert '"arguments": {"place": "Ås"}}' in templates.render(messages, chat_template="chatml")
-    text["arguments"] = "{place"
-    with pytest.raises(RequestError, match=r"messages\[1\].tool_calls\[0\].function.arguments must be JSON"):
-        templates.render(messages, chat_template="chatml")
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", "null"], ids=repr)
+@pytest.mark.parametrize("template", [CHATML, THROUGH_ARGUMENTS], ids=["printed", "gone through"])
+def test_calls_without_arguments_have_an_empty_object(templates, template, arguments):
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [CALL[0], {"role": "assistant", "tool_calls": [call]}]
+    empty = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    same = [CALL[0], {"role": "assistant", "tool_calls": [empty]}]
+    rendered = templates.render(messages, chat_template=template)
+    assert rendered == templates.render(same, chat_template=template)
+    del call["function"]["arguments"]
+    assert rendered == templates.render(messages, chat_template=template)
+
+
+@pytest.mark.parametrize("arguments", ['{"place": "Å', "{place", "[1]", "5", "{" * 10**5, '{"a": NaN}', "hi"])
+@pytest.mark.parametrize("template", [CHATML, THROUGH_ARGUMENTS], ids=["printed", "gone through"])
+def test_arguments_that_are_no_object_break_no_template(templates, template, arguments):
+    """Such as those of a call that max_tokens has cut: the model sees their text."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [CALL[0], {"role": "assistant", "tool_calls": [call]}]
+    rendered = templates.render(messages, chat_template=template)
+    shown = json.dumps(arguments, ensure_ascii=False) if template == CHATML else f"raw_arguments={arguments};"
+    assert shown in rendered
 
 
 def test_which_template_is_meant():
-    named = ChatTemplates({"default": "{{ 'd' }}", "tool_use": "{{ 't' }}", "rag": "{{ documents[0] }}"}, {})
+    named = ChatTemplates(
+        {"default": "{{ 'd' }}", "tool_use": "t{{ tools | length }}", "rag": "{{ documents[0] }}"}, {}
+    )
     render, messages = named.render, TALK[:1]
-    assert [render(messages), render(messages, tools=TOOLS)] == ["d", "t"]
+    assert [render(messages), render(messages, tools=TOOLS)] == ["d", "t1"]
     assert render(messages, chat_template="rag", chat_template_kwargs={"documents": ["doc"]}) == "doc"
     assert render(messages, chat_template="{{ 'own' }}") == "own"
     plain = "System: Be brief.\nUser: Hi\nAssistant:"
@@ -243,6 +278,32 @@ def test_which_template_is_meant():
         ChatTemplates({"a": "{{1}}", "b": "{{2}}"}, {}).render(messages)
     with pytest.raises(RequestError, match="no chat template: give a Jinja template as chat_template "):
         ChatTemplates({}, {}).render(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (LLAMA_3, (True, True)),
+        (CHATML, (True, True)),
+        (MISTRAL, (True, True)),
+        (PARTS, (False, True)),
+        ("{{ messages[-1].content }}", (False, False)),
+        ("{{ raise_exception('no') }}", (True, False)),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ tools }}",
+            (True, False),
+        ),
+        ("{% if messages[0].role == 'system' %}{{ tools }}{% endif %}", (True, False)),
+        ("{% if tools %}{{ raise_exception('no') }}{% endif %}", (True, False)),
+        ("{% if tools is not none %}{% for t in tools %}{% endfor %}{% endif %}a", (False, False)),
+        ("{{ strftime_now('%Y') }}", (False, False)),
+    ],
+    ids=range(11),
+)
+def test_what_a_template_shows_is_seen_by_rendering_it(template, expected):
+    """A template that raises is taken to show tools: it may want another conversation."""
+    templates = ChatTemplates({"default": template}, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert templates.abilities() == expected
 
 
 def test_the_time_is_that_of_the_clock(templates):

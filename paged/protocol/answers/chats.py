@@ -49,7 +49,7 @@ class ChatForm(Form):
         """Return the log-probabilities of an output or a delta; None unless requested."""
         if completion.logprobs is None:
             return None
-        return chat_places(completion.logprobs, self.num_top, as_ids=self.as_ids)
+        return chat_places(completion.logprobs, self.num_top, self.decoding, as_ids=self.as_ids)
 
 
 def chat_body(outputs: Sequence[RequestOutput], head: Head, form: ChatForm) -> dict[str, Any]:

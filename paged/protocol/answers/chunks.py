@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...requests.request import CompletionOutput, RequestOutput
+from .places import Decoding
 from .usage import Usage
 
 
@@ -17,6 +18,7 @@ class Form:
 
     n: number of choices of each prompt.
     num_prompts: number of prompts.
+    decoding: how tokens become text.
     num_top: number of likely tokens at each place of a chat.
     as_ids: name tokens of log-probabilities by their ids.
     token_ids: return the ids of the tokens of prompts and outputs.
@@ -26,6 +28,7 @@ class Form:
 
     n: int = 1
     num_prompts: int = 1
+    decoding: Decoding = field(default_factory=Decoding)
     num_top: int = 0
     as_ids: bool = False
     token_ids: bool = False

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ...requests.request import CompletionOutput, RequestOutput
 from .chunks import Chunks, Form, Head
-from .places import CompletionPlaces, prompt_places
+from .places import CompletionPlaces, prompt_places, prompt_text
 from .usage import Usage, usage_of
+
+if TYPE_CHECKING:
+    from ...text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
     """How prompts are repeated before their completions.
 
-    decode: makes the text of a prompt that was given as token ids.
-    token_text: makes the text of the first token.
+    tokenizer: makes the text of a prompt that was given as token ids.
     only: whether nothing but the prompt is returned.
     """
 
-    decode: Callable[[Sequence[int]], str]
-    token_text: Callable[[int], str]
+    tokenizer: Tokenizer
     only: bool = False
 
     def text(self, output: RequestOutput) -> str:
         """Return the text of a prompt."""
-        return self.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
+        if output.prompt is not None:
+            return output.prompt
+        return prompt_text(output.prompt_token_ids, self.tokenizer)
+
+    def logprobs(self, output: RequestOutput, places: CompletionPlaces) -> dict[str, Any]:
+        """Return the log-probabilities of a prompt's tokens."""
+        text, is_text = self.text(output), output.prompt is not None
+        return places.of_prompt(output.prompt_logprobs or (), text, self.tokenizer, is_text=is_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +51,9 @@ class CompletionForm(Form):
     logprobs: bool = False
     prompt_logprobs: bool = False
 
-    def first_token(self, output: RequestOutput) -> tuple[str, int]:
-        """Return the name of a prompt's first token, and how many characters of the echo are its own."""
-        assert self.echo is not None
-        token_id = output.prompt_token_ids[0]
-        text = self.echo.token_text(token_id)
-        # The text of a prompt has no token that was added before it.
-        length = len(text) if self.echo.text(output).startswith(text) else 0
-        return f"token_id:{token_id}" if self.as_ids else text, length
+    def new_places(self, output: RequestOutput) -> CompletionPlaces:
+        """Return what makes the log-probabilities of a choice of a prompt."""
+        return CompletionPlaces(self.decoding, output.prompt_token_ids, as_ids=self.as_ids)
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of a choice about its prompt."""
@@ -83,14 +86,12 @@ def _choice(
 ) -> dict[str, Any]:
     echo_only = form.echo_only
     text = "" if echo_only else completion.text
-    places = CompletionPlaces(as_ids=form.as_ids)
     listed = [*(completion.logprobs or ())] if not echo_only else []
     logprobs = None
     if form.logprobs:
-        if form.echo is not None:
-            logprobs = places.of([*(output.prompt_logprobs or ()), *listed], *form.first_token(output))
-        else:
-            logprobs = places.of(listed)
+        places = form.new_places(output)
+        echoed = {} if form.echo is None else form.echo.logprobs(output, places)
+        logprobs = {name: echoed.get(name, []) + values for name, values in places.of(listed).items()}
     choice = {
         "index": index,
         "text": text if form.echo is None else form.echo.text(output) + text,
@@ -120,17 +121,19 @@ class CompletionChunks(Chunks):
         if index in self._begun:
             return []
         self._begun.add(index)
+        choices = range(index * form.n, (index + 1) * form.n)
+        if form.logprobs:
+            self._places |= {choice: form.new_places(output) for choice in choices}
         fields = form.prompt_fields(output)
         if not fields and form.echo is None:
             return []
         chunks = []
-        for choice in range(index * form.n, (index + 1) * form.n):
+        for choice in choices:
             logprobs, text = None, ""
             if form.echo is not None:
                 text = form.echo.text(output)
                 if form.logprobs:
-                    prompt_logprobs = output.prompt_logprobs or ()
-                    logprobs = self._places_of(choice).of(prompt_logprobs, *form.first_token(output))
+                    logprobs = form.echo.logprobs(output, self._places[choice])
             chunks.append(self.chunk(self._choice(choice, text, logprobs) | fields))
         return chunks
 
@@ -138,21 +141,19 @@ class CompletionChunks(Chunks):
         """Return the chunk of a delta, or none while its text is held back."""
         form, reason = self.form, completion.finish_reason
         if form.echo_only:
-            return [self.chunk(self._choice(choice, "", None, "length"))] if reason is not None else []
+            if reason is None:
+                return []
+            completion = replace(completion, text="", token_ids=[], logprobs=None, stop_reason=None)
+            reason = "length"
         logprobs = None
         if form.logprobs and completion.logprobs:
-            logprobs = self._places_of(choice).of(completion.logprobs)
+            logprobs = self._places[choice].of(completion.logprobs)
         if not (completion.text or reason is not None or logprobs or form.token_ids):
             return []
         made = self._choice(choice, completion.text, logprobs, reason, completion.stop_reason)
         if form.token_ids:
             made["token_ids"] = [*completion.token_ids]
         return [self.chunk(made)]
-
-    def _places_of(self, choice: int) -> CompletionPlaces:
-        if choice not in self._places:
-            self._places[choice] = CompletionPlaces(as_ids=self.form.as_ids)
-        return self._places[choice]
 
     @staticmethod
     def _choice(

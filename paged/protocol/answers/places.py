@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ...requests.request import Logprob
+from ...text.detokenizer import REPLACEMENT, Detokenizer
 from ..jobs import finite
+
+if TYPE_CHECKING:
+    from ...text.tokenizer import Tokenizer
 
 Place = Mapping[int, Logprob]  # by token id, the token at the place first
 
@@ -16,64 +21,113 @@ def token_name(token_id: int, candidate: Logprob, *, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else candidate.decoded_token or ""
 
 
-def chat_places(places: Sequence[Place], num_top: int, *, as_ids: bool = False) -> dict[str, Any]:
+def chat_places(
+    places: Sequence[Place], num_top: int, decoding: Decoding, *, as_ids: bool = False
+) -> dict[str, Any]:
     """Return the log-probabilities of a chat: of each token and the num_top most likely ones."""
+
+    def described(token_id: int, candidate: Logprob) -> dict[str, Any]:
+        name = token_name(token_id, candidate, as_ids=as_ids)
+        bytes_ = decoding.bytes_of(token_id, candidate)
+        return {"token": name, "logprob": finite(candidate.logprob), "bytes": bytes_}
+
     content = []
     for place in places:
         chosen, *_ = candidates = [*place.items()]
         # The chosen token need not be among the most likely ones.
         top = sorted(candidates, key=lambda item: item[1].rank)[:num_top]
-        top_logprobs = [_candidate(*item, as_ids=as_ids) for item in top]
-        content.append({**_candidate(*chosen, as_ids=as_ids), "top_logprobs": top_logprobs})
+        content.append({**described(*chosen), "top_logprobs": [described(*item) for item in top]})
     return {"content": content}
 
 
-def _candidate(token_id: int, candidate: Logprob, *, as_ids: bool) -> dict[str, Any]:
-    token = candidate.decoded_token or ""
-    # The token may be a part of a character, whose bytes its text does not give.
-    bytes_ = None if "\ufffd" in token else list(token.encode("utf-8", "surrogatepass"))
-    name = token_name(token_id, candidate, as_ids=as_ids)
-    return {"token": name, "logprob": finite(candidate.logprob), "bytes": bytes_}
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How the tokens of an answer become its text.
+
+    tokenizer: None if they do not.
+    """
+
+    tokenizer: Tokenizer | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | None:
+        """Return the detokenizer of an answer to a prompt."""
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+        )
+
+    def bytes_of(self, token_id: int, candidate: Logprob) -> list[int] | None:
+        """Return the bytes of the text that a token stands for; None if they are not known.
+
+        Joined, those of an answer are its text in UTF-8: a special token that is left out has none.
+        """
+        tokenizer, text = self.tokenizer, candidate.decoded_token or ""
+        if tokenizer is not None:
+            if self.skip_special_tokens and token_id in tokenizer.special_token_ids:
+                return []
+            if tokenizer.token_bytes is not None:
+                return [*tokenizer.token_bytes[token_id]]
+        # The token may be a part of a character, whose bytes its text does not give.
+        return None if REPLACEMENT in text else [*text.encode("utf-8", "surrogatepass")]
 
 
 class CompletionPlaces:
     """The log-probabilities of a completion, whose offsets count on from one delta to the next.
 
+    An offset is the number of characters before a token in the text that is returned. A part of a character
+    that another token completes has none of its own, and neither has a special token that is left out.
+
+    prompt_token_ids: of the prompt that is completed.
     as_ids: name tokens by their ids.
     """
 
-    def __init__(self, *, as_ids: bool = False) -> None:
-        self._as_ids, self._offset = as_ids, 0
+    def __init__(self, decoding: Decoding, prompt_token_ids: Sequence[int], *, as_ids: bool = False) -> None:
+        self._as_ids = as_ids
+        self._offset = 0
+        self._prompt_token_ids = prompt_token_ids
+        self._detokenizer = decoding.detokenizer(prompt_token_ids)
 
-    def of(
-        self, places: Sequence[Place | None], first_token: str = "", first_length: int = 0
+    def of_prompt(
+        self, places: Sequence[Place | None], text: str, tokenizer: Tokenizer, *, is_text: bool
     ) -> dict[str, Any]:
-        """Return the log-probabilities of the next tokens.
+        """Return the log-probabilities of the prompt's tokens. What follows counts on from its text.
 
-        places: None for the first token of a prompt, which has no log-probability.
-        first_token: the name of that token.
-        first_length: how many characters of the text are its own.
+        places: None for the first token, which has no log-probability.
+        text: the prompt as it is repeated.
+        is_text: whether the prompt was given as text, which lacks the special tokens that were added to it.
         """
-        tokens, logprobs, offsets = list[str](), list[float | None](), list[int]()
-        tops = list[dict[str, float] | None]()
-        for place in places:
+        offsets = prompt_offsets(text, self._prompt_token_ids, tokenizer, is_text=is_text)
+        found = _Lists()
+        for token_id, place, offset in zip(self._prompt_token_ids, places, offsets, strict=False):
             if place is None:
-                token, length, logprob, top = first_token, first_length, None, None
-            else:
-                token_id, chosen = next(iter(place.items()))
-                token, length = self._name(token_id, chosen), len(chosen.decoded_token or "")
-                logprob, top = finite(chosen.logprob), self._top(place)
-            tokens.append(token)
-            logprobs.append(logprob)
-            tops.append(top)
-            offsets.append(self._offset)
-            self._offset += length
-        return {
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+                candidate = Logprob(0.0, 0, tokenizer.token_text(token_id, first=True))
+                found.add(self._name(token_id, candidate), None, None, offset)
+                continue
+            # At the beginning of a text, some tokenizers drop a space.
+            is_first = is_text and not offset
+            self._add(found, _as_first(place, tokenizer) if is_first else place, offset)
+        self._offset = len(text)
+        return found.as_json()
+
+    def of(self, places: Sequence[Place]) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens."""
+        found = _Lists()
+        for place in places:
+            token_id, chosen = next(iter(place.items()))
+            piece = "" if self._detokenizer is None else self._detokenizer.append(token_id)
+            self._add(found, place, self._offset + _num_before(piece, chosen.decoded_token))
+            self._offset += len(piece)
+        return found.as_json()
+
+    def _add(self, found: _Lists, place: Place, offset: int) -> None:
+        token_id, chosen = next(iter(place.items()))
+        found.add(self._name(token_id, chosen), finite(chosen.logprob), self._top(place), offset)
 
     def _name(self, token_id: int, candidate: Logprob) -> str:
         return token_name(token_id, candidate, as_ids=self._as_ids)
@@ -85,6 +139,73 @@ class CompletionPlaces:
             name, logprob = self._name(token_id, candidate), finite(candidate.logprob)
             top[name] = max(logprob, top.get(name, logprob))
         return top
+
+
+@dataclass(slots=True)
+class _Lists:
+    """The lists of a completion's log-probabilities, with an entry of each for a token."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+    def add(self, token: str, logprob: float | None, top: dict[str, float] | None, offset: int) -> None:
+        self.tokens.append(token)
+        self.token_logprobs.append(logprob)
+        self.top_logprobs.append(top)
+        self.text_offset.append(offset)
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def _as_first(place: Place, tokenizer: Tokenizer) -> Place:
+    """Return a place with the texts of its candidates at the beginning of a text, unless they have none."""
+    return {
+        i: replace(c, decoded_token=c.decoded_token and tokenizer.token_text(i, first=True))
+        for i, c in place.items()
+    }
+
+
+def prompt_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of a prompt that was given as token ids, with its special tokens."""
+    detokenizer = _prompt_detokenizer(tokenizer)
+    return detokenizer.extend(token_ids) + detokenizer.finish()
+
+
+def _prompt_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
+    return Detokenizer(tokenizer, [], skip_special_tokens=False, spaces_between_special_tokens=False)
+
+
+def prompt_offsets(
+    text: str, token_ids: Sequence[int], tokenizer: Tokenizer, *, is_text: bool
+) -> Iterator[int]:
+    """Yield how many characters of a prompt precede each of its tokens.
+
+    is_text: whether the prompt was given as text, which may lack special tokens that were added to it.
+    """
+    detokenizer = _prompt_detokenizer(tokenizer)
+    offset = 0
+    for token_id in token_ids:
+        token = tokenizer.token_text(token_id)
+        may_be_added = is_text and token_id in tokenizer.special_token_ids
+        if may_be_added and not text.startswith(token, offset):
+            yield offset
+            continue
+        piece = detokenizer.append(token_id)
+        if is_text and not text.startswith(piece, offset):
+            piece = piece.removeprefix(" ")  # which some tokenizers put before a text
+        yield min(offset + _num_before(piece, token), len(text))
+        offset = min(offset + len(piece), len(text))
+
+
+def _num_before(piece: str, token: str | None) -> int:
+    """Return how many characters of a piece of text belong to the tokens before the one that completes it.
+
+    They are what becomes of parts of a character that the token does not complete, or a space.
+    """
+    return len(piece) - len(token) if token and piece.endswith(token) else 0
 
 
 def prompt_places(places: Sequence[Place | None]) -> list[dict[str, Any] | None]:

@@ -14,6 +14,7 @@ from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from ..answers.chunks import Chunks
+from ..answers.places import Decoding
 from ..fields.sampling import SAMPLING_KINDS, check_most_logprobs, constraint_of, field_of_part
 from ..fields.table import FieldTable
 from ..limits import MAX_CHOICES, MAX_PARAMETER_SIZE, Limits
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...engine.model_text import ModelText
+    from ...text.tokenizer import Tokenizer
 
-_WORD = re.compile(r"\w+")
+# What the engine calls some fields of bodies; None for that of the prompts.
+_ENGINE_FIELDS = {"prompt": None, "prompt_token_ids": None, "tenant": "user"}
 
 
 class Call(ABC):
@@ -58,15 +61,12 @@ class Call(ABC):
 
     def param_of(self, error: PagedError) -> str | None:
         """Return the field of the body that an error is about, None if it is about none."""
-        if error.param is not None:
-            return error.param
-        words: list[str] = _WORD.findall(str(error))
-        for word in words:
-            if self.table.honours(word):
-                return word
-            if word in ("prompt", "prompt_token_ids"):  # what the engine calls it
-                return self.PROMPT_FIELD
-        return None
+        if error.param is None:
+            return None
+        name = re.split(r"[.\[]", error.param, maxsplit=1)[0]
+        if name in _ENGINE_FIELDS:
+            return self.PROMPT_FIELD if _ENGINE_FIELDS[name] is None else _ENGINE_FIELDS[name]
+        return error.param
 
     @contextmanager
     def naming_field(self, default: str | None = None) -> Iterator[None]:
@@ -182,6 +182,18 @@ class AnswerCall(GenerationCall):
             "include_usage": options.get("include_usage", False),
             "continuous_usage": options.get("continuous_usage_stats", False),
         }
+
+    def decode_with(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool = True) -> None:
+        """Note what makes the text of the answer.
+
+        skip_special_tokens: False if the text needs them, whatever the body says.
+        """
+        values = self.values
+        self.form_fields["decoding"] = Decoding(
+            tokenizer,
+            skip_special_tokens and values.get("skip_special_tokens", True),
+            values.get("spaces_between_special_tokens", True),
+        )
 
     @abstractmethod
     def body(

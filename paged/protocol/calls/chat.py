@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import RequestError
+from ...errors import PagedError, RequestError
 from ...requests.prompts import Prompt
 from ...requests.request import RequestOutput
 from ...sampling_params import StructuredOutputsParams
@@ -94,6 +94,7 @@ class ChatCall(AnswerCall):
             continues_answer=values.get("continue_final_message", False),
         )
         self.conversation.tools = self._plan.template_tools
+        self.conversation.tool_format = self._plan.format
         if self._plan.tools and "structured_outputs" not in sampling:
             self.constraint_field = "tools"
         self._prompt: str | None = None
@@ -104,6 +105,8 @@ class ChatCall(AnswerCall):
         with self.naming_field("messages"):
             prompt = self.conversation.prompt(text)
         self._prompt = prompt["prompt"]
+        skips = not self._plan.parses or self._plan.skip_special_tokens
+        self.decode_with(text.tokenizer, skip_special_tokens=skips)
         return [prompt]
 
     def given_params(self) -> dict[str, Any]:
@@ -118,6 +121,12 @@ class ChatCall(AnswerCall):
         if not plan.skip_special_tokens:  # the parser reads them
             given["skip_special_tokens"] = False
         return {**given, "structured_outputs": constraint}
+
+    def param_of(self, error: PagedError) -> str | None:
+        """Return the field of the body that an error is about, None if it is about none."""
+        param = super().param_of(error)
+        is_newer = param == "max_tokens" and "max_completion_tokens" in self.values
+        return "max_completion_tokens" if is_newer else param
 
     def field_of_constraint(self, part: str | None) -> str:
         """Return the field of the body from which a part of the engine's structured_outputs comes."""

@@ -80,16 +80,13 @@ class CompletionCall(AnswerCall):
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the prompts of the body."""
         if self._echoes:
-            tokenizer = text.tokenizer
-            if tokenizer is None:
+            if text.tokenizer is None:
                 raise RequestError(
                     "echo needs the tokenizer, which skip_tokenizer_init=True left out", param="echo"
                 )
-            self._echo = Echo(
-                decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-                token_text=lambda token_id: tokenizer.token_text(token_id, first=True),
-                only=self._echo_only,
-            )
+            self._echo = Echo(tokenizer=text.tokenizer, only=self._echo_only)
+        if "logprobs" in self.values and self.values.get("detokenize", True):
+            self.decode_with(text.tokenizer)
         add = self.values.get("add_special_tokens", True)
         return [
             {"prompt": prompt, "add_special_tokens": add}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import RequestError
 from ...validation import shown
+from ..chat_output.tool_formats import JsonFormat, ToolFormat
+from ..chat_output.tool_prompts import Message
 from ..fields.messages import ROLES
 from ..limits import Limits
 
@@ -21,6 +23,7 @@ class Conversation:
     """The messages of a body, and how they are rendered.
 
     tools: those that the template shows to the model.
+    tool_format: how to show them where the template does not.
     """
 
     def __init__(self, values: Mapping[str, Any], limits: Limits) -> None:
@@ -32,6 +35,7 @@ class Conversation:
             )
         self.messages: list[dict[str, Any]] = values["messages"]
         self.tools: Sequence[Mapping[str, Any]] | None = None
+        self.tool_format: ToolFormat = limits.chat_format.tools or JsonFormat()
         self._values, self._limits = values, limits
 
     @property
@@ -46,10 +50,17 @@ class Conversation:
         values, limits = self._values, self._limits
         template = values.get("chat_template", limits.chat_template)
         source = text.chat_templates.source(template, has_tools=self.tools is not None)
+        messages: Sequence[Message] = [_message(i, m, source) for i, m in enumerate(self.messages)]
+        tools, form = self.tools, self.tool_format
+        if tools and form.prompt is not None:
+            shows = text.chat_templates.abilities(template)
+            if not shows.tools:
+                messages = form.messages_with(messages, tools, shows_system=shows.system)
+                tools = None
         variables = {name: values[name] for name in _VARIABLES if name in values}
         prompt = text.render_chat(
-            [_message(i, message, source) for i, message in enumerate(self.messages)],
-            tools=self.tools,
+            messages,
+            tools=tools,
             add_generation_prompt=values.get("add_generation_prompt", True),
             continue_final_message=values.get("continue_final_message", False),
             chat_template=template,

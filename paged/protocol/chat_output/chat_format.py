@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING
 from ...errors import ConfigError, RequestError
 from ...model.response_template import ResponseTemplate
 from .reasoning import END_THINK, ends_in_reasoning
-from .tool_formats import HermesFormat, Llama3Format, MistralFormat, TemplateFormat, ToolFormat
+from .tool_formats import HermesFormat, JsonFormat, Llama3Format, MistralFormat, TemplateFormat, ToolFormat
 
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
+
+logger = logging.getLogger(__name__)
 
 FROM_CHECKPOINT = "response_template"  # the name of the parser that the checkpoint itself describes
 TOOL_PARSERS = ("hermes", "llama3_json", "mistral", FROM_CHECKPOINT)
@@ -111,12 +114,13 @@ class ChatFormat:
 
         chat_template: as of `ChatTemplates.source`.
         """
-        template, tokenizer = "", text.tokenizer
+        template, tokenizer, shows_tools = "", text.tokenizer, True
         if tokenizer is not None:
             with suppress(RequestError):  # there is none: an error of chat requests alone
                 template = text.chat_templates.source(chat_template, has_tools=True)
+                shows_tools = text.chat_templates.abilities(chat_template).tools
         special = () if tokenizer is None else map(tokenizer.token_text, tokenizer.special_token_ids)
-        return cls.of(
+        found = cls.of(
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             enable_auto_tool_choice=enable_auto_tool_choice,
@@ -124,6 +128,13 @@ class ChatFormat:
             special_tokens=frozenset(special),
             directory=None if tokenizer is None else tokenizer.directory,
         )
+        if not shows_tools:
+            form = JsonFormat() if found.tools is None else found.tools
+            what = "requests with tools are refused" if form.prompt is None else "messages describe them"
+            logger.warning(
+                "the chat template does not show tools to the model: %s. --chat-template sets another", what
+            )
+        return found
 
     def is_in_reasoning(self, prompt: str, *, continues_answer: bool = False) -> bool:
         """Return whether an answer to this prompt begins inside of reasoning."""

@@ -23,7 +23,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The beginning of a call; at least one ToolArgumentsDelta of the same index follows.
+    """The beginning of a call; a ToolArgumentsDelta of the same index follows, unless the answer is cut.
 
     index: of the call in the answer, from 0.
     call_id: unique among calls.

@@ -85,22 +85,24 @@ class ToolPlan:
     @property
     def parses(self) -> bool:
         """Whether an answer may be more than content."""
-        return self.chat.has_reasoning_parser or bool(self.tools) or self._format.READS_REASONING
+        return self.chat.has_reasoning_parser or bool(self.tools) or self.format.READS_REASONING
 
     @property
     def skip_special_tokens(self) -> bool:
         """Whether the text that the parser needs can do without special tokens."""
-        if self._format.READS_REASONING:  # its tags are not known
+        if self.format.READS_REASONING:  # its tags are not known
             return False
-        markers = [*self._format.MARKERS] if self.tools else []
+        markers = [*self.format.MARKERS] if self.tools else []
         markers += [THINK, END_THINK] if self.chat.has_reasoning_parser else []
         return self.chat.special_tokens.isdisjoint(markers)
 
     def new_parser(self, prompt: str) -> OutputParser:
         """Return the parser of one answer to this prompt."""
         answer = None
-        if self.tools or self._format.READS_REASONING:
-            answer = self._format.new_parser(self.tools, prompt)
+        if self.choice.mode == "required":
+            answer = self.format.new_forced_parser(self.tools, prompt)
+        elif self.tools or self.format.READS_REASONING:
+            answer = self.format.new_parser(self.tools, prompt)
         if not self.chat.has_reasoning_parser:
             return answer or PlainText()
         return ReasoningMachine(answer, is_inside=self._is_in_reasoning(prompt))
@@ -134,11 +136,11 @@ class ToolPlan:
                     "else; leave one of them out",
                     param="tool_choice",
                 )
-            return self._format.calls(self.tools, is_single=is_single)
+            return self.format.calls(self.tools, is_single=is_single)
         if content is not None:
-            return {"type": "or", "elements": [self._format.calls(self.tools, is_single=is_single), content]}
+            return {"type": "or", "elements": [self.format.calls(self.tools, is_single=is_single), content]}
         if is_single or self.choice.names is not None or any(tool.strict for tool in self.tools):
-            return self._format.text_with_calls(self.tools, is_single=is_single)
+            return self.format.text_with_calls(self.tools, is_single=is_single)
         return None
 
     def _after_reasoning(self, answer: Format, prompt: str) -> Format:
@@ -158,7 +160,8 @@ class ToolPlan:
         return self.chat.is_in_reasoning(prompt, continues_answer=self.continues_answer)
 
     @property
-    def _format(self) -> ToolFormat:
+    def format(self) -> ToolFormat:
+        """How the answer writes calls."""
         tools = self.chat.tools
         if tools is None or (self.choice.mode == "required" and not tools.HAS_GRAMMAR):
             return JsonFormat()

@@ -6,16 +6,18 @@ import re
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...errors import RequestError
 from ...model.response_template import ResponseTemplate
 from .call_parsers import HermesCalls, JsonCalls, Llama3Calls, MistralCalls
+from .forced_calls import ForcedCalls
 from .machine import CallMachine
 from .parts import OutputParser
 from .reasoning import THINK
 from .template_calls import TemplateMachine
+from .tool_prompts import Message, ToolPrompt
 from .tools import ANY_OBJECT, MAX_CALLS, Tool
 
 Format = dict[str, Any]  # of a structural tag
@@ -40,6 +42,33 @@ class ToolFormat(ABC):
         """Return a parser of one answer to a prompt, with calls of these tools."""
         return self.MACHINE([tool.name for tool in tools], self.new_id)
 
+    def new_forced_parser(self, tools: Sequence[Tool], prompt: str) -> OutputParser:
+        """Return a parser of one answer which `calls` describes."""
+        begins = {tool.name: self._call(tool)["begin"] for tool in tools}
+        name_at = self._call(Tool("\0", ANY_OBJECT))["begin"].index("\0")  # no name has this character
+        return ForcedCalls(self.new_parser(tools, prompt), begins, name_at, self.new_id)
+
+    @property
+    @abstractmethod
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not; None if that is not known."""
+
+    def messages_with(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, shows_system: bool
+    ) -> list[Message]:
+        """Return a conversation with its tools, calls and results in the texts of messages."""
+        assert self.prompt is not None
+        return self.prompt.messages(messages, tools, self._written, shows_system=shows_system)
+
+    def _written(self, name: str, arguments: str) -> str:
+        """Return the text of a call."""
+        tag = self._call(Tool(name, ANY_OBJECT))
+        return f"{tag['begin']}{arguments}{tag['end']}"
+
+    @abstractmethod
+    def _call(self, tool: Tool) -> Format:
+        """Return the format of one call, a tag."""
+
     @abstractmethod
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of one call, or of 1 to MAX_CALLS, whose arguments match their schemas."""
@@ -62,15 +91,20 @@ class HermesFormat(ToolFormat):
     MACHINE = HermesCalls
     MARKERS = ("<tool_call>", "</tool_call>")
 
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        return ToolPrompt(self._written("<name>", "<arguments>"))
+
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of tags on lines of their own."""
-        return _separated(map(self._tag, tools), "\n", is_single=is_single)
+        return _separated(map(self._call, tools), "\n", is_single=is_single)
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text with tags."""
-        return _triggered("<tool_call>", map(self._tag, map(_loose, tools)), is_single=is_single)
+        return _triggered("<tool_call>", map(self._call, map(_loose, tools)), is_single=is_single)
 
-    def _tag(self, tool: Tool) -> Format:
+    def _call(self, tool: Tool) -> Format:
         return _tag(f'<tool_call>\n{{"name": "{tool.name}", "arguments": ', tool, "}\n</tool_call>")
 
 
@@ -90,16 +124,23 @@ class Llama3Format(ToolFormat):
         """Return a parser to which <|python_tag|> means something only if it is a special token."""
         return Llama3Calls([tool.name for tool in tools], self.new_id, self._tags)
 
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        return ToolPrompt(self._written("<name>", "<arguments>"), separator="; ")
+
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of objects with semicolons between them."""
-        tags = [_tag(f'{{"name": "{tool.name}", "parameters": ', tool, "}") for tool in tools]
-        return _separated(tags, "; ", is_single=is_single)
+        return _separated(map(self._call, tools), "; ", is_single=is_single)
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text that does not begin as an object does, or of calls."""
         calls = self.calls([*map(_loose, tools)], is_single=is_single)
         tagged = [_sequence(_text(tag), calls) for tag in self._tags]
         return _either(_text_that_is_no_call("{", [*self.MARKERS, THINK]), calls, *tagged)
+
+    def _call(self, tool: Tool) -> Format:
+        return _tag(f'{{"name": "{tool.name}", "parameters": ', tool, "}")
 
 
 class MistralFormat(ToolFormat):
@@ -115,31 +156,39 @@ class MistralFormat(ToolFormat):
         self._has_names = "[ARGS]" in template
         self._list_start = "[TOOL_CALLS] [" if "[TOOL_CALLS] [" in template else "[TOOL_CALLS]["
 
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        example = self._written("<name>", "<arguments>")
+        if self._has_names:
+            return ToolPrompt(example, separator="")
+        return ToolPrompt(example, self._list_start, ", ", "]")
+
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of names and arguments, or of a list of objects."""
         if self._has_names:
-            return _separated(map(self._named, tools), "", is_single=is_single)
+            return _separated(map(self._call, tools), "", is_single=is_single)
         return self._list(tools, is_single=is_single)
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text that ends with calls."""
         tools = [*map(_loose, tools)]
         if self._has_names:
-            return _triggered("[TOOL_CALLS]", map(self._named, tools), is_single=is_single)
+            return _triggered("[TOOL_CALLS]", map(self._call, tools), is_single=is_single)
         return _triggered("[TOOL_CALLS]", [self._list(tools, is_single=is_single)], is_single=True)
 
     def new_id(self) -> str:
         """Return an id as Mistral's templates demand it."""
         return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
-    def _named(self, tool: Tool) -> Format:
-        return _tag(f"[TOOL_CALLS]{tool.name}[ARGS]", tool, "")
+    def _call(self, tool: Tool) -> Format:
+        return _tag(f"[TOOL_CALLS]{tool.name}[ARGS]", tool, "") if self._has_names else _object(tool)
 
     def _list(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         return {
             "type": "tag",
             "begin": self._list_start,
-            "content": _separated(map(_object, tools), ", ", is_single=is_single),
+            "content": _separated(map(self._call, tools), ", ", is_single=is_single),
             "end": "]",
         }
 
@@ -149,15 +198,23 @@ class JsonFormat(ToolFormat):
 
     MACHINE = JsonCalls
 
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        return ToolPrompt(self._written("<name>", "<arguments>"), "[", ", ", "]")
+
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of a list of objects."""
-        content = _separated(map(_object, tools), ", ", is_single=is_single)
+        content = _separated(map(self._call, tools), ", ", is_single=is_single)
         return {"type": "tag", "begin": "[", "content": content, "end": "]"}
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
         """Return the format of text that does not begin as a list does, or of calls."""
         calls = self.calls([*map(_loose, tools)], is_single=is_single)
         return _either(_text_that_is_no_call("[", [THINK]), calls)
+
+    def _call(self, tool: Tool) -> Format:
+        return _object(tool)
 
 
 class TemplateFormat(ToolFormat):
@@ -173,12 +230,20 @@ class TemplateFormat(ToolFormat):
         """Return a parser that calls transformers."""
         return TemplateMachine(self._template, prompt, tools, self.new_id)
 
+    @property
+    def prompt(self) -> ToolPrompt | None:
+        """How to show tools to a model whose chat template does not."""
+        return None
+
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:  # noqa: ARG002
         """Raise RequestError: there is no grammar."""
         raise self._no_grammar()
 
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:  # noqa: ARG002
         """Raise RequestError: there is no grammar."""
+        raise self._no_grammar()
+
+    def _call(self, tool: Tool) -> Format:  # noqa: ARG002
         raise self._no_grammar()
 
     @staticmethod

@@ -173,7 +173,7 @@ SAMPLING_FIELDS = [
     *refused("length_penalty early_stopping", "they belong to beam search", 1, 1.0, False),
     *refused("vllm_xargs logits_processor_args", "custom logits processors are not available over HTTP", {}),
     *refused("skip_clone", "it has no effect here: leave it out", True, False),
-    *refused("stream_interval", "the server sets how often chunks are sent", 1),
+    *refused("stream_interval", "the server sets how often chunks are sent: --stream-interval-s, in seconds"),
     *refused("extra_args", "custom logits processors are not available over HTTP", {}),
     *refused("truncation_side", "cut the prompt's token ids"),
     *refused("kv_transfer_params ec_transfer_params", "KV is not transferred between engines yet"),

@@ -1,0 +1,102 @@
+"""ToolPrompt: shows tools, calls and results to a model whose chat template does not, as plain messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPrompt:
+    """How a format of tool calls is described to a model.
+
+    example: of a call, with <name> and <arguments> in place of those.
+    opening, separator, closing: texts around the calls of an answer.
+    """
+
+    example: str
+    opening: str = ""
+    separator: str = "\n"
+    closing: str = ""
+
+    def messages(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        written: Callable[[str, str], str],
+        *,
+        shows_system: bool,
+    ) -> list[Message]:
+        """Return a conversation with its tools, calls and results in the texts of messages.
+
+        written: returns the text of a call from a tool's name and the arguments as JSON.
+        shows_system: whether the chat template shows system messages; else the first other one has the tools.
+        """
+        described = self._described(tools)
+        shown = list[Message]()
+        for message in messages:
+            if message["role"] == "tool":
+                _add_result(shown, message)
+            elif message.get("tool_calls"):
+                shown.append(self._with_calls(message, written))
+            else:
+                shown.append(message)
+        is_system = shown[0]["role"] in ("system", "developer")
+        if shows_system and not is_system:
+            return [{"role": "system", "content": described}, *shown]
+        at = 0 if shows_system else next((i for i, m in enumerate(shown) if m["role"] == "user"), 0)
+        before, after = ("", described) if shows_system else (described, "")
+        shown[at] = {**shown[at], "content": _joined(before, shown[at].get("content"), after)}
+        return shown
+
+    def _described(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        return (
+            "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+            "You are provided with function signatures within <tools></tools> XML tags:\n"
+            f"<tools>\n{listed}\n</tools>\n\n"
+            "To call functions, answer in this form, where <name> is that of a function and <arguments> a "
+            f"JSON object of its arguments:\n{self.opening}{self.example}{self.closing}"
+        )
+
+    def _with_calls(self, message: Message, written: Callable[[str, str], str]) -> Message:
+        functions = [call.get("function", {}) for call in message["tool_calls"]]
+        calls = self.separator.join(
+            written(function.get("name", ""), _json_of(function.get("arguments"))) for function in functions
+        )
+        text = f"{self.opening}{calls}{self.closing}"
+        kept = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**kept, "content": _joined("", message.get("content"), text, between="\n")}
+
+
+def _add_result(shown: list[Message], message: Message) -> None:
+    """Add a tool's result to the conversation, together with those before it: roles alternate."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join(part["text"] for part in content)
+    text = f"<tool_response>\n{content}\n</tool_response>"
+    if shown and shown[-1].get("role") == "user" and str(shown[-1]["content"]).endswith("</tool_response>"):
+        text = f"{shown.pop()['content']}\n{text}"
+    shown.append({"role": "user", "content": text})
+
+
+def _json_of(arguments: Any) -> str:
+    """Return arguments, which may be text already, as JSON."""
+    if isinstance(arguments, str):
+        return arguments if arguments.strip() not in ("", "null") else "{}"
+    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+
+
+def _joined(before: str, content: Any, after: str, between: str = "\n\n") -> Any:
+    """Return the content of a message, text or parts, with texts before and after it."""
+    if isinstance(content, str | None):
+        return between.join(text for text in (before, content, after) if text)
+    return [
+        {"type": "text", "text": text} if isinstance(text, str) else text
+        for text in (before, *content, after)
+        if text
+    ]

@@ -1,0 +1,23 @@
+"""A stream equals the whole answer, for random requests of all parameters, over HTTP from an engine pr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.random_requests import check_all
+from tests.support.served import Served
+from tests.support.small_server import small_server
+
+NUM_REQUESTS = 120  # python -m tests.support.random_requests sends 500
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with small_server() as served:
+        yield served
+
+
+def test_a_stream_equals_the_whole_answer(served):
+    assert check_all(served, NUM_REQUESTS, seed=0) > 0.9 * NUM_REQUESTS
