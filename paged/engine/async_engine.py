@@ -351,6 +351,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
             if self._mailbox is None:
                 self._mailbox = await self._begin()
             output = await self._mailbox.get()
+            if self._mailbox.is_paused:
+                self._mailbox.is_paused = False
+                self._thread.hold(self.request_id, self._mailbox, False)
         except BaseException:  # cancelled, most of all
             self._abort()
             raise

@@ -10,6 +10,10 @@ from ..validation import check_number
 # Characters or tokens that are validated and encoded on the event loop; more would block it too long.
 MOST_AT_ONCE = 1024
 STREAM_INTERVAL_S = 0.2  # text still appears to flow
+# About what is held of an answer until it is read.
+TOKEN_BYTES = 40
+CANDIDATE_BYTES = 200
+PAUSE_BYTES = 2**20  # unread: the request computes nothing until its reader has read
 # Is told the id of a request and the number of the engine that computes it, before it is computed.
 OnPlace = Callable[[str, int], object]
 

@@ -32,6 +32,7 @@ from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt
 from ..validation import check_int, shown
 from . import frames
+from .answer_memory import AnswerAccount, AnswerBudget
 from .client_stream import ClientStream, RequestTerms, SentRequest
 from .connection import EngineConnection
 from .inbox import Inbox
@@ -91,6 +92,7 @@ class EngineClient:
         self.prompts = self.text.new_parser(self.max_model_len)
         self._description = ready[0].description
         self._keys, self._ids = itertools.count(), itertools.count()
+        self.budget = AnswerBudget()
         self._streams: dict[str, tuple[EngineConnection, int]] = {}  # of unfinished requests, by id
         self._attached: asyncio.Future[Any] | None = None  # to an event loop
 
@@ -148,7 +150,8 @@ class EngineClient:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
         kind = parent.kind if sampling_params is None else sampling_params.output_kind
         params = None if sampling_params is None else frames.params_to_wire(_sent_as(sampling_params))
-        inbox = Inbox(self._id(new_request_id), parent.prompt, parent.token_ids, kind)
+        account = AnswerAccount(self.budget)
+        inbox = Inbox(self._id(new_request_id), parent.prompt, parent.token_ids, kind, account=account)
         order = frames.Fork(next(self._keys), request_id, inbox.request_id, params)
         self._send(connection, order, inbox)
         return ClientStream(self, inbox.request_id, None, sent=SentRequest(connection, order.key, inbox))
@@ -266,16 +269,23 @@ class EngineClient:
         if not self._attached.done():
             await asyncio.shield(self._attached)
 
-    async def begin(self, request_id: str, terms: RequestTerms) -> SentRequest:
+    async def begin(self, request_id: str, terms: RequestTerms, account: AnswerAccount | None) -> SentRequest:
         """Send a request to an engine."""
         await self.attach()
         if terms.render is not None:
             terms = replace(terms, prompt=await asyncio.to_thread(terms.render))
         parsed = await self._parse(terms.prompt, terms.params.cache_salt)
+        self.budget.check(
+            terms.params,
+            len(parsed.token_ids),
+            max_model_len=self.max_model_len,
+            vocab_size=self.text.model_config.vocab_size,
+        )
         given, kind = [*terms.generated_token_ids], terms.params.output_kind
         # Deltas would leave out the text of the given tokens.
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
-        inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, in_full=in_full)
+        account = AnswerAccount(self.budget) if account is None else account
+        inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
         params = frames.params_to_wire(terms.params if in_full else _sent_as(terms.params))
         arguments = (parsed.token_ids, parsed.namespace, params, terms.tenant, given)
         order = frames.Generate(next(self._keys), request_id, *arguments)
@@ -375,8 +385,12 @@ def _close(connections: list[EngineConnection]) -> None:
 
 
 def _sent_as(params: SamplingParams) -> SamplingParams:
-    """Return parameters for an engine process, which sends only what is new."""
-    if params.output_kind is RequestOutputKind.CUMULATIVE:
+    """Return parameters for an engine process, which sends only what is new.
+
+    Log-probabilities are sent as they come, so that they are counted before they are too many.
+    """
+    is_large = params.logprobs is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
+    if params.output_kind is RequestOutputKind.CUMULATIVE or is_large:
         return replace(params, output_kind=RequestOutputKind.DELTA)
     return params
 

@@ -204,6 +204,10 @@ class EngineServer:
                 self._score(order)
             case frames.Abort():
                 self._abort(order.key)
+            case frames.Pause():
+                self._hold(order.key, True)
+            case frames.Resume():
+                self._hold(order.key, False)
             case frames.Ask():
                 self.loop.call(lambda engine: self.link.send(frames.Answer(order.key, engine.stats())))
             case frames.Start():
@@ -294,6 +298,10 @@ class EngineServer:
         if (outbox := self._outboxes.get(key)) is not None:
             outbox.is_gone = True
             self.loop.abort(outbox.request_id, outbox)
+
+    def _hold(self, key: int, is_held: bool) -> None:
+        if (outbox := self._outboxes.get(key)) is not None:
+            self.loop.hold(outbox.request_id, outbox, is_held)
 
     # On the thread of the heartbeat
 

@@ -24,7 +24,7 @@ from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
 from .options import ServeOptions
 from .telemetry.metrics import ServerMetrics
-from .telemetry.records import CLIENT_GONE, Observer, Observers, RequestRecord
+from .telemetry.records import CLIENT_GONE, SLOW_CLIENT, Observer, Observers, RequestRecord
 from .telemetry.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ class FrontEnd:
                     self._rate.on_finish()
             # A stream that began had the status 200, however it ended.
             reason = "error" if error is not None and status < 400 else None
+            if exchange.is_too_slow:
+                reason = SLOW_CLIENT
             self.observers.end(exchange.record, status=status, reason=reason, error=error)
         elif status != CLIENT_GONE and (400 <= status < 500 or (exchange.method == "POST" and status >= 500)):
             self.observers.refused(exchange.route, status, request_id=exchange.request_id)

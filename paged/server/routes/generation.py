@@ -15,6 +15,7 @@ from ...protocol.calls.chat import ChatCall
 from ...protocol.calls.generate import GenerateCall
 from ...requests.request import RequestOutput
 from ...sampling_params import SamplingParams
+from ..client_stream import count_together
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, in_thread_if, until_disconnect
 from ..http.failures import HttpError
@@ -114,6 +115,7 @@ async def _begin(
         generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
+    count_together(streams)
     return streams, identity, exchange.on_output
 
 
