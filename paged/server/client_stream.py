@@ -77,7 +77,7 @@ class ClientStream(AsyncIterator[RequestOutput]):
                 self._sent = await self._client.begin(self.request_id, self._terms, self._account)
             output = await self._sent.inbox.get()
         except BaseException:  # cancelled, most of all
-            self._end()
+            self._let_go()
             raise
         finally:
             self._is_read = False
@@ -100,7 +100,7 @@ class ClientStream(AsyncIterator[RequestOutput]):
         return 0 if self._sent is None else self._sent.connection.replica
 
     async def aclose(self) -> None:
-        """Abort the request if it is not finished."""
+        """Abort the request if it is not finished. What its reader has got does not count any more."""
         self._let_go()
 
     def __del__(self) -> None:

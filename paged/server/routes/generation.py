@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class AnswerRoute:
         call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
         async with until_disconnect(exchange):
             streams, identity, on_output = await _begin(front, exchange, call)
-            with _placing(exchange, streams):
+            async with _placing(exchange, streams):
                 created, model = int(time.time()), front.names[0]
                 if call.stream:
                     framing = Events(call, call.chunks(identity, created, model))
@@ -76,7 +76,7 @@ class ResultRoute:
         async with until_disconnect(exchange):
             started = time.monotonic()
             streams, _, on_output = await _begin(front, exchange, call)
-            with _placing(exchange, streams):
+            async with _placing(exchange, streams):
                 if call.stream:
                     await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
                     return
@@ -88,15 +88,17 @@ class ResultRoute:
                 await exchange.answer(lambda: call.body(outcomes, seconds), num_parts_of(outcomes))
 
 
-@contextmanager
-def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> Iterator[None]:
-    """Record at the end which replicas computed the streams, also those that were ended before an output."""
+@asynccontextmanager
+async def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> AsyncIterator[None]:
+    """Close the streams at the end, and record which replicas computed them, even without an output."""
     try:
         yield
     finally:
         if exchange.record is not None:
             for stream in streams:
                 exchange.record.on_place(stream.request_id, stream.replica)
+        for stream in streams:
+            await stream.aclose()
 
 
 async def _begin(
