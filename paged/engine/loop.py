@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from ..errors import EngineDeadError
 from ..requests.prompt_report import PromptReport
 from ..requests.request import Outbox, Request, RequestGroup
+from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
 from ..text.prompt_parser import ParsedPrompt
 from .engine import LLMEngine
@@ -92,6 +93,10 @@ class EngineLoop:
             return function(engine)
 
         return self.submit(called)
+
+    def params_of(self, spec: RequestSpec) -> SamplingParams:
+        """Return the sampling parameters of a request."""
+        return self.engine.core.factory.params_of(spec)
 
     def prepare(self, spec: RequestSpec) -> RequestSpec:
         """Do the slow part of making a request, which needs none of the engine's state."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import Sequence, Sized
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ..arguments import show_arguments_of
 from ..config import EngineConfig
 from ..engine.async_options import (
     MOST_AT_ONCE,
     STREAM_INTERVAL_S,
+    Deadline,
     OnPlace,
     check_interval,
     ignore_place,
@@ -37,6 +38,8 @@ from .client_stream import ClientStream, RequestTerms, SentRequest
 from .connection import EngineConnection
 from .inbox import Inbox
 from .start_options import sendable_options
+
+T = TypeVar("T")
 
 
 class EngineClient:
@@ -170,10 +173,11 @@ class EngineClient:
     ) -> EmbeddingRequestOutput:
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests."""
         check_pooling(pooling, normalize)
-        parsed = await self._parse(prompt)
+        deadline = Deadline(timeout_s)
+        parsed = await deadline.wait_for(self._parse(prompt))
         name = self._id(request_id)
         arguments = (name, parsed.token_ids, parsed.namespace, pooling, normalize)
-        order = frames.Embed(next(self._keys), *arguments, priority, tenant, timeout_s)
+        order = frames.Embed(next(self._keys), *arguments, priority, tenant, deadline.left_s)
         (output,) = await self._report([order], parsed, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
@@ -192,9 +196,11 @@ class EngineClient:
         on_place: OnPlace = ignore_place,
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does."""
+        deadline = Deadline(timeout_s)
         await self.attach()
-        parsed, wholes = await asyncio.to_thread(self.prompts.parse_continued, prompt, continuations)
-        terms = (len(parsed.token_ids), priority, tenant, timeout_s)
+        parsing = self._in_thread(self.prompts.parse_continued, prompt, continuations)
+        parsed, wholes = await deadline.wait_for(parsing)
+        terms = (len(parsed.token_ids), priority, tenant, deadline.left_s)
         orders = [
             frames.ScoreTokens(next(self._keys), name, whole.token_ids, whole.namespace, *terms)
             for name, whole in zip(names_of_scores(self._id(request_id), len(wholes)), wholes, strict=True)
@@ -271,10 +277,12 @@ class EngineClient:
 
     async def begin(self, request_id: str, terms: RequestTerms, account: AnswerAccount | None) -> SentRequest:
         """Send a request to an engine."""
+        deadline = Deadline(terms.params.timeout_s)
         await self.attach()
         if terms.render is not None:
-            terms = replace(terms, prompt=await asyncio.to_thread(terms.render))
-        parsed = await self._parse(terms.prompt, terms.params.cache_salt)
+            rendered = asyncio.get_running_loop().run_in_executor(self.text.rendering, terms.render)
+            terms = replace(terms, prompt=await deadline.wait_for(rendered))
+        parsed = await deadline.wait_for(self._parse(terms.prompt, terms.params.cache_salt))
         self.budget.check(
             terms.params,
             len(parsed.token_ids),
@@ -286,7 +294,8 @@ class EngineClient:
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
         account = AnswerAccount(self.budget) if account is None else account
         inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
-        params = frames.params_to_wire(terms.params if in_full else _sent_as(terms.params))
+        sent = terms.params if in_full else _sent_as(terms.params)
+        params = frames.params_to_wire(replace(sent, timeout_s=deadline.left_s))
         arguments = (parsed.token_ids, parsed.namespace, params, terms.tenant, given)
         order = frames.Generate(next(self._keys), request_id, *arguments)
         connection = self._choose(parsed.token_ids)
@@ -325,7 +334,10 @@ class EngineClient:
         await self.attach()
         if _is_short(prompt):
             return self.prompts.parse(prompt, salt)
-        return await asyncio.to_thread(self.prompts.parse, prompt, salt)
+        return await self._in_thread(self.prompts.parse, prompt, salt)
+
+    def _in_thread(self, parse: Callable[..., T], *args: Any) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self.text.tokenizing, parse, *args)
 
     def _running(self) -> list[EngineConnection]:
         running = [connection for connection in self._connections if connection.dead is None]

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import RequestError
 from ..strict_json import parse_json
 from ..validation import check_bool, shown
-from .worker import Worker, WorkerLimits
+from .worker import Worker, WorkerLimits, Workers
 
 # For models without a template; used only when named.
 PLAIN = "plain"
@@ -27,6 +27,7 @@ PLAIN_TEMPLATE = """\
 MARK = "\ue000the answer goes on here\ue000 "
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
+MOST_RENDERED = 4  # conversations at once, each by a process
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and other keys that the template knows
@@ -55,7 +56,10 @@ class ChatTemplates:
         limits: WorkerLimits | None = None,
     ) -> None:
         self.templates, self.special_tokens = templates, special_tokens
-        self._worker = Worker("paged.text.template_worker", "the chat template", limits or WorkerLimits())
+        limits = limits or WorkerLimits()
+        self._workers = Workers(
+            MOST_RENDERED, lambda: Worker("paged.text.template_worker", "the chat template", limits)
+        )
 
     def render(
         self,
@@ -90,7 +94,7 @@ class ChatTemplates:
         }
         source = self.source(chat_template, has_tools=tools is not None)
         name = "the conversation (messages, tools and chat_template_kwargs)"
-        text = self._worker.ask({"source": source, "variables": variables}, name)["text"]
+        text = self._workers.ask({"source": source, "variables": variables}, name)["text"]
         return text if last is None else _cut_at_mark(text, last)
 
     def source(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ...engine.async_options import LEAST_TIMEOUT_S
 from ...requests.request import RequestOutput
 from ...strict_json import parse_json
 from ..telemetry.records import RequestRecord
@@ -22,7 +23,6 @@ from .failures import Header, HttpError
 T = TypeVar("T")
 JSON, EVENTS, JSON_LINES = "application/json", "text/event-stream; charset=utf-8", "application/x-ndjson"
 BODY_TIMEOUT_S = 30.0
-LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before it begins
 PARSED_AT_ONCE = 2**16  # bytes of JSON that are parsed on the event loop; more would block it too long
 SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most before the next are sent
 ABORT = "paged.abort"  # a function of a request's scope, which cuts its connection

@@ -106,10 +106,14 @@ async def _begin(
 ) -> tuple[list[OutputStream], str, OnOutput]:
     """Return the streams of a call's prompts, the identity of its response, and what records outputs."""
     identity = front.identity_of(exchange, call)
-    # Another process renders a conversation.
-    is_long = isinstance(call, ChatCall) or exchange.has_large_body
+    terms = (front, exchange, call, identity)
     with front.preparing():
-        prompts, params = await in_thread_if(is_long, _requests, front, exchange, call, identity)
+        if isinstance(call, ChatCall):  # another process renders it
+            prompts, params = await front.in_pool(
+                front.engine.text.rendering, exchange, call, _requests, *terms
+            )
+        else:
+            prompts, params = await in_thread_if(exchange.has_large_body, _requests, *terms)
     front.begin(exchange, call, num_requests=len(prompts), params=params[0])
     generate, tenant = front.engine.generate, call.tenant
     engine_id = front.engine_id_of(call, identity)
