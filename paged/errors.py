@@ -3,7 +3,8 @@
 PagedError
 ├── ConfigError            an engine option is wrong, or does not fit this machine
 ├── RequestError           a prompt or sampling parameter is wrong; only that request is refused
-│   └── QueueFullError     max_waiting requests wait already
+│   ├── QueueFullError     max_waiting requests wait already
+│   └── RequestTimeoutError    timeout_s has passed before the request reached the engine
 ├── UnknownArgumentError   a keyword that does not exist (also a TypeError)
 ├── UnsupportedModelError  a model, or a feature of its config, that is not implemented
 ├── CheckpointError        files that are missing, damaged, or disagree with their config
@@ -56,6 +57,10 @@ class RequestError(PagedError):
 
 class QueueFullError(RequestError):
     """max_waiting requests wait already; try again later."""
+
+
+class RequestTimeoutError(RequestError):
+    """The request's timeout_s has passed before it reached the engine: its prompt was not made in time."""
 
 
 class UnknownArgumentError(PagedError, TypeError):

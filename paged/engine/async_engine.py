@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -20,7 +20,7 @@ from ..sampling_params import RequestOutputKind, SamplingParams
 from ..scheduler.stats import EngineStats
 from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt, PromptParser
-from .async_options import MOST_AT_ONCE, STREAM_INTERVAL_S, OnPlace, check_interval, ignore_place
+from .async_options import MOST_AT_ONCE, STREAM_INTERVAL_S, Deadline, OnPlace, check_interval, ignore_place
 from .embedding import (
     EmbeddingRequestOutput,
     Pooling,
@@ -154,9 +154,10 @@ class AsyncLLMEngine(metaclass=ExplainsMissing):
         Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
         """
         check_pooling(pooling, normalize)
-        parsed = await asyncio.to_thread(self.prompts.parse, prompt)
+        deadline = Deadline(timeout_s)
+        parsed = await deadline.wait_for(self._in_thread(self.prompts.parse, prompt))
         reports = embedding_reports([parsed], pooling)
-        terms = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
+        terms = {"priority": priority, "tenant": tenant, "timeout_s": deadline.left_s}
         (request,) = await self._report(reports, [self._id(request_id)], terms, on_place)
         return embedding_output(request, normalize=normalize)
 
@@ -177,10 +178,12 @@ class AsyncLLMEngine(metaclass=ExplainsMissing):
 
         Raises and is cancelled as `encode`.
         """
-        parsed = await asyncio.to_thread(self.prompts.parse_continued, prompt, continuations)
+        deadline = Deadline(timeout_s)
+        parsing = self._in_thread(self.prompts.parse_continued, prompt, continuations)
+        parsed = await deadline.wait_for(parsing)
         reports = score_reports(*parsed)
         names = names_of_scores(self._id(request_id), len(reports))
-        terms = {"priority": priority, "tenant": tenant, "timeout_s": timeout_s}
+        terms = {"priority": priority, "tenant": tenant, "timeout_s": deadline.left_s}
         requests = await self._report(reports, names, terms, on_place)
         return [score_output(request) for request in requests]
 
@@ -208,6 +211,9 @@ class AsyncLLMEngine(metaclass=ExplainsMissing):
             for name, mailbox in zip(names, mailboxes, strict=True):
                 thread.abort(name, mailbox)
             raise
+
+    def _in_thread(self, parse: Callable[..., T], *args: Any) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self.text.tokenizing, parse, *args)
 
     def _id(self, request_id: str | None) -> str:
         return self._thread.engine.core.next_id() if request_id is None else request_id
@@ -352,6 +358,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
             if self._mailbox is None:
                 self._mailbox = await self._begin()
             output = await self._mailbox.get()
+            if self._mailbox.is_paused:
+                self._mailbox.is_paused = False
+                self._thread.hold(self.request_id, self._mailbox, False)
         except BaseException:  # cancelled, most of all
             self._abort()
             raise
@@ -370,15 +379,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
     async def _begin(self) -> Mailbox:
         thread, spec = self._thread, self._spec
         thread.check()
+        loop, text = asyncio.get_running_loop(), self._owner.text
+        deadline = Deadline(getattr(thread.params_of(spec), "timeout_s", None))  # prepare refuses other types
         if self._render is not None:
-            spec = replace(spec, prompt=await asyncio.to_thread(self._render))
+            rendered = loop.run_in_executor(text.rendering, self._render)
+            spec = replace(spec, prompt=await deadline.wait_for(rendered))
         if _is_short(spec):
             spec = thread.prepare(spec)
         else:
-            spec = await asyncio.to_thread(thread.prepare, spec)
+            spec = await deadline.wait_for(loop.run_in_executor(text.tokenizing, thread.prepare, spec))
         # From here on there may be a request to abort.
-        kind = self._thread.engine.core.factory.params_of(spec).output_kind
-        self._mailbox = Mailbox(asyncio.get_running_loop(), kind, thread.news)
+        spec = replace(spec, timeout_s=deadline.left_s)
+        self._mailbox = Mailbox(loop, thread.params_of(spec).output_kind, thread.news)
         self._adding = thread.add(self.request_id, spec, self._mailbox)
         return self._mailbox
 

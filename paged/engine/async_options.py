@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, RequestTimeoutError
+from ..requests.request import TIMEOUT_MESSAGE
 from ..validation import check_number
+
+T = TypeVar("T")
 
 # Characters or tokens that are validated and encoded on the event loop; more would block it too long.
 MOST_AT_ONCE = 1024
 STREAM_INTERVAL_S = 0.2  # text still appears to flow
 SHOW_SHARE = 0.01  # of the time may be spent on showing tokens of unfinished requests
+# About what is held of an answer until it is read.
+TOKEN_BYTES = 40
+CANDIDATE_BYTES = 200
+PAUSE_BYTES = 2**20  # unread: the request computes nothing until its reader has read
+LEAST_TIMEOUT_S = 1e-6  # of a request whose timeout_s has passed before its engine gets it
 # Is told the id of a request and the number of the engine that computes it, before it is computed.
 OnPlace = Callable[[str, int], object]
 
@@ -31,3 +42,26 @@ def next_show(started: float, ended: float, stream_interval_s: float) -> float:
     stream_interval_s.
     """
     return ended + min((ended - started) / SHOW_SHARE, stream_interval_s)
+
+
+class Deadline:
+    """The time at which a request's timeout_s has passed, which counts from now; None sets no limit."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left of timeout_s."""
+        return None if self._at is None else max(self._at - time.monotonic(), LEAST_TIMEOUT_S)
+
+    async def wait_for(self, awaitable: Awaitable[T]) -> T:
+        """Return what is awaited. Raises RequestTimeoutError if that takes too long."""
+        waiting = asyncio.timeout(self.left_s)
+        try:
+            async with waiting:
+                return await awaitable
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise RequestTimeoutError(TIMEOUT_MESSAGE) from None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from ..errors import EngineDeadError, RequestError
 from ..interrupts import HeldInterrupts
 from ..requests.prompt_report import PromptReport
-from ..requests.request import Outbox, Request, RequestGroup, RequestStatus
+from ..requests.request import SLOW_READER, Outbox, Request, RequestGroup, RequestStatus
 from ..runner.devices import failure_of
 from ..runner.model_runner import ModelRunner
 from ..sampling_params import SamplingParams
@@ -236,6 +236,14 @@ class EngineCore:
             with HeldInterrupts():
                 self._abort(group)
 
+    def hold(self, request_id: str, is_held: bool) -> None:
+        """Let a request whose reader is slow compute nothing, or go on again. Ignore an unknown id."""
+        group = self._unfinished(request_id)
+        if group is not None:
+            change = self.scheduler.hold if is_held else self.scheduler.release
+            for sample in group.samples:
+                change(sample, SLOW_READER)
+
     def _abort(self, group: RequestGroup) -> None:
         now = self.scheduler.clock()
         for sample in group.samples:
@@ -260,6 +268,10 @@ class EngineCore:
     def has_work(self) -> bool:
         """Return whether there is anything to compute or to publish."""
         return bool(self._finished) or self.scheduler.has_unfinished()
+
+    def has_runnable(self) -> bool:
+        """Return whether there is anything to publish, or to compute that is not held."""
+        return bool(self._finished) or self.scheduler.has_runnable()
 
     def has_unfinished(self) -> bool:
         """Return whether there is anything to compute, to publish, or to take from `outbox`."""

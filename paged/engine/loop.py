@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from ..errors import EngineDeadError
 from ..requests.prompt_report import PromptReport
-from ..requests.request import Outbox, Request
+from ..requests.request import Outbox, Request, RequestGroup
+from ..sampling_params import SamplingParams
 from ..scheduler.schedule import Schedule
 from ..text.prompt_parser import ParsedPrompt
 from .async_options import next_show
@@ -26,9 +27,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+HELD_S = 0.05  # between two looks at requests that are all held
+
 
 class Recipient(Outbox, ABC):
     """An outbox whose reader is told when there will be no more outputs."""
+
+    def pauses(self, group: RequestGroup) -> bool:  # noqa: ARG002
+        """Return whether the request is to be paused now, as its reader is slow."""
+        return False
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -56,6 +63,7 @@ class EngineLoop:
         self._show_next = -math.inf  # the time at which held-back tokens are due
         self.dead: EngineDeadError | None = None
         self._is_stopping = False
+        self._is_blocked = False  # whether the last step had nothing to compute
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[LLMEngine], Any]]] = SimpleQueue()
 
     # From any thread
@@ -85,6 +93,10 @@ class EngineLoop:
             return function(engine)
 
         return self.submit(called)
+
+    def params_of(self, spec: RequestSpec) -> SamplingParams:
+        """Return the sampling parameters of a request."""
+        return self.engine.core.factory.params_of(spec)
 
     def prepare(self, spec: RequestSpec) -> RequestSpec:
         """Do the slow part of making a request, which needs none of the engine's state."""
@@ -118,15 +130,23 @@ class EngineLoop:
 
     def abort(self, request_id: str, reader: Recipient) -> None:
         """Abort the request of this reader, which is gone."""
+        self._call_for(request_id, reader, LLMEngine.abort_request)
 
-        def abort(engine: LLMEngine) -> None:
+    def hold(self, request_id: str, reader: Recipient, is_held: bool) -> None:
+        """Let the request of this reader compute nothing as long as it is held: its reader is slow."""
+        self._call_for(request_id, reader, lambda engine, name: engine.core.hold(name, is_held))
+
+    def _call_for(
+        self, request_id: str, reader: Recipient, function: Callable[[LLMEngine, str], object]
+    ) -> None:
+        def called(engine: LLMEngine) -> None:
             # The request may be finished, or refused because its id is in use by another one.
             group = engine.core.groups.get(request_id)
             if group is not None and group.outbox is reader:
-                engine.abort_request(request_id)
+                function(engine, request_id)
 
         with suppress(EngineDeadError):
-            self.submit(abort)
+            self.submit(called)
 
     def stop(self) -> None:
         """End the loop after its current step."""
@@ -152,16 +172,20 @@ class EngineLoop:
         self._is_stopping = True
 
     def _make_calls(self) -> None:
-        """Make the submitted calls. If the engine has no work, wait for one."""
-        is_idle = not self.engine.core.has_work()
+        """Make the submitted calls. If the engine has no work, wait for one; if it is held, for a while."""
+        core = self.engine.core
+        is_idle = not core.has_work()
         if is_idle:
             self._unshown.clear()
+        # Deadlines, and the seats of held requests, are looked at again after HELD_S.
+        is_held = self._is_blocked or not core.has_runnable()
+        timeout_s = HELD_S if is_held and not is_idle else None
         while True:
             try:
-                future, function = self._calls.get(block=is_idle)
+                future, function = self._calls.get(is_idle or is_held, timeout_s)
             except Empty:
                 break
-            is_idle = False
+            is_idle = is_held = self._is_blocked = False
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(self.engine))
@@ -181,6 +205,7 @@ class EngineLoop:
 
     def _on_schedule(self, schedule: Schedule) -> None:
         """Show held-back tokens before a step that computes prompts, which may take long."""
+        self._is_blocked = schedule.is_empty
         self._has_prompts = not schedule.is_decode
         if self._has_prompts and self._unshown:
             self._show()
@@ -190,7 +215,11 @@ class EngineLoop:
         started = time.monotonic()
         core = self.engine.core
         # The id of an aborted request may belong to another one by now.
-        core.publish(core.groups_of([r for r in self._unshown if r.finish_reason != "abort"]))
+        groups = [*core.groups_of([r for r in self._unshown if r.finish_reason != "abort"])]
+        core.publish(groups)
+        for group in groups:
+            if isinstance(group.outbox, Recipient) and group.outbox.pauses(group):
+                core.hold(group.request_id, True)
         self._unshown.clear()
         self._deliver()
         self._show_next = next_show(started, time.monotonic(), self._stream_interval_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from ..model.config import ModelConfig
 from ..model.generation_config import read_eos_token_ids, read_sampling_defaults
 from ..model.hub import resolve
 from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
-from ..text.chat_template import ChatTemplates, Message
+from ..text.chat_template import MOST_RENDERED, ChatTemplates, Message
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MOST_TOKENIZED = 4  # texts at once in threads
 
 
 class ModelText:
@@ -59,6 +62,16 @@ class ModelText:
         max_tokens: the default where generation_config.json has no max_new_tokens.
         """
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
+
+    @cached_property
+    def rendering(self) -> ThreadPoolExecutor:
+        """The threads that render conversations and do nothing else, as a template may hang."""
+        return ThreadPoolExecutor(MOST_RENDERED, "paged-render")
+
+    @cached_property
+    def tokenizing(self) -> ThreadPoolExecutor:
+        """The threads that tokenize texts which take long."""
+        return ThreadPoolExecutor(MOST_TOKENIZED, "paged-tokenize")
 
     @cached_property
     def chat_templates(self) -> ChatTemplates:

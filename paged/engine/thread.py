@@ -9,8 +9,9 @@ from collections import defaultdict, deque
 from contextlib import suppress
 
 from ..errors import EngineDeadError
-from ..requests.request import RequestOutput
+from ..requests.request import RequestGroup, RequestOutput
 from ..sampling_params import RequestOutputKind
+from .async_options import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from .engine import LLMEngine
 from .loop import EngineLoop, Recipient, copy_of
 
@@ -20,8 +21,11 @@ logger = logging.getLogger(__name__)
 class Mailbox(Recipient):
     """The outputs that one reader has not read yet: at most one, and the last one.
 
-    The engine's thread calls `put` and `fail`, the reader's event loop `get`. Each side first publishes its
-    own state (an output, a waiter) and then checks the other's, so that no wake-up is lost.
+    The engine's thread calls `put`, `pauses` and `fail`, the reader's event loop `get`. Each side first
+    publishes its own state (an output, a waiter, a pause) and then checks the other's, so that no wake-up is
+    lost.
+
+    is_paused: whether the request computes nothing, as too much of it is unread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, kind: RequestOutputKind, news: list[Mailbox]) -> None:
@@ -30,6 +34,8 @@ class Mailbox(Recipient):
             self._outputs = deque(maxlen=1)  # the newest output holds all text
         self.loop = loop
         self._news = news  # the thread's list of mailboxes to wake
+        self.is_paused = False
+        self._num_put = 0  # tokens of all outputs so far
         self._waiter: asyncio.Future[None] | None = None
         self._failed: BaseException | None = None
 
@@ -39,10 +45,22 @@ class Mailbox(Recipient):
 
     def put(self, output: RequestOutput) -> None:
         """Add the newest output."""
+        self._num_put += sum(len(completion.token_ids) for completion in output.outputs)
         if self._failed is None:
             super().put(output)
         if self._waiter is not None:
             self._news.append(self)
+
+    def pauses(self, group: RequestGroup) -> bool:
+        """Return whether the request is to be paused now: while a delta is unread, the next one grows."""
+        if self.is_paused or not self._outputs or group.output_kind is not RequestOutputKind.DELTA:
+            return False
+        num_tokens = sum(s.num_output_tokens - s.inputs.num_given_tokens for s in group.samples)
+        num_top = group.samples[0].inputs.params.logprobs
+        size = TOKEN_BYTES if num_top is None else TOKEN_BYTES + (1 + max(num_top, 0)) * CANDIDATE_BYTES
+        self.is_paused = (num_tokens - self._num_put) * size > PAUSE_BYTES
+        self.is_paused = self.is_paused and bool(self._outputs)  # unless it was read in between
+        return self.is_paused
 
     def fail(self, error: BaseException) -> None:
         """Make `get` raise this error once all outputs are read."""

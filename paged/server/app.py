@@ -58,7 +58,14 @@ class App:
             await self._router(scope, receive, send)
             return
         front = self._front
-        exchange = Exchange(scope, receive, send, front.options.max_request_bytes, front.body_budget)
+        exchange = Exchange(
+            scope,
+            receive,
+            send,
+            max_body_bytes=front.options.max_request_bytes,
+            budget=front.body_budget,
+            slow_client_s=front.options.slow_client_timeout_s,
+        )
         scope[EXCHANGE], scope["app"] = exchange, self
         try:
             self._check_key(exchange)

@@ -13,6 +13,7 @@ from ..requests.prompts import Prompt
 from ..requests.request import RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.prompt_parser import ParsedPrompt
+from .answer_memory import AnswerAccount, AnswerBudget
 from .connection import EngineConnection
 from .inbox import Inbox
 
@@ -39,7 +40,9 @@ class SentRequest(NamedTuple):
 class Client(Protocol):
     """What a stream needs of the `EngineClient` that made it."""
 
-    async def begin(self, request_id: str, terms: RequestTerms) -> SentRequest:
+    budget: AnswerBudget
+
+    async def begin(self, request_id: str, terms: RequestTerms, account: AnswerAccount | None) -> SentRequest:
         """Send a request to an engine."""
 
     def forget(self, request_id: str, key: int) -> None:
@@ -59,6 +62,7 @@ class ClientStream(AsyncIterator[RequestOutput]):
     ) -> None:
         self.request_id = request_id
         self._client, self._terms, self._sent = client, terms, sent
+        self._account: AnswerAccount | None = None  # of the client's budget
         self._is_over = self._is_read = False
 
     async def __anext__(self) -> RequestOutput:
@@ -70,10 +74,10 @@ class ClientStream(AsyncIterator[RequestOutput]):
         try:
             if self._sent is None:
                 assert self._terms is not None
-                self._sent = await self._client.begin(self.request_id, self._terms)
+                self._sent = await self._client.begin(self.request_id, self._terms, self._account)
             output = await self._sent.inbox.get()
         except BaseException:  # cancelled, most of all
-            self._end()
+            self._let_go()
             raise
         finally:
             self._is_read = False
@@ -81,17 +85,26 @@ class ClientStream(AsyncIterator[RequestOutput]):
             self._end()
         return output
 
+    def count_for(self, account: AnswerAccount) -> None:
+        """Count the bytes of the outputs for this account, before the first is awaited."""
+        self._account = account
+
+    @property
+    def budget(self) -> AnswerBudget:
+        """The budget of all answers of the client."""
+        return self._client.budget
+
     @property
     def replica(self) -> int:
         """The number of the engine process that computes it; 0 until it is chosen."""
         return 0 if self._sent is None else self._sent.connection.replica
 
     async def aclose(self) -> None:
-        """Abort the request if it is not finished."""
-        self._end()
+        """Abort the request if it is not finished. What its reader has got does not count any more."""
+        self._let_go()
 
     def __del__(self) -> None:
-        if self._is_over or self._sent is None:
+        if self._sent is None:
             return
         loop = self._sent.connection.loop
         try:
@@ -99,18 +112,38 @@ class ClientStream(AsyncIterator[RequestOutput]):
         except RuntimeError:  # none runs on this thread
             is_here = False
         if is_here:
-            self._end()
+            self._let_go()
         elif loop is not None:  # it is collected on another thread
             with suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_abort, self._client, self.request_id, self._sent)
+                loop.call_soon_threadsafe(_let_go, self._client, self.request_id, self._sent)
 
     def _end(self) -> None:
+        """End the request. What its reader has got counts until the stream is dropped, too."""
         if not self._is_over:
             self._is_over = True
             if self._sent is not None:
                 _abort(self._client, self.request_id, self._sent)
 
+    def _let_go(self) -> None:
+        self._end()
+        if self._sent is not None:
+            self._sent.inbox.give_back()
+
+
+def count_together(streams: Sequence[object]) -> None:
+    """Bound what all streams of one reader hold, those that come from engine processes."""
+    counted = [stream for stream in streams if isinstance(stream, ClientStream)]
+    if len(counted) > 1:
+        account = AnswerAccount(counted[0].budget)
+        for stream in counted:
+            stream.count_for(account)
+
 
 def _abort(client: Client, request_id: str, sent: SentRequest) -> None:
     client.forget(request_id, sent.key)
     sent.connection.abort(sent.key)
+
+
+def _let_go(client: Client, request_id: str, sent: SentRequest) -> None:
+    _abort(client, request_id, sent)
+    sent.inbox.give_back()

@@ -220,15 +220,34 @@ class EngineConnection(asyncio.Protocol):
     def _put(self, output: frames.Output) -> None:
         key = output.key
         inbox = self._forget(key) if output.finished else self._inboxes.get(key)
-        if inbox is not None:  # else its reader is gone
-            num = inbox.put(output)
-            if not output.finished:
-                self._loads[key] += num
-                self.load += num
+        if inbox is None:  # its reader is gone
+            return
+        num = inbox.put(output)
+        if not output.finished:
+            self._loads[key] += num
+            self.load += num
+            self._bound(key, inbox)
+
+    def _bound(self, key: int, inbox: Inbox) -> None:
+        """Pause an unfinished request whose reader is slow, or end one whose answer is too large."""
+        account = inbox.account
+        if inbox.comes_in_parts:
+            if account.must_pause and account.pause(key, lambda: self._resume(key)):
+                self.send(frames.Pause(key))
+        elif (refusal := account.refusal()) is not None:
+            self.abort(key)
+            inbox.fail(refusal)
+
+    def _resume(self, key: int) -> None:
+        if key in self._inboxes:
+            self.send(frames.Resume(key))
 
     def _forget(self, key: int) -> Inbox | None:
         self.load -= self._loads.pop(key, 0)
-        return self._inboxes.pop(key, None)
+        inbox = self._inboxes.pop(key, None)
+        if inbox is not None:
+            inbox.account.forget(key)
+        return inbox
 
     def _die(self, error: EngineDeadError) -> None:
         if self.dead is not None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import Sequence, Sized
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ..arguments import show_arguments_of
 from ..config import EngineConfig
 from ..engine.async_options import (
     MOST_AT_ONCE,
     STREAM_INTERVAL_S,
+    Deadline,
     OnPlace,
     check_interval,
     ignore_place,
@@ -32,10 +33,13 @@ from ..text.chat_template import TEMPLATE_OPTIONS, Message
 from ..text.prompt_parser import ParsedPrompt
 from ..validation import check_int, shown
 from . import frames
+from .answer_memory import AnswerAccount, AnswerBudget
 from .client_stream import ClientStream, RequestTerms, SentRequest
 from .connection import EngineConnection
 from .inbox import Inbox
 from .start_options import sendable_options
+
+T = TypeVar("T")
 
 
 class EngineClient:
@@ -91,6 +95,7 @@ class EngineClient:
         self.prompts = self.text.new_parser(self.max_model_len)
         self._description = ready[0].description
         self._keys, self._ids = itertools.count(), itertools.count()
+        self.budget = AnswerBudget()
         self._streams: dict[str, tuple[EngineConnection, int]] = {}  # of unfinished requests, by id
         self._attached: asyncio.Future[Any] | None = None  # to an event loop
 
@@ -148,7 +153,8 @@ class EngineClient:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
         kind = parent.kind if sampling_params is None else sampling_params.output_kind
         params = None if sampling_params is None else frames.params_to_wire(_sent_as(sampling_params))
-        inbox = Inbox(self._id(new_request_id), parent.prompt, parent.token_ids, kind)
+        account = AnswerAccount(self.budget)
+        inbox = Inbox(self._id(new_request_id), parent.prompt, parent.token_ids, kind, account=account)
         order = frames.Fork(next(self._keys), request_id, inbox.request_id, params)
         self._send(connection, order, inbox)
         return ClientStream(self, inbox.request_id, None, sent=SentRequest(connection, order.key, inbox))
@@ -167,10 +173,11 @@ class EngineClient:
     ) -> EmbeddingRequestOutput:
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests."""
         check_pooling(pooling, normalize)
-        parsed = await self._parse(prompt)
+        deadline = Deadline(timeout_s)
+        parsed = await deadline.wait_for(self._parse(prompt))
         name = self._id(request_id)
         arguments = (name, parsed.token_ids, parsed.namespace, pooling, normalize)
-        order = frames.Embed(next(self._keys), *arguments, priority, tenant, timeout_s)
+        order = frames.Embed(next(self._keys), *arguments, priority, tenant, deadline.left_s)
         (output,) = await self._report([order], parsed, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
@@ -189,9 +196,11 @@ class EngineClient:
         on_place: OnPlace = ignore_place,
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does."""
+        deadline = Deadline(timeout_s)
         await self.attach()
-        parsed, wholes = await asyncio.to_thread(self.prompts.parse_continued, prompt, continuations)
-        terms = (len(parsed.token_ids), priority, tenant, timeout_s)
+        parsing = self._in_thread(self.prompts.parse_continued, prompt, continuations)
+        parsed, wholes = await deadline.wait_for(parsing)
+        terms = (len(parsed.token_ids), priority, tenant, deadline.left_s)
         orders = [
             frames.ScoreTokens(next(self._keys), name, whole.token_ids, whole.namespace, *terms)
             for name, whole in zip(names_of_scores(self._id(request_id), len(wholes)), wholes, strict=True)
@@ -266,17 +275,27 @@ class EngineClient:
         if not self._attached.done():
             await asyncio.shield(self._attached)
 
-    async def begin(self, request_id: str, terms: RequestTerms) -> SentRequest:
+    async def begin(self, request_id: str, terms: RequestTerms, account: AnswerAccount | None) -> SentRequest:
         """Send a request to an engine."""
+        deadline = Deadline(terms.params.timeout_s)
         await self.attach()
         if terms.render is not None:
-            terms = replace(terms, prompt=await asyncio.to_thread(terms.render))
-        parsed = await self._parse(terms.prompt, terms.params.cache_salt)
+            rendered = asyncio.get_running_loop().run_in_executor(self.text.rendering, terms.render)
+            terms = replace(terms, prompt=await deadline.wait_for(rendered))
+        parsed = await deadline.wait_for(self._parse(terms.prompt, terms.params.cache_salt))
+        self.budget.check(
+            terms.params,
+            len(parsed.token_ids),
+            max_model_len=self.max_model_len,
+            vocab_size=self.text.model_config.vocab_size,
+        )
         given, kind = [*terms.generated_token_ids], terms.params.output_kind
         # Deltas would leave out the text of the given tokens.
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
-        inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, in_full=in_full)
-        params = frames.params_to_wire(terms.params if in_full else _sent_as(terms.params))
+        account = AnswerAccount(self.budget) if account is None else account
+        inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
+        sent = terms.params if in_full else _sent_as(terms.params)
+        params = frames.params_to_wire(replace(sent, timeout_s=deadline.left_s))
         arguments = (parsed.token_ids, parsed.namespace, params, terms.tenant, given)
         order = frames.Generate(next(self._keys), request_id, *arguments)
         connection = self._choose(parsed.token_ids)
@@ -315,7 +334,10 @@ class EngineClient:
         await self.attach()
         if _is_short(prompt):
             return self.prompts.parse(prompt, salt)
-        return await asyncio.to_thread(self.prompts.parse, prompt, salt)
+        return await self._in_thread(self.prompts.parse, prompt, salt)
+
+    def _in_thread(self, parse: Callable[..., T], *args: Any) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self.text.tokenizing, parse, *args)
 
     def _running(self) -> list[EngineConnection]:
         running = [connection for connection in self._connections if connection.dead is None]
@@ -375,8 +397,12 @@ def _close(connections: list[EngineConnection]) -> None:
 
 
 def _sent_as(params: SamplingParams) -> SamplingParams:
-    """Return parameters for an engine process, which sends only what is new."""
-    if params.output_kind is RequestOutputKind.CUMULATIVE:
+    """Return parameters for an engine process, which sends only what is new.
+
+    Log-probabilities are sent as they come, so that they are counted before they are too many.
+    """
+    is_large = params.logprobs is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
+    if params.output_kind is RequestOutputKind.CUMULATIVE or is_large:
         return replace(params, output_kind=RequestOutputKind.DELTA)
     return params
 

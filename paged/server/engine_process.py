@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from ..engine.async_options import MOST_AT_ONCE
+from ..engine.async_options import MOST_AT_ONCE, Deadline
 from ..engine.embedding import embedding_output, embedding_reports
 from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
@@ -207,6 +208,10 @@ class EngineServer:
                 self._score(order)
             case frames.Abort():
                 self._abort(order.key)
+            case frames.Pause():
+                self._hold(order.key, True)
+            case frames.Resume():
+                self._hold(order.key, False)
             case frames.Ask():
                 self.loop.call(lambda engine: self.link.send(frames.Answer(order.key, engine.stats())))
             case frames.Start():
@@ -236,12 +241,13 @@ class EngineServer:
         outbox = ReportOutbox(order.key, order.request_id, self, finish)
         self._outboxes[order.key] = outbox
         prompt = ParsedPrompt(None, order.token_ids, order.namespace)
+        deadline = Deadline(order.timeout_s)
 
         def add(engine: LLMEngine) -> None:
             engine.prompts.check_parsed(prompt)
             terms = (order.request_id, prompt, report, order.priority, order.tenant)
             # Set before a step may finish it.
-            outbox.request = engine.core.add_report(*terms, outbox, order.timeout_s)
+            outbox.request = engine.core.add_report(*terms, outbox, deadline.left_s)
 
         self._submit(add, outbox)
 
@@ -253,8 +259,9 @@ class EngineServer:
             outbox.fail(error)
             return
         most = self.engine.config.max_waiting
+        deadline = Deadline(params.timeout_s)
         if _is_short(params):
-            self._prepare(order, params, outbox)
+            self._prepare(order, params, outbox, deadline)
         elif most is not None and len(self._to_prepare) >= most:
             outbox.fail(
                 QueueFullError(
@@ -263,9 +270,11 @@ class EngineServer:
             )
         else:
             self._to_prepare.add(outbox)
-            self._preparing.submit(self._prepare, order, params, outbox)
+            self._preparing.submit(self._prepare, order, params, outbox, deadline)
 
-    def _prepare(self, order: frames.Generate, params: SamplingParams, outbox: FrameOutbox) -> None:
+    def _prepare(
+        self, order: frames.Generate, params: SamplingParams, outbox: FrameOutbox, deadline: Deadline
+    ) -> None:
         prompt = ParsedPrompt(None, order.token_ids, order.namespace)
         given = order.generated_token_ids
         try:
@@ -276,7 +285,11 @@ class EngineServer:
             return
         finally:
             self._to_prepare.discard(outbox)
-        self._submit(lambda engine: engine.core.add(order.request_id, spec, outbox), outbox)
+
+        def add(engine: LLMEngine) -> None:
+            engine.core.add(order.request_id, replace(spec, timeout_s=deadline.left_s), outbox)
+
+        self._submit(add, outbox)
 
     def _fork(self, order: frames.Fork) -> None:
         outbox = self._outboxes[order.key] = FrameOutbox(order.key, order.new_request_id, self)
@@ -297,6 +310,10 @@ class EngineServer:
         if (outbox := self._outboxes.get(key)) is not None:
             outbox.is_gone = True
             self.loop.abort(outbox.request_id, outbox)
+
+    def _hold(self, key: int, is_held: bool) -> None:
+        if (outbox := self._outboxes.get(key)) is not None:
+            self.loop.hold(outbox.request_id, outbox, is_held)
 
     # On the thread of the heartbeat
 

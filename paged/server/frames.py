@@ -116,13 +116,25 @@ class Abort(Frame):
     key: int
 
 
+class Pause(Frame):
+    """Compute nothing more of a request for now: its reader is slow."""
+
+    key: int
+
+
+class Resume(Frame):
+    """Go on with a paused request."""
+
+    key: int
+
+
 class Ask(Frame):
     """Answer with the current `EngineStats`, between two steps."""
 
     key: int
 
 
-Order = Start | Generate | Fork | Embed | ScoreTokens | Abort | Ask
+Order = Start | Generate | Fork | Embed | ScoreTokens | Abort | Pause | Resume | Ask
 
 # From the engine process
 

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..engine.async_options import Deadline
 from ..errors import EngineDeadError, QueueFullError
 from ..protocol.calls.call import Call
 from ..protocol.chat_output.chat_format import ChatFormat
@@ -24,7 +26,7 @@ from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .http.streams import KeepAlive
 from .options import ServeOptions
 from .telemetry.metrics import ServerMetrics
-from .telemetry.records import CLIENT_GONE, Observer, Observers, RequestRecord
+from .telemetry.records import CLIENT_GONE, SLOW_CLIENT, Observer, Observers, RequestRecord
 from .telemetry.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=Call)
+T = TypeVar("T")
 STOPPING = "the server is shutting down"
 STOPPED = "the engine has stopped; the server's log says why"
 
@@ -119,6 +122,19 @@ class FrontEnd:
         finally:
             self._num_preparing -= 1
 
+    async def in_pool(
+        self,
+        pool: ThreadPoolExecutor,
+        exchange: Exchange,
+        call: Call,
+        function: Callable[..., T],
+        *args: Any,
+    ) -> T:
+        """Call a function in a pool of threads. Raises RequestTimeoutError if the call's timeout_s passes."""
+        deadline = Deadline(exchange.time_left(call.timeout_s))
+        running = asyncio.get_running_loop().run_in_executor(pool, function, *args)
+        return await deadline.wait_for(running)
+
     async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
         """Return the call that a request's body makes.
 
@@ -166,6 +182,8 @@ class FrontEnd:
                     self._rate.on_finish()
             # A stream that began had the status 200, however it ended.
             reason = "error" if error is not None and status < 400 else None
+            if exchange.is_too_slow:
+                reason = SLOW_CLIENT
             self.observers.end(exchange.record, status=status, reason=reason, error=error)
         elif status != CLIENT_GONE and (400 <= status < 500 or (exchange.method == "POST" and status >= 500)):
             self.observers.refused(exchange.route, status, request_id=exchange.request_id)

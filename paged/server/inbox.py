@@ -10,6 +10,7 @@ from ..requests.request import CompletionOutput, FinishReason, Logprob, RequestM
 from ..sampling_params import RequestOutputKind
 from ..text.outputs import View
 from . import frames
+from .answer_memory import AnswerAccount, AnswerBudget, comes_in_parts, size_of
 
 
 @dataclass(slots=True)
@@ -53,9 +54,9 @@ class _Sample:
 class Inbox:
     """The outputs of one request, for one reader in the event loop of the client.
 
-    Each output of the engine holds what is new. Unread ones are merged, so that a slow reader costs no more
-    memory than its request's output.
+    Each output of the engine holds what is new. Unread ones are merged.
 
+    account: of the bytes that are held for the reader.
     in_full: whether each output of the engine holds everything so far instead.
     result: of a report on a prompt, once `wait` returns.
     """
@@ -67,9 +68,14 @@ class Inbox:
         token_ids: list[int],
         kind: RequestOutputKind,
         *,
+        account: AnswerAccount | None = None,
         in_full: bool = False,
     ) -> None:
         self._in_full = in_full
+        self.account = AnswerAccount(AnswerBudget()) if account is None else account
+        self._num_bytes = 0  # held
+        self._num_unread = 0
+        self.comes_in_parts = comes_in_parts(kind)
         self.request_id, self.prompt, self.token_ids, self.kind = request_id, prompt, token_ids, kind
         self._samples: list[_Sample] = []
         self._metrics = RequestMetrics(0.0)
@@ -84,6 +90,7 @@ class Inbox:
         """Add an output. Return how many tokens it has."""
         if self._in_full:
             self._samples = []
+            self._give_back()
         while len(self._samples) < len(new.completions):
             self._samples.append(_Sample(len(self._samples)))
         num = 0
@@ -96,8 +103,28 @@ class Inbox:
         if new.prompt_logprobs is not None:
             places = new.prompt_logprobs
             self._prompt_logprobs = [None if p is None else frames.place_from_wire(p) for p in places]
-        self._wake()
+        size = size_of(new)
+        self._num_bytes += size
+        if self.comes_in_parts:
+            self._num_unread += size
+        self.account.grow(size, readable=self.comes_in_parts)
+        if self.comes_in_parts or self.finished:
+            self._wake()
         return num
+
+    def give_back(self) -> None:
+        """Drop what is held, once the reader is gone."""
+        self._samples = []
+        self._on_read()
+        self._give_back()
+
+    def _on_read(self) -> None:
+        num_unread, self._num_unread = self._num_unread, 0
+        self.account.on_read(num_unread)
+
+    def _give_back(self) -> None:
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        self.account.give_back(num_bytes)
 
     def put_result(self, result: Any) -> None:
         """Add the report on a prompt."""
@@ -134,8 +161,10 @@ class Inbox:
             self._metrics,
             self._prompt_logprobs,
         )
+        self._on_read()
         if self.kind is RequestOutputKind.DELTA:
             self._samples = []
+            self._give_back()
         return output
 
     def _wake(self) -> None:

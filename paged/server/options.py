@@ -17,7 +17,7 @@ from ..protocol.chat_output.chat_format import check_parsers
 from ..protocol.limits import MAX_PROMPTS
 from ..routing.router import ROUTERS
 from ..sampling_params import MAX_LOGPROBS
-from ..validation import check_bool, check_int, shown
+from ..validation import check_bool, check_int, check_number, shown
 
 # Of each engine, by default. The MAX_PROMPTS prompts of one body must fit an idle engine's queue, or it would
 # be refused each time; beside it there is room for those of another one, or of as many clients.
@@ -57,6 +57,8 @@ class ServeOptions:
     served_model_name: the model's name in requests and responses, the first one in responses. The default is
         what `paged serve` is given as MODEL.
     max_request_bytes: largest body of a request.
+    slow_client_timeout_s: seconds in which a client has to read some of a response that waits for it; then
+        its connection is cut, and its request ends.
     max_logprobs: most log-probabilities that a request may ask for at each position.
     chat_template: a Jinja template in place of the checkpoint's: a file, the template itself, the name of one
         of several that the checkpoint has, or plain, which writes roles as words.
@@ -88,6 +90,7 @@ class ServeOptions:
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
     max_request_bytes: int = 16 * 2**20
+    slow_client_timeout_s: float = 60.0
     max_logprobs: int = 20
     chat_template: str | None = None
     default_chat_template_kwargs: str | Mapping[str, Any] | None = None
@@ -115,6 +118,7 @@ class ServeOptions:
         check_int(ConfigError, "replicas", self.replicas, 1, 1024)
         check_interval(self.stream_interval_s)
         check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
+        check_number(ConfigError, "slow_client_timeout_s", self.slow_client_timeout_s, 0.001)
         check_int(ConfigError, "max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         for name, choices in (("router", ROUTERS), ("log_format", LOG_FORMATS)):
             if (value := getattr(self, name)) not in choices:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ..errors import RequestError
 from ..strict_json import parse_json
-from ..validation import check_bool
-from .worker import Worker, WorkerLimits
+from ..validation import check_bool, shown
+from .worker import Worker, WorkerLimits, Workers
 
 # For models without a template; used only when named.
 PLAIN = "plain"
@@ -28,6 +28,7 @@ MARK = "\ue000the answer goes on here\ue000 "
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 NO_CONTENT = ("tool_calls", *REASONING)  # a message with one of these needs no content
 RAW_ARGUMENTS = "raw_arguments"  # the key of a call's arguments that are no JSON object, such as half of one
+MOST_RENDERED = 4  # conversations at once, each by a process
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 # What tells whether a template shows tools.
@@ -84,7 +85,10 @@ class ChatTemplates:
     ) -> None:
         self.templates, self.special_tokens = templates, special_tokens
         self._abilities: dict[str, Abilities] = {}  # by the source of a template
-        self._worker = Worker("paged.text.template_worker", "the chat template", limits or WorkerLimits())
+        limits = limits or WorkerLimits()
+        self._workers = Workers(
+            MOST_RENDERED, lambda: Worker("paged.text.template_worker", "the chat template", limits)
+        )
 
     def render(
         self,
@@ -122,7 +126,7 @@ class ChatTemplates:
         if tools and not self.abilities(chat_template).tools:
             raise RequestError(f"tools are refused: {NO_TOOLS_SHOWN}", param="tools")
         name = "the conversation (messages, tools and chat_template_kwargs)"
-        text = self._worker.ask({"source": source, "variables": variables}, name)["text"]
+        text = self._workers.ask({"source": source, "variables": variables}, name)["text"]
         return text if last is None else _cut_at_mark(text, last)
 
     def abilities(self, chat_template: str | None = None) -> Abilities:
@@ -140,14 +144,14 @@ class ChatTemplates:
         for conversation in (PROBE_CONVERSATION[1:], PROBE_CONVERSATION):
             given = {**self.special_tokens, "documents": None, "messages": conversation}
             try:
-                without, shown = (
-                    self._worker.ask({"source": source, "variables": given | {"tools": tools}})["text"]
+                without, with_tool = (
+                    self._workers.ask({"source": source, "variables": given | {"tools": tools}})["text"]
                     for tools in (None, [PROBE_TOOL])
                 )
             except RequestError:
                 continue
             is_rendered = True
-            shows_tools = shows_tools or without != shown
+            shows_tools = shows_tools or without != with_tool
             shows_system = PROBE_CONVERSATION[0]["content"] in without
         return Abilities(shows_tools or not is_rendered, shows_system)
 

@@ -14,11 +14,12 @@ from ..errors import RequestError
 from .tokenizer_bounds import PIPELINE, why_unbounded, why_undecodable
 from .tokenizer_files import allowed_roots
 from .tokenizer_worker import Source
-from .worker import Worker, WorkerLimits
+from .worker import Worker, WorkerLimits, Workers
 
 # A prompt may take 5 seconds, for which the engine waits. Loading includes importing transformers.
 LIMITS = WorkerLimits(time_s=5.0, memory=2 * 2**30)
 LOAD_S = 30.0
+MOST_ENCODED = 2  # texts at once, each by a process; the second one loads when it is needed
 
 
 class RemoteTokenizer:
@@ -38,10 +39,11 @@ class RemoteTokenizer:
             "roots": [str(root) for root in allowed_roots(directory)],
             "checks_file": "fast_tokenizer_files" not in source.settings,
         }
-        self._worker = Worker(
-            "paged.text.tokenizer_worker", "the tokenizer", limits, setup={"load": setup}, setup_s=LOAD_S
+        module, subject = "paged.text.tokenizer_worker", "the tokenizer"
+        self._workers = Workers(
+            MOST_ENCODED, lambda: Worker(module, subject, limits, setup={"load": setup}, setup_s=LOAD_S)
         )
-        loaded = self._worker.set_up()
+        loaded = self._workers.first.set_up()
         self.special_tokens_map: dict[str, str] = loaded["special_tokens"]
         self.chat_template: str | dict[str, str] | None = loaded["chat_template"]
         self._size: int = loaded["size"]
@@ -83,15 +85,12 @@ class RemoteTokenizer:
         return str(self._ask({"decode": request})["text"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return self._worker.ask(request, "the prompt")
-        except RequestError:
-            self._worker.restart()  # if it has ended: loading takes a second, in which this process goes on
-            raise
+        # Loading takes a second, in which this process goes on.
+        return self._workers.ask(request, "the prompt", restarts=True)
 
     def close(self) -> None:
-        """End the process."""
-        self._worker.close()
+        """End the processes."""
+        self._workers.close()
 
 
 def _decoding(description: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 Chat templates are code, and the patterns and normalizers of a tokenizer may take any time and memory. A call
 into C or Rust cannot be stopped from within its own process, so the operating system enforces the limits:
-errors beyond the memory, SIGPROF beyond the CPU time. A process serves one call at a time; the next call
-replaces one that ended.
+errors beyond the memory, SIGPROF beyond the CPU time. A process that neither answers nor computes is killed
+by the clock. A process serves one call at a time; the next call replaces one that ended. `Workers` are
+several of them, so that a call which hangs delays no other.
 
 The process runs a module that calls `serve`: a line of JSON in, a line of JSON out.
 """
@@ -13,19 +14,23 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any
 
 from ..errors import RequestError
 
+MOST_READ = 2**20  # bytes at once
 ROOT = str(Path(__file__).parents[2])  # where a process finds the package that its parent runs
 
 
@@ -34,11 +39,13 @@ class WorkerLimits:
     """The resources that one call may use.
 
     time_s: seconds of CPU time.
+    wall_s: seconds by the clock; more, as a busy machine gives a process little time.
     memory: bytes of address space, including the interpreter's.
     characters: of the request as JSON, and of what it may answer.
     """
 
     time_s: float = 5.0
+    wall_s: float = 20.0
     memory: int = 512 * 2**20
     characters: int = 64 * 2**20
 
@@ -64,6 +71,7 @@ class Worker:
         self._module, self._subject = module, subject
         self._setup = None if setup is None else _line(setup, setup_s)
         self._setup_s = setup_s
+        self._unsent = b""  # of the setup
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._is_set_up = False
@@ -105,21 +113,19 @@ class Worker:
                 self._start()
 
     def _finish_setup(self) -> dict[str, Any]:
-        reply = self._exchange(b"", self._setup_s)  # the request was written when the process started
+        reply = self._exchange(self._unsent, self._setup_s)
         self._is_set_up = True
         return reply
 
     def _exchange(self, line: bytes, time_s: float) -> dict[str, Any]:
         process = self._process
         assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
+        wall_s = self.limits.wall_s * max(1.0, time_s / self.limits.time_s)  # the setup has more of both
         try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        except BrokenPipeError:
-            reply = b""
+            reply = _reply(process, line, time.monotonic() + wall_s)
+        except TimeoutError:
+            self.close()
+            raise RequestError(f"{self._subject} takes more than {wall_s:g} s") from None
         except BaseException:  # an interrupt: the reply would be read as that of the next request
             self.close()
             raise
@@ -155,20 +161,96 @@ class Worker:
             stderr=subprocess.DEVNULL,  # reports of Rust's panics, which the answer has in a line
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             process_group=0,  # so that the terminal's Ctrl-C does not reach it
+            bufsize=0,
         )
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
         self._end = weakref.finalize(self, _end, self._process)
         self._is_set_up = False
-        if self._setup is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.write(self._setup)
-            with suppress(BrokenPipeError):  # reading the reply says why it ended
-                self._process.stdin.flush()
+        if self._setup is not None:  # it begins to load, while nothing waits for it
+            self._unsent = self._setup[_write(self._process, self._setup) :]
 
     def close(self) -> None:
         """End the process. The next request starts another."""
         if self._end is not None:
             self._end()
         self._process = None
+
+
+class Workers:
+    """Workers of one kind: each call has one to itself, the one that was used last if it is free.
+
+    size: the most calls at once; more wait.
+    """
+
+    def __init__(self, size: int, new_worker: Callable[[], Worker]) -> None:
+        self.size = size
+        self._workers = [new_worker() for _ in range(size)]
+        self._free: LifoQueue[Worker] = LifoQueue()
+        for worker in reversed(self._workers):
+            self._free.put(worker)
+
+    @property
+    def first(self) -> Worker:
+        """The worker of calls that are made one after another."""
+        return self._workers[0]
+
+    def ask(
+        self, request: dict[str, Any], name: str = "the request", *, restarts: bool = False
+    ) -> dict[str, Any]:
+        """Return a process's answer; see `Worker.ask`.
+
+        restarts: whether a process that ended is started again at once, without a call that waits for it.
+        """
+        worker = self._free.get()
+        try:
+            return worker.ask(request, name)
+        except RequestError:
+            if restarts:
+                worker.restart()
+            raise
+        finally:
+            self._free.put(worker)
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.close()
+
+
+def _write(process: subprocess.Popen[bytes], data: bytes | memoryview) -> int:
+    """Write what the pipe takes. Return how many bytes; all if the process has ended, as no reply says."""
+    assert process.stdin is not None
+    try:
+        return process.stdin.write(data) or 0
+    except BrokenPipeError:
+        return len(data)
+
+
+def _reply(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
+    """Write a line, and read one. Return what there is of it if the process ends. Raises TimeoutError."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    unsent, parts = memoryview(line), list[bytes]()
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    while not (parts and parts[-1].endswith(b"\n")):
+        unsent = unsent[_write(process, unsent) :]
+        if unsent:
+            poll.register(process.stdin, select.POLLOUT)
+        else:
+            with suppress(KeyError):
+                poll.unregister(process.stdin)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if any(fd == process.stdout.fileno() for fd, _ in poll.poll(left * 1000)):
+            part = process.stdout.read(MOST_READ)
+            if part == b"":
+                break
+            parts.append(part or b"")
+    return b"".join(parts)
 
 
 def _line(request: dict[str, Any], time_s: float) -> bytes:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
 from paged import AsyncLLMEngine, SamplingParams
 from paged.server.http.streams import KeepAlive, StreamedResponse
+from paged.server.telemetry.records import Observer, Observers
 from tests.support.served import eventually, serving
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -40,6 +43,46 @@ def send(client: socket.socket, body: dict) -> None:
         b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(data), data)
     )
+
+
+@contextmanager
+def slow_client(served) -> Iterator[socket.socket]:
+    """Yield a connection that holds little of a response."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", served.port))
+        client.settimeout(20)
+        yield client
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Return the rest of a chunked response."""
+    got = bytearray()
+    while not got.endswith(b"0\r\n\r\n"):
+        part = client.recv(2**20)
+        if not part:
+            raise ConnectionResetError
+        got += part
+    return bytes(got)
+
+
+def events_of(response: bytes) -> list[str]:
+    """Return the data of the events of a chunked response."""
+    body, rest = b"", response.partition(b"\r\n\r\n")[2]
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return [line.removeprefix("data: ") for line in body.decode().split("\n") if line]
+
+
+def all_held(served, engine) -> bool:
+    """Return whether the requests of the server are held, in its process or in another one."""
+    if served.front.engine is engine:
+        return engine._thread.call(
+            lambda e: bool(e.scheduler.running) and not e.scheduler.has_runnable()
+        ).result()
+    return served.front.engine.budget.num_pauses > 0
 
 
 def text_of(events: list[str]) -> str:
@@ -168,16 +211,41 @@ def test_idle_streams_are_kept_open(engine, monkeypatch):
         assert not served.front.keep_alive._streams
 
 
-def test_a_reader_that_stops_delays_no_other(served, engine):
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", served.port))
-        more = {"n": 4, "temperature": 1, "max_tokens": 900, "logprobs": 20}  # megabytes, of logprobs
+def test_a_reader_that_stops_pauses_its_request_alone_and_gets_all_when_it_goes_on(served, engine):
+    more = {"n": 4, "temperature": 1, "max_tokens": 400, "logprobs": 20, "seed": 7, "ignore_eos": True}
+    body = {"prompt": PROMPTS[0], **more}
+    wanted = generated(engine, PROMPTS[:1], **GREEDY)[0]
+    with slow_client(served) as client:
+        send(client, {**body, "stream": True})
+        eventually(lambda: all_held(served, engine), seconds=60)
+        assert text_of(served.events(COMPLETION, prompt=PROMPTS[0], **GREEDY)) == wanted
+        assert served.num_requests == 4
+        got = read_all(client)
+    texts = [""] * 4
+    for event in events_of(got)[:-1]:
+        for choice in json.loads(event)["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in served.post(COMPLETION, **body)["choices"]]
+
+
+def test_a_reader_that_does_not_go_on_is_cut_off(engine):
+    more = {"n": 4, "temperature": 1, "logprobs": 20}
+    ends = []
+
+    class Noted(Observer):
+        def end(self, record, ending) -> None:  # noqa: ARG002
+            ends.append((ending.status, ending.reason))
+
+    def observe(front) -> None:
+        front.observers = Observers(Noted())
+
+    with serving(engine, observe, slow_client_timeout_s=0.2) as served, slow_client(served) as client:
         send(client, {"prompt": PROMPTS[0], **LONG, **more, "stream": True})
-        wanted = generated(engine, PROMPTS[:1], **GREEDY)[0]
-        while served.num_requests:  # it is computed to its end, although it is not read
-            assert text_of(served.events(COMPLETION, prompt=PROMPTS[0], **GREEDY)) == wanted
-        assert served.front._num_open == 1  # what it has not read is still to be sent
+        eventually(lambda: ends, seconds=60)
+        assert ends == [(499, "slow_client")]
+        eventually(lambda: served.num_requests == 0)
+        with pytest.raises(ConnectionResetError):
+            read_all(client)
 
 
 def test_a_reader_that_stops_costs_at_most_a_mebibyte(served):

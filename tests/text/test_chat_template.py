@@ -9,12 +9,13 @@ import os
 import resource
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from paged.errors import RequestError
 from paged.model.config import DEMO
-from paged.text.chat_template import ChatTemplates
+from paged.text.chat_template import MOST_RENDERED, ChatTemplates
 from paged.text.tokenizer import Tokenizer
 from paged.text.worker import WorkerLimits
 
@@ -368,18 +369,40 @@ def test_what_is_too_long_to_render_is_said(bounded, templates):
     assert len(templates.render(long, chat_template="plain")) > 4_000_000
 
 
+def test_a_process_that_hangs_delays_no_other_and_is_replaced_when_its_time_is_over():
+    """It uses no CPU time, so the limit of that does not end it."""
+    templates = ChatTemplates({}, {})
+    template = "{{ messages[0].role }}"
+    assert templates.render(TALK[:1], chat_template=template) == "system"
+    templates._workers.first.limits = WorkerLimits(wall_s=0.5)
+    process = templates._workers.first._process
+    os.kill(process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        # Longer than the pipe: it hangs while the request is written, too.
+        long = [{"role": "user", "content": "x" * 2**20}]
+        hangs = pool.submit(templates.render, long, chat_template=template)
+        while templates._workers._free.qsize() == MOST_RENDERED:
+            time.sleep(0.001)
+        assert templates.render(TALK[:1], chat_template=template) == "system"
+        with pytest.raises(RequestError, match=r"the chat template takes more than 0\.5 s"):
+            hangs.result()
+    assert process.returncode == -signal.SIGKILL
+    templates._workers.first.limits = WorkerLimits()
+    assert {templates.render(TALK[:1], chat_template=template) for _ in range(3)} == {"system"}
+
+
 def test_the_process_goes_with_its_owner_and_is_replaced_when_it_died():
     templates = ChatTemplates({}, {})
     pids = []
     for _ in range(2):
         assert templates.render(TALK[:1], chat_template="{{ 1 }}") == "1"
-        process = templates._worker._process
+        process = templates._workers.first._process
         pids.append(process.pid)
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(RequestError, match=r"ended the process that runs it \(exit code -9\)"):
             templates.render(TALK[:1], chat_template="{{ 1 }}")
     templates.render(TALK[:1], chat_template="{{ 1 }}")
-    last = templates._worker._process
+    last = templates._workers.first._process
     assert len({*pids, last.pid}) == 3
     del templates, process
     gc.collect()

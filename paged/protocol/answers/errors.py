@@ -7,7 +7,14 @@ from typing import Any
 
 from ...engine.embedding import EmbeddingRequestOutput
 from ...engine.scoring import ScoreOutput
-from ...errors import EngineDeadError, PagedError, QueueFullError, RequestError, UnknownArgumentError
+from ...errors import (
+    EngineDeadError,
+    PagedError,
+    QueueFullError,
+    RequestError,
+    RequestTimeoutError,
+    UnknownArgumentError,
+)
 from ...requests.request import TIMEOUT_MESSAGE, RequestOutput
 
 BAD_REQUEST, NOT_FOUND, TOO_MANY, FAILED, UNAVAILABLE, TIMED_OUT = 400, 404, 429, 500, 503, 504
@@ -41,6 +48,8 @@ def status_of(error: PagedError) -> int:
     """Return the status of the response to a request that raised an error."""
     if isinstance(error, QueueFullError):
         return TOO_MANY
+    if isinstance(error, RequestTimeoutError):
+        return TIMED_OUT
     if isinstance(error, RequestError | UnknownArgumentError):
         return BAD_REQUEST
     return UNAVAILABLE if isinstance(error, EngineDeadError) else FAILED

@@ -11,7 +11,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ...protocol.answers.errors import error_body
-from .exchange import JSON, encode_json, request_id_of
+from .exchange import ABORT, JSON, encode_json, request_id_of
 from .failures import HttpError, retry_headers
 
 MAX_HEAD_BYTES = 2**16  # request line and headers
@@ -153,6 +153,7 @@ class HeadLimits(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.scope[ABORT] = cycle.transport.abort  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
 
     def _unfinished(self) -> list[RequestResponseCycle]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from ...protocol.calls.chat import ChatCall
 from ...protocol.calls.generate import GenerateCall
 from ...requests.request import RequestOutput
 from ...sampling_params import SamplingParams
+from ..client_stream import count_together
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, in_thread_if, until_disconnect
 from ..http.failures import HttpError
@@ -40,7 +41,7 @@ class AnswerRoute:
         call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
         async with until_disconnect(exchange):
             streams, identity, on_output = await _begin(front, exchange, call)
-            with _placing(exchange, streams):
+            async with _placing(exchange, streams):
                 created, model = int(time.time()), front.names[0]
                 if call.stream:
                     framing = Events(call, call.chunks(identity, created, model))
@@ -75,7 +76,7 @@ class ResultRoute:
         async with until_disconnect(exchange):
             started = time.monotonic()
             streams, _, on_output = await _begin(front, exchange, call)
-            with _placing(exchange, streams):
+            async with _placing(exchange, streams):
                 if call.stream:
                     await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
                     return
@@ -87,15 +88,17 @@ class ResultRoute:
                 await exchange.answer(lambda: call.body(outcomes, seconds), num_parts_of(outcomes))
 
 
-@contextmanager
-def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> Iterator[None]:
-    """Record at the end which replicas computed the streams, also those that were ended before an output."""
+@asynccontextmanager
+async def _placing(exchange: Exchange, streams: Sequence[OutputStream]) -> AsyncIterator[None]:
+    """Close the streams at the end, and record which replicas computed them, even without an output."""
     try:
         yield
     finally:
         if exchange.record is not None:
             for stream in streams:
                 exchange.record.on_place(stream.request_id, stream.replica)
+        for stream in streams:
+            await stream.aclose()
 
 
 async def _begin(
@@ -103,10 +106,14 @@ async def _begin(
 ) -> tuple[list[OutputStream], str, OnOutput]:
     """Return the streams of a call's prompts, the identity of its response, and what records outputs."""
     identity = front.identity_of(exchange, call)
-    # Another process renders a conversation.
-    is_long = isinstance(call, ChatCall) or exchange.has_large_body
+    terms = (front, exchange, call, identity)
     with front.preparing():
-        prompts, params = await in_thread_if(is_long, _requests, front, exchange, call, identity)
+        if isinstance(call, ChatCall):  # another process renders it
+            prompts, params = await front.in_pool(
+                front.engine.text.rendering, exchange, call, _requests, *terms
+            )
+        else:
+            prompts, params = await in_thread_if(exchange.has_large_body, _requests, *terms)
     front.begin(exchange, call, num_requests=len(prompts), params=params[0])
     generate, tenant = front.engine.generate, call.tenant
     engine_id = front.engine_id_of(call, identity)
@@ -114,6 +121,7 @@ async def _begin(
         generate(prompt, own, f"{engine_id}-{i}", tenant=tenant)
         for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
+    count_together(streams)
     return streams, identity, exchange.on_output
 
 

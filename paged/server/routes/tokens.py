@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from ...protocol.calls.tokens import DetokenizeCall, TokenizeCall
@@ -22,9 +21,11 @@ class TokenizeRoute:
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request."""
         front = self._front
+        text = front.engine.text
         call = await front.read_call(exchange, self._path, TokenizeCall)
         with front.preparing():
-            answer = await asyncio.to_thread(_answer, call, front.engine)
+            pool = text.rendering if "messages" in call.values else text.tokenizing
+            answer = await front.in_pool(pool, exchange, call, _answer, call, front.engine)
         await exchange.respond(200, answer)
 
 
@@ -37,9 +38,10 @@ class DetokenizeRoute:
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request."""
         front = self._front
+        text = front.engine.text
         call = await front.read_call(exchange, self._path, DetokenizeCall)
         with front.preparing():
-            answer = await asyncio.to_thread(_answer, call, front.engine)
+            answer = await front.in_pool(text.tokenizing, exchange, call, _answer, call, front.engine)
         await exchange.respond(200, answer)
 
 

@@ -18,6 +18,7 @@ from .trace_context import TraceContext
 
 logger = logging.getLogger(__name__)
 
+SLOW_CLIENT = "slow_client"  # the reason for which a connection was cut whose client did not read
 CLIENT_GONE = 499  # the status of a request whose client disconnected, as in nginx; it is never sent
 # Why a request was refused, by the status of its response.
 REFUSALS = {
