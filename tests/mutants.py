@@ -27,6 +27,7 @@ TESTS = [
     "tests/blocks/test_block_manager.py",
     "tests/scheduler/test_scheduler.py",
     "tests/scheduler/test_preemption.py",
+    "tests/scheduler/test_held.py",
     "tests/scheduler/test_policies.py",
 ]
 WORLDS = """
@@ -198,8 +199,14 @@ MUTANTS = {
         ("siblings are not forked", "self._share(request, sibling, end)", "self._running.join(sibling)"),
         (
             "the aborted keep their blocks",
-            "message)\n        self.block_manager.release(request.blocks)",
-            "message)",
+            "(ended)\n        self.block_manager.release(request.blocks)",
+            "(ended)",
+        ),
+        ("the held compute", "if not request.ready or request.held:", "if not request.ready:"),
+        (
+            "the released do not wait",
+            "request.held = False\n        if waits:",
+            "request.held = False\n        if False:",
         ),
         (
             "the aborted keep their seats",
@@ -217,6 +224,11 @@ MUTANTS = {
         ("a seat is lost with its step", "self._free += self._kept.popleft()", "self._kept.popleft()"),
     ],
     "scheduler/preemption": [
+        ("the held keep what others wait for", "request.ready and held_at <= since:", "False:"),
+        ("the held give way at once", "request.ready and held_at <= since:", "request.ready:"),
+        ("the held keep blocks that others lack", "if candidate.held and candidate.ready:", "if False:"),
+        ("the held in flight are preempted", "if candidate.held and candidate.ready:", "if candidate.held:"),
+        ("to be held protects", "if not victim.held:", "if True:"),
         ("makes room for a priority beside no request", "room = room.minus(running.claim(request))", "pass"),
         (
             "makes room for a priority with what is shared",
@@ -325,9 +337,10 @@ MUTANTS = {
             "heapq.heappush(self._heap, (request.rank,",
             "heapq.heappush(self._heap, ((-request.arrival, 0),",
         ),
-        ("the removed still count", "self._num_removed += 1", "pass"),
-        ("the removed are kept", "if self._num_removed > len(self._heap) // 2:", "if False:"),
-        ("a removed one is kept", "for r in self if r is not request", "for r in self"),
+        ("the removed still count", "self._removed.add(request)", "pass"),
+        ("the removed are kept", "if len(self._removed) > len(self._heap) // 2:", "if False:"),
+        ("a removed one is kept", "[(r.rank, r) for r in self]", "self._heap"),
+        ("one that comes back is there twice", "if request in self._removed:", "if False:"),
         (
             "a request that ran resets the overtakes",
             "== request.arrival and not request.ran_before",

@@ -38,9 +38,10 @@ from paged.requests.request import LONG, Request, RequestInputs, RequestStatus
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
-from paged.scheduler.waiting import Room
+from paged.scheduler.waiting import Need, Room
 
 STOP = 0
+HOLDS = 2**40  # makes another seed of the same world, so that the other choices stay what they were
 UNWRITTEN = b"\xff"
 
 
@@ -99,20 +100,31 @@ state_of = operator.itemgetter(*sorted(vars(BlockPool(1)).keys() - {"_steps_begu
 
 
 class WatchedScheduler(Scheduler):
-    """Knows for which waiting request others were preempted in this step."""
+    """Knows for which waiting request others were preempted in this step, and what it was to begin with."""
 
     favoured: Request | None = None
+    num_cached = 0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        make_room_for_waiting = self.preemption.make_room_for_waiting
+        victims_for = self.preemption._victims_for
 
-        def watched(room: Room, schedule: Schedule) -> None:
-            head = self._queue.peek()
-            make_room_for_waiting(room, schedule)
-            self.favoured = head if schedule.num_preempted else None
+        def watched(head: Request, need: Need, room: Room) -> list[Request]:
+            victims = victims_for(head, need, room)
+            if victims:
+                self.favoured, self.num_cached = head, need.num_computed_tokens
+            return victims
 
-        self.preemption.make_room_for_waiting = watched
+        self.preemption._victims_for = watched
+
+    def schedule(self) -> Schedule:
+        """Choose the next step."""
+        self.favoured = None
+        return super().schedule()
+
+    def has_lost_blocks(self, request: Request) -> bool:
+        """Return whether a waiting request finds fewer cached tokens than it was to begin with."""
+        return self._queue.need(request).num_computed_tokens < self.num_cached
 
 
 class World:
@@ -156,6 +168,7 @@ class World:
             max_waiting=rng.choice((None, None, 6)),
             max_preemptions=self.max_preemptions,
             swap_pays=rng.choice((None, lambda _: True, lambda n: n % 2 == 0)),
+            held_for_s=random.Random(seed ^ HOLDS).choice((0.0, 2.0, 20.0)),
             clock=lambda: self.now,
         )
         self.depth = rng.choice((1, 1, 1, 2, 3))  # steps in flight at once
@@ -174,6 +187,8 @@ class World:
         apart = random.Random(~seed)  # so that the other worlds stay what they were
         # The length from which K and V are others, as with longrope; some tokens then complete a stop string.
         self.long_from = apart.randint(2, 40) if apart.random() < 0.3 else None
+        self.holding = random.Random(seed ^ HOLDS)
+        self.hold_share = self.holding.choice((0.0, 0.0, 0.05, 0.3))
 
     def _num_cached(self, request: Request) -> int:
         return self.manager.num_matched(request.blocks, request.token_ids)
@@ -186,11 +201,16 @@ class World:
                     self.arrive()
             if self.rng.random() < self.disturbance:
                 self.disturb()
+            if self.holding.random() < self.hold_share:
+                self.hold_or_release()
             self.step()
-        bound = self.num_steps + sum(self.work(r) for r, _ in self.live.values()) + 10
-        while self.live:
-            assert self.num_steps < bound, "a request waits for ever"
-            self.step()
+        # Requests that stay held keep no other from its end, and end themselves once they are released.
+        requests = [r for r, _ in self.live.values()]
+        stuck = {id(r) for leader in requests if leader.held for r in (leader, *leader.siblings)}
+        self.finish_all([r for r in requests if id(r) not in stuck])
+        for request in requests:
+            self.scheduler.release(request)
+        self.finish_all(requests)
         while self.in_flight:
             self.finish_step()
         for name in self.pins:
@@ -199,6 +219,14 @@ class World:
         assert not self.manager.pool.num_used, "blocks are held without a request"
         assert self.manager.host_pool.num_free == self.manager.host_pool.num_blocks, "host blocks are lost"
         return self.num_steps
+
+    def finish_all(self, requests: list[Request]) -> None:
+        """Run steps until these requests are done."""
+        left = [r for r in requests if r.request_id in self.live]
+        bound = self.num_steps + sum(map(self.work, left)) + 10 + int(self.scheduler.held_for_s) + self.depth
+        while any(r.request_id in self.live for r in left):
+            assert self.num_steps < bound, "a request waits for ever"
+            self.step()
 
     def work(self, request: Request) -> int:
         """Return the most steps in which a request can be computed."""
@@ -272,6 +300,16 @@ class World:
                 self.pins.clear()
         self.scheduler.check()
 
+    def hold_or_release(self) -> None:
+        """Hold a request, or release one; it may wait, run, be in flight, or be a sample that does not run yet."""
+        candidates = [r for r, _ in self.live.values()]
+        held = [r for r in candidates if r.held]
+        if held and self.holding.random() < 0.5:
+            self.scheduler.release(self.holding.choice(held))
+        elif candidates:
+            self.scheduler.hold(self.holding.choice(candidates))
+        self.scheduler.check()
+
     def fork(self, parent: Request) -> None:
         """Fork a request."""
         self.num_requests += 1
@@ -311,20 +349,26 @@ class World:
         self.before = self.holders()
         # Kept so that the new blocks of a request that has grown long do not get the id of its old ones.
         old = [request.blocks for request in self.scheduler.running]
-        waiting = [r for r in self.scheduler.waiting() if not r.protected] if self.has_order else []
+        unheld = [r for r in self.scheduler.waiting() if not r.held]
+        waiting = [r for r in unheld if not r.protected] if self.has_order else []
         ready = [
-            (r, r.metrics.num_preemptions) for r in self.scheduler.running if r.ready and not r.protected
+            (r, r.metrics.num_preemptions)
+            for r in self.scheduler.running
+            if r.ready and not (r.protected or r.held)
         ]
         schedule = self.scheduler.schedule()
         self.scheduler.check()
+        assert not any(r.held for r in schedule.requests), "a held request computes"
         self.check_order(waiting, ready)
         # Requests preempted and admitted again in this step: they begin with blocks that others write in it.
         self.again = {id(r.blocks) for r, before in ready if r.metrics.num_preemptions > before}
         assert len(self.scheduler.running) <= self.max_num_seqs, "too many run"
         if not schedule.is_empty:
             self.launch(schedule)
-        elif self.live:
-            assert self.in_flight, "nothing runs although a request waits"
+        elif self.live and not self.in_flight:
+            # Held requests may keep their seats and blocks for a while.
+            kept = [r for r in self.scheduler.running if r.held]
+            assert kept or not self.scheduler.has_runnable(), "nothing runs although a request waits"
         if self.in_flight and (schedule.is_empty or len(self.in_flight) >= self.depth):
             self.finish_step()
         del old
@@ -336,10 +380,12 @@ class World:
             left = [self.place(r) for r in waiting if r.status is RequestStatus.WAITING]
             assert not started or not left or max(started) < min(left), "a request was overtaken"
         # A request for which others were preempted runs in the same step, unless blocks of steps in flight
-        # come back later. If digests collide, a victim's blocks may replace those it was to begin with.
+        # come back later, or a running request grows into a block that it was to begin with. If digests
+        # collide, a victim's blocks may replace those.
         favoured = self.scheduler.favoured
         if favoured is not None and not self.in_flight and not self.collides:
-            assert favoured.status is RequestStatus.RUNNING, "others were preempted in vain"
+            has_room = favoured.status is RequestStatus.RUNNING or self.scheduler.has_lost_blocks(favoured)
+            assert has_room, "others were preempted in vain"
         # For a request with priority none is preempted that this would protect.
         last_time = self.max_preemptions - 1 if self.policy_name == "priority" else self.max_preemptions
         kept = [self.place(r) for r, n in ready if r.metrics.num_preemptions == n < last_time]

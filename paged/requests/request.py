@@ -143,6 +143,7 @@ class Request:
     arrival: its number in the order of arrival.
     rank: its place among the running requests.
     protected: whether it reached max_preemptions and is not preempted any more.
+    held: whether it computes nothing until it is released; see `Scheduler.hold`.
     """
 
     inputs: RequestInputs
@@ -163,6 +164,7 @@ class Request:
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False
+    held: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     sampling: SamplingState = field(default_factory=SamplingState)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..config import POLICIES as POLICIES
 from ..config import check_policy
-from ..requests.request import Request, RequestStatus
+from ..requests.request import Request
 
 Rank = tuple[float, int]
 
@@ -40,7 +40,7 @@ class Policy(Protocol):
         """Remove the request that `peek` returned: it runs now."""
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request that was aborted."""
+        """Remove a waiting request that was aborted or is held. A held one is pushed again when released."""
 
     def generated(self, requests: Iterable[Request]) -> None:
         """Account for one new token of each of these requests."""
@@ -57,17 +57,19 @@ class FirstComeFirstServed(Policy):
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, Request]] = []
-        self._num_removed = 0
+        # Dropped from the heap as they come up: searching for them would take as long as the queue.
+        self._removed: set[Request] = set()
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.rank, request))
+        if request in self._removed:  # it is still in its place
+            self._removed.remove(request)
+        else:
+            heapq.heappush(self._heap, (request.rank, request))
 
     def peek(self) -> Request | None:
         """Return the request of the lowest rank."""
-        # Removed requests are dropped as they come up: searching for them would take as long as the queue.
-        while self._heap and self._heap[0][1].status is RequestStatus.FINISHED:
-            heapq.heappop(self._heap)
-            self._num_removed -= 1
+        while self._heap and self._heap[0][1] in self._removed:
+            self._removed.remove(heapq.heappop(self._heap)[1])
         return self._heap[0][1] if self._heap else None
 
     def pop(self, request: Request) -> None:
@@ -75,20 +77,20 @@ class FirstComeFirstServed(Policy):
         assert head is request, "another request was at the head of the queue"
 
     def remove(self, request: Request) -> None:
-        self._num_removed += 1
+        self._removed.add(request)
         # Behind a head that waits for long, removed requests would pile up.
-        if self._num_removed > len(self._heap) // 2:
-            self._heap = sorted((r.rank, r) for r in self if r is not request)
-            self._num_removed = 0
+        if len(self._removed) > len(self._heap) // 2:
+            self._heap = [(r.rank, r) for r in self]
+            self._removed.clear()
 
     def generated(self, requests: Iterable[Request]) -> None:
         """Ignore tokens: they do not change the order."""
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_removed
+        return len(self._heap) - len(self._removed)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter([r for _, r in sorted(self._heap) if r.status is not RequestStatus.FINISHED])
+        return iter([r for _, r in sorted(self._heap) if r not in self._removed])
 
 
 class Priority(FirstComeFirstServed):

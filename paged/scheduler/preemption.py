@@ -16,8 +16,9 @@ from .waiting import Need, Room, WaitingQueue
 class Preemption:
     """Takes blocks from running requests for others; a preempted request waits and is computed again.
 
-    The running request of the highest rank is preempted first. One that was preempted max_preemptions times
-    is protected from then on. For swap_pays see `Scheduler`.
+    Held requests are preempted first, then the running request of the highest rank. One that was preempted
+    max_preemptions times while it was not held is protected from then on, except while it is held. For
+    swap_pays see `Scheduler`.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Preemption:
         self._manager, self._running, self._queue = block_manager, running, queue
         self._counters, self._max_preemptions, self.swap_pays = counters, max_preemptions, swap_pays
         self._grown_long: list[Request] = []
+        self._held_since: dict[Request, float] = {}  # when each held request was held
 
     def make_room(self, request: Request, end: int, schedule: Schedule) -> bool:
         """Preempt others until a running request has blocks for its tokens up to `end`.
@@ -69,10 +71,28 @@ class Preemption:
             victim.num_computed_tokens = 0
             self._counters.num_recomputed += 1
         self._running.remove(victim)
-        victim.metrics.num_preemptions += 1
         schedule.num_preempted += 1
-        victim.protected = victim.metrics.num_preemptions >= self._max_preemptions
+        # A request that is held again and again must not become protected by that.
+        if not victim.held:
+            victim.metrics.num_preemptions += 1
+            victim.protected = victim.metrics.num_preemptions >= self._max_preemptions
         self.wait_again(victim)
+
+    def hold(self, request: Request, now: float) -> None:
+        """Record that a request is held from now on."""
+        self._held_since.setdefault(request, now)
+
+    def release(self, request: Request) -> None:
+        """Record that a request is not held any more, or has ended."""
+        self._held_since.pop(request, None)
+
+    def preempt_held(self, since: float, schedule: Schedule) -> None:
+        """Preempt the requests that have been held since that time, if another one waits to run."""
+        if not self._held_since or self._queue.peek() is None:
+            return
+        for request, held_at in self._held_since.items():
+            if request.status is RequestStatus.RUNNING and request.ready and held_at <= since:
+                self.preempt(request, schedule)
 
     def hold_grown_long(self, request: Request) -> None:
         """Keep a running request that has reached `RequestInputs.long_from` out of steps: its KV is stale.
@@ -106,6 +126,9 @@ class Preemption:
 
     def choose_victim(self, request: Request) -> Request | None:
         """Return the running request to preempt for another one; None if there is none."""
+        for candidate in reversed(self._running.requests if self._held_since else ()):
+            if candidate.held and candidate.ready:
+                return candidate
         # By policy, the highest rank yields first. A protected request takes from any rank.
         for candidate in reversed(self._running.requests):
             if candidate is request and not request.protected:
@@ -135,3 +158,9 @@ class Preemption:
         if len(victims) == len(running.requests) and not pool.num_steps_in_flight:
             room = room._replace(num_blocks=math.inf)
         return victims if room.first_chunk(need, max_chunk) else []
+
+    def check(self) -> None:
+        """Check that all requests whose time is kept are held and unfinished."""
+        for request in self._held_since:
+            assert request.held, "released, but its time is kept"
+            assert request.status is not RequestStatus.FINISHED, "ended, but its time is kept"

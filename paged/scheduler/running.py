@@ -117,7 +117,8 @@ class RunningSet:
 
     def claim(self, request: Request) -> Room:
         """Return what a running request takes of the next step, and the blocks promised to it beyond that."""
-        missing = request.num_tokens - request.num_computed_tokens if request.ready else 0
+        takes_part = request.ready and not request.held
+        missing = request.num_tokens - request.num_computed_tokens if takes_part else 0
         num_new, num_blocks = min(missing, self.max_chunk), 0
         if num_new < missing or request.protected:
             num_blocks = self.missing_blocks(request)

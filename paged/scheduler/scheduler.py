@@ -42,6 +42,7 @@ class Scheduler:
     watermark: the share of blocks kept free when a request is admitted, so that running ones can grow.
     max_waiting: the most requests that wait; None sets no limit.
     swap_pays: whether swapping takes less time than recomputing that many tokens; None never swaps.
+    held_for_s: how long a held request keeps its seat and its blocks although another one waits for some.
     clock: returns seconds, for deadlines and metrics.
     """
 
@@ -58,6 +59,7 @@ class Scheduler:
         max_waiting: int | None = None,
         max_preemptions: int = 8,
         swap_pays: Callable[[int], bool] | None = None,
+        held_for_s: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.block_manager = block_manager
@@ -67,6 +69,7 @@ class Scheduler:
         self.max_chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
         self.max_num_partial_prefills = max_num_partial_prefills or max_num_seqs
         self.max_waiting, self.clock = max_waiting, clock
+        self.held_for_s = held_for_s
         self.counters = SchedulerCounters()
         self._queue = WaitingQueue(self.policy, block_manager, self.max_chunk, watermark)
         self._running = RunningSet(block_manager, max_num_seqs=max_num_seqs, max_chunk=self.max_chunk)
@@ -93,10 +96,15 @@ class Scheduler:
         """Return whether there is anything left to do."""
         return bool(self.running) or self.num_waiting > 0
 
+    def has_runnable(self) -> bool:
+        """Return whether any unfinished request is not held."""
+        return self._queue.peek() is not None or not all(request.held for request in self.running)
+
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         schedule = Schedule(scheduled_time=self.clock())
         self.preemption.compute_anew()
+        self.preemption.preempt_held(schedule.scheduled_time - self.held_for_s, schedule)
         if self.policy.preempts:
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
         num_preempted = schedule.num_preempted
@@ -107,9 +115,13 @@ class Scheduler:
         if not schedule.is_empty:
             self._running.begin_step()
             schedule.newcomers = self._running.take_newcomers() if schedule.requests else []
-        elif self.has_unfinished() and not self.block_manager.pool.num_steps_in_flight:
+        elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
             raise AssertionError("an idle step with work to do")
         return schedule
+
+    def _must_run(self) -> bool:
+        """Return whether a request can run: running held ones keep seats and blocks from others for a while."""
+        return self.has_runnable() and not any(request.held for request in self.running)
 
     def _whole_step(self) -> Room:
         """Return what a step has at most, the blocks that come back soon included."""
@@ -122,7 +134,7 @@ class Scheduler:
         requests, lacking, budget = schedule.requests, list[Request](), self.max_num_batched_tokens
         running, scarce = self.running.copy(), len(self.running) > budget
         for request in running:
-            if not request.ready:  # in flight, or preempted just now
+            if not request.ready or request.held:  # or in flight, or preempted just now
                 continue
             end = request.num_computed_tokens + 1
             if end != len(request.token_ids) or request.siblings or not request.generates:
@@ -282,6 +294,7 @@ class Scheduler:
         """Free the blocks of finished requests."""
         for request in self._running.remove_finished():
             self.counters.num_finished += 1
+            self.preemption.release(request)
             self.preemption.free(request)
 
     def cancel(self) -> None:
@@ -353,11 +366,41 @@ class Scheduler:
         child.metrics.start_beside(request.metrics)
         self._running.join(child)
 
+    def hold(self, request: Request) -> None:
+        """Let a request compute nothing until `release`, as its reader is slow or its mask is not made yet.
+
+        A running one keeps its seat and its blocks, unless a running request needs blocks, or another one
+        waits when it has been held for held_for_s: then it is preempted, which does not count for
+        max_preemptions. One that waits is not admitted. Steps in flight may still give it a token.
+        """
+        if request.held or request.status is RequestStatus.FINISHED:
+            return
+        waits = request.status is RequestStatus.WAITING and request.arrival >= 0  # else its sample runs later
+        if waits:
+            self._queue.remove(request)
+        request.held = True
+        if waits:
+            self._queue.push(request)
+        self.preemption.hold(request, self.clock())
+
+    def release(self, request: Request) -> None:
+        """Let a held request go on."""
+        if not request.held:
+            return
+        self.preemption.release(request)
+        waits = request.status is RequestStatus.WAITING and request.arrival >= 0
+        if waits:
+            self._queue.remove(request)
+        request.held = False
+        if waits:
+            self._queue.push(request)
+
     def abort(self, request: Request, message: str | None = None) -> None:
         """End a request, running or waiting, and free its blocks."""
         (self._running if request.status is RequestStatus.RUNNING else self._queue).remove(request)
         for ended in (request, *request.siblings):
             ended.finish("abort", self.clock(), message)
+            self.preemption.release(ended)
         self.block_manager.release(request.blocks)
 
     def expire(self) -> list[Request]:
@@ -386,6 +429,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Check the invariants of the scheduler and its block manager."""
+        self.preemption.check()
         manager, waits, num_waiting = self.block_manager, RequestStatus.WAITING, 0
         manager.check()
         self._running.check()

@@ -65,7 +65,7 @@ def num_tokens_ahead(request: Request) -> int:
 
 
 class WaitingQueue:
-    """Protected requests by rank, then the others in the order of the policy.
+    """Protected requests by rank, then the others in the order of the policy; apart from them the held ones.
 
     max_chunk: the most tokens that a request begins with.
     watermark: the share of blocks that stays free when a request is admitted.
@@ -75,6 +75,7 @@ class WaitingQueue:
         self._policy, self._manager, self._max_chunk = policy, block_manager, max_chunk
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self._protected: list[tuple[Rank, Request]] = []
+        self._held: dict[Request, None] = {}  # not to run until they are released
         self._num_changes = 0  # of the queue: requests that came or went
         # The state in which the head was refused last, and what it needed.
         self._refused: tuple[tuple[int, int], Need] | None = None
@@ -82,13 +83,15 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Let a request wait, for the first time or again."""
         self._num_changes += 1
-        if request.protected:
+        if request.held:
+            self._held[request] = None
+        elif request.protected:
             heapq.heappush(self._protected, (request.rank, request))
         else:
             self._policy.push(request)
 
     def peek(self) -> Request | None:
-        """Return the head, which is to run next; None if the queue is empty."""
+        """Return the head, which is to run next; None if the queue is empty but for held requests."""
         return self._protected[0][1] if self._protected else self._policy.peek()
 
     def pop(self, request: Request) -> None:
@@ -100,9 +103,11 @@ class WaitingQueue:
             self._policy.pop(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that was aborted."""
+        """Remove a request that was aborted, or is held or released now."""
         self._num_changes += 1
-        if request.protected:
+        if request in self._held:
+            del self._held[request]
+        elif request.protected:
             self._protected = sorted(entry for entry in self._protected if entry[1] is not request)
         else:
             self._policy.remove(request)
@@ -140,7 +145,7 @@ class WaitingQueue:
         return Need(hits, computed, request.num_tokens - computed, 1 + len(request.siblings), num_blocks)
 
     def __len__(self) -> int:
-        return len(self._protected) + len(self._policy)
+        return len(self._protected) + len(self._policy) + len(self._held)
 
     def __iter__(self) -> Iterator[Request]:
-        return itertools.chain([request for _, request in sorted(self._protected)], self._policy)
+        return itertools.chain([r for _, r in sorted(self._protected)], self._policy, self._held)
