@@ -19,7 +19,7 @@ from benchmarks.server.served import ServerProcess
 
 VICTIM = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 AMBIGUOUS = 'root ::= s\ns ::= s s s | s s | "a" | ""'
-WORDS = "the quick brown fox jumps over the lazy dog and returns a value of self in def class import for".split()
+WORDS = ["the", "quick", "fox", "jumps", "over", "a", "value", "of", "self", "in", "def", "class", "import"]
 CONTEXT = 2048  # of the demo model
 
 
@@ -69,9 +69,7 @@ AGGRESSORS: dict[str, Aggressor] = {
     ),
     "large JSON schemas": Aggressor(
         "/v1/completions",
-        lambda rng: _generate(
-            prompt=_ids(rng, 8), max_tokens=200, structured_outputs={"json": _schema(rng)}
-        ),
+        lambda rng: _generate(prompt=_ids(rng, 8), max_tokens=200, structured_outputs={"json": _schema(rng)}),
         num_at_once=4,
     ),
     "echo of 64 long prompts": Aggressor(
@@ -134,9 +132,7 @@ def measure(model: str, *, seconds: float, rate: float) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "benchmarks.server.watched", str(held), model, "--port", "0"]
         with ServerProcess(command) as server:
             asyncio.run(_beside(server.port, None, 1.0, rate))  # warm-up
-            return [
-                _row(server.port, name, held, seconds, rate) for name in ("nothing", *AGGRESSORS)
-            ]
+            return [_row(server.port, name, held, seconds, rate) for name in ("nothing", *AGGRESSORS)]
 
 
 def _row(port: int, name: str, held: Path, seconds: float, rate: float) -> dict[str, Any]:
@@ -196,7 +192,7 @@ async def _post(port: int, path: str, content: bytes) -> tuple[int, bytes]:
 
 
 async def _attack(port: int, aggressor: Aggressor, seconds: float) -> None:
-    """Send the aggressor's requests for this long, wait for the answers, and print how many had which status."""
+    """Send the aggressor's requests for this long, and print how many answers had which status."""
     rng = random.Random(0)
     statuses = Counter[int]()
     # What takes long to make is made before.

@@ -1,8 +1,8 @@
 """`paged serve` with a record of what held it: python -m benchmarks.server.watched FILE MODEL [OPTIONS]
 
-Appends a line to the file whenever the front end's event loop came LEAST_S late, or the starts of two steps of
-the engine with work between them were further apart: what was held, the time on time.monotonic, and for how
-many seconds.
+Appends a line to the file whenever the front end's event loop came LEAST_S late, or the starts of two steps
+of the engine with work between them were further apart: what was held, the time on time.monotonic, and for
+how many seconds.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _run_engine() -> None:
     from paged.engine.loop import EngineLoop
     from paged.server import engine_process
 
-    step = EngineLoop._step  # noqa: SLF001 - the whole turn of the loop is meant
-    make_calls = EngineLoop._make_calls  # noqa: SLF001
+    step = EngineLoop._step
+    make_calls = EngineLoop._make_calls
     started: list[float] = []
 
     def watched_step(self: EngineLoop) -> None:

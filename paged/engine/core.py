@@ -18,6 +18,7 @@ from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor
 from ..text.prompt_parser import ParsedPrompt
 from ..text.tokenizer import Tokenizer
+from .grammar_waits import GrammarWaits
 from .request_factory import RequestFactory, RequestSpec
 
 
@@ -42,6 +43,8 @@ class EngineCore:
         self.outbox = Outbox()
         self.dead: EngineDeadError | None = None
         self._with_stops: set[RequestGroup] = set()  # requests with stop strings
+        self._with_grammars: set[RequestGroup] = set()
+        self._waits = GrammarWaits(scheduler)
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
         self._ids = itertools.count()
 
@@ -69,6 +72,7 @@ class EngineCore:
             with self._recovery():
                 expired = self.scheduler.expire()
                 self._collect_finished(expired)
+                self._collect_finished(self._waits.settle())
                 schedule = self.scheduler.schedule()
                 if on_schedule is not None:
                     on_schedule(schedule)
@@ -125,6 +129,8 @@ class EngineCore:
         output.record_logprobs(schedule)
         advanced = self.scheduler.update(schedule, output.tokens, output.errors)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
+        if self._with_grammars:
+            self._begin_masks(advanced)
         # Most steps finish no request, and the search is skipped.
         if num_stopped or self.scheduler.counters.num_finished > num_finished:
             self._collect_finished([request for request in advanced if request.finish_reason is not None])
@@ -136,6 +142,13 @@ class EngineCore:
             if request.inputs.params.stop:
                 self.outputs.end_at_stop_string(request, self.scheduler.clock())
         return sum(request.finish_reason is not None for request in advanced)
+
+    def _begin_masks(self, advanced: list[Request]) -> None:
+        """Begin the masks of the next tokens."""
+        self._waits.begin(advanced)
+        # Without stop tokens, the mask says whether the output ends: with its last token, if it is not late.
+        if any(not request.stop_ids for request in advanced):
+            self._collect_finished(self._waits.settle())
 
     def _collect_finished(self, requests: list[Request]) -> None:
         """Free the blocks of finished requests, and have `publish` put out the groups that are finished."""
@@ -204,6 +217,9 @@ class EngineCore:
         self.groups[group.request_id] = group
         if group.samples[0].inputs.params.stop:
             self._with_stops.add(group)
+        if group.samples[0].sampling.grammar is not None:
+            self._with_grammars.add(group)
+            self._waits.begin(group.samples)
 
     def fork(
         self,
@@ -279,4 +295,5 @@ class EngineCore:
         del self.groups[group.request_id]
         self._finished.pop(group, None)
         self._with_stops.discard(group)
+        self._with_grammars.discard(group)
         self.outputs.forget(group)
