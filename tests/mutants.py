@@ -300,6 +300,7 @@ MUTANTS = {
         ),
     ],
     "scheduler/waiting": [
+        ("the held are admitted", "if request.held:", "if False:"),
         (
             "the protected wait behind others",
             "return self._protected[0][1] if self._protected else",

@@ -301,7 +301,7 @@ class World:
         self.scheduler.check()
 
     def hold_or_release(self) -> None:
-        """Hold a request, or release one; it may wait, run, be in flight, or be a sample that does not run yet."""
+        """Hold a request or release one; it waits, runs, is in flight, or is a sample yet to run."""
         candidates = [r for r, _ in self.live.values()]
         held = [r for r in candidates if r.held]
         if held and self.holding.random() < 0.5:

@@ -120,7 +120,7 @@ class Scheduler:
         return schedule
 
     def _must_run(self) -> bool:
-        """Return whether a request can run: running held ones keep seats and blocks from others for a while."""
+        """Return whether something can run. Held requests keep seats and blocks from others for a while."""
         return self.has_runnable() and not any(request.held for request in self.running)
 
     def _whole_step(self) -> Room:
