@@ -205,9 +205,10 @@ MUTANTS = {
         ("the held compute", "if not request.ready or request.held:", "if not request.ready:"),
         (
             "the released do not wait",
-            "request.held = False\n        if waits:",
-            "request.held = False\n        if False:",
+            "self._queue.remove(request)\n            self._queue.push",
+            "self._queue.remove",
         ),
+        ("one reason is released for all", "request.held & ~reason", "0"),
         (
             "the aborted keep their seats",
             "(self._running if request.status",

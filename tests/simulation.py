@@ -34,7 +34,7 @@ from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
 from paged.errors import QueueFullError
-from paged.requests.request import LONG, Request, RequestInputs, RequestStatus
+from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler
@@ -209,7 +209,7 @@ class World:
         stuck = {id(r) for leader in requests if leader.held for r in (leader, *leader.siblings)}
         self.finish_all([r for r in requests if id(r) not in stuck])
         for request in requests:
-            self.scheduler.release(request)
+            self.scheduler.release(request, SLOW_READER | NO_MASK)
         self.finish_all(requests)
         while self.in_flight:
             self.finish_step()
@@ -304,10 +304,11 @@ class World:
         """Hold a request or release one; it waits, runs, is in flight, or is a sample yet to run."""
         candidates = [r for r, _ in self.live.values()]
         held = [r for r in candidates if r.held]
-        if held and self.holding.random() < 0.5:
-            self.scheduler.release(self.holding.choice(held))
+        reason = self.holding.choice((SLOW_READER, NO_MASK))
+        if held and self.holding.random() < 0.6:
+            self.scheduler.release(self.holding.choice(held), reason)
         elif candidates:
-            self.scheduler.hold(self.holding.choice(candidates))
+            self.scheduler.hold(self.holding.choice(candidates), reason)
         self.scheduler.check()
 
     def fork(self, parent: Request) -> None:

@@ -18,6 +18,8 @@ from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_SEAT = -1
+# Why a request is held; one may be for both reasons.
+SLOW_READER, NO_MASK = 1, 2
 LONG = b" long"  # ends the namespace of what longrope rotates by its long factors
 TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose deadline has passed
 
@@ -143,7 +145,7 @@ class Request:
     arrival: its number in the order of arrival.
     rank: its place among the running requests.
     protected: whether it reached max_preemptions and is not preempted any more.
-    held: whether it computes nothing until it is released; see `Scheduler.hold`.
+    held: the reasons for which it computes nothing until it is released; see `Scheduler.hold`.
     """
 
     inputs: RequestInputs
@@ -164,7 +166,7 @@ class Request:
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False
-    held: bool = False
+    held: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     sampling: SamplingState = field(default_factory=SamplingState)

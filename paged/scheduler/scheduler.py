@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ..blocks.manager import BlockManager
 from ..errors import QueueFullError, UsageError
-from ..requests.request import TIMEOUT_MESSAGE, FinishReason, Request, RequestStatus
+from ..requests.request import NO_MASK, TIMEOUT_MESSAGE, FinishReason, Request, RequestStatus
 from .deadlines import Deadlines
 from .policies import FirstComeFirstServed, Policy
 from .preemption import Preemption
@@ -366,34 +366,34 @@ class Scheduler:
         child.metrics.start_beside(request.metrics)
         self._running.join(child)
 
-    def hold(self, request: Request) -> None:
-        """Let a request compute nothing until `release`, as its reader is slow or its mask is not made yet.
+    def hold(self, request: Request, reason: int = NO_MASK) -> None:
+        """Let a request compute nothing until it is released: its reader is slow, or its mask is not made.
 
         A running one keeps its seat and its blocks, unless a running request needs blocks, or another one
         waits when it has been held for held_for_s: then it is preempted, which does not count for
         max_preemptions. One that waits is not admitted. Steps in flight may still give it a token.
-        """
-        if request.held or request.status is RequestStatus.FINISHED:
-            return
-        waits = request.status is RequestStatus.WAITING and request.arrival >= 0  # else its sample runs later
-        if waits:
-            self._queue.remove(request)
-        request.held = True
-        if waits:
-            self._queue.push(request)
-        self.preemption.hold(request, self.clock())
 
-    def release(self, request: Request) -> None:
-        """Let a held request go on."""
-        if not request.held:
+        reason: SLOW_READER or NO_MASK. It is held until it is released for each reason.
+        """
+        if request.status is not RequestStatus.FINISHED:
+            self._set_held(request, request.held | reason)
+
+    def release(self, request: Request, reason: int = NO_MASK) -> None:
+        """Let a held request go on, unless it is held for another reason, too."""
+        self._set_held(request, request.held & ~reason)
+
+    def _set_held(self, request: Request, held: int) -> None:
+        before, request.held = request.held, held
+        if bool(before) is bool(held):
             return
-        self.preemption.release(request)
-        waits = request.status is RequestStatus.WAITING and request.arrival >= 0
-        if waits:
+        # A sample that has not arrived runs when its prompt is computed.
+        if request.status is RequestStatus.WAITING and request.arrival >= 0:
             self._queue.remove(request)
-        request.held = False
-        if waits:
             self._queue.push(request)
+        if held:
+            self.preemption.hold(request, self.clock())
+        else:
+            self.preemption.release(request)
 
     def abort(self, request: Request, message: str | None = None) -> None:
         """End a request, running or waiting, and free its blocks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paged.requests.request import RequestStatus
+from paged.requests.request import NO_MASK, SLOW_READER, RequestStatus
 from paged.scheduler.policies import POLICIES, new_policy
 from tests.support.scheduler_cases import (
     added,
@@ -161,6 +161,37 @@ def test_samples_wait_with_the_held_one_that_computes_their_prompt():
     scheduler.check()
 
 
+def test_a_held_request_in_flight_keeps_its_blocks():
+    scheduler = new_scheduler(num_blocks=4)
+    a, b = added(scheduler, new_request("a", 15, 8), new_request("b", 15, 8))
+    run_step(scheduler)
+    scheduler.hold(a)
+    run_step(scheduler)  # b needs a third block next, and none is free
+    scheduler.release(a)
+    scheduler.hold(b)
+    in_flight = scheduled(scheduler)
+    assert in_flight.requests == [a]
+    scheduler.release(b)
+    scheduler.hold(a)
+    assert scheduled(scheduler).is_empty
+    assert a.status is RequestStatus.RUNNING
+    updated(scheduler, in_flight)
+    assert run_step(scheduler) == {"b": 1}
+    assert a.status is RequestStatus.WAITING
+
+
+def test_a_request_is_held_until_it_is_released_for_each_reason():
+    scheduler = new_scheduler()
+    (a,) = added(scheduler, new_request("a", 15, 2))
+    scheduler.hold(a, SLOW_READER)
+    scheduler.hold(a, NO_MASK)
+    scheduler.release(a, SLOW_READER)
+    assert scheduled(scheduler).is_empty
+    scheduler.hold(a, NO_MASK)
+    scheduler.release(a, NO_MASK)
+    assert finish(scheduler) == [{"a": 15}, {"a": 1}]
+
+
 def test_a_failed_step_leaves_held_requests_held():
     scheduler = new_scheduler()
     a, b = added(scheduler, new_request("a", 15, 3), new_request("b", 15, 3))
@@ -169,7 +200,7 @@ def test_a_failed_step_leaves_held_requests_held():
     scheduled(scheduler)
     scheduler.cancel()
     scheduler.check()
-    assert (a.held, a.status, b.status) == (True, RequestStatus.WAITING, RequestStatus.WAITING)
+    assert (bool(a.held), a.status, b.status) == (True, RequestStatus.WAITING, RequestStatus.WAITING)
     run_until(scheduler, lambda: b.finish_reason)
     assert a.num_output_tokens == 1
     scheduler.release(a)
