@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 
 from ..errors import EngineDeadError, RequestError
@@ -20,6 +20,11 @@ from ..text.prompt_parser import ParsedPrompt
 from ..text.tokenizer import Tokenizer
 from .grammar_waits import GrammarWaits
 from .request_factory import RequestFactory, RequestSpec
+
+# Log-probabilities that one step makes readable: about 10 ms of Python where other requests run.
+CANDIDATES_OF_STEP = 4096
+CANDIDATES_OF_EACH = CANDIDATES_OF_STEP // 8
+CANDIDATES_ALONE = 8 * CANDIDATES_OF_STEP
 
 
 class EngineCore:
@@ -46,6 +51,7 @@ class EngineCore:
         self._with_grammars: set[RequestGroup] = set()
         self._waits = GrammarWaits(scheduler)
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
+        self._reporting: dict[RequestGroup, None] = {}  # requests with log-probabilities
         self._ids = itertools.count()
 
     # Steps
@@ -83,13 +89,37 @@ class EngineCore:
         return advanced
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
-        """Put an output into the outbox of each finished request, and of each of `groups` that wants one."""
-        finished = [*self._finished]
+        """Put an output into the outbox of each finished request, and of each of `groups` that wants one.
+
+        One whose log-probabilities are not readable yet has to wait for a later call.
+        """
+        unread = self._read_logprobs() if self._reporting else frozenset[RequestGroup]()
+        finished = [group for group in self._finished if group not in unread]
         for group in dict.fromkeys([*groups, *finished]):
+            if group in unread:
+                continue
             if group in self._finished or group.outbox.wants(group.output_kind):
                 group.outbox.put(self.outputs.output(group))
         for group in finished:
             self._forget(group)
+
+    def _read_logprobs(self) -> Set[RequestGroup]:
+        """Make log-probabilities readable, within bounds. Return the requests of which some are left."""
+        budget = CANDIDATES_OF_STEP if self.scheduler.has_runnable() else CANDIDATES_ALONE
+        unread = set[RequestGroup]()
+        for group in self._reporting:  # few of each, so that many of one delay no other
+            num = self.outputs.read_logprobs(group, CANDIDATES_OF_EACH)
+            budget -= num
+            if num >= CANDIDATES_OF_EACH:
+                unread.add(group)
+        # The finished ones first, as their readers wait.
+        for group in sorted(unread, key=lambda group: group not in self._finished):
+            if budget > 0:
+                num = self.outputs.read_logprobs(group, budget)
+                if num < budget:
+                    unread.remove(group)
+                budget -= num
+        return unread
 
     def groups_of(self, requests: Iterable[Request]) -> Iterator[RequestGroup]:
         """Yield the unfinished group of each sample."""
@@ -217,6 +247,9 @@ class EngineCore:
         self.groups[group.request_id] = group
         if group.samples[0].inputs.params.stop:
             self._with_stops.add(group)
+        params = group.samples[0].inputs.params
+        if params.logprobs or params.prompt_logprobs:
+            self._reporting[group] = None
         if group.samples[0].sampling.grammar is not None:
             self._with_grammars.add(group)
             self._waits.begin(group.samples)
@@ -296,4 +329,5 @@ class EngineCore:
         self._finished.pop(group, None)
         self._with_stops.discard(group)
         self._with_grammars.discard(group)
+        self._reporting.pop(group, None)
         self.outputs.forget(group)

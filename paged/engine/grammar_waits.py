@@ -11,7 +11,7 @@ from ..sampling.grammar_jobs import SLOW_S, MaskJob
 from ..sampling.structured_outputs import begin_masks, pending_mask
 from ..scheduler.scheduler import Scheduler
 
-IDLE_S = 0.05  # for which a step waits where nothing else can run; aborts and deadlines are seen after it
+ALL_HELD_S = 0.05  # for which a step waits where nothing else can run; aborts and deadlines are seen after it
 
 
 class GrammarWaits:
@@ -39,7 +39,7 @@ class GrammarWaits:
         self._wait_for_fast()
         ended = self._release_computed()
         if self._begun and not self._scheduler.has_runnable() and not ended:
-            wait([job.done for job in self._jobs()], IDLE_S, FIRST_COMPLETED)
+            wait([job.done for job in self._jobs()], ALL_HELD_S, FIRST_COMPLETED)
             ended = self._release_computed()
         return ended
 

@@ -361,4 +361,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None

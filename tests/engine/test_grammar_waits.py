@@ -38,7 +38,7 @@ class Gate:
 def gate(demo: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Slow the masks of SLOW down until the gate opens."""
     made, consume = Gate(), MaskJob._consume
-    monkeypatch.setattr(grammar_waits, "IDLE_S", 0.001)
+    monkeypatch.setattr(grammar_waits, "ALL_HELD_S", 0.001)
     # What is compiled is cached, so this is the grammar of all later requests.
     slow = demo.core.factory.grammars.start(StructuredOutputsParams(regex=SLOW)).grammar
 
